@@ -101,53 +101,6 @@ def test_help_shows_a_whole_round_trip_and_every_command():
 
 
 @pytest.mark.parametrize(
-    ("command", "taught"),
-    [
-        (
-            "import",
-            [
-                "safetensors or .bin files",
-                "loads at any parallel sizes",
-                "only checked, changes nothing",
-                "--dtype",
-            ],
-        ),
-        (
-            "export",
-            [
-                "checkpoints/step_N of a run",
-                "such as 5GB or 500MB",
-                "and of training runs have both",
-                "are not verified",
-            ],
-        ),
-        (
-            "verify",
-            [
-                "1 when they differ",
-                "4 for an internal error",
-                "Largest absolute difference",
-                "by default bytes",
-            ],
-        ),
-        ("inspect", ["Only headers are read", "cannot be split", "--vpp"]),
-    ],
-)
-def test_the_help_of_a_command_teaches_it(tmp_path, command, taught):
-    finished = run_cli(command, "--help", logs=tmp_path / "logs")
-    assert finished.exit_code == 0
-    text = " ".join(finished.output.replace("│", " ").split())
-    for words in taught:
-        assert words in text
-
-
-def test_no_arguments_show_the_help(tmp_path):
-    finished = run_cli(logs=tmp_path / "logs")
-    assert finished.exit_code == 2
-    assert "Usage: " in finished.output + finished.errors
-
-
-@pytest.mark.parametrize(
     ("size", "num_bytes"),
     [
         ("5GB", 5 * 10**9),

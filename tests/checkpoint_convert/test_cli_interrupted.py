@@ -94,18 +94,6 @@ def test_sigkill_leaves_a_folder_that_does_not_look_finished_and_no_worker(comma
     check_nothing_is_left(command, tmp_path, left=["out.partial"])
 
 
-@pytest.mark.parametrize("command", ["import"], indirect=True)
-def test_the_next_run_says_what_a_killed_one_left(command, model, tmp_path):
-    command.kill()
-    again = run_cli("import", "--hf", model, "--out", tmp_path / "out", logs=tmp_path / "logs")
-    assert again.exit_code == 2
-    assert again.message.startswith(f"{tmp_path / 'out.partial'} exists: ")
-    assert "remove it" in again.message
-    unfinished = run_cli("inspect", tmp_path / "out.partial", logs=tmp_path / "logs")
-    assert unfinished.exit_code == 2
-    assert "not a complete torch_dist checkpoint" in unfinished.message
-
-
 def test_a_killed_worker_ends_it_with_a_message(command, tmp_path):
     command.workers[0].kill()
     resume(command)

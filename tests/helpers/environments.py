@@ -14,6 +14,9 @@ MINE = """
 import ctypes, os, random, signal, subprocess, sys, time
 import numpy
 
+# Of the worker, which imports this file: how long an instance may leave a turn unread.
+sys.modules["__main__"].SEND_SECONDS = 1.5
+
 class Echo:
     '''Says back what it has heard, and rewards its length.'''
     def __init__(self, last=100): self.last = last
@@ -43,7 +46,6 @@ class Odd(Echo):
         while True: pass
     def die(self): os.kill(os.getpid(), signal.SIGKILL)
     def crash(self): ctypes.string_at(0)
-    def leave(self): os._exit(3)
     def leave_politely(self): sys.exit("enough")
     def hang_up(self):
         os.closerange(3, 100)
@@ -52,7 +54,6 @@ class Odd(Echo):
     def nothing(self): return None
     def number(self): return 7, 0.0, False
     def nan(self): return "", float("nan"), False
-    def infinite(self): return "", float("inf"), False
     def word(self): return "", "good", False
     def unsure(self): return "", 0.0, None
     def endless(self): return "x" * (1 << 21), 0.0, False
@@ -76,9 +77,6 @@ class Odd(Echo):
         if os.fork() == 0: raise ValueError("a fork")
         os.wait()
         return "the instance", 1.0, False
-    def litter(self):
-        subprocess.Popen(["sleep", "LONG_SLEEP"])
-        return "done", 1.0, True
     def gossip(self):
         print("x" * (1 << 22))
         return "heard?", 1.0, True

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+EPSILON = 1e-4
 Group = list[float]
 """Rewards of the completions of one prompt; NaN for one that could not be scored."""
 
@@ -51,12 +52,7 @@ class OracleLoss:
 
 
 def oracle_advantages(
-    rewards: list[Group],
-    *,
-    estimator: str = "grpo",
-    scale: str = "group",
-    correction: int = 1,
-    epsilon: float = 1e-4,
+    rewards: list[Group], *, estimator: str = "grpo", scale: str = "group"
 ) -> list[float]:
     """Advantages of the completions of each group, one flat list; 0 where there is no reward.
 
@@ -74,33 +70,20 @@ def oracle_advantages(
             return statistics.mean(others) if others else r
         return statistics.mean(group)  # arXiv 2402.03300, section 4.1.2
 
-    unscaled = [
-        [0.0 if math.isnan(r) else r - baseline(r, group) for r in with_failed]
-        for with_failed, group in zip(rewards, groups, strict=True)
-    ]
-    valid = [
-        a
-        for with_failed, of_group in zip(rewards, unscaled, strict=True)
-        for r, a in zip(with_failed, of_group, strict=True)
-        if not math.isnan(r)
-    ]
+    unscaled = [[r - baseline(r, group) for r in group] for group in groups]
+    in_batch = everything
+    if estimator.startswith("reinforce"):  # normalized over the batch
+        in_batch = [a for group in unscaled for a in group]
     result = []
     for with_failed, group, of_group in zip(rewards, groups, unscaled, strict=True):
-        for r, a in zip(with_failed, of_group, strict=True):
-            if math.isnan(r) or scale == "none":
-                result.append(a)
-            elif scale == "group":
-                result.append(a / (_std(group, correction) + epsilon))
-            elif estimator.startswith("reinforce"):  # normalized over the batch
-                result.append(a / (_std(valid, correction) + epsilon))
-            else:
-                result.append(a / (_std(everything, correction) + epsilon))
+        compared = {"group": group, "batch": in_batch, "none": None}[scale]
+        divisor = 1.0 if compared is None else _std(compared) + EPSILON
+        found = iter(of_group)
+        result += [0.0 if math.isnan(r) else next(found) / divisor for r in with_failed]
     return result
 
 
-def oracle_gdpo_advantages(
-    scores: list[list[list[float]]], weights: list[float], *, epsilon: float = 1e-4
-) -> list[float]:
+def oracle_gdpo_advantages(scores: list[list[list[float]]], weights: list[float]) -> list[float]:
     """GDPO, arXiv 2601.05242: normalize each reward within its group, and their sum over the batch.
 
     `scores[g][i][f]` is the score that reward function f gave to completion i of group g.
@@ -111,18 +94,15 @@ def oracle_gdpo_advantages(
             total = 0.0
             for f, weight in enumerate(weights):
                 column = [other[f] for other in group]
-                z = (completion[f] - statistics.mean(column)) / (_std(column, 1) + epsilon)
+                z = (completion[f] - statistics.mean(column)) / (_std(column) + EPSILON)
                 total += weight * z
             sums.append(total)
-    return [(s - statistics.mean(sums)) / (_std(sums, 1) + epsilon) for s in sums]
+    return [(s - statistics.mean(sums)) / (_std(sums) + EPSILON) for s in sums]
 
 
 def oracle_process_advantages(
     groups: list[list[list[tuple[int, float]]]],
     lengths: list[list[int]],
-    *,
-    correction: int = 1,
-    epsilon: float = 1e-4,
 ) -> list[list[float]]:
     """Advantages of every token of every completion: DeepSeekMath, arXiv 2402.03300, section 4.1.3.
 
@@ -136,16 +116,14 @@ def oracle_process_advantages(
             for t in range(length):
                 for end, reward in steps:
                     if end >= t:
-                        std = _std(rewards, correction)
-                        advantages[t] += (reward - statistics.mean(rewards)) / (std + epsilon)
+                        z = (reward - statistics.mean(rewards)) / (_std(rewards) + EPSILON)
+                        advantages[t] += z
             result.append(advantages)
     return result
 
 
-def _std(values: Sequence[float], correction: int) -> float:
-    if len(values) < 2:
-        return 0.0
-    return statistics.stdev(values) if correction else statistics.pstdev(values)
+def _std(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 # --- the loss -----------------------------------------------------------------------------------

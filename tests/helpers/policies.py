@@ -1,7 +1,7 @@
 """Policies on tiny models and packed batches to train them on, for tests that run ranks."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -201,7 +201,8 @@ def check_logprobs(ranks: Sequence[Numbers], expected: Sequence[Tensor]) -> None
         torch.testing.assert_close(values.double(), expected[index], atol=1e-5, rtol=0)
 
 
-def check_gradients(ranks: Sequence[Numbers], expected: dict[str, Tensor], norm: float) -> None:
+def check_gradients(ranks: Sequence[Numbers], expected: dict[str, Tensor]) -> None:
+    norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
     actual = {name: torch.full_like(g, torch.nan) for name, g in expected.items()}
     for _, boxes, rank_norm in ranks:
         assert rank_norm == pytest.approx(norm, rel=1e-5)
@@ -210,3 +211,42 @@ def check_gradients(ranks: Sequence[Numbers], expected: dict[str, Tensor], norm:
     for name, gradient in expected.items():
         error = (actual[name] - gradient).norm() / gradient.norm()
         assert error < 1e-5, f"{name}: {error:.1e}"
+
+
+@dataclass(frozen=True)
+class OracleCase:
+    """A model, and the results of `transformers` for it in float64."""
+
+    folder: Path
+    logprobs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, folder: Path, lengths: Lengths = LENGTHS, model: AutoModelForCausalLM | None = None
+    ) -> "OracleCase":
+        model = model or load_oracle(folder)
+        logprobs = sequence_logprobs(model, lengths)
+        gradients = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
+        return cls(folder, [each.detach() for each in logprobs], gradients)
+
+    def check(self, ranks: Sequence[Numbers]) -> None:
+        check_logprobs(ranks, self.logprobs)
+        check_gradients(ranks, self.gradients)
+
+
+def numbers_on_rank(
+    rank: int, folders: dict[str, Path], dims: ParallelDims, lengths: Lengths, *overrides: str
+) -> dict[str, Numbers]:
+    """For every model: log-probabilities by sequence, boxes of the gradient, and its norm."""
+    setup_device(rank)
+    groups = init_groups(dims)
+    share = pack_all(lengths, dims)[groups.coordinates.data :: dims.data]
+    return {
+        name: numbers_of(
+            build_policy(tiny_config(folder, dims, *overrides), read_shape(folder), groups),
+            groups,
+            share,
+        )
+        for name, folder in folders.items()
+    }

@@ -8,55 +8,30 @@ from parallel.cpu_device import setup_device
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is never active")
 
 
-def cuda_requests(rank: int) -> dict[str, object]:
-    device = setup_device(rank)
-    setup_device(rank)
-    tracker_state = torch.cuda.get_rng_state()
+def ask_for_cuda(rank: int) -> None:
+    assert setup_device(rank).type == setup_device(rank).type == "cpu"
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.zeros(2, device=torch.device("cuda", 0)).cuda().device.type == "cpu"
+    assert torch.zeros(2, device="meta").device.type == "meta"
+    assert torch.empty(1, device=torch.cuda.current_device()).device.type == "cpu"
+    assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+    assert torch.zeros(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
+    assert torch.zeros(1).type(torch.int64).dtype == torch.int64
+    assert torch.cuda.get_rng_state().dtype == torch.uint8
     torch.cuda.manual_seed(3)
-    drawn = torch.rand(1, device="cuda").item()
+    drawn = torch.rand(1, device="cuda")
     torch.cuda.manual_seed(3)
-    return {
-        "device": device.type,
-        "made": torch.zeros(2, device="cuda").device.type,
-        "made by index": torch.zeros(2, device=torch.device("cuda", 0)).device.type,
-        "copied": torch.zeros(2).cuda().device.type,
-        "left alone": torch.zeros(2, device="meta").device.type,
-        "current": torch.empty(1, device=torch.cuda.current_device()).device.type,
-        "float type": torch.zeros(1).type(),
-        "bfloat16 type": torch.zeros(1).bfloat16().type(),
-        "converted": torch.zeros(1).type(torch.int64).dtype,
-        "state": tracker_state.dtype,
-        "repeatable": drawn == torch.rand(1).item(),
-        "event": torch.cuda.Stream().record_event().synchronize(),
-        "same stream": torch.cuda.Stream() == torch.cuda.current_stream(),
-        "waited": torch.cuda.Stream(device="cuda").wait_stream(torch.cuda.current_stream()),
-        "optional": isinstance(None, torch.cuda.Stream | None),
-        "num_modes": len(torch.overrides._get_current_function_mode_stack()),
-        "cuda": torch.cuda.is_available(),
-    }
+    assert drawn == torch.rand(1)
+    torch.cuda.Stream().record_event().synchronize()
+    torch.cuda.Stream(device="cuda").wait_stream(torch.cuda.current_stream())
+    assert torch.cuda.Stream() == torch.cuda.current_stream()
+    assert not isinstance(1, torch.cuda.Stream | None)
+    assert len(torch.overrides._get_current_function_mode_stack()) == 1
+    assert not torch.cuda.is_available()
 
 
 def test_cuda_requests_are_answered_by_the_cpu():
-    (answers,) = run_ranks(1, cuda_requests)
-    assert answers == {
-        "device": "cpu",
-        "made": "cpu",
-        "made by index": "cpu",
-        "copied": "cpu",
-        "left alone": "meta",
-        "current": "cpu",
-        "float type": "torch.cuda.FloatTensor",
-        "bfloat16 type": "torch.cuda.BFloat16Tensor",
-        "converted": torch.int64,
-        "state": torch.uint8,
-        "repeatable": True,
-        "event": None,
-        "same stream": True,
-        "waited": None,
-        "optional": True,
-        "num_modes": 1,
-        "cuda": False,
-    }
+    run_ranks(1, ask_for_cuda)
 
 
 def unequal_collectives(rank: int) -> dict[str, list[float]]:

@@ -35,17 +35,21 @@ def along(dims: ParallelDims, at: Coordinates, axes: tuple[str, ...]) -> list[in
     ]
 
 
+def check(groups: dict[str, list[int]], dims: ParallelDims, rank: int) -> None:
+    at = dims.coordinates(rank)
+    for axis in ("tensor", "context", "data", "pipeline"):
+        assert groups[axis] == along(dims, at, (axis,))
+    assert groups["data_context"] == along(dims, at, ("data", "context"))
+    assert groups["replica"] == along(dims, at, ("tensor", "context", "pipeline"))
+
+
 @pytest.mark.parametrize(
     "dims", [DIMS, ParallelDims(tensor=2, data=2, pipeline=2), ParallelDims(context=2, data=2)]
 )
 def test_every_group_is_the_ranks_along_its_axes(dims):
     for rank, groups in enumerate(run_ranks(dims.world_size, ranks_of_groups, dims)):
-        at = dims.coordinates(rank)
-        for axis in ("tensor", "context", "data", "pipeline"):
-            assert groups[axis] == along(dims, at, (axis,))
+        check(groups, dims, rank)
         assert groups["data_gloo"] == groups["data"]
-        assert groups["data_context"] == along(dims, at, ("data", "context"))
-        assert groups["replica"] == along(dims, at, ("tensor", "context", "pipeline"))
 
 
 def ranks_of_fake_groups(dims: ParallelDims, rank: int) -> dict[str, list[int]]:
@@ -63,11 +67,7 @@ def ranks_of_fake_groups(dims: ParallelDims, rank: int) -> dict[str, list[int]]:
 def test_a_fake_rank_of_a_large_job_is_in_the_groups_of_the_real_one(elsewhere):
     dims = ParallelDims(tensor=8, context=2, data=4, pipeline=16)
     for rank in (0, 777, 1023):
-        at, groups = dims.coordinates(rank), elsewhere(ranks_of_fake_groups, dims, rank)
-        for axis in ("tensor", "context", "data", "pipeline"):
-            assert groups[axis] == along(dims, at, (axis,))
-        assert groups["data_context"] == along(dims, at, ("data", "context"))
-        assert groups["replica"] == along(dims, at, ("tensor", "context", "pipeline"))
+        check(elsewhere(ranks_of_fake_groups, dims, rank), dims, rank)
 
 
 def connections_before_and_after_a_collective(rank: int, dims: ParallelDims) -> tuple[int, int]:

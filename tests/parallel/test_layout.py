@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parallel import Axes, Box, Layout, Shape, ShardMapping, cover_exactly, intersect
 
-SHAPES = {"a": (12,), "b": (7, 10), "c": (4, 6, 5)}
+SHAPES = {"a": (12,), "b": (7, 10), "c": (4, 6, 5), "d": (1,)}
 
 
 def as_whole(values: np.ndarray, axes: Axes) -> np.ndarray:

@@ -1,12 +1,11 @@
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from parallel import ParallelDims
 from parallel.alignment import Alignment
-from parallel.packing import ColumnMap, TokenSequence, pack
+from parallel.packing import TokenSequence, pack, packed_length
 
 
 def sequence(length, num_prompt_tokens, *, first=100, advantage=1.0, loss_weight=0.5):
@@ -70,20 +69,6 @@ def test_nothing_packs_to_padding_of_the_least_length_with_zero_weight():
     assert batch.loss_weights.sum() == 0
 
 
-def test_an_empty_completion_has_no_response_token():
-    assert not pack([sequence(3, 3)], [0], Alignment()).loss_mask.any()
-
-
-def test_a_sequence_that_starts_with_a_response_is_a_bug():
-    with pytest.raises(AssertionError):
-        sequence(3, 0)
-
-
-def test_pack_can_keep_float64():
-    batch = pack([sequence(3, 1, loss_weight=1 / 3)], [0], Alignment(), dtype=torch.float64)
-    assert batch.loss_weights[1].item() == 1 / 3
-
-
 @pytest.mark.parametrize(
     "tensor, context, sequence_parallel, expected",
     [
@@ -124,6 +109,7 @@ def test_a_shared_prompt_is_packed_once_and_each_completion_begins_with_its_last
     assert batch.completion_mask.nonzero().flatten().tolist() == [4, 5, 7, 13]
     assert batch.rollout_logprobs[4:8].tolist() == [-1, -2, 0, -1]
     assert batch.max_seqlen == 6  # positions 0 to 5
+    assert packed_length(len(a), [2, 1, 0], 1) == 9
 
 
 def test_a_shared_prompt_ends_before_its_padding():
@@ -180,27 +166,6 @@ def test_a_shared_prompt_has_the_routes_of_a_sample_whose_prompt_the_engine_has_
 def test_without_routes_routers_choose():
     assert pack([sequence(3, 1)], [0], Alignment()).routed_experts is None
     assert pack([routed(sequence(3, 1), 0)], [], Alignment()).routed_experts is None
-
-
-PLACES = [slice(1, 3), slice(3, 3), slice(5, 6)]
-
-
-@pytest.mark.parametrize(
-    "values", [[0.5, 7.0, 2.0], [torch.tensor([0.5, 0.5]), torch.empty(0), 2.0]], ids=str
-)
-def test_each_place_has_its_value_and_all_else_has_another(values):
-    column = ColumnMap(PLACES, 7).column(values, np.float64, elsewhere=-1)
-    assert column.dtype == torch.float64
-    assert column.tolist() == [-1, 0.5, 0.5, -1, -1, 2, -1]
-
-
-def test_values_per_token_keep_their_order():
-    column = ColumnMap(PLACES, 6).column([torch.tensor([8, 9]), 4, 3], np.int64)
-    assert column.tolist() == [0, 8, 9, 0, 0, 3]
-
-
-def test_a_microbatch_of_padding_has_a_column_too():
-    assert ColumnMap([], 4).column([], bool, elsewhere=1).tolist() == [True] * 4
 
 
 def test_to_moves_every_tensor():

@@ -17,6 +17,7 @@ from parallel import (
     Box,
     Layout,
     ParallelDims,
+    Sender,
     all_shares,
     check_push,
     intersect,
@@ -145,6 +146,7 @@ def test_the_traffic_is_that_of_all_plans(push, num_engines):
     parameters = [num_bytes_of_parameters(worker, itemsizes) for worker in workers]
     assert found.received == parameters * num_engines
     assert sum(found.sent) == sum(parameters)
+    assert found.imbalance == pytest.approx(max(found.sent) / (sum(parameters) / dims.world_size))
     assert found.forwarded == parameters * (num_engines - 1) + [0] * len(workers)
     assert senders_by_worker(shares, len(workers)) == [
         [rank for rank, plan in enumerate(plans) if worker in plan]
@@ -205,6 +207,13 @@ def test_of_many_ranks_with_the_same_tensors_four_at_most_send_them(data, sharer
         assert {place.tensor for place in places} == {worker}
         assert len({place.data for place in places}) == sharers
         assert len(ranks) == sharers * dims.pipeline
+
+
+def test_ranks_that_hold_a_slice_of_a_stack_send_equal_parts_of_it():
+    slice_ = Layout.of_whole_tensors({"w": (1, 8)})
+    for rank in range(2):
+        (copy,) = plan_sends(Sender(rank, slice_, {"w": range(2)}), [slice_], 8)[0]
+        assert copy.source_box == Box((0, 4 * rank), (1, 4))
 
 
 def test_experts_are_sent_by_the_ranks_that_hold_them():

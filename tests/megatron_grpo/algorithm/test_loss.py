@@ -7,7 +7,6 @@ import torch
 from helpers.losses import TEMPERATURE, BigramModel, chosen_tokens
 from helpers.oracle import (
     OracleLoss,
-    divergence,
     oracle_advantages,
     oracle_gdpo_advantages,
     oracle_loss,
@@ -18,7 +17,7 @@ from megatron_grpo.algorithm.advantages import (
     normalized_sum_advantages,
     process_advantages,
 )
-from megatron_grpo.algorithm.kl import k3, kl_estimate
+from megatron_grpo.algorithm.kl import k3
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.algorithm.objectives import clipped
 from megatron_grpo.batch.prepare import keep_high_entropy, with_entropy_weights
@@ -94,32 +93,10 @@ def test_the_worked_example_of_k3():
     assert f"{value:.4f}" == "0.0074"
 
 
-def test_loss_weights_of_every_loss_type():
-    lengths = torch.tensor([1, 3, 4])
-    for loss_type in ("grpo", "sapo", "gmpo"):
-        assert loss_weights(lengths, loss_type, 10).tolist() == pytest.approx(
-            [1 / 3, 1 / 9, 1 / 12]
-        )
-    for loss_type in ("dapo", "bnpo", "cispo", "vespo"):
-        assert loss_weights(lengths, loss_type, 10).tolist() == pytest.approx([1 / 8] * 3)
-    assert loss_weights(lengths, "dr_grpo", 10).tolist() == pytest.approx([1 / 30] * 3)
-    assert loss_weights(lengths, "luspo", 10).tolist() == pytest.approx([1 / 3] * 3)
-
-
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_loss_weights_are_finite_when_nothing_counts(loss_type):
     assert loss_weights(torch.zeros(2), loss_type, 10).isfinite().all()
     assert loss_weights(torch.zeros(0), loss_type, 10).tolist() == []
-
-
-def test_with_the_generating_policy_itself_the_ratio_is_one_and_the_gradient_the_advantage():
-    logprobs = torch.tensor([-1.0, -2.5], requires_grad=True)
-    advantages = torch.tensor([0.7, -1.3])
-    loss = loss_of(logprobs, one_sequence(advantages=advantages), grpo_config())
-    loss.total.backward()
-    assert loss.log_ratio.tolist() == [0.0, 0.0]
-    assert loss.total.item() == pytest.approx(0.6)
-    assert torch.equal(logprobs.grad, -advantages)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
@@ -153,6 +130,8 @@ def test_the_clipped_surrogate_is_the_minimum_of_the_paper_and_so_is_its_gradien
         torch.autograd.grad(loss.sum(), at) for loss, at in [(found, ours), (expected, paper)]
     )
     assert torch.equal(gradient, of_paper)
+    at_bounds = clipped(torch.tensor([0.8, 1.3]).double(), torch.tensor([-1.0, 1.0]), cfg)
+    assert not at_bounds.clipped_low.any() and not at_bounds.clipped_high.any()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
@@ -203,28 +182,12 @@ def test_all_masked_is_a_zero_loss_with_a_zero_gradient(loss_type):
     assert logprobs.grad.tolist() == [0, 0, 0]
 
 
-def test_a_reference_without_beta_is_a_bug():
-    zeros = torch.zeros(1)
-    with pytest.raises(AssertionError, match="reference"):
-        loss_of(zeros, one_sequence(zeros, ref=zeros, advantages=zeros), grpo_config())
-
-
 def test_the_penalty_has_the_weight_of_the_step_where_it_is_no_longer_the_configs():
     new, ref, advantages = torch.tensor([[-0.3, -2.0], [-0.7, -1.1], [1.0, 1.0]]).double()
     batch = one_sequence(ref=ref, advantages=advantages, weights=advantages / 2)
     loss = loss_of(new, batch, grpo_config(beta=0.3), beta=0.07)
     expected = oracle_loss([new], [1.0], OracleLoss(beta=0.3), ref_logprobs=[ref], beta=0.07)
     assert loss.total.item() == pytest.approx(expected.item(), rel=1e-12)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_every_estimate_of_the_divergence_and_its_gradient_are_those_of_the_oracle(estimator):
-    new = torch.tensor([-0.3, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
-    ref = torch.tensor([-0.7, -1.1, -1.0], dtype=torch.float64)
-    found, expected = kl_estimate(new, ref, estimator), divergence(new, ref, estimator)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-    gradients = [torch.autograd.grad(value.sum(), new)[0] for value in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -236,14 +199,6 @@ def test_every_estimate_of_the_divergence_and_its_gradient_are_those_of_the_orac
         ([0.0, 0.0], [-25.0, 15.0]),
         ([15.0, 15.0], [0.0, 0.0]),
         ([-15.0, -15.0], [0.0, 0.0]),
-    ],
-    ids=[
-        "ratio above",
-        "ratio below",
-        "weight above",
-        "weight below",
-        "product above",
-        "product below",
     ],
 )
 def test_vespo_keeps_logarithms_within_the_bounds_of_its_authors(log_ratios, log_weights):
@@ -436,25 +391,11 @@ OPTIONS = {
     "k2": {"kl_estimator": "k2"},
     "kl in the reward": {"kl_in_reward": True, "kl_estimator": "k1"},
     "unbiased kl": {"use_bias_correction_kl": True},
-    "unbiased kl of sequences": {
-        "use_bias_correction_kl": True,
-        "importance_sampling_level": "sequence",
-    },
     "top entropy": {"top_entropy_quantile": 0.3},
-    "top entropy of sequences": {
-        "top_entropy_quantile": 0.5,
-        "importance_sampling_level": "sequence",
-    },
     "top entropy, none": {"top_entropy_quantile": 0.0},
     "entropy bonus": {"entropy_coef": 0.2},
     "entropy bonus of the top": {"entropy_coef": 0.2, "top_entropy_quantile": 0.3},
-    "entropy bonus of gmpo": {"entropy_coef": 0.2, "loss_type": "gmpo"},
     "off-policy mask": {"off_policy_mask_threshold": 0.05},
-    "off-policy mask of luspo": {
-        "off_policy_mask_threshold": 0.3,
-        "loss_type": "luspo",
-        "importance_sampling_level": "sequence",
-    },
     "other temperatures": {
         "loss_type": "sapo",
         "sapo_temperature_pos": 2.0,
@@ -473,24 +414,13 @@ OPTIONS = {
             "rollout_importance_sampling_threshold": 1.2,
             "rollout_importance_sampling_min": 0.8,
         }
-        for mode in (
-            "token_truncate",
-            "token_mask",
-            "sequence_truncate",
-            "sequence_mask",
-            "geometric_truncate",
-            "geometric_mask",
-        )
+        for level in ("token", "sequence", "geometric")
+        for mode in (f"{level}_truncate", f"{level}_mask")
     },
     "weights of vespo": {
         "loss_type": "vespo",
         "rollout_importance_sampling_mode": "token_truncate",
         "rollout_importance_sampling_threshold": 1.2,
-    },
-    "masked weights of vespo": {
-        "loss_type": "vespo",
-        "rollout_importance_sampling_mode": "token_mask",
-        "rollout_importance_sampling_threshold": 1.1,
     },
     "everything": {
         "loss_type": "dapo",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_grpo.algorithm.mismatch import rollout_weights
+from megatron_grpo.algorithm.mismatch import on_policy_mask, rollout_weights
 from megatron_grpo.config.grpo import GRPOConfig
 from parallel.sequences import SequenceMeans
 
@@ -26,3 +26,11 @@ def test_a_bound_is_within_the_bounds_and_what_is_beyond_is_cut_or_nothing(level
     mismatch = torch.cat([beyond, bounds, -beyond])
     one_each = SequenceMeans(torch.ones(4, dtype=torch.int64), None)
     assert rollout_weights(mismatch, one_each, cfg).tolist() == weights
+
+
+def test_of_an_off_policy_sequence_tokens_of_negative_advantage_alone_are_left_out():
+    sequence = SequenceMeans(torch.tensor([3]), None)
+    kept = on_policy_mask(
+        -torch.ones(3), torch.zeros(3), torch.tensor([-1.0, 0.0, 1.0]), sequence, threshold=0.5
+    )
+    assert kept.tolist() == [False, True, True]

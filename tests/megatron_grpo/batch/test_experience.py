@@ -65,13 +65,6 @@ def packed(experience, cfg):
     ]
 
 
-def test_a_group_is_all_samples_of_one_prompt():
-    cfg = config("grpo.scale_rewards=none")
-    experience = compute_advantages(samples(), scores(1, 0, 0, 1), cfg)
-    assert experience.group_ids.tolist() == [10, 10, 11, 11]
-    assert experience.advantages.tolist() == [0.5, -0.5, -0.5, 0.5]
-
-
 def test_a_sample_without_a_score_has_no_token_in_the_loss():
     cfg = config("grpo.scale_rewards=none", "grpo.loss_type=grpo")
     experience = compute_advantages(samples(), scores(1, math.nan, 0, 1), cfg)

@@ -68,11 +68,13 @@ def test_a_share_that_was_sent_packs_as_its_sequences_do(
         assert_equal(batch, expected)
 
 
-def test_a_rank_without_a_sequence_has_the_values_that_its_peers_have() -> None:
+def test_a_rank_with_one_sequence_or_none_has_the_values_that_its_peers_have() -> None:
     [batch] = DataParallelShard.of(sequences(), [[]]).pack(ALIGNMENT, share_prompts=False)
     assert batch.old_logprobs is not None and batch.high_entropy is not None
     assert batch.ref_logprobs is None
     assert not batch.loss_mask.any()
+    [batch] = DataParallelShard.of(sequences(), [[0]]).pack(ALIGNMENT, share_prompts=False)
+    assert_equal(batch, pack(sequences(), [0], ALIGNMENT, known=["old_logprobs", "high_entropy"]))
 
 
 def test_nine_bytes_are_sent_for_each_token_of_a_completion() -> None:

@@ -27,55 +27,40 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_newest_is_tried_first_and_then_those_before_it(tmp_path):
+@pytest.mark.parametrize(
+    ("pointer", "tried"),
+    [
+        ("step_100\n", [100, 10, 5]),
+        ("step_10\n", [10, 5]),  # the run was sent back
+        *((bad, [100, 10, 5]) for bad in (None, "", "step_7\n", "../step_5\n", "\0\xff")),
+    ],
+)
+def test_the_one_pointed_at_is_tried_first_and_then_those_before_it(tmp_path, pointer, tried):
+    assert latest_step(tmp_path / "not_there") == 0
     make(tmp_path, "step_5", "step_10", "step_100", "step_7.partial", "step_9.bak", "step_0")
-    (tmp_path / "LATEST").write_text("step_100\n")
-    assert candidates(tmp_path) == [100, 10, 5]
-    assert latest_step(tmp_path) == 100
-
-
-def test_a_run_that_was_sent_back_does_not_try_what_came_later(tmp_path):
-    make(tmp_path, "step_5", "step_10", "step_100")
-    (tmp_path / "LATEST").write_text("step_10\n")
-    assert candidates(tmp_path) == [10, 5]
-
-
-@pytest.mark.parametrize("pointer", [None, "", "step_7\n", "step_-1\n", "../step_5\n", "\0\xff"])
-def test_without_a_good_pointer_all_are_tried(tmp_path, pointer):
-    make(tmp_path, "step_5", "step_10")
     if pointer is not None:
         (tmp_path / "LATEST").write_text(pointer)
-    assert candidates(tmp_path) == [10, 5]
+    assert candidates(tmp_path) == tried
+    assert latest_step(tmp_path) == tried[0]
 
 
-def test_a_new_run_has_none(tmp_path):
-    assert latest_step(tmp_path / "not_there") == 0
-
-
-def test_a_complete_folder_becomes_the_newest_and_the_oldest_go(tmp_path):
-    make(tmp_path, "step_5", "step_10", "step_20.partial")
-    publish(tmp_path / "step_20.partial", 20, keep=2)
-    assert names(tmp_path) == {"step_10", "step_20", "LATEST"}
-    assert candidates(tmp_path) == [20, 10]
-
-
-def test_what_a_run_wrote_before_it_went_back_is_dropped_and_not_what_it_writes_now(tmp_path):
-    make(tmp_path, "step_2", "step_20", "step_30", "step_5.partial")
-    publish(tmp_path / "step_5.partial", 5, keep=2)
-    assert names(tmp_path) == {"step_2", "step_5", "LATEST"}
-
-
-def test_those_of_every_so_many_steps_stay_for_good(tmp_path):
-    make(tmp_path, "step_100", "step_150", "step_200", "step_290", "step_400", "step_300.partial")
-    publish(tmp_path / "step_300.partial", 300, keep=2, keep_every=100)
-    assert names(tmp_path) == {"step_100", "step_200", "step_290", "step_300", "LATEST"}
-
-
-def test_a_step_that_is_saved_again_replaces_what_was_there(tmp_path):
-    make(tmp_path, "step_5", "step_5.partial")
-    publish(tmp_path / "step_5.partial", 5, keep=1)
-    assert names(tmp_path) == {"step_5", "LATEST"}
-    assert (tmp_path / "step_5" / "made_as").read_text() == "step_5.partial"
+@pytest.mark.parametrize(
+    ("there", "step", "options", "kept"),
+    [
+        ([5, 10], 20, {"keep": 2}, [10, 20]),
+        ([2, 20, 30], 5, {"keep": 2}, [2, 5]),  # the run went back
+        ([100, 150, 200, 290, 400], 300, {"keep": 2, "keep_every": 100}, [100, 200, 290, 300]),
+        ([5], 5, {"keep": 1}, [5]),
+    ],
+)
+def test_a_complete_folder_becomes_the_newest_and_the_oldest_go(
+    tmp_path, there, step, options, kept
+):
+    make(tmp_path, *(f"step_{each}" for each in there), f"step_{step}.partial")
+    publish(tmp_path / f"step_{step}.partial", step, **options)
+    assert names(tmp_path) == {*(f"step_{each}" for each in kept), "LATEST"}
+    assert (tmp_path / f"step_{step}" / "made_as").read_text() == f"step_{step}.partial"
+    assert candidates(tmp_path)[0] == step
 
 
 def test_a_pointer_without_any_checkpoint_does_not_begin_anew(tmp_path):
@@ -208,14 +193,7 @@ def unlink_of_nfs(name: str, *, dir_fd: int | None = None) -> None:
     os.rename(name, f".nfs{name}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
 
-def test_a_checkpoint_that_somebody_still_reads_does_not_end_the_run(tmp_path, monkeypatch):
-    make(tmp_path, "step_5", "step_20.partial")
-    monkeypatch.setattr(os, "unlink", unlink_of_nfs)
-    publish(tmp_path / "step_20.partial", 20, keep=1)
-    assert candidates(tmp_path) == [20]
-
-
-def test_nor_does_what_is_left_of_it_keep_the_next_start_or_save_from_its_name(
+def test_a_checkpoint_that_somebody_still_reads_keeps_no_start_or_save_from_its_name(
     tmp_path, monkeypatch
 ):
     make(tmp_path, "step_5", "step_5.replaced", "step_9.partial")
@@ -227,22 +205,9 @@ def test_nor_does_what_is_left_of_it_keep_the_next_start_or_save_from_its_name(
             assert (tmp_path / "step_9.partial").exists(), "it could not be removed"
             remove(tmp_path / "step_9.partial")
             make(tmp_path, "step_9.partial")
+        make(tmp_path, "step_20.partial")
+        publish(tmp_path / "step_20.partial", 20, keep=1)
+        assert candidates(tmp_path) == [20]
     publish(tmp_path / "step_9.partial", 9, keep=1)
     remove_leftovers(tmp_path)
     assert names(tmp_path) == {"step_9", "LATEST"}
-
-
-KILLED = {
-    "before the rename": (["step_5", "step_9.partial"], {"step_5"}),
-    "with the old one aside": (["step_5.replaced", "step_5.partial"], {"step_5"}),
-    "with both": (["step_5", "step_5.replaced"], {"step_5"}),
-}
-
-
-@pytest.mark.parametrize(("left", "kept"), KILLED.values(), ids=KILLED)
-def test_after_a_kill_a_complete_checkpoint_is_there(tmp_path, left, kept):
-    make(tmp_path, *left)
-    (tmp_path / "LATEST.partial").write_text("st")
-    remove_leftovers(tmp_path)
-    assert names(tmp_path) == kept
-    assert step_folder(tmp_path, 5).is_dir()

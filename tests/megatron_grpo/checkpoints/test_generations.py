@@ -116,7 +116,6 @@ def logprobs_on_rank(
     [
         (ParallelDims(pipeline=2, data=2), []),
         (ParallelDims(tensor=2, context=2), []),
-        (ParallelDims(data=3), []),
         (ParallelDims(context=2), ["grpo.shared_prompts=true"]),
     ],
     ids=str,
@@ -143,23 +142,28 @@ def test_samples_come_back_bit_for_bit(tmp_path):
     saved.samples[-1] = replace(saved.samples[-1], prompt=longer)
     old, ref = ([torch.randn(1 + i) for i in range(NUM_SAMPLES)] for _ in range(2))
     saved = replace(saved, old_logprobs=old, ref_logprobs=ref)
+    assert read_experience(tmp_path, prompts()) is None
     write_experience(tmp_path, saved)
     read = read_experience(tmp_path, prompts())
     assert read is not None and read.samples == saved.samples and read.rewards == saved.rewards
+    with pytest.raises(ValueError, match=r"was training on the rows \[21\] of the data"):
+        read_experience(tmp_path, prompts()[:-1])
     for name in ("totals", "group_ids", "advantages"):
         assert torch.equal(getattr(read, name), getattr(saved, name))
     for ours, theirs in zip(read.old_logprobs + read.ref_logprobs, old + ref, strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_the_experts_of_tokens_come_back(tmp_path):
-    saved, draw = generation(), np.random.default_rng(0)
+def test_the_experts_of_tokens_come_back_and_no_reference_is_made_up(tmp_path):
+    saved = replace(generation(), old_logprobs=[torch.zeros(0)] * NUM_SAMPLES)
+    draw = np.random.default_rng(0)
     for i, sample in enumerate(saved.samples[:-1]):  # the last failed before an engine read it
-        num_tokens = len(sample.prompt.token_ids) + i
-        routes = draw.integers(0, 256, (num_tokens, 2, 3), np.uint8)
+        size = (len(sample.prompt.token_ids) + i, 2, 3)
+        routes = draw.integers(0, 256, size, np.uint8)
         saved.samples[i] = replace(sample, routed_experts=routes)
     write_experience(tmp_path, saved, READY)
     read = read_experience(tmp_path, prompts(), READY)
+    assert read.ref_logprobs is None
     for ours, theirs in zip(read.samples[:-1], saved.samples[:-1], strict=True):
         assert ours.routed_experts.dtype == np.uint8
         np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
@@ -181,18 +185,3 @@ def test_a_large_generation_is_written_without_a_python_object_for_each_token(tm
         write_experience(tmp_path, large, READY)
         times.append(time.process_time())
     assert min(end - start for start, end in pairwise(times)) / (1000 * num) < 1e-7
-
-
-def test_without_a_reference_there_are_no_logprobs_of_one(tmp_path):
-    write_experience(tmp_path, replace(generation(), old_logprobs=[torch.zeros(0)] * NUM_SAMPLES))
-    assert read_experience(tmp_path, prompts()).ref_logprobs is None
-
-
-def test_a_row_that_the_data_no_longer_has_is_named(tmp_path):
-    write_experience(tmp_path, replace(generation(), old_logprobs=[torch.zeros(0)] * NUM_SAMPLES))
-    with pytest.raises(ValueError, match=r"was training on the rows \[21\] of the data"):
-        read_experience(tmp_path, prompts()[:-1])
-
-
-def test_between_generations_there_is_none(tmp_path):
-    assert read_experience(tmp_path, prompts()) is None

@@ -22,6 +22,7 @@ TOKEN = "0123456789abcdef"
 def test_logprobs_are_those_of_the_sampled_tokens_after_temperature(engine, temperature):
     samples = engine.generate(random_prompts(6), temperature=temperature)
     assert largest_logprob_error(engine.folder, samples, temperature) < 1e-4
+    assert {s.policy_version for s in samples} == {engine.version}
 
 
 def tokens_left(row, top_p, top_k):
@@ -37,7 +38,7 @@ def tokens_left(row, top_p, top_k):
     return left
 
 
-@pytest.mark.parametrize(("top_p", "top_k"), [(0.4, -1), (1.0, 3), (0.6, 20)])
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.4, -1), (0.6, 20)])
 def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, top_p, top_k):
     samples = engine.generate(random_prompts(4), temperature=0.8, top_p=top_p, top_k=top_k)
     model = AutoModelForCausalLM.from_pretrained(engine.folder, dtype=torch.float32)
@@ -54,15 +55,6 @@ def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, 
             assert logprob == pytest.approx(row[token] - math.log(total), abs=1e-3)
             is_cut |= len(left) < len(row)
     assert is_cut and len({tuple(sample.completion_ids) for sample in samples}) > len(samples) / 2
-
-
-def test_samples_come_in_the_order_of_prompts_and_sample_indices(engine):
-    prompts = random_prompts(5)
-    samples = engine.generate(prompts, num_generations=3)
-    assert [(s.prompt.index, s.sample_index) for s in samples] == [
-        (prompt, sample) for prompt in range(5) for sample in range(3)
-    ]
-    assert {s.policy_version for s in samples} == {engine.version}
 
 
 def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_limit(
@@ -123,13 +115,6 @@ def test_every_sample_has_its_own_seed_and_the_same_one_next_time(engine):
     assert not set(completions(seed=1)) & set(first)
 
 
-def test_samples_do_not_depend_on_what_else_is_generated(engine):
-    prompts = random_prompts(6)
-    alone = engine.generate(prompts[:2])
-    among_others = engine.generate(prompts)[: len(alone)]
-    assert [s.completion_ids for s in among_others] == [s.completion_ids for s in alone]
-
-
 def test_vllm_repeats_a_generation_to_the_last_bit(vllm_engine, tied_model):
     # More prompt tokens than vLLM takes in one step, so that the order of requests matters too.
     prompts = random_prompts(80, lengths=(20, 80))
@@ -163,11 +148,6 @@ def test_the_number_of_engines_changes_nothing(tied_model, transformers_engine, 
         two_engines.version = transformers_engine.version - 1
         two_engines.push(tied_model)
         assert two_engines.generate(prompts) == one
-
-
-def test_samples_of_other_weights_are_refused(engine):
-    with pytest.raises(EngineError, match=rf"version {engine.version}.*{engine.version + 1} was"):
-        engine.generate(random_prompts(1), policy_version=engine.version + 1)
 
 
 def test_what_an_engine_refuses_is_told_with_its_address(vllm_engine, tied_model):

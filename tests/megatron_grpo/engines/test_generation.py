@@ -3,7 +3,6 @@
 import asyncio
 import io
 import random
-import weakref
 
 import numpy as np
 import pytest
@@ -18,14 +17,6 @@ PROMPTS = [Prompt(index=7 + i, token_ids=(i,), text="", row={}) for i in range(3
 NUM_GENERATIONS, LENGTH = 2, 5
 
 
-class WatchedToken(Token, weakref=True, gc=True):
-    """Its end can be watched."""
-
-
-class WatchedChoice(Choice, weakref=True):
-    """Its end can be watched."""
-
-
 def generation(**changes) -> Generation:
     params = sampling_params(
         num_generations=NUM_GENERATIONS, max_completion_length=LENGTH, policy_version=4, **changes
@@ -33,11 +24,11 @@ def generation(**changes) -> Generation:
     return Generation(PROMPTS, params)
 
 
-def choice(number: int) -> WatchedChoice:
+def choice(number: int) -> Choice:
     draw = random.Random(number)
-    return WatchedChoice(
+    return Choice(
         token_ids=[draw.randrange(1000, 2000) for _ in range(LENGTH)],
-        logprobs=Logprobs([WatchedToken(-draw.random()) for _ in range(LENGTH)]),
+        logprobs=Logprobs([Token(-draw.random()) for _ in range(LENGTH)]),
         finish_reason="length",
         text=str(number),
         weight_versions=[],
@@ -71,22 +62,6 @@ def test_samples_are_in_the_order_of_prompts_and_indices_whoever_answers_first()
         )
         for number in range(6)
     ]
-
-
-def test_nothing_of_an_answer_is_kept_but_its_sample():
-    requests, given = generation(), choice(0)
-    watched = [weakref.ref(each) for each in (given, given.logprobs.content[0])]
-    asyncio.run(requests.take_answer(0, given, "http://a"))
-    del given
-    assert [each() for each in watched] == [None] * 2
-
-
-def test_an_answer_that_makes_no_sample_leaves_its_request_open():
-    requests, given = generation(), choice(1)
-    given.token_ids.pop()
-    with pytest.raises(AssertionError):
-        asyncio.run(requests.take_answer(1, given, "http://a"))
-    assert set(requests.open) == {*range(6)} and requests.engines == set()
 
 
 @pytest.mark.parametrize("router_replay", [True, False])

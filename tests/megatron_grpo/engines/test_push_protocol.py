@@ -4,7 +4,12 @@ import pytest
 from torch.nn import Linear, Module, Parameter
 
 from megatron_grpo.engines.http import EngineError
-from megatron_grpo.engines.push_protocol import PushState, check_reports, own_parameters
+from megatron_grpo.engines.push_protocol import (
+    LOADED,
+    PushState,
+    check_reports,
+    own_parameters,
+)
 
 SUMS = {"a": 1, "b": 2}
 
@@ -23,6 +28,7 @@ def test_weights_are_those_of_a_push_once_it_is_complete_and_until_the_next_begi
     state.finish_push()
     assert state.held == ""  # not all parameters are written
     state.mark_loaded(SUMS)
+    check(state)  # no fault
     state.finish_push()
     assert state.held == "7-a"
     state.begin_push("8-b", "another trainer's")
@@ -31,14 +37,17 @@ def test_weights_are_those_of_a_push_once_it_is_complete_and_until_the_next_begi
     assert state.held == ""
 
 
+def test_weights_that_were_dropped_are_not_those_that_an_engine_loaded():
+    state = PushState()
+    state.hold_loaded()
+    assert state.held == LOADED
+    state.drop_weights()
+    state.hold_loaded()
+    assert state.held == ""
+
+
 def check(state: PushState) -> None:
     check_reports(["http://engine"], [[state.push_report()]], "7-a", [SUMS])
-
-
-def test_a_worker_that_has_loaded_the_push_has_no_fault():
-    state = begun()
-    state.mark_loaded(SUMS)
-    check(state)
 
 
 @pytest.mark.parametrize(("push", "told"), [("", "not begun"), ("7-b", "7-b")])

@@ -35,7 +35,7 @@ def two_nodes(model: Path, folder: Path) -> Iterator[str]:
         yield f"http://{ADDRESSES[0]}:{port}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_an_engine_over_two_nodes_is_one_engine(tied_model, tmp_path):
     other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
     with (

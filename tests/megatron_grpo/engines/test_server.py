@@ -1,20 +1,20 @@
 """Engines as processes: named when they die, and ended when we end."""
 
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.ranks import shared_memory
+from helpers.runs import RUN_MARK, marked_processes
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines import EngineServers
@@ -24,13 +24,11 @@ from megatron_grpo.engines.server import (
     engine_command,
     engine_devices,
     engine_environment,
-    reserve_port,
     share_gpus,
 )
 from megatron_grpo.engines.vllm_args import EngineNode
-from megatron_grpo.workers.child_process import EngineProcess, log_tail
+from megatron_grpo.workers.child_process import EngineProcess
 
-MARK = "MEGATRON_GRPO_TEST_RUN"
 # A trainer that starts an engine, says when it is ready, and waits to be killed.
 TRAINER = """
 import sys
@@ -55,20 +53,6 @@ def short_folder() -> Iterator[str]:
         yield folder
 
 
-def marked_processes(mark: str) -> list[int]:
-    """Pids of the running processes that inherited `mark` in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (folder / "environ").read_bytes()
-            is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except (FileNotFoundError, ProcessLookupError, PermissionError):  # gone, or not ours
-            continue
-        if f"{MARK}={mark}".encode() in environment and not is_zombie:
-            found.append(int(folder.name))
-    return found
-
-
 @pytest.mark.parametrize(
     ("engine", "size", "moment"),
     [
@@ -84,7 +68,7 @@ def test_no_process_shared_memory_or_folder_survives_a_killed_trainer(
     mark = uuid.uuid4().hex
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(tied_model), engine, str(size), str(tmp_path)],
-        env=os.environ | {MARK: mark, "TMPDIR": short_folder},
+        env=os.environ | {RUN_MARK: mark, "TMPDIR": short_folder},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -95,7 +79,7 @@ def test_no_process_shared_memory_or_folder_survives_a_killed_trainer(
     if moment == "started":
         time.sleep(2)  # somewhere within the imports
     assert len(marked_processes(mark)) > 1
-    memory = shared_memory(marked_processes(mark))
+    memory = shared_memory([process.pid for process in marked_processes(mark)])
     assert list(Path(short_folder).glob("engine_*"))
     trainer.kill()
     trainer.communicate()
@@ -104,74 +88,41 @@ def test_no_process_shared_memory_or_folder_survives_a_killed_trainer(
     assert not list(Path(short_folder).glob("engine_*"))
 
 
-def test_close_leaves_no_process(tied_model, tmp_path, monkeypatch):
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
-    servers = EngineServers(
-        ModelConfig(path=tied_model),
-        RolloutConfig(engine="vllm", max_completion_length=8),
-        tmp_path,
-        token=None,
-    )
-    assert wait_until(lambda: len(marked_processes(mark)) > 1, 60)  # its engine core as well
-    [engine] = servers._engines
-    servers.close()
-    assert marked_processes(mark) == []
-    assert not engine.child.folder.exists()
-
-
-def test_what_an_engine_has_started_ends_with_it_however_young(tmp_path):
-    """The core of vLLM waits for minutes for an API server that was killed while both started."""
-    log = tmp_path / "log"
-    command = ["sh", "-c", "sleep 100 & echo $!; wait"]
-    engine = EngineProcess.start(command, os.environ, "http://a", log)
-    assert wait_until(lambda: log.read_text().endswith("\n"), 30)
-    core = Path("/proc") / log.read_text().strip()
-    assert core.exists()
-    engine.process.kill()
-    engine.process.wait()
-    assert wait_until(lambda: not core.exists(), 5)
-    engine.child.kill()
-
-
-HAS_MEMORY = """
-import multiprocessing, time
+USES_MEMORY = """
+import multiprocessing, os, subprocess, tempfile, time
 from multiprocessing.shared_memory import SharedMemory
 memory, lock = SharedMemory(create=True, size=1), multiprocessing.get_context("spawn").Lock()
-print(memory.name, f"sem.{lock._semlock.name[1:]}", flush=True)
+folder = os.environ["TMPDIR"]
+open(f"{folder}/file", "w").close()
+os.mkfifo(f"{folder}/socket")
+core = subprocess.Popen(["sleep", "100"]).pid
+files = f"/dev/shm/{memory.name}", f"/dev/shm/sem.{lock._semlock.name[1:]}", folder, f"/proc/{core}"
+print(*files, flush=True)
 time.sleep(100)
 """
 
 
-def test_a_killed_engine_leaves_nothing_in_shared_memory(tmp_path):
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", HAS_MEMORY]
-    engine = EngineProcess.start(command, os.environ, "http://a", log)
-    assert wait_until(lambda: log.read_text().endswith("\n"), 30)
-    files = [Path("/dev/shm") / name for name in log.read_text().split()]
-    assert all(file.exists() for file in files)
-    engine.child.kill()
-    assert not any(file.exists() for file in files)
-
-
-USES_ITS_FOLDER = 'touch "$TMPDIR/file"; mkfifo "$TMPDIR/socket"; echo "$TMPDIR"; exec sleep 100'
-
-
 @pytest.mark.parametrize("name", ["short", "long" * 20])
-def test_a_killed_engine_leaves_nothing_in_the_temporary_folder(
+def test_a_killed_engine_leaves_no_memory_file_or_process(
     tmp_path, short_folder, monkeypatch, name
 ):
     """Where the site has a long path for it, its sockets are elsewhere: it could not start."""
     place, log = Path(short_folder) / name, tmp_path / "log"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    engine = EngineProcess.start(["sh", "-c", USES_ITS_FOLDER], os.environ, "http://a", log)
-    assert wait_until(lambda: log.read_text().endswith("\n"), 30)
-    folder = Path(log.read_text().strip())
+    command = [sys.executable, "-c", USES_MEMORY]
+    engine = EngineProcess.start(command, os.environ, "http://a", log)
+    assert wait_until(lambda: log.exists() and log.read_text().endswith("\n"), 30)
+    *memory, folder, core = map(Path, log.read_text().split())
+    assert all(path.exists() for path in (*memory, core))
     assert len(list(folder.iterdir())) == 2 and folder.stat().st_mode & 0o777 == 0o700
     assert folder.parent == (place if name == "short" else Path("/tmp"))
+    # vLLM's core would wait for minutes for an API server that was killed while both started.
+    engine.process.kill()
+    engine.process.wait()
+    assert wait_until(lambda: not core.exists(), 5)
     engine.child.kill()
-    assert not folder.exists()
+    assert not any(path.exists() for path in (*memory, folder))
 
 
 def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
@@ -186,34 +137,14 @@ def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
     assert str(tmp_path / "logs" / "engine_0.log") in str(error.value)
 
 
-def test_a_log_that_was_removed_is_told_instead_of_its_end(tmp_path):
-    assert log_tail(tmp_path / "engine_0.log", 7) == (
-        "... (No such file or directory: it cannot be shown)"
-    )
-
-
-def test_an_engine_that_dies_later_is_named(tied_model, tmp_path):
-    with running_engine("transformers", tied_model, tmp_path, num_engines=2) as engine:
-        engine.servers.check()
-        victim = engine.servers._engines[1]
-        os.kill(victim.process.pid, signal.SIGKILL)
-        victim.process.wait()
-        with pytest.raises(EngineError, match=f"{victim.url} ended with signal SIGKILL"):
-            engine.servers.check()
-
-
 def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
-    servers = EngineServers(
-        ModelConfig(path=tied_model),
-        RolloutConfig(engine="transformers", max_completion_length=8),
-        tmp_path,
-        token=None,
-    )
-    try:
-        with pytest.raises(TimeoutError, match=f"{servers.base_urls[0]} .* within 0.2 s"):
-            servers.wait_ready(0.2)
-    finally:
-        servers.close()
+    rollout = RolloutConfig(engine="transformers", max_completion_length=8)
+    servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)
+    with (
+        closing(servers),
+        pytest.raises(TimeoutError, match=f"{servers.base_urls[0]} .* within 0.2 s"),
+    ):
+        servers.wait_ready(0.2)
 
 
 def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_engine, tmp_path):
@@ -270,26 +201,12 @@ def test_engines_share_the_gpus_of_the_trainers_where_these_leave_too_few():
 
 
 def test_an_engine_sees_nothing_of_the_trainers_ranks():
-    trainer = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "4",
-        "GROUP_RANK": "0",
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": "localhost",
-        "TORCHELASTIC_RUN_ID": "x",
-        "OMP_NUM_THREADS": "8",
-        "TORCH_GLOO_LAZY_INIT": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        "PATH": "/bin",
-        "HOME": "/root",
-    }
-    assert engine_environment(trainer, devices="2,3") == {
-        "PATH": "/bin",
-        "HOME": "/root",
-        "CUDA_VISIBLE_DEVICES": "2,3",
-    }
+    torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME")
+    torchrun += ("MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "TORCH_GLOO_LAZY_INIT")
+    trainer = dict.fromkeys((*torchrun, "PYTORCH_CUDA_ALLOC_CONF"), "8")
+    users = {"PATH": "/bin", "HOME": "/root"}
+    environment = engine_environment(trainer | users, devices="2,3")
+    assert environment == users | {"CUDA_VISIBLE_DEVICES": "2,3"}
     assert engine_environment(trainer, devices=None)["OMP_NUM_THREADS"] == "1"
 
 
@@ -301,11 +218,3 @@ def test_vllm_on_other_nodes_is_told_the_address_that_was_given():
         model = ModelConfig(path=Path("model"))
         _, environment = engine_command(model, rollout, host, 8000, None, "token", node)
         assert environment["VLLM_HOST_IP"] == host
-
-
-def test_a_reserved_port_is_given_to_nobody_else():
-    with reserve_port() as first, reserve_port() as second:
-        port = first.getsockname()[1]
-        assert port != second.getsockname()[1]
-        with pytest.raises(OSError, match="in use"), socket.socket() as third:
-            third.bind(("127.0.0.1", port))

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from helpers.engines import (
-    TestEngine,
     largest_logprob_error,
     random_prompts,
     running_engine,
@@ -20,29 +19,29 @@ from helpers.engines import (
 from helpers.pushes import client_of, push_folder
 from helpers.trainers import trainer
 from megatron_grpo.engines import NoServingEngine
-from megatron_grpo.engines.push_protocol import LOADED, PushState
 from megatron_grpo.launch.run_dir import bearer
 
 
-def is_asleep(engine: TestEngine) -> bool:
+def is_asleep(engine) -> bool:
     url = f"{engine.servers.base_urls[0]}/is_sleeping"
     answer: bool = httpx.get(url, headers=bearer(engine.servers.token)).json()["is_sleeping"]
     return answer
 
 
-def push_to_sleeping(engine: TestEngine, folder: Path) -> None:
+def push_to_sleeping(engine, folder: Path) -> None:
     engine.version += 1
     rollout = engine.rollout.model_copy(update={"enable_sleep_mode": True})
     push_folder(folder, rollout, engine.servers.base_urls, engine.servers.token, engine.version)
 
 
 def test_an_engine_that_sleeps_has_no_weights_until_a_push_wakes_it(
-    vllm_engine: TestEngine, tied_model: Path, tmp_path: Path
+    vllm_engine, tied_model, tmp_path
 ) -> None:
     other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
     vllm_engine.push(tied_model)
     client = vllm_engine.client(enable_sleep_mode=True)
     client.sleep()
+    client.sleep()  # as good as once
     assert is_asleep(vllm_engine) and client.pool.serving == []
     with pytest.raises(NoServingEngine, match="holds no complete weights"):
         vllm_engine.generate(random_prompts(1))
@@ -52,18 +51,8 @@ def test_an_engine_that_sleeps_has_no_weights_until_a_push_wakes_it(
         assert largest_logprob_error(folder, vllm_engine.generate(random_prompts(3))) < 1e-4
 
 
-def test_sleeping_twice_is_sleeping_once(vllm_engine: TestEngine, tied_model: Path) -> None:
-    vllm_engine.push(tied_model)
-    client = vllm_engine.client(enable_sleep_mode=True)
-    client.sleep()
-    client.sleep()
-    assert is_asleep(vllm_engine)
-    push_to_sleeping(vllm_engine, tied_model)
-    assert not is_asleep(vllm_engine)
-
-
 def test_engines_that_do_not_sleep_are_lost_and_keep_no_other_awake(
-    vllm_engine: TestEngine, transformers_engine: TestEngine, tied_model: Path
+    vllm_engine, transformers_engine, tied_model
 ) -> None:
     vllm_engine.push(tied_model)
     nobody = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
@@ -78,7 +67,7 @@ def test_engines_that_do_not_sleep_are_lost_and_keep_no_other_awake(
 
 @pytest.mark.slow  # 25 s: an engine starts twice
 def test_an_engine_that_died_is_back_and_asleep_before_the_trainer_has_the_memory(
-    tied_model: Path, tmp_path: Path
+    tied_model, tmp_path
 ) -> None:
     with (
         running_engine("vllm", tied_model, tmp_path, enable_sleep_mode=True) as engine,
@@ -94,7 +83,7 @@ def test_an_engine_that_died_is_back_and_asleep_before_the_trainer_has_the_memor
 
 
 def test_a_run_without_sleep_mode_wakes_an_engine_that_was_left_asleep(
-    vllm_engine: TestEngine, tied_model: Path
+    vllm_engine, tied_model
 ) -> None:
     vllm_engine.push(tied_model)
     vllm_engine.client(enable_sleep_mode=True).sleep()
@@ -102,12 +91,3 @@ def test_a_run_without_sleep_mode_wakes_an_engine_that_was_left_asleep(
     assert not is_asleep(vllm_engine)
     samples = vllm_engine.generate(random_prompts(3))
     assert largest_logprob_error(tied_model, samples) < 1e-4
-
-
-def test_weights_that_were_dropped_are_not_those_that_an_engine_loaded() -> None:
-    state = PushState()
-    state.hold_loaded()
-    assert state.held == LOADED
-    state.drop_weights()
-    state.hold_loaded()
-    assert state.held == ""

@@ -29,12 +29,8 @@ def test_the_model_its_type_and_its_address_are_the_runs():
     flags = command(tensor_parallel_size=2)
     assert {"--model=/models/tiny", "--dtype=float32", "--tensor-parallel-size=2"} < set(flags)
     assert {"--host=10.0.0.7", "--port=8000"} < set(flags)
-
-
-def test_engines_read_the_files_that_the_trainer_reads_even_beside_those_of_mistral():
-    formats = {"--config-format=hf", "--load-format=hf", "--tokenizer-mode=hf"}
-    assert formats < set(command())
-    assert "--load-format=dummy" in command(vllm={"load_format": "dummy"})
+    # Mistral's own files may lie beside those that the trainer reads.
+    assert {"--config-format=hf", "--load-format=hf", "--tokenizer-mode=hf"} < set(flags)
 
 
 def test_further_nodes_of_an_engine_have_its_settings_but_no_server():
@@ -70,22 +66,13 @@ def test_passed_through_values_become_flags_and_win():
     assert not any("quantization" in flag for flag in flags)
 
 
-def test_a_gpu_engine_gets_none_of_the_settings_for_cpu():
+def test_settings_of_cpus_are_not_those_of_gpus():
     of_cpu = {"--enforce-eager", "--no-enable-chunked-prefill", "--attention-backend=CPU_MLA"}
-    assert of_cpu < set(command())
-    assert not of_cpu & set(command(on_gpu=True))
-
-
-def test_engines_on_gpus_compute_logits_in_float32_as_the_trainer_does():
-    flag = '--hf-overrides={"head_dtype": "float32"}'
-    assert flag in command(on_gpu=True)
-    assert flag not in command()
-
-
-def test_sleep_mode_is_for_gpus():
-    assert "--enable-sleep-mode" in command(on_gpu=True, enable_sleep_mode=True)
+    of_gpu = {'--hf-overrides={"head_dtype": "float32"}', "--enable-sleep-mode"}
+    cpu, gpu = (set(command(on_gpu=on_gpu, enable_sleep_mode=True)) for on_gpu in (False, True))
+    assert of_cpu < cpu and of_gpu < gpu
+    assert not of_cpu & gpu and not of_gpu & cpu
     assert "--enable-sleep-mode" not in command(on_gpu=True)
-    assert "--enable-sleep-mode" not in command(enable_sleep_mode=True)
 
 
 def test_experts_of_tokens_are_asked_for_only_where_vllm_tells_them():
@@ -108,12 +95,6 @@ def test_an_argument_that_the_trainer_counts_on_is_refused(name):
     assert name in engine_argument_names()
     with pytest.raises(ValueError, match=rf"rollout\.vllm\.{name} cannot be set"):
         check_engine_arguments({name: "x"})
-
-
-def test_known_arguments_are_those_of_the_installed_vllm():
-    names = engine_argument_names()
-    assert {"max_model_len", "gpu_memory_utilization", "enable_log_requests"} < names
-    assert len(names) > 100
 
 
 def test_the_head_sizes_of_cpus_are_those_of_the_installed_vllm():

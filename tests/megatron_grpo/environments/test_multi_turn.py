@@ -1,9 +1,9 @@
 """Dialogues of real engines with real environments, token by token."""
 
+import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,26 +60,16 @@ def prompts_with(count: int, **columns) -> list[Prompt]:
     ]
 
 
-@contextmanager
-def dialogues(
-    folder: Path,
-    name: str,
-    prompts: list[Prompt],
-    version: int,
-    *,
-    pool=None,
-    max_turns: int = 3,
-    **settings,
-) -> Iterator[Recorded]:
-    params = sampling_params(policy_version=version, **SETTINGS | settings)
+def generation_of(engine, environments, prompts: list[Prompt], max_turns=3, **settings) -> Recorded:
+    params = sampling_params(policy_version=engine.version, **SETTINGS | settings)
+    return Recorded(prompts, params, environments=environments, turns=turns(), max_turns=max_turns)
+
+
+def converse(engine, folder: Path, name: str, prompts: list[Prompt], pool=None, **settings):
+    """The samples of dialogues with environments of the class `name`, and their generation."""
     with environment_pool(folder, name, **(pool or {})) as environments:
-        yield Recorded(
-            prompts,
-            params,
-            environments=environments,
-            turns=turns(),
-            max_turns=max_turns,
-        )
+        generation = generation_of(engine, environments, prompts, **settings)
+        return engine.client().generate(generation), generation
 
 
 @pytest.fixture
@@ -90,18 +80,14 @@ def transformers(transformers_engine, tied_model):
 
 def spans(sample: Sample) -> list[tuple[bool, tuple[int, ...]]]:
     """The runs of sampled and of observed tokens."""
-    found: list[tuple[bool, list[int]]] = []
-    for token, is_sampled in zip(sample.completion_ids, sample.loss_mask, strict=True):
-        if not found or found[-1][0] != is_sampled:
-            found.append((is_sampled, []))
-        found[-1][1].append(token)
-    return [(is_sampled, tuple(tokens)) for is_sampled, tokens in found]
+    tokens = zip(sample.loss_mask, sample.completion_ids, strict=True)
+    runs = itertools.groupby(tokens, key=lambda each: bool(each[0]))
+    return [(is_sampled, tuple(token for _, token in run)) for is_sampled, run in runs]
 
 
 def test_each_turn_is_requested_with_exactly_the_tokens_so_far(engine, tmp_path):
     prompts = prompts_with(3)
-    with dialogues(tmp_path, "Echo", prompts, engine.version) as generation:
-        samples = engine.client().generate(generation)
+    samples, generation = converse(engine, tmp_path, "Echo", prompts)
     assert [(s.prompt.index, s.sample_index) for s in samples] == [
         (p, i) for p in range(3) for i in range(3)
     ]
@@ -135,8 +121,7 @@ def test_each_turn_is_requested_with_exactly_the_tokens_so_far(engine, tmp_path)
 
 
 def test_logprobs_are_those_of_the_dialogue_as_it_is_trained_on(engine, tmp_path):
-    with dialogues(tmp_path, "Echo", prompts_with(2), engine.version) as generation:
-        samples = engine.client().generate(generation)
+    samples, _ = converse(engine, tmp_path, "Echo", prompts_with(2))
     for sample in samples:
         mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
         logprobs = torch.tensor(sample.logprobs)
@@ -150,15 +135,15 @@ def test_dialogues_are_the_same_next_time_and_with_two_engines(transformers, tie
     prompts = prompts_with(4)
 
     def samples_of(engine, **settings):
-        with dialogues(tmp_path, "Echo", prompts, engine.version, **settings) as generation:
-            return engine.client().generate(generation)
+        return converse(engine, tmp_path, "Echo", prompts, **settings)[0]
 
     first = samples_of(transformers)
     assert samples_of(transformers) == first
-    assert len({tuple(s.completion_ids) for s in first}) == len(first)
-    assert not {tuple(s.completion_ids) for s in samples_of(transformers, series=1)} & {
-        tuple(s.completion_ids) for s in first
-    }
+    said, others = (
+        {tuple(s.completion_ids) for s in each}
+        for each in (first, samples_of(transformers, series=1))
+    )
+    assert len(said) == len(first) and not said & others
     with running_engine("transformers", tied_model, tmp_path, num_engines=2) as two:
         two.version = transformers.version - 1
         two.push(tied_model)
@@ -171,13 +156,7 @@ def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
     with running_engine("transformers", folder, tmp_path, router_replay=True) as engine:
         engine.push(folder)
 
-        def ask(**settings) -> tuple[Recorded, list[Sample]]:
-            with dialogues(
-                tmp_path, "Echo", prompts, engine.version, router_replay=True, **settings
-            ) as generation:
-                return generation, engine.client().generate(generation)
-
-        generation, samples = ask()
+        samples, generation = converse(engine, tmp_path, "Echo", prompts, router_replay=True)
         assert {s.finish_reason for s in samples[6:]} == {"failed"}  # before the engine was asked
         assert all(s.routed_experts is None for s in samples[6:])
         for number, sample in enumerate(samples[:6]):
@@ -193,8 +172,7 @@ def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
             )
             np.testing.assert_array_equal(sample.routed_experts, whole.routed_experts)
         # This engine answers with routes to all; an evaluation keeps none.
-        with dialogues(tmp_path, "Echo", prompts[:1], engine.version) as generation:
-            engine.client().generate(generation)
+        _, generation = converse(engine, tmp_path, "Echo", prompts[:1])
         assert not any(dialogue.routed_experts for dialogue in generation.dialogues)
 
 
@@ -215,32 +193,20 @@ def test_environment_gets_tokens_finish_reason_and_tokens_left():
 
 
 def test_every_turn_of_every_sample_has_its_own_seed():
-    seeds = [
-        turn_seed(seed, step, position, sample, turn)
-        for seed in range(3)
-        for step in range(3)
-        for position in range(3)
-        for sample in range(3)
-        for turn in range(3)
-    ]
+    seeds = [turn_seed(*which) for which in itertools.product(range(3), repeat=5)]
     assert len(set(seeds)) == 3**5 and max(seeds) < 2**62
 
 
 def test_dialogue_ends_when_done_at_max_turns_or_without_room(transformers, tmp_path):
-    client = transformers.client()
-    prompts = prompts_with(4)
-    with dialogues(tmp_path, "Echo", prompts, transformers.version) as generation:
-        samples = client.generate(generation)
+    def ask(**settings) -> list[Sample]:
+        return converse(transformers, tmp_path, "Echo", prompts_with(4), **settings)[0]
+
+    samples = ask()
     assert {s.finish_reason for s in samples} <= {"max_turns", "length"}
     assert all(len(s.step_rewards) == 3 for s in samples if s.finish_reason == "max_turns")
-    done = {"arguments": {"last": 2}}
-    with dialogues(tmp_path, "Echo", prompts, transformers.version, pool=done) as generation:
-        samples = client.generate(generation)
+    samples = ask(pool={"arguments": {"last": 2}})
     assert {len(s.step_rewards) for s in samples if s.finish_reason == "stop"} == {2}
-    with dialogues(
-        tmp_path, "Echo", prompts, transformers.version, max_completion_length=40, max_turns=9
-    ) as generation:
-        samples = client.generate(generation)
+    samples = ask(max_completion_length=40, max_turns=9)
     assert {s.finish_reason for s in samples} == {"length"}
     for sample in samples:
         # What the environment has said last is left out where nothing can follow it.
@@ -249,15 +215,11 @@ def test_dialogue_ends_when_done_at_max_turns_or_without_room(transformers, tmp_
 
 
 def test_first_observation_is_part_of_the_prompt(transformers, tmp_path):
-    prompts = prompts_with(1, first=", and more")
-    with dialogues(tmp_path, "Echo", prompts, transformers.version) as generation:
-        samples = transformers.client().generate(generation)
-    for sample in samples:
+    for sample in converse(transformers, tmp_path, "Echo", prompts_with(1, first=", and more"))[0]:
         assert sample.prompt.text == "<start>user\nhm, and more<eos>\n<start>assistant\n"
         assert sample.loss_mask[0]
     too_long = prompts_with(1, first="x" * 1000)
-    with dialogues(tmp_path, "Echo", too_long, transformers.version) as generation:
-        samples = transformers.client().generate(generation)
+    samples, generation = converse(transformers, tmp_path, "Echo", too_long)
     assert {s.finish_reason for s in samples} == {"failed"}
     assert "tokens too long" in generation.failures[0]
     # As it is packed, too, it may not keep what does not fit.
@@ -268,10 +230,9 @@ def test_first_observation_is_part_of_the_prompt(transformers, tmp_path):
 def test_failing_environment_fails_its_sample_and_no_other(transformers, tmp_path, deed, turn):
     good = prompts_with(1, deed="go_on", turn=1)
     bad = [replace(p, index=1) for p in prompts_with(1, deed=deed, turn=turn)]
-    with dialogues(
-        tmp_path, "Odd", [*good, *bad], transformers.version, pool={"timeout": 3.0}
-    ) as generation:
-        samples = transformers.client().generate(generation)
+    samples, generation = converse(
+        transformers, tmp_path, "Odd", [*good, *bad], pool={"timeout": 3.0}
+    )
     failed = [s for s in samples if s.finish_reason == "failed"]
     assert failed and {s.prompt.index for s in failed} == {1}
     assert all(math.isnan(s.environment_reward) for s in failed)
@@ -284,21 +245,19 @@ def test_failing_environment_fails_its_sample_and_no_other(transformers, tmp_pat
 
 def test_dialogues_run_at_the_same_time(transformers, tmp_path):
     # Each step takes half a second: one after the other they would take over 48 seconds.
-    prompts = prompts_with(12)
-    with dialogues(
-        tmp_path, "Slow", prompts, transformers.version, num_generations=8, max_turns=2
-    ) as generation:
-        start = time.monotonic()
-        samples = transformers.client().generate(generation)
-        assert time.monotonic() - start < 40
-    assert len(samples) == 96
-    assert sum(len(s.step_rewards) for s in samples) > 96
+    start = time.monotonic()
+    samples, _ = converse(
+        transformers, tmp_path, "Slow", prompts_with(12), num_generations=8, max_turns=2
+    )
+    assert time.monotonic() - start < 40
+    assert sum(len(s.step_rewards) for s in samples) > len(samples) == 96
 
 
 def test_generation_is_cancelled_at_once(transformers, tmp_path):
-    prompts = prompts_with(2, deed="hang", turn=1)
     client = transformers.client()
-    with dialogues(tmp_path, "Odd", prompts, transformers.version) as generation:
+    with environment_pool(tmp_path, "Odd") as environments:
+        prompts = prompts_with(2, deed="hang", turn=1)
+        generation = generation_of(transformers, environments, prompts)
         start = time.monotonic()
         with (
             as_soon_as(lambda: generation.engines, client.cancel),
@@ -332,20 +291,14 @@ def steps_taken(file: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_lost", [1, 2])
 def test_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, tmp_path, num_lost):
-    prompts = prompts_with(12)
-
-    def counting(file: Path) -> dict:
-        return {"arguments": {"file": str(file)}}
-
-    with dialogues(
-        tmp_path, "Counting", prompts, pair.version, pool=counting(tmp_path / "first")
-    ) as generation:
-        undisturbed = pair.client.generate(generation)
-    file = tmp_path / "second"
-    with dialogues(tmp_path, "Counting", prompts, pair.version, pool=counting(file)) as generation:
+    prompts, file, urls = prompts_with(12), tmp_path / "steps", pair.servers.base_urls
+    with environment_pool(tmp_path, "Counting", arguments={"file": str(file)}) as environments:
+        undisturbed = pair.client.generate(generation_of(pair, environments, prompts))
+        file.unlink()
+        generation = generation_of(pair, environments, prompts)
 
         def kill() -> None:
-            for url in pair.servers.base_urls[:num_lost]:
+            for url in urls[:num_lost]:
                 pair.servers._engine(url).process.kill()
 
         with as_soon_as(lambda: len(generation.engines) == 2, kill):
@@ -364,19 +317,15 @@ def test_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, tmp
     assert without_logprobs(samples) == without_logprobs(undisturbed)
     for again, before in zip(samples, undisturbed, strict=True):
         assert [*again.logprobs] == pytest.approx([*before.logprobs], abs=1e-5)
-    assert (
-        len(steps_taken(file))
-        == len(set(steps_taken(file)))
-        == sum(len(s.step_rewards) for s in samples)
-    )
-    assert wait_until(lambda: all(map(is_healthy, pair.servers.base_urls)), seconds=60)
+    taken = steps_taken(file)
+    assert len(taken) == len(set(taken)) == sum(len(s.step_rewards) for s in samples)
+    assert wait_until(lambda: all(map(is_healthy, urls)), seconds=60)
     pair.push()
 
 
 def test_engine_that_waits_for_environments_does_not_hang(transformers, tmp_path):
     slow = {"arguments": {"seconds": 4 * PROBE_INTERVAL}}  # several probes find no new token
-    with dialogues(
-        tmp_path, "Slow", prompts_with(1), transformers.version, pool=slow, max_turns=2
-    ) as generation:
+    with environment_pool(tmp_path, "Slow", **slow) as environments:
+        generation = generation_of(transformers, environments, prompts_with(1), max_turns=2)
         samples = transformers.client(stall_timeout=1.5).generate(generation)
     assert max(len(sample.step_rewards) for sample in samples) == 2  # asked again thereafter

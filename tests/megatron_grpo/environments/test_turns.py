@@ -57,26 +57,34 @@ def test_a_dialogue_continued_by_tokens_is_the_dialogue_that_the_template_writes
     assert turns.tokenizer.decode([EOS_ID, *observed]) == f"<eos>{text}"
 
 
-def test_a_tool_speaks_as_the_template_has_it():
-    turns = turns_of(QWEN_3, "environment.observation_role=tool")
-    _, text = turns.encode_observation("42", EOS_ID)
-    assert text == (
-        "\n<start>user\n<tool_response>\n42\n</tool_response><eos>\n<start>assistant\n<think>\n"
-    )
+THINKS = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }}")
 
 
-def test_variables_of_the_config_are_in_every_turn():
-    template = QWEN_3.replace("<think>\n", "{{ '<think>\n\n</think>\n' if not thinks }}")
-    for thinks, begin in (("false", "<think>\n\n</think>\n"), ("true", "")):
-        turns = turns_of(template, f"data.chat_template_kwargs.thinks={thinks}")
-        _, text = turns.encode_observation("42", EOS_ID)
-        assert text == f"\n<start>user\n42<eos>\n<start>assistant\n{begin}"
-
-
-def test_without_a_template_the_observation_stands_alone():
-    turns = turns_of(CHAT_TEMPLATE, "data.apply_chat_template=false")
-    tokens, text = turns.encode_observation("42", EOS_ID)
-    assert text == "42" and turns.tokenizer.decode(tokens) == "42"
+@pytest.mark.parametrize(
+    ("template", "override", "told"),
+    [
+        (
+            QWEN_3,
+            "environment.observation_role=tool",
+            "\n<start>user\n<tool_response>\n42\n</tool_response><eos>\n<start>assistant\n<think>\n",
+        ),
+        (
+            THINKS,
+            "data.chat_template_kwargs.thinks=false",
+            "\n<start>user\n42<eos>\n<start>assistant\n<think>\n\n</think>\n",
+        ),
+        (
+            THINKS,
+            "data.chat_template_kwargs.thinks=true",
+            "\n<start>user\n42<eos>\n<start>assistant\n",
+        ),
+        (CHAT_TEMPLATE, "data.apply_chat_template=false", "42"),
+    ],
+    ids=["a tool", "variables", "other variables", "no template"],
+)
+def test_an_observation_is_told_as_the_config_has_it(template, override, told):
+    _, text = turns_of(template, override).encode_observation("42", EOS_ID)
+    assert text == told
 
 
 @pytest.mark.parametrize(
@@ -96,9 +104,7 @@ def test_a_template_that_cannot_be_continued_is_refused(template, overrides, tol
     ("template", "end"),
     [
         (CHAT_TEMPLATE, [EOS_ID]),
-        (LLAMA_3, [EOS_ID]),
         (MISTRAL, [EOS_ID]),
-        (QWEN_3, [EOS_ID]),
         (CHAT_TEMPLATE.replace("<eos>", " <unk><eos>"), [2, EOS_ID]),
         (CHAT_TEMPLATE.replace("<eos>", "{{ '<eos>' if loop.last else '<unk>' }}"), [EOS_ID]),
         (CHAT_TEMPLATE.replace("<eos>", ""), []),

@@ -5,105 +5,50 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from checkpoint_convert import read_shape
 from helpers.models import tiny_model
 from helpers.policies import (
     LENGTHS,
-    Lengths,
+    OracleCase,
     accumulate,
+    check_logprobs,
     gradient_boxes,
+    load_oracle,
+    numbers_on_rank,
     pack_all,
     sequence_logprobs,
     start_policy,
-    tiny_config,
 )
 from helpers.ranks import run_ranks
-from megatron_grpo.policy.forward import compute_logprobs
-from megatron_grpo.policy.reference import build_reference
 from parallel import ParallelDims
-from parallel.cpu_device import setup_device
-from parallel.groups import init_groups
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]
-FEW_LAYOUTS = [
+MODELS = {"llama": True, "mistral": False, "qwen2": True, "qwen3": False}
+"""Families, and whether their embeddings are tied."""
+LAYOUTS = [
     ParallelDims(),
     ParallelDims(tensor=4),  # more ranks than key-value heads
+    ParallelDims(pipeline=2, num_layers_in_last_pipeline_stage=1),
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2, context=2),
 ]
-LAYOUTS = [
-    *FEW_LAYOUTS,
-    ParallelDims(tensor=2),
-    ParallelDims(pipeline=2, num_layers_in_last_pipeline_stage=1),
-    ParallelDims(context=2),
-    ParallelDims(tensor=2, pipeline=2, context=2),
-]
-TRAINED = ("llama", "qwen3")
-"""Loss and gradients of these are compared at the other layouts, in test_train_step.py."""
-
-Folders = dict[str, Path]
-
-
-def transformers_logprobs(folder: Path, lengths: Lengths) -> list[Tensor]:
-    with torch.no_grad():
-        return sequence_logprobs(
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lengths
-        )
-
-
-def our_logprobs(
-    rank: int, folders: Folders, dims: ParallelDims, lengths: Lengths
-) -> dict[str, list[Tensor]]:
-    """Response log-probabilities of every sequence; empty before the last pipeline stage."""
-    setup_device(rank)
-    groups = init_groups(dims)
-    batches = pack_all(lengths, dims)
-    results = {}
-    for name, folder in folders.items():
-        model = build_reference(tiny_config(folder, dims), read_shape(folder), groups)
-        values = compute_logprobs(model, batches, 1.0, groups)
-        if model.is_last_stage:
-            results[name] = [
-                whole[batch.loss_mask & (batch.sequence_index == index)]
-                for batch, (whole, _) in zip(batches, values, strict=True)
-                for index in batch.sequence_index[batch.loss_mask].unique()
-            ]
-    return results
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def cases(tmp_path_factory):
+    # Five layers split unevenly over every pipeline.
     return {
-        # Five layers split unevenly over every pipeline.
-        f"{family} tied={tied}": tiny_model(
-            tmp_path_factory.mktemp(family), family, tied=tied, num_hidden_layers=5
+        family: OracleCase.of(
+            tiny_model(tmp_path_factory.mktemp(family), family, tied=tied, num_hidden_layers=5)
         )
-        for family, tied in MODELS
+        for family, tied in MODELS.items()
     }
-
-
-@pytest.fixture(scope="module")
-def expected(folders):
-    return {name: transformers_logprobs(folder, LENGTHS) for name, folder in folders.items()}
 
 
 @pytest.mark.parametrize("dims", LAYOUTS, ids=lambda d: f"{d} vpp({d.virtual_pipeline})")
-def test_logprobs_equal_transformers(folders, expected, dims):
-    chosen = {
-        name: folder
-        for name, folder in folders.items()
-        if dims in FEW_LAYOUTS or not name.startswith(TRAINED)
-    }
-    results = [r for r in run_ranks(dims.world_size, our_logprobs, chosen, dims, LENGTHS) if r]
-    assert len(results) == dims.tensor * dims.context
-    for result in results:
-        for name in chosen:
-            for got, want in zip(result[name], expected[name], strict=True):
-                torch.testing.assert_close(
-                    got, want, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
-                )
+def test_logprobs_and_gradients_equal_transformers(cases, dims):
+    folders = {name: case.folder for name, case in cases.items()}
+    ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS)
+    for name, case in cases.items():
+        case.check([rank[name] for rank in ranks])
 
 
 SCALED_ROPES = {
@@ -118,17 +63,17 @@ SCALED_ROPES = {
 
 
 @pytest.mark.parametrize("rope_type", SCALED_ROPES)
-@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(context=2)], ids=str)
-def test_rope_scaling_equals_transformers(tmp_path, dims, rope_type):
+def test_rope_scaling_equals_transformers(tmp_path, rope_type):
+    dims = ParallelDims(context=2)
     lengths = [[(100, 300), (50, 60)]]  # long enough for the scaled frequencies to turn
     rope = {"rope_type": rope_type, "rope_theta": 10_000.0, **SCALED_ROPES[rope_type]}
     scaled = tiny_model(tmp_path / "scaled", "llama", rope_parameters=rope)
     plain = tiny_model(tmp_path / "plain", "llama")
-    want = transformers_logprobs(scaled, lengths)
-    assert (want[0] - transformers_logprobs(plain, lengths)[0]).abs().max() > 1e-2
-    for result in run_ranks(dims.world_size, our_logprobs, {"": scaled}, dims, lengths):
-        for got, reference in zip(result[""], want, strict=True):
-            torch.testing.assert_close(got, reference, atol=2e-5, rtol=0)
+    with torch.no_grad():
+        want, other = (sequence_logprobs(load_oracle(at), lengths) for at in (scaled, plain))
+    assert (want[0] - other[0]).abs().max() > 1e-2
+    ranks = run_ranks(dims.world_size, numbers_on_rank, {"": scaled}, dims, lengths)
+    check_logprobs([rank[""] for rank in ranks], want)
 
 
 def gradients(rank: int, folder: Path, dims: ParallelDims, dtype: str) -> dict[str, Tensor]:
@@ -138,8 +83,8 @@ def gradients(rank: int, folder: Path, dims: ParallelDims, dtype: str) -> dict[s
     return {f"{name} {box}": values for name, box, values in gradient_boxes(policy)}
 
 
-def test_bfloat16_weights_have_nearly_the_gradient_of_float32(folders):
-    folder, dims = folders["llama tied=True"], ParallelDims(pipeline=2)
+def test_bfloat16_weights_have_nearly_the_gradient_of_float32(cases):
+    folder, dims = cases["llama"].folder, ParallelDims(pipeline=2)
     exact, rounded = (
         run_ranks(dims.world_size, gradients, folder, dims, dtype)
         for dtype in ("float32", "bfloat16")

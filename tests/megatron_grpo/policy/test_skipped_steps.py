@@ -49,7 +49,7 @@ class Steps:
     """A policy on this rank, and the optimizer steps that a test has it take."""
 
     def __init__(self, rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> None:
-        self.rank, self.folder = rank, folder
+        self.rank = rank
         self.cfg = tiny_config(folder, dims, *OVERRIDES, *overrides)
         self.policy, self.groups = start_policy(rank, folder, dims, *OVERRIDES, *overrides)
         self.batches = pack_all(LENGTHS, dims)[self.groups.coordinates.data :: dims.data]
@@ -64,7 +64,9 @@ class Steps:
         if self.rank != plant.rank:
             return self.step()
         if not plant.parameter:
-            return self.step(with_advantage(self.batches, plant.value))
+            first, *others = self.batches
+            value = torch.full_like(first.advantages, plant.value)
+            return self.step([replace(first, advantages=value), *others])
 
         def spoil(gradient: Tensor) -> Tensor:
             spoilt = gradient.clone()
@@ -75,10 +77,6 @@ class Steps:
         metrics = self.step()
         hook.remove()
         return metrics
-
-    def start_anew(self) -> None:
-        """The pretrained weights, and an optimizer that has not made a step."""
-        self.policy = build_policy(self.cfg, read_shape(self.folder), self.groups)
 
     def digest(self) -> str:
         """A digest of everything that a step changes."""
@@ -95,12 +93,6 @@ class Steps:
         for tensor in tensors:
             digest.update(tensor.detach().contiguous().numpy().tobytes())
         return digest.hexdigest()
-
-
-def with_advantage(batches: list[PackedBatch], value: float) -> list[PackedBatch]:
-    """The same microbatches, but with `value` for all advantages of the first."""
-    first, *others = batches
-    return [replace(first, advantages=torch.full_like(first.advantages, value)), *others]
 
 
 @dataclass
@@ -128,20 +120,10 @@ def good_bad_good(
     after = steps.digest()
     assert steps.skipped.num_in_a_row == 0
 
-    steps.start_anew()
+    steps.policy = build_policy(steps.cfg, read_shape(folder), steps.groups)
     assert [steps.step(), steps.step()] == [first, second]
     assert steps.digest() == after != before
     return seen
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("dense"), "qwen3", tied=True)
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
 
 
 LAYER = "0.decoder.layers.0."
@@ -149,7 +131,68 @@ DOWN = "gradient of model.layers.{}.mlp.down_proj.weight"
 LOSS = "loss of microbatch 0 is {}"
 
 
-def check(plants: list[Plant], ranks: list[list[Bad]]) -> None:
+CASES = {
+    "tensor and pipeline": (
+        ParallelDims(tensor=2, pipeline=2),
+        [
+            # The second stage's only layer is the model's layer 1.
+            Plant(3, NAN, DOWN.format(1), LAYER + "mlp.linear_fc2.weight"),
+            Plant(0, NAN, "model.embed_tokens", "0.embedding.word_embeddings.weight"),
+            # The ranks of a tensor group share one loss. The lower is named.
+            Plant(2, -INFINITY, LOSS.format("inf")),
+        ],
+    ),
+    "data": (
+        ParallelDims(data=2),
+        [
+            # Each in the part of the sum that rank 0 holds, or in the part that rank 1 holds.
+            Plant(1, INFINITY, DOWN.format(0), LAYER + "mlp.linear_fc2.weight"),
+            Plant(0, -INFINITY, "model.norm.weight", "0.decoder.final_layernorm.weight"),
+            # In both microbatches. Its square is not finite in float32, nor is the norm.
+            Plant(1, 1e30, "the first 2.0e+30,", LAYER + "mlp.linear_fc2.weight"),
+        ],
+    ),
+    "context": (
+        ParallelDims(context=2),
+        [
+            Plant(1, NAN, DOWN.format(0), LAYER + "mlp.linear_fc2.weight"),
+            Plant(1, NAN, LOSS.format("nan")),
+        ],
+    ),
+    # Without sequence parallelism nothing is summed over the copies, and one is in the norm.
+    "copies on tensor ranks": (
+        ParallelDims(tensor=2),
+        [
+            Plant(rank, NAN, "model.layers.0.input_layernorm", LAYER + "input_layernorm.weight")
+            for rank in (0, 1)
+        ],
+    ),
+    "two chained optimizers": (
+        ParallelDims(data=2, expert=2),
+        [
+            Plant(
+                1,
+                NAN,
+                "gradient of model.layers.0.mlp.experts.2.down_proj.weight",
+                LAYER + "mlp.experts.local_experts.0.linear_fc2.weight",
+            ),
+            Plant(1, NAN, "model.layers.0.mlp.gate.weight", LAYER + "mlp.router.weight"),
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("dense"), "qwen3", tied=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_number_on_one_rank_changes_nothing_on_any(dense, tmp_path, case):
+    dims, plants = CASES[case]
+    folder = tiny_model(tmp_path, "qwen3_moe") if dims.expert > 1 else dense
+    apart = ["parallel.sequence_parallel=false"] if "copies" in case else []
+    ranks = run_ranks(dims.world_size, good_bad_good, folder, dims, plants, *apart)
     for rank, seen in enumerate(ranks):
         for plant, bad in zip(plants, seen, strict=True):
             assert not bad.changed, f"rank {rank} was changed by {plant}"
@@ -159,76 +202,8 @@ def check(plants: list[Plant], ranks: list[list[Bad]]) -> None:
             if rank > 0:
                 assert bad.told == ""
                 continue
-            assert bad.told.startswith("optimizer step skipped: ")
-            assert plant.named in bad.told
-            assert bad.told.endswith(f" on rank {plant.rank}\n")
-            assert bad.told.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("dims", "plants"),
-    [
-        (
-            ParallelDims(tensor=2, pipeline=2),
-            [
-                # The second stage's only layer is the model's layer 1.
-                Plant(3, NAN, DOWN.format(1), LAYER + "mlp.linear_fc2.weight"),
-                Plant(1, INFINITY, DOWN.format(0), LAYER + "mlp.linear_fc2.weight"),
-                Plant(0, NAN, "model.embed_tokens", "0.embedding.word_embeddings.weight"),
-                # The ranks of a tensor group share one loss. The lower is named.
-                Plant(2, -INFINITY, LOSS.format("inf")),
-            ],
-        ),
-        (
-            ParallelDims(data=2),
-            [
-                # Each in the part of the sum that rank 0 holds, and in the part that rank 1 holds.
-                Plant(0, NAN, DOWN.format(0), LAYER + "mlp.linear_fc2.weight"),
-                Plant(1, NAN, DOWN.format(0), LAYER + "mlp.linear_fc2.weight"),
-                Plant(0, -INFINITY, "model.norm.weight", "0.decoder.final_layernorm.weight"),
-                Plant(1, -INFINITY, "model.norm.weight", "0.decoder.final_layernorm.weight"),
-                # In both microbatches. Its square is not finite in float32, nor is the norm.
-                Plant(1, 1e30, "the first 2.0e+30,", LAYER + "mlp.linear_fc2.weight"),
-                Plant(1, NAN, LOSS.format("nan")),
-            ],
-        ),
-        (
-            ParallelDims(context=2),
-            [
-                Plant(1, NAN, DOWN.format(0), LAYER + "mlp.linear_fc2.weight"),
-                Plant(1, NAN, LOSS.format("nan")),
-            ],
-        ),
-    ],
-    ids=["tensor and pipeline", "data", "context"],
-)
-def test_a_bad_number_on_one_rank_changes_nothing_on_any(dense, dims, plants):
-    check(plants, run_ranks(dims.world_size, good_bad_good, dense, dims, plants))
-
-
-def test_a_bad_number_in_one_of_two_chained_optimizers_stops_both(mixture):
-    dims = ParallelDims(data=2, expert=2)
-    plants = [
-        Plant(
-            1,
-            NAN,
-            "gradient of model.layers.0.mlp.experts.2.down_proj.weight",
-            LAYER + "mlp.experts.local_experts.0.linear_fc2.weight",
-        ),
-        Plant(1, NAN, "model.layers.0.mlp.gate.weight", LAYER + "mlp.router.weight"),
-    ]
-    check(plants, run_ranks(dims.world_size, good_bad_good, mixture, dims, plants))
-
-
-def test_a_weight_that_tensor_ranks_copy_may_go_bad_on_any_of_them(dense):
-    """Without sequence parallelism nothing is summed over them, and one copy is in the norm."""
-    dims = ParallelDims(tensor=2)
-    norm = LAYER + "input_layernorm.weight"
-    plants = [Plant(rank, NAN, "model.layers.0.input_layernorm", norm) for rank in (0, 1)]
-    results = run_ranks(
-        dims.world_size, good_bad_good, dense, dims, plants, "parallel.sequence_parallel=false"
-    )
-    check(plants, results)
+            assert bad.told.startswith("optimizer step skipped: ") and plant.named in bad.told
+            assert bad.told.endswith(f" on rank {plant.rank}\n") and bad.told.count("\n") == 1
 
 
 def only_bad_steps(rank: int, folder: Path, dims: ParallelDims, plants: list[Plant]) -> str:

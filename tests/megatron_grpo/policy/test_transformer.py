@@ -48,12 +48,8 @@ def configure(dims: ParallelDims | None = None, shape: ModelShape = SHAPE, **ove
 
 def test_overrides_reach_megatron():
     config = configure(recompute_granularity="selective")
-    assert config.recompute_granularity == "selective"
-    assert config.num_layers == 5
+    assert (config.recompute_granularity, config.num_layers) == ("selective", 5)
     assert config.params_dtype == torch.bfloat16
-
-
-def test_routers_compute_in_float32_unless_they_are_told_another_type():
     assert configure(shape=MIXTURE).moe_router_dtype == "fp32"
     assert configure(shape=MIXTURE, moe_router_dtype="fp64").moe_router_dtype == "fp64"
 
@@ -70,109 +66,60 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
     assert not configure(transformer_impl="local").apply_rope_fusion
 
 
-def test_fused_weight_gradients_are_refused_without_apex():
-    with pytest.raises(ValueError, match="gradient_accumulation_fusion needs Transformer Engine"):
-        configure(gradient_accumulation_fusion=True)
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("recompute_granularty", "full", "recompute_granularty .*did you mean recompute_granular"),
+        # What might change what the model computes, and what packed sequences do not have.
+        ("window_size", 1, r"window_size is not supported.* recompute_granularity.*_loss"),
+        ("cp_comm_type", 1, "cp_comm_type is not supported"),
+        ("num_layers", 1, "model.megatron.num_layers is not free"),
+        ("calculate_per_token_loss", 1, "model.megatron.calculate_per_token_loss is not free"),
+        (
+            "num_layers_in_last_pipeline_stage",
+            1,
+            r"the model folder, parallel\.num_layers_in_last_pipeline_stage or the trainer",
+        ),
+        ("transformer_impl", "inference_optimized", "is 'inference_optimized'; possible"),
+        ("gradient_accumulation_fusion", True, "needs Transformer Engine"),
+        # What Megatron would ignore or stumble over.
+        ("attention_backend", "flsh", r"'flsh'; possible here: \['auto', 'flash', 'fused', 'unf"),
+        ("moe_router_dtype", "bf16", r"'bf16'; possible here: \['fp32', 'fp64'\]"),
+        ("moe_router_load_balancing_type", ["aux_loss"], r"possible here: \['aux_loss', 'none'"),
+        ("moe_aux_loss_coeff", [0.1], r"\[0.1\]: use a number from 0 on"),
+        ("moe_z_loss_coeff", "1e-3", "'1e-3': use a number from 0 on"),
+    ],
+)
+def test_an_override_that_cannot_be_had_is_refused(name, value, told):
+    with pytest.raises(ValueError, match=told):
+        configure(shape=MIXTURE, **{name: value})
 
 
-@pytest.mark.parametrize("name", overrides.TRANSFORMER_ENGINE_FUSIONS)
-def test_fusions_of_transformer_engine_are_refused_without_it(name, monkeypatch):
+def test_losses_of_routers_are_refused_where_they_would_miss_something():
+    shape = replace(MIXTURE, moe=replace(MIXTURE.moe, score_function="sigmoid"))
+    assert not configure(shape=shape, moe_aux_loss_coeff=0.0).moe_aux_loss_coeff
+    with pytest.raises(ValueError, match="would not see the biases by which this model chooses"):
+        configure(shape=shape, moe_aux_loss_coeff=0.1)
+    with pytest.raises(ValueError, match="moe_aux_loss_coeff needs a mixture of experts"):
+        configure(moe_aux_loss_coeff=0.1)
+
+
+def test_what_needs_transformer_engine_is_refused_without_it(monkeypatch):
     monkeypatch.setattr(overrides, "find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=f"{name} needs Transformer Engine, which this host lacks"):
-        configure(shape=MIXTURE, **{name: True})
-    assert not getattr(configure(shape=MIXTURE, **{name: False}), name)
-
-
-def test_recomputed_norms_are_refused_without_transformer_engine(monkeypatch):
-    monkeypatch.setattr(overrides, "find_spec", lambda package: None)
+    for name in overrides.TRANSFORMER_ENGINE_FUSIONS:
+        with pytest.raises(ValueError, match=f"{name} needs Transformer Engine, which this host"):
+            configure(shape=MIXTURE, **{name: True})
+        assert not getattr(configure(shape=MIXTURE, **{name: False}), name)
     selective = {"recompute_granularity": "selective"}
     with pytest.raises(ValueError, match="has layernorm, which needs Transformer Engine"):
         configure(**selective, recompute_modules=["mlp", "layernorm"])
     assert configure(**selective, recompute_modules=["mlp"]).recompute_modules == ["mlp"]
 
 
-def test_an_unknown_override_is_refused_with_the_nearest_name():
-    with pytest.raises(ValueError, match=r"recompute_granularty .*did you mean recompute_granular"):
-        configure(recompute_granularty="full")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "window_size",
-        "cp_comm_type",  # packed sequences pass around a ring in every supported release
-        "fused_single_qkv_rope",  # Megatron asserts that sequences are not packed
-    ],
-)
-def test_a_field_that_might_change_what_the_model_computes_is_refused(name):
-    with pytest.raises(
-        ValueError, match=rf"{name} is not supported.* recompute_granularity.*_loss"
-    ):
-        configure(shape=MIXTURE, **{name: 1})
-
-
-def test_the_loss_that_balances_experts_is_refused_where_biases_choose_them():
-    shape = replace(MIXTURE, moe=replace(MIXTURE.moe, score_function="sigmoid"))
-    assert not configure(shape=shape, moe_aux_loss_coeff=0.0).moe_aux_loss_coeff
-    with pytest.raises(ValueError, match="would not see the biases by which this model chooses"):
-        configure(shape=shape, moe_aux_loss_coeff=0.1)
-
-
-def test_fields_of_mixtures_are_refused_for_a_dense_model():
-    with pytest.raises(ValueError, match="moe_aux_loss_coeff needs a mixture of experts"):
-        configure(moe_aux_loss_coeff=0.1)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("attention_backend", "flsh", r"'flsh'; possible here: \['auto', 'flash', 'fused', 'unf"),
-        ("moe_router_dtype", "bf16", r"'bf16'; possible here: \['fp32', 'fp64'\]"),
-        (
-            "moe_router_load_balancing_type",
-            "seq_aux_loss",
-            r".*possible here: \['aux_loss', 'none'",
-        ),
-        ("moe_router_load_balancing_type", ["aux_loss"], r".*possible here: \['aux_loss', 'none'"),
-        ("moe_aux_loss_coeff", [0.1], r"\[0.1\]: use a number from 0 on"),
-        ("moe_z_loss_coeff", "1e-3", "'1e-3': use a number from 0 on"),
-    ],
-)
-def test_values_that_megatron_would_ignore_or_stumble_over_are_refused(name, value, told):
-    with pytest.raises(ValueError, match=f"model.megatron.{name} is {told}"):
-        configure(shape=MIXTURE, **{name: value})
-
-
 def test_the_docs_list_every_field():
     listed = (Path(__file__).parents[3] / "docs" / "config.md").read_text()
     for name in (*PERFORMANCE_FIELDS, *ROUTER_LOSS_FIELDS):
         assert f"`{name}`" in listed, name
-
-
-def test_a_layer_implementation_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="transformer_impl is 'inference_optimized'; possible"):
-        configure(transformer_impl="inference_optimized")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "num_layers",  # the model
-        "context_parallel_size",  # the mesh
-        "calculate_per_token_loss",  # the trainer
-        "perform_initialization",
-        "fp8",
-    ],
-)
-def test_what_the_model_the_mesh_or_the_trainer_decides_is_not_free(name):
-    with pytest.raises(ValueError, match=f"model.megatron.{name} is not free"):
-        configure(**{name: 1})
-
-
-def test_a_field_that_parallel_has_too_is_named_there():
-    name = "num_layers_in_last_pipeline_stage"
-    with pytest.raises(ValueError, match=rf"the model folder, parallel\.{name} or the trainer"):
-        configure(**{name: 1})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_grpo.reporting.progress import ProgressBar, evaluation_line, phase_line, step_line
+from megatron_grpo.reporting.progress import ProgressBar, evaluation_line, step_line
 
 METRICS = {
     "reward": 0.3125,
@@ -48,14 +48,12 @@ EVALUATION = {
 }
 
 
-def test_the_line_of_an_evaluation_says_what_of_how_many_prompts() -> None:
-    line = evaluation_line("", EVALUATION)
-    assert line == "evaluation  pass@1 0.312  pass@8 0.750  mean@8 0.400  64 prompts"
-    failed = evaluation_line("", EVALUATION | {"eval/failed": 3.0})
-    assert failed.endswith("64 prompts  3 completions without a score")
-
-
-def test_the_line_of_a_set_has_its_name_and_no_metric_of_another() -> None:
+def test_the_line_of_an_evaluation_says_what_of_how_many_prompts_of_its_set() -> None:
+    line = evaluation_line("", EVALUATION | {"eval/failed": 3.0})
+    assert line == (
+        "evaluation  pass@1 0.312  pass@8 0.750  mean@8 0.400  64 prompts  "
+        "3 completions without a score"
+    )
     sets = {
         metric.replace("eval/", f"eval/{name}/"): value
         for name in ("aime24", "aime")
@@ -85,10 +83,6 @@ def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) 
         f"step  2/15  {evaluation_line('', EVALUATION)}",
     ]
     assert "32/64 ━━" in told[True] and "64/64" not in told[True].split("\r")[-1]
-
-
-def test_phases_that_took_no_time_are_left_out() -> None:
-    assert phase_line(METRICS) == "generate 9.2, train 8.1"
 
 
 def test_without_a_terminal_every_step_is_one_plain_line_however_narrow() -> None:

@@ -64,6 +64,8 @@ def run(run_dir: Path, first_step: int, steps: list[int], value: float = 1.0) ->
     tracking = Tracking(run_dir, first_step, OFF, {})
     for step in steps:
         tracking.log(step, {"reward": value}, rows_of(step, [1.0, math.nan, 0.0]))
+        # On disk when the step ends, not when the run does.
+        assert last_step(run_dir) == read(run_dir / "completions.jsonl")[-1]["step"] == step
     tracking.close()
 
 
@@ -113,13 +115,6 @@ def test_tensorboard_shows_each_step_once_as_the_run_that_was_resumed_last_logge
     assert [event.step for event in shown.Scalars("eval/pass@1")] == [4]
 
 
-def test_lines_are_on_disk_when_the_step_ends_not_when_the_run_does(tmp_path: Path) -> None:
-    tracking = Tracking(tmp_path, 0, OFF, {})
-    tracking.log(1, {"reward": 0.5}, rows_of(1, [1.0]))
-    assert len(read(tmp_path / "metrics.jsonl")) == len(read(tmp_path / "completions.jsonl")) == 1
-    tracking.close()
-
-
 def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, 0, [1, 2, 3, 4], value=1.0)
     run(tmp_path, 2, [3, 4, 5], value=2.0)
@@ -152,13 +147,9 @@ def test_records_after_a_step_are_dropped_from_the_end(kept: str, tmp_path: Path
     assert path.read_text() == kept
 
 
-def eval_rows(value: float) -> list[dict[str, object]]:
-    return [{"completion": "12", "reward": value}] * 2
-
-
 def evaluate(tracking: Tracking, step: int, value: float) -> None:
     """Record an evaluation, as before the first step or for one that an ended run lacks."""
-    tracking.log_evaluated(step, eval_rows(value))
+    tracking.log_evaluated(step, [{"completion": "12", "reward": value}] * 2)
     tracking.amend(step, {"eval/pass@1": value})
 
 
@@ -182,7 +173,8 @@ def test_an_evaluation_before_the_first_step_has_a_record_of_its_own(tmp_path: P
 def test_an_evaluation_that_comes_later_joins_the_record_of_its_step(tmp_path: Path) -> None:
     run(tmp_path, 0, [1, 2])
     tracking = Tracking(tmp_path, 2, OFF, {})
-    tracking.log_evaluated(2, eval_rows(0.0))  # ... and then the process was killed
+    tracking.log_evaluated(2, [{"reward": 0.0}])  # ... and then the process was killed
+    tracking.log_evaluated(4, [{"reward": 0.0}])  # after the checkpoint
     tracking.close()
     tracking = Tracking(tmp_path, 2, OFF, {})
     assert not tracking.has_metrics(2, ["eval/pass@1"])
@@ -199,17 +191,6 @@ def test_an_evaluation_that_comes_later_joins_the_record_of_its_step(tmp_path: P
     assert rewards == [0.5, 0.5]
 
 
-def test_a_resumed_run_drops_the_evaluations_after_its_checkpoint(tmp_path: Path) -> None:
-    tracking = Tracking(tmp_path, 0, OFF, {})
-    for step in (2, 4):
-        evaluate(tracking, step, 0.5)
-    tracking.close()
-    tracking = Tracking(tmp_path, 3, OFF, {})
-    assert tracking.has_metrics(2, ["eval/pass@1"])
-    tracking.close()
-    assert [row["step"] for row in read(tmp_path / "eval_completions.jsonl")] == [2, 2]
-
-
 def test_a_metric_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     tracking = Tracking(tmp_path, 0, OFF, {})
     with pytest.raises(ValueError, match=r"step 3: metrics are not finite: \{'kl': nan\}"):
@@ -218,27 +199,22 @@ def test_a_metric_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     assert read(tmp_path / "metrics.jsonl") == []
 
 
-def test_wandb_is_not_imported_unless_a_project_is_named() -> None:
-    code = "import megatron_grpo.reporting.tracking, sys; sys.exit('wandb' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@pytest.fixture
-def nothing_of_wandb_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_runs_offline_keeps_its_id_and_gets_so_many_completions_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("nothing_of_wandb_is_set")
-def test_wandb_runs_offline_in_the_run_directory_and_keeps_its_id(tmp_path: Path) -> None:
+    cfg = WandbConfig(project="adds", num_completions=2)
     for first_step in (0, 1):
-        tracking = Tracking(tmp_path, first_step, WandbConfig(project="adds"), {"seed": 42})
-        tracking.log(first_step + 1, {"reward": 0.5}, rows_of(first_step + 1, [1.0]))
+        tracking = Tracking(tmp_path, first_step, cfg, {"seed": 42})
+        tracking.log(first_step + 1, {"reward": 0.5}, rows_of(first_step + 1, [1.0, 0.0, 0.5]))
         tracking.close()
     wandb_id = (tmp_path / "wandb_id").read_text()
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {file.name for file in files} == {f"run-{wandb_id}.wandb"}
-    assert list((tmp_path / "wandb").glob("**/completions*.table.json"))
+    assert len(read(tmp_path / "completions.jsonl")) == 6
+    tables = list((tmp_path / "wandb").glob("**/completions*.table.json"))
+    assert [len(json.loads(table.read_text())["data"]) for table in tables] == [2, 2]
 
 
 ONE_STEP = """
@@ -339,13 +315,3 @@ def test_a_run_does_not_wait_for_a_wandb_that_is_gone_at_the_end(tmp_path: Path)
     assert output == "online 2.0\n", told
     assert "Timed out finishing run" in told and "wandb sync" in told
     assert list((tmp_path / "wandb").glob("run-*/run-*.wandb"))
-
-
-@pytest.mark.usefixtures("nothing_of_wandb_is_set")
-def test_wandb_gets_so_many_completions_of_a_step_and_the_file_all(tmp_path: Path) -> None:
-    tracking = Tracking(tmp_path, 0, WandbConfig(project="adds", num_completions=2), {})
-    tracking.log(1, {"reward": 0.5}, rows_of(1, [1.0, 0.0, 0.5]))
-    tracking.close()
-    assert len(read(tmp_path / "completions.jsonl")) == 3
-    (table,) = (tmp_path / "wandb").glob("**/completions*.table.json")
-    assert len(json.loads(table.read_text())["data"]) == 2

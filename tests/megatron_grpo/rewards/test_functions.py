@@ -17,7 +17,7 @@ from megatron_grpo.rewards.functions import NoScores, load_function
 DEMO = Path(__file__).parents[3] / "demo" / "rewards.py"
 
 
-def answer_of(name, completions, columns=None, finish_reasons=None, **arguments):
+def answer_of(name, completions, columns=None, finish_reasons=None, timeout=60, **arguments):
     function = load_function(RewardFunction(name=name, arguments=arguments))
     given = {
         "completions": completions,
@@ -25,20 +25,21 @@ def answer_of(name, completions, columns=None, finish_reasons=None, **arguments)
         "completion_ids": [list(map(ord, completion)) for completion in completions],
         "finish_reasons": finish_reasons or ["stop"] * len(completions),
     }
-    return function({**(columns or {}), **given}, timeout=60)
+    return function({**(columns or {}), **given}, timeout)
 
 
 def score(name, completions, columns=None, finish_reasons=None, **arguments):
     return answer_of(name, completions, columns, finish_reasons, **arguments).scores
 
 
+def mathematics(completions, answer, finish_reasons=None, **arguments):
+    columns = {"answer": [answer] * len(completions)}
+    return score("math_answer", completions, columns, finish_reasons, **arguments)
+
+
 def write(folder: Path, code: str) -> str:
     (folder / "mine.py").write_text(code)
     return f"{folder / 'mine.py'}:reward"
-
-
-def approx(*values: float) -> object:
-    return pytest.approx(list(values), rel=1e-12, abs=1e-12)
 
 
 BY_TEXT = [
@@ -49,62 +50,55 @@ BY_TEXT = [
         {"pattern": "<think>.*</think>.*"},  # the whole completion, over all its lines
         [1, 0, 0],
     ),
-    ("repetition", ["a b c d e"], {}, [0]),  # 3 trigrams, all distinct
-    ("repetition", ["a b a b a b"], {}, [-0.5]),  # aba bab aba bab: 2 of 4
-    ("repetition", ["No NO no no no"], {}, [-2 / 3]),  # lower case: 1 of 3 is new
-    ("repetition", ["a b", ""], {}, [0, 0]),  # no trigram
+    # 3 trigrams, all distinct; aba bab aba bab: 2 of 4; lower case: 1 of 3 is new; no trigram
     (
         "repetition",
-        ["a a a b"],
-        {"repetition_n_grams": 1, "repetition_max_penalty": -2.0},
-        [-1],
+        ["a b c d e", "a b a b a b", "No NO no no no", "a b"],
+        {},
+        [0, -1 / 2, -2 / 3, 0],
     ),
+    ("repetition", ["a a a b"], {"repetition_n_grams": 1, "repetition_max_penalty": -2.0}, [-1]),
     (  # equation 13 of DAPO
         "soft_overlong",
-        ["x" * n for n in (0, 80, 81, 90, 100, 101, 200)],
+        ["x" * n for n in (0, 80, 81, 90, 100, 101)],
         {"soft_max_length": 100, "soft_cache_length": 20},
-        [0, 0, -0.05, -0.5, -1, -1, -1],
+        [0, 0, -0.05, -0.5, -1, -1],
     ),
     (f"{DEMO}:share_of_digits", ["12ab", "", "123"], {}, [0.5, 0, 1]),
-    (
-        f"{DEMO}:last_number",
-        ["3 + 4 = 7", "7", "**7**.", "7 = 3 + 4", "-7", "17", ""],
-        {},
-        [1, 1, 1, 0, 0, 0, 0],
-    ),
+    (f"{DEMO}:last_number", ["3 + 4 = 7", "**7**.", "7 = 3 + 4", "-7", ""], {}, [1, 1, 0, 0, 0]),
 ]
 
 
 @pytest.mark.parametrize(("name", "completions", "arguments", "expected"), BY_TEXT)
 def test_functions_of_the_text(name, completions, arguments, expected):
     columns = {"answer": ["7"] * len(completions), "prompt": ["p"] * len(completions)}
-    assert score(name, completions, columns, **arguments) == approx(*expected)
+    scores = score(name, completions, columns, **arguments)
+    assert scores == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-def test_cosine_interpolates_between_the_values_of_both_lengths():
-    """Right answers fall from 1 to 0.5, wrong ones rise from -0.5 to 0 (defaults of ms-swift)."""
-    right = ["", "77", "7777", "77777777", "7" * 20]
-    columns = {"answer": right}
-    fields = {"cosine_max_len": 8, "accuracy": "exact"}
-    quarter = (1 + math.cos(math.pi / 4)) / 2  # 2 of 8 tokens
-    assert score("cosine", right, columns, **fields) == approx(
-        1, 0.5 + 0.5 * quarter, 0.75, 0.5, 0.5
-    )
-    wrong = {"answer": ["x"] * 5}
-    assert score("cosine", right, wrong, **fields) == approx(-0.5, -0.5 * quarter, -0.25, 0, 0)
+def half_cosine(share: float) -> float:
+    return (1 + math.cos(math.pi * share)) / 2
 
 
-def test_cosine_uses_math_answer_and_the_values_of_the_config():
-    fields = {
-        "cosine_max_len": 4,
-        "cosine_min_len_value_correct": 2.0,
-        "cosine_max_len_value_correct": 1.0,
-        "cosine_min_len_value_wrong": -10.0,
-        "cosine_max_len_value_wrong": -6.0,
-    }
-    scores = score("cosine", ["0.50", "0.6", "1/2 "], {"answer": ["1/2"] * 3}, **fields)
-    three_quarters = (1 + math.cos(3 * math.pi / 4)) / 2
-    assert scores == approx(1, -6 - 4 * three_quarters, 1)
+SEVENS = ["", "77", "7777", "77777777", "7" * 20]  # of 8 tokens; beyond, it is the value at 8
+LIMITS = {"cosine_min_len_value_correct": 2.0, "cosine_max_len_value_correct": 1.0}
+LIMITS |= {"cosine_min_len_value_wrong": -10.0, "cosine_max_len_value_wrong": -6.0}
+BETWEEN = [1 + half_cosine(1 / 2), -6 - 4 * half_cosine(3 / 8)]
+
+
+@pytest.mark.parametrize(
+    ("completions", "answers", "arguments", "expected"),
+    [  # defaults of ms-swift: right answers fall from 1 to 0.5, wrong ones rise from -0.5 to 0
+        (SEVENS, SEVENS, {"accuracy": "exact"}, [1, 0.5 + half_cosine(1 / 4) / 2, 0.75, 0.5, 0.5]),
+        (SEVENS, ["x"] * 5, {"accuracy": "exact"}, [-0.5, -half_cosine(1 / 4) / 2, -0.25, 0, 0]),
+        (["0.50", "0.6"], ["1/2"] * 2, LIMITS, BETWEEN),
+    ],
+)  # fmt: skip
+def test_cosine_interpolates_between_the_values_of_both_lengths(
+    completions, answers, arguments, expected
+):
+    scores = score("cosine", completions, {"answer": answers}, cosine_max_len=8, **arguments)
+    assert scores == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def test_cosine_passes_its_arguments_to_math_answer():
@@ -122,7 +116,6 @@ def test_cosine_passes_its_arguments_to_math_answer():
     [
         ("format", {}, "requires 'pattern': give it in `arguments`"),
         ("format", {"pattern": "("}, "missing ), unterminated subpattern"),
-        ("cosine", {}, "requires 'cosine_max_len'"),
         ("cosine", {"cosine_max_len": 0}, "cosine_max_len 0 must be at least 1"),
         ("cosine", {"cosine_max_len": 9, "accuracy": "judge"}, "use exact or math_answer"),
         (
@@ -133,53 +126,51 @@ def test_cosine_passes_its_arguments_to_math_answer():
         ("repetition", {"repetition_n_grams": 0}, "must be at least 1, such as 3"),
         ("repetition", {"repetition_max_penalty": 1.0}, "use at most 0, such as -1.0"),
         ("repetition", {"repetition_n_grams": "3"}, "repetition_n_grams"),
-        (
-            "repetition",
-            {"ngram_size": 3},
-            "no argument 'ngram_size': it has repetition_max_penalty, repetition_n_grams",
-        ),
+        ("repetition", {"size": 3}, "'size': it has repetition_max_penalty, repetition_n_grams"),
         ("exact", {"pattern": "a"}, "no argument 'pattern': it has none"),
-        ("soft_overlong", {"soft_max_length": 100}, "requires 'soft_cache_length'"),
         ("soft_overlong", {"soft_max_length": 100, "soft_cache_length": 100}, "such as 20"),
+        ("exct", {}, "judge, math_answer, repetition, soft_overlong, or file.py:function"),
+        ("no_file.py:reward", {}, "no_file.py does not exist"),
+        ("{mine}:nothing", {}, "has no function 'nothing'"),
+        ("{mine}:reward", {"colour": 1}, "unexpected keyword argument 'colour'"),
     ],
 )
-def test_invalid_arguments_of_built_in_functions_are_refused(name, arguments, part):
+def test_what_cannot_be_called_is_refused(name, arguments, part, tmp_path):
+    mine = write(tmp_path, "def reward(completions): return []").rpartition(":")[0]
     with pytest.raises(ValueError) as refused:
-        load_function(RewardFunction(name=name, arguments=arguments))
+        load_function(RewardFunction(name=name.format(mine=mine), arguments=arguments))
     assert part in str(refused.value)
 
 
 GSM8K_ANSWER = "48/2 = <<48/2=24>>24 clips.\n48+24 = <<48+24=72>>72 clips.\n#### 72"
+MATRIX = "\\begin{pmatrix} 1 & 2 \\end{pmatrix}"
+VALUES = [
+    (GSM8K_ANSWER, ["48 and 24 make 72.", "####72", "#### $72.00"], ["72, then 13", "#### 24\n72"]),
+    (GSM8K_ANSWER, ["The answer is \\boxed{72}"], ["", "no idea"]),
+    (GSM8K_ANSWER, ["24 + 48 = 72 clips\n#### 72", "#### 72\nShe sold them in 2 months"], []),
+    ("#### 1,080", ["It is 1080 dollars"], []),
+    ("#### -3", ["-3"], ["3"]),
+    ("1/2", ["0.5"], []),
+    ("\\frac{3}{4}", ["\\boxed{0.75}"], []),
+    ("x^2 + 1", ["$1 + x^2$"], ["$1$"]),
+    ("the answer is 12 apples", ["12"], []),
+    (7, ["7"], []),
+    ("9", ["9"], ["\\boxed{9^{9^{9^{9}}}}"]),
+    # A bare reference is read whole.
+    ("\\begin{array}{ccc} 1 & 2 \\end{array}", [f"\\boxed{{{MATRIX}}}"], ["\\boxed{2}"]),
+    ("\\frac{3\\sqrt{2}}{2} \\text{ units}", ["\\boxed{\\frac{3\\sqrt{2}}{2}}"], ["\\boxed{2}"]),
+    ("x=5\\text{ or }x=3", ["\\boxed{3, 5}"], ["\\boxed{3}"]),
+    ("\\frac{ab}{c}", ["\\boxed{\\frac{ba}{c}}"], ["\\boxed{\\frac{a}{c}}"]),
+    ("\\text{Evelyn}", ["\\boxed{\\text{Evelyn}}"], ["\\boxed{\\text{Eve}}"]),
+    ("even", ["\\boxed{\\text{even}}"], ["\\boxed{\\text{odd}}"]),
+    ("\\$18.90", ["\\boxed{18.9}"], ["\\boxed{18}"]),
+    ("72 km/h", ["\\boxed{72}"], ["\\boxed{27}"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("answer", "completion", "wanted"),
-    [
-        (GSM8K_ANSWER, "48 and 24 make 72.", 1),
-        (GSM8K_ANSWER, "The answer is \\boxed{72}", 1),
-        (GSM8K_ANSWER, "24 + 48 = 72 clips\n#### 72", 1),
-        (GSM8K_ANSWER, "####72", 1),
-        (GSM8K_ANSWER, "#### 72\nShe sold them in 2 months", 1),
-        (GSM8K_ANSWER, "#### $72.00", 1),
-        (GSM8K_ANSWER, "72, and then 13", 0),
-        (GSM8K_ANSWER, "#### 24\n72", 0),
-        (GSM8K_ANSWER, "", 0),
-        (GSM8K_ANSWER, "no idea", 0),
-        ("#### 1,080", "It is 1080 dollars", 1),
-        ("#### -3", "-3", 1),
-        ("1/2", "0.5", 1),
-        ("\\frac{3}{4}", "\\boxed{0.75}", 1),
-        ("x^2 + 1", "$1 + x^2$", 1),
-        ("x^2 + 1", "$1$", 0),
-        ("$\\frac{1}{2}$", "0.5", 1),
-        ("the answer is 12 apples", "12", 1),
-        ("\\boxed{12}", "12", 1),
-        (7, "7", 1),
-        ("9", "\\boxed{9^{9^{9^{9}}}}", 0),
-    ],
-)
-def test_math_answer_compares_values(answer, completion, wanted):
-    assert score("math_answer", [completion], {"answer": [answer]}) == [wanted]
+@pytest.mark.parametrize(("answer", "right", "wrong"), VALUES)
+def test_math_answer_compares_values(answer, right, wrong):
+    assert mathematics(right + wrong, answer) == [1] * len(right) + [0] * len(wrong)
 
 
 @pytest.mark.parametrize(
@@ -188,38 +179,25 @@ def test_math_answer_compares_values(answer, completion, wanted):
 )
 def test_hard_completions_do_not_cost_the_others_their_scores(name, arguments, right):
     """Each hard one takes its second or more; the whole call would have been late."""
-    function = load_function(RewardFunction(name=name, arguments=arguments))
     completions = ["The answer is \\boxed{9}", *["\\boxed{9^{9^{9^{9}}}}"] * 9]
-    columns = {
-        "completions": completions,
-        "prompts": ["p"] * 10,
-        "completion_ids": [list(map(ord, completion)) for completion in completions],
-        "finish_reasons": ["stop"] * 10,
-        "answer": ["9"] * 10,
-    }
-    answer = function(columns, timeout=2.5)
+    answer = answer_of(name, completions, {"answer": ["9"] * 10}, timeout=2.5, **arguments)
     assert answer.scores[:2] == [right, 0.0]
     assert math.isnan(answer.scores[-1])
     assert answer.error.endswith("took the time of the call: raise reward.timeout")
 
 
-STEPS = "#### Step 1: read\n\n#### Step 2: solve\nx=3\n\nThe final answer is \\boxed{3}"
-
-
 @pytest.mark.parametrize(
     ("completion", "right", "wrong"),
     [
-        (STEPS, "3", "2"),
+        ("#### Step 2: solve\nx=3\n\nThe final answer is \\boxed{3}", "3", "2"),
         ("#### 1. Add all\nThat makes 8", "8", "1"),
         ("##### 7\nThat makes 8", "8", "7"),
-        ("work\n\n#### Final Answer\n\\boxed{42}", "42", "0"),
         ("#### 步骤 2\n所以是 42", "42", "2"),
         ("#### 24\nNo, it is \\boxed{72}", "72", "24"),
-        ("#### 72 clips\nShe sold them in 2 months", "72", "2"),
     ],
 )
 def test_heading_is_no_final_answer(completion, right, wrong):
-    assert score("math_answer", [completion] * 2, {"answer": [right, wrong]}) == [1, 0]
+    assert mathematics([completion], right) == [1] and mathematics([completion], wrong) == [0]
 
 
 CUT_OFF = "4*5 = 20, and 9+9 = 18, hmm, that"
@@ -237,69 +215,49 @@ CUT_OFF = "4*5 = 20, and 9+9 = 18, hmm, that"
         ("$x = \\boxed{\\frac{\\sqrt{36^2}}{2}}$", 1),
         ("#### 18", 1),
         ("#### Step 2: add\n9 + 9 = 18", 0),
-        ("#### Step 2: add\n\\boxed{18}", 1),
     ],
 )
 def test_boxed_only_counts_marked_answers(completion, wanted):
-    assert score("math_answer", [completion], {"answer": ["18"]}, boxed=True) == [wanted]
+    assert mathematics([completion], "18", boxed=True) == [wanted]
 
 
 @pytest.mark.parametrize("boxed", [False, True])
+def test_boxes_in_a_row_are_a_set(boxed):
+    right = [
+        "$x = \\boxed{2}$ or $x = \\boxed{3}$.",
+        "$a$ is \\boxed{2}, as is shown above, and $b$ is \\boxed{3}",
+        "\\fbox{1}, \\boxed{2, 3}",
+    ]
+    wrong = [
+        "\\boxed{2}. We still have to add one to it: \\boxed{3}",
+        "\\boxed{1}, \\boxed{2}, \\boxed{3}",
+        "\\boxed{3}",
+    ]
+    assert mathematics(right + wrong, "2, 3", boxed=boxed) == [1, 1, 1, 0, 0, 0]
+
+
 @pytest.mark.parametrize(
-    ("completion", "wanted"),
+    ("marked", "right", "wrong"),
     [
-        ("$x = \\boxed{2}$ or $x = \\boxed{3}$.", 1),
-        ("\\boxed{3} and \\boxed{2}", 1),
-        ("$a$ is \\boxed{2}, as is shown above, and $b$ is \\boxed{3}", 1),
-        ("\\boxed{2, 3}", 1),
-        ("\\fbox{1}, \\boxed{2, 3}", 1),
-        ("\\boxed{2}. We still have to add one to it: \\boxed{3}", 0),
-        ("\\boxed{1}, \\boxed{2}, \\boxed{3}", 0),
-        ("\\boxed{3}", 0),
+        ("x^2 + 1", "x^2+1", "1"),
+        ("A", "A", "B"),
+        ("(1, 2)", "(1,2)", "2"),
+        (r"3 \times 4", "12", "4"),
+        (r"\$18.00", "18", "0"),
+        ("€18", "18", "1"),
     ],
 )
-def test_boxes_in_a_row_are_a_set(completion, wanted, boxed):
-    assert score("math_answer", [completion], {"answer": ["2, 3"]}, boxed=boxed) == [wanted]
+@pytest.mark.parametrize("boxed", [False, True])
+def test_marked_answer_is_read_like_a_reference(marked, right, wrong, boxed):
+    completions, answers = [f"Thus it is so.\n#### {marked}"] * 2, {"answer": [right, wrong]}
+    assert score("math_answer", completions, answers, boxed=boxed) == [1, 0]
 
 
 def test_only_finished_makes_a_cut_off_completion_wrong():
     completions = [CUT_OFF, "\\boxed{18}", "\\boxed{18}", "18"]
     reasons = ["length", "length", "stop", "max_turns"]
-    given = "math_answer", completions, {"answer": ["18"] * 4}, reasons
-    assert score(*given) == [1, 1, 1, 1]
-    assert score(*given, only_finished=True) == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
-        (
-            "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}",
-            "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}",
-            "2",
-        ),
-        ("\\begin{array}{ccc} 1 & 2 \\end{array}", "\\begin{pmatrix} 1 & 2 \\end{pmatrix}", "2"),
-        ("18\\sqrt{3} \\text{ cm}^2", "18\\sqrt{3}", "18"),
-        ("\\frac{3\\sqrt{2}}{2} \\text{ units}", "\\frac{3\\sqrt{2}}{2}", "2"),
-        ("x=5\\text{ or }x=3", "3, 5", "3"),
-        ("x^2 + xy + y^2", "y^2 + yx + x^2", "2"),
-        ("\\frac{ab}{c}", "\\frac{ba}{c}", "\\frac{a}{c}"),
-        ("xy + yz", "zy + yx", "xy"),
-        ("\\text{Evelyn}", "\\text{Evelyn}", "\\text{Eve}"),
-        ("even", "\\text{even}", "\\text{odd}"),
-        ("\\$18.90", "18.9", "18"),
-        ("72 km/h", "72", "27"),
-        ("5\n", "5", "6"),
-    ],
-)
-def test_bare_reference_is_read_whole(answer, right, wrong):
-    completions = [f"\\boxed{{{right}}}", f"\\boxed{{{wrong}}}"]
-    assert score("math_answer", completions, {"answer": [answer] * 2}) == [1, 0]
-
-
-def test_math_answer_refuses_a_reference_that_is_no_mathematics():
-    with pytest.raises(ValueError, match="no mathematical answer in the reference '####'"):
-        score("math_answer", ["1"], {"answer": ["####"]})
+    assert mathematics(completions, "18", reasons) == [1, 1, 1, 1]
+    assert mathematics(completions, "18", reasons, only_finished=True) == [0, 0, 1, 1]
 
 
 COMPILED: list[str] = []
@@ -322,7 +280,7 @@ def code_from(completion: str, answer: str) -> list[str]:
     load_function(RewardFunction(name="math_answer"))  # its own file is code as well
     COMPILED.clear()
     with suppress(ValueError):  # no answer in the reference
-        score("math_answer", [completion], {"answer": [answer]})
+        mathematics([completion], answer)
     return [s for s in COMPILED if not s.startswith(("from sympy import *", "def monomial_"))]
 
 
@@ -333,16 +291,11 @@ def test_recorder_sees_the_arithmetic_that_reaches_python():
 CALL = "__import__('os').system('touch planted')"
 HOSTILE = [
     CALL,
-    f"${CALL}$",
-    f"\\boxed{{{CALL}}}",
-    f"#### {CALL}",
     f"The final answer is 1+({CALL}) I hope",
-    f"answer: 1*(2)+{CALL}",
     f"$\\operatorname{{eval}}({CALL})$",
     f"$\\text{{{CALL}}}$",
     f"$S({CALL}) = \\sin({CALL})$",
     "1+(2).__class__.__base__.__subclasses__()",
-    "$(1).__class__$",
     "1 if planted else 2",
 ]
 
@@ -378,24 +331,19 @@ def is_python(source: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("code", "columns", "arguments", "expected"),
+    ("code", "expected"),
     [
-        # only the parameters that it names
-        ("def reward(completions, level): return level", {"level": [3], "other": [0]}, {}, [3]),
-        ("def reward(completions, **_): return [len(_)]", {"level": [3]}, {}, [0]),
-        # every column
-        ("def reward(completions, **kwargs): return kwargs['level']", {"level": [3]}, {}, [3]),
-        # completions and arguments go before columns of the same name
-        (
-            "def reward(completions, k, **c): return [len(x) + k for x in completions]",
-            {"k": [0], "completions": ["b"]},
-            {"k": 10},
-            [12],
-        ),
+        ("def reward(completions, level): return level", 3),  # only those that it names
+        ("def reward(completions, **_): return [len(_)]", 0),
+        ("def reward(completions, **columns): return [len(columns)]", 3 + 3),  # all
+        # What the call and the config give goes before columns of the same name.
+        ("def reward(completions, k, **c): return [len(x) + k for x in completions]", 12),
     ],
 )
-def test_columns_and_arguments_that_a_function_gets(code, columns, arguments, expected, tmp_path):
-    assert score(write(tmp_path, code), ["aa"], columns, **arguments) == expected
+def test_columns_and_arguments_that_a_function_gets(code, expected, tmp_path):
+    columns = {"level": [3], "other": [0], "k": [0], "completions": ["b"]}
+    arguments = {"k": 10} if " k," in code else {}
+    assert score(write(tmp_path, code), ["aa"], columns, **arguments) == [expected]
 
 
 def test_file_may_import_its_neighbours_and_define_dataclasses(tmp_path):
@@ -415,72 +363,41 @@ def reward(completions):
     assert score(write(tmp_path, code), ["a"]) == [5]
 
 
+def returning(folder: Path, value: str) -> str:
+    return write(folder, f"import numpy, torch\ndef reward(completions): return {value}")
+
+
 @pytest.mark.parametrize(
     ("returned", "part"),
     [
         ("None", "returned NoneType instead of a list, for 2 completions"),
-        ("1.0", "returned float instead of a list, for 2 completions"),
-        ("(1.0 for _ in completions)", "returned generator instead of a list"),
-        ("{1.0, 2.0}", "returned set instead of a list"),
-        ("{1.0: 0, 2.0: 0}", "returned dict instead of a list"),
         ("'12'", "returned str instead of a list"),
-        ("__import__('numpy').float64(1)", "returned float instead of a list"),
-        ("__import__('torch').tensor(1.0)", "returned float instead of a list"),
-        ("__import__('numpy').ones((2, 2))", "the score [1.0, 1.0]"),
-        ("[__import__('torch').ones(2)] * 2", "the score tensor([1., 1.])"),
+        ("torch.tensor(1.0)", "returned float instead of a list"),
+        ("numpy.ones((2, 2))", "the score [1.0, 1.0]"),
+        ("[torch.ones(2)] * 2", "the score tensor([1., 1.])"),
         ("[1.0]", "1 scores for 2 completions"),
-        ("[1.0] * 3", "3 scores for 2 completions"),
         ("[1.0, '1']", "the score '1'"),
-        ("[1.0, 1j]", "the score 1j"),
-        ("[1.0, [None]]", "the score [None]"),
         ("[1.0, SystemExit()]", "the score SystemExit()"),
     ],
 )
 def test_result_that_is_not_one_number_per_completion_is_an_error(returned, part, tmp_path):
-    name = write(tmp_path, f"def reward(completions): return {returned}")
     with pytest.raises(NoScores) as refused:
-        score(name, ["a", "b"])
+        score(returning(tmp_path, returned), ["a", "b"])
     assert part in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("marked", "right", "wrong"),
-    [
-        ("x^2 + 1", "x^2+1", "1"),
-        ("2x", "2x", "2"),
-        ("A", "A", "B"),
-        (r"\sqrt{2}", r"\sqrt{2}", "2"),
-        ("(1, 2)", "(1,2)", "2"),
-        (r"3\pi", r"3\pi", "3"),
-        ("2^{10}", "1024", "10"),
-        (r"3 \times 4", "12", "4"),
-        (r"\$18.00", "18", "0"),
-        ("**18**", "18", "1"),
-        ("€18", "18", "1"),
-        ("72 clips", "72", "2"),
-    ],
-)
-@pytest.mark.parametrize("boxed", [False, True])
-def test_marked_answer_is_read_like_a_reference(marked, right, wrong, boxed):
-    completions, answers = [f"Thus it is so.\n#### {marked}"] * 2, {"answer": [right, wrong]}
-    assert score("math_answer", completions, answers, boxed=boxed) == [1, 0]
 
 
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
-        ("[1.0, None]", "returned the score None"),
         ("[1.0, float('nan')]", "returned the score nan"),
         ("[1.0, float('inf')]", "returned the score inf"),
         ("[1.0, 10**400]", "returned the score 10000000"),
         ("[1.0, KeyError('a')]", "returned KeyError: 'a'"),
         ("numpy.array([1.0, None])", "returned the score None"),
-        ("torch.tensor([1.0, float('nan')])", "returned the score nan"),
     ],
 )
 def test_failed_score_is_nan_with_its_reason(returned, told, tmp_path):
-    name = write(tmp_path, f"import numpy, torch\ndef reward(completions): return {returned}")
-    answer = answer_of(name, ["a", "b"])
+    answer = answer_of(returning(tmp_path, returned), ["a", "b"])
     assert answer.scores[0] == 1.0
     assert math.isnan(answer.scores[1])
     assert answer.error.startswith(told)
@@ -489,8 +406,7 @@ def test_failed_score_is_nan_with_its_reason(returned, told, tmp_path):
 @pytest.mark.parametrize(
     "returned",
     [
-        "[1, True]",
-        "(1.0, 1)",
+        "(1, True)",
         "numpy.array([1, True])",
         "[numpy.float32(1), numpy.int8(1)]",
         "torch.ones(2, dtype=torch.bfloat16)",
@@ -498,37 +414,9 @@ def test_failed_score_is_nan_with_its_reason(returned, told, tmp_path):
     ],
 )
 def test_numbers_of_any_kind_become_floats(returned, tmp_path):
-    name = write(tmp_path, f"import numpy, torch\ndef reward(completions): return {returned}")
-    scores = score(name, ["a", "b"])
+    scores = score(returning(tmp_path, returned), ["a", "b"])
     assert scores == [1.0, 1.0]
     assert all(type(value) is float for value in scores)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "part"),
-    [
-        ("exct", {}, "judge, math_answer, repetition, soft_overlong, or file.py:function"),
-        ("no_file.py:reward", {}, "no_file.py does not exist"),
-        ("{mine}:nothing", {}, "has no function 'nothing'"),
-        ("{mine}:reward", {"colour": 1}, "unexpected keyword argument 'colour'"),
-    ],
-)
-def test_functions_that_do_not_exist_are_refused(name, arguments, part, tmp_path):
-    mine = write(tmp_path, "def reward(completions): return []").rpartition(":")[0]
-    with pytest.raises(ValueError) as refused:
-        load_function(RewardFunction(name=name.format(mine=mine), arguments=arguments))
-    assert part in str(refused.value)
-
-
-def test_accepted_columns_are_all_or_those_named(tmp_path):
-    def accepted(parameters: str) -> list[str] | None:
-        name = write(tmp_path, f"def reward({parameters}): ...")
-        return load_function(RewardFunction(name=name)).accepted_columns
-
-    assert accepted("completions, a, b=1") == ["completions", "a", "b"]
-    assert accepted("completions, **columns") is None
-    assert accepted("completions, **_kwargs") is None
-    assert accepted("completions, **_") == ["completions"]
 
 
 def test_wanted_columns_are_those_that_neither_call_nor_config_gives(tmp_path):
@@ -536,13 +424,11 @@ def test_wanted_columns_are_those_that_neither_call_nor_config_gives(tmp_path):
     assert load_function(RewardFunction(name=name, arguments={"b": 1})).wanted_columns == ["a", "d"]
 
 
-def test_total_is_the_weighted_sum():
-    functions = [RewardFunction(name="exact"), RewardFunction(name="a/b.py:f", weight=0.25)]
-    scores = [{"exact": 1.0, "f": 2.0}, {"exact": 0.0, "f": -1.0}]
-    assert total_rewards(scores, functions) == [1.5, -0.25]
-
-
-def test_total_with_a_failed_score_is_nan_whatever_its_weight():
-    functions = [RewardFunction(name="exact"), RewardFunction(name="format", weight=0.0)]
-    totals = total_rewards([{"exact": 1.0, "format": math.nan}], functions)
-    assert len(totals) == 1 and math.isnan(totals[0])
+def test_total_is_the_weighted_sum_and_nan_with_a_failed_score_whatever_its_weight():
+    functions = [
+        RewardFunction(name="exact", weight=0.0),
+        RewardFunction(name="f.py:f", weight=2.0),
+    ]
+    scores = [{"exact": 1.0, "f": 2.0}, {"exact": 3.0, "f": -1.0}, {"exact": math.nan, "f": 1.0}]
+    *totals, failed = total_rewards(scores, functions)
+    assert totals == [4.0, -2.0] and math.isnan(failed)

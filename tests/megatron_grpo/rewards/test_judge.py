@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,12 +13,11 @@ import pytest
 
 from helpers.engines import TestEngine
 from helpers.models import character_tokenizer
+from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
-from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards import RewardError, RewardPool
 from megatron_grpo.rewards.functions import load_function
-from megatron_grpo.rewards.judge import LAST_NUMBER
 
 TEMPLATE = 'Rate {completion} as {"score": 1}. Asked: {prompt}. Right: {answer}.'
 Reply = Callable[["Server", str, int], tuple[int, Any] | None]
@@ -54,16 +52,12 @@ class Handler(BaseHTTPRequestHandler):
             times = sum(request["messages"] == body["messages"] for request in server.requests)
             server.at_once += 1
             server.most_at_once = max(server.most_at_once, server.at_once)
-        try:
-            assert self.path == "/v1/chat/completions"
-            self.answer(server.reply(server, text, times))
-        finally:
-            with server.lock:
-                server.at_once -= 1
-
-    def answer(self, reply: tuple[int, Any] | None) -> None:
+        assert self.path == "/v1/chat/completions"
+        reply = server.reply(server, text, times)
+        with server.lock:
+            server.at_once -= 1
         if reply is None:
-            self.server.is_over.wait()
+            server.is_over.wait()
             return
         status, content = reply
         if status == 0:  # hang up
@@ -103,24 +97,12 @@ def judge(server: Server, **arguments: Any) -> RewardFunction:
 
 
 def samples(completions: list[str], num_prompts: int = 1) -> list[Sample]:
+    # Columns that are called like arguments of the judge are none of them.
+    others = {"prompt": "p", "model": "other", "pattern": "x"}
     return [
-        Sample(
-            prompt=Prompt(
-                index=index,
-                token_ids=(1,),
-                text=f"question {index}",
-                # Columns that are called like arguments of the judge are none of them.
-                row={"answer": index, "prompt": "p", "model": "other", "pattern": "x"},
-            ),
-            sample_index=number,
-            completion_ids=(1,),
-            logprobs=(0.0,),
-            finish_reason="stop",
-            text=completion,
-            policy_version=0,
-        )
+        sample_of(text, {"answer": index} | others, index, number)
         for index in range(num_prompts)
-        for number, completion in enumerate(completions)
+        for number, text in enumerate(completions)
     ]
 
 
@@ -135,14 +117,14 @@ def scores(function: RewardFunction, batch: list[Sample], timeout: float = 20) -
 
 def test_score_is_the_last_number_in_the_answer(serve):
     said = {
-        "a": "7", "b": "10/10? no: 3", "c": "**-2.5**", "d": "between 8-9.", "e": "1\n2\nScore: 0.5"
+        "a": "7", "b": "no: 3/10", "c": "**-2.5**", "d": "1. is 9 out of 10", "e": "1\n: 0.5"
     }  # fmt: skip
     server = serve(lambda _, text, __: (200, said.get(text[5], "1")))
     assert scores(judge(server), samples(list(said))) == [0.7, 0.3, -0.25, 0.9, 0.05]
     request = server.requests[0]
     assert request["model"] == "m" and request["temperature"] == 0
     asked = [request["messages"][0]["content"] for request in server.requests]
-    assert 'Rate a as {"score": 1}. Asked: question 0. Right: 0.' in asked
+    assert 'Rate a as {"score": 1}. Asked: prompt 0. Right: 0.' in asked
     scores(judge(server), samples(["{answer} {0}"]))  # braces of a completion are text
     assert server.requests[-1]["messages"][0]["content"].startswith("Rate {answer} {0} as {")
 
@@ -180,7 +162,6 @@ def test_request_with_a_transient_failure_is_sent_again(serve):
         ((200, b"<html>"), "not a chat completion: <html>"),
         ((200, {"choices": []}), "not a chat completion"),
         ((404, {"error": "no model m"}), 'answered status 404: {"error": "no model m"}'),
-        ((429, "slow down"), "gave no answer in time, at last status 429"),
         (None, "gave no answer in time, at last TimeoutError"),
     ],
 )
@@ -190,15 +171,6 @@ def test_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, 
     assert [judged[0], judged[2]] == [0.5, 0.5]
     assert math.isnan(judged[1])
     assert f"returned JudgeError: {told}" in capfd.readouterr().err.replace(f"{server.url}/ ", "")
-
-
-def test_judge_that_refuses_all_stops_the_run_with_its_reason(serve):
-    server = serve(lambda *_: (401, "wrong key"))
-    with pytest.raises(RewardError, match=r"judge on prompt 0 .* answered status 401") as stopped:
-        cfg = RewardConfig(functions=(judge(server),))
-        with closing(RewardPool(cfg)) as pool:
-            pool.score(samples(["a", "b"]), num_completions=2)
-    assert "2 of 2 completions have no score" in str(stopped.value)
 
 
 def test_requests_of_all_prompts_are_open_at_once(serve):
@@ -214,11 +186,10 @@ def test_requests_of_all_prompts_are_open_at_once(serve):
 
 
 def test_template_with_an_answer_requires_that_column(serve):
-    server = serve(lambda *_: (200, "5"))
     [sample] = samples(["a"])
     sample.prompt.row.clear()
     with pytest.raises(RewardError, match=r"contains \{answer\}, and the data has no column"):
-        scores(judge(server), [sample])
+        scores(judge(serve(lambda *_: (200, "5"))), [sample])
 
 
 @pytest.mark.parametrize(
@@ -261,18 +232,3 @@ def test_vllm_is_a_judge(vllm_engine: TestEngine, monkeypatch):
     assert {round(9 * score, 9) for score in judged} <= set(range(10))
     assert judged[0] == judged[2]  # the same text at temperature 0
     assert judged == scores(function, batch, timeout=60)
-
-
-@pytest.mark.parametrize(
-    "said, score",
-    [
-        ("Rating: 8/10", "8"),
-        ("I give it 3 out of 10.", "3"),
-        ("**2**/10", "2"),
-        ("7", "7"),
-        ("1. clear 2. right: 6.5", "6.5"),
-        ("Score: -3", "-3"),
-    ],
-)
-def test_default_pattern_finds_the_score_and_not_the_maximum(said, score):
-    assert re.findall(LAST_NUMBER, said)[-1] == score

@@ -57,17 +57,13 @@ def test_malformed_init_info_is_refused(data):
 
 
 def test_a_plan_survives_json_and_names_each_parameter_once():
-    boxes = [("w", (0,), (2,)), ("m", (0, 0), (2, 3)), ("w", (2,), (1,))]
-    copies = [Copy("source", Box(a, n), name, Box(a, n)) for name, a, n in boxes]
+    boxes = [("w", Box((0,), (2,))), ("m", Box((0, 0), (2, 3))), ("w", Box((2,), (1,)))]
+    copies = [Copy("source", box, name, box) for name, box in boxes]
     plan = ReceivePlan.of(copies, {"m": torch.float32, "w": torch.bfloat16})
     assert plan.names == ["w", "m"]
     assert ReceivePlan.from_json(plan.to_json()) == plan
     assert plan.torch_dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
-    assert plan.arrivals() == [
-        ("w", Box((0,), (2,))),
-        ("m", Box((0, 0), (2, 3))),
-        ("w", Box((2,), (1,))),
-    ]
+    assert plan.arrivals() == boxes
 
 
 @pytest.mark.parametrize(
@@ -77,9 +73,7 @@ def test_a_plan_survives_json_and_names_each_parameter_once():
         '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0, -1, 1]]}',
         '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[1, 0, 1]]}',
         '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0, 0]]}',
-        '{"dtypes": ["bfloat16"], "names": ["w"], "boxes": [[0]]}',
         '{"dtypes": ["load"], "names": ["w"], "boxes": []}',
-        '{"dtypes": [], "names": ["w"], "boxes": []}',
         '{"dtypes": [], "names": [], "boxes": [], "code": ""}',
     ],
 )
@@ -88,20 +82,12 @@ def test_a_malformed_plan_is_refused(text):
         ReceivePlan.from_json(text)
 
 
-def test_plans_that_fill_every_parameter_together_are_taken():
-    check_plans([arriving(WHOLE[0]), arriving(WHOLE[1])], PARAMETERS, PADDING)
-
-
 @pytest.mark.parametrize(
     ("plans", "message"),
     [
-        ([arriving(WHOLE[0])], r"m: 6 of 6 elements are in no piece"),
         ([arriving(*WHOLE), arriving(("m", (1, 0), (1, 2)))], r"m: 2 of 6 .* several pieces"),
         ([arriving(("w", (0,), (4,)), WHOLE[1])], r"w: 1 of 4 .* several pieces"),  # the padding
-        ([arriving(*WHOLE, ("x", (0,), (1,)))], r"x: there is no such tensor"),
-        ([arriving(WHOLE[0], ("m", (0, 0), (3, 2)))], r"m: .* is outside its shape \(2, 3\)"),
         ([arriving(WHOLE[0], ("m", (0,), (2,)))], r"m: .* is not a box of its shape \(2, 3\)"),
-        ([arriving(WHOLE[0], ("m", (0, 0, 0), (2, 3, 1)))], r"m: .* is not a box of its shape"),
         (
             [arriving(*WHOLE, dtype=torch.float16)],
             r"w is torch\.bfloat16, and arrives as torch\.float16\n.*m is torch\.bfloat16",
@@ -109,5 +95,6 @@ def test_plans_that_fill_every_parameter_together_are_taken():
     ],
 )
 def test_plans_that_do_not_fill_the_parameters_are_refused_by_name(plans, message):
+    check_plans([arriving(WHOLE[0]), arriving(WHOLE[1])], PARAMETERS, PADDING)
     with pytest.raises(ValueError, match=message):
         check_plans(plans, PARAMETERS, PADDING)
