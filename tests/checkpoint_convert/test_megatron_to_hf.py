@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.formats.torch_values import DTYPE_NAMES
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.sidecar import CHECKPOINT_FOLDER
+from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files
 from helpers.conversions import assert_same, random_weights, variant, weights_of
 from helpers.models import CONFIGS, tiny_model, train
 from helpers.policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
@@ -195,6 +195,15 @@ def test_sidecar_files_go_both_ways_unchanged(llama, tmp_path):
     assert sidecar(tmp_path / "hf") == sidecar(model)
     before, after = (json.loads((f / "config.json").read_text()) for f in (model, tmp_path / "hf"))
     assert after == before
+
+
+def test_another_config_may_bring_its_own_sidecar_files(llama, imported, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    copy_sidecar_files(llama, own, "F32")
+    (own / "chat_template.jinja").write_text("{{ messages }}")
+    export_checkpoint(imported, tmp_path / "hf", hf_config=own)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == "{{ messages }}"
 
 
 def test_progress_counts_every_byte_once(llama, imported, tmp_path):

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from helpers.ranks import run_ranks
 from parallel.attention import BLOCK, SLAB, PackedAttention, block_mask, flex, packed_attention
@@ -67,6 +68,27 @@ def test_context_ranks_together_equal_one_process(world, size):
     for local, *got in run_ranks(world, context_parallel_attention, size):
         for part, whole in zip(got, want, strict=True):
             torch.testing.assert_close(part, whole[local].detach())
+
+
+def bfloat16_attention(rank: int) -> tuple[Tensor, Tensor]:
+    attention = PackedAttention(
+        config=SimpleNamespace(attention_dropout=0.0),
+        softmax_scale=None,
+        pg_collection=SimpleNamespace(cp=torch.distributed.group.WORLD),
+    )
+    query, key, value, cu_seqlens = random_pack(torch.bfloat16)
+    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_mask=None)
+    output = attention(query, key, value, None, packed_seq_params=params)
+    (gradient,) = torch.autograd.grad(output.float().sum(), key)
+    return output.detach(), gradient
+
+
+def test_output_and_gradients_keep_the_type_of_the_model():
+    ((output, gradient),) = run_ranks(1, bfloat16_attention)
+    query, key, value, _ = random_pack()
+    want = dense_attention(query, key, value, seen_keys(LENGTHS, [(0, 0)] * len(LENGTHS)))
+    assert output.dtype == gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(output.double(), want.detach(), atol=2e-2, rtol=2e-2)
 
 
 # A prompt of 11 tokens padded to 16, two completions of it, an unrelated sequence, a prompt of 8
@@ -135,6 +157,24 @@ def test_flex_attention_sees_the_same_keys(size, value_dim):
         local = context_indices(cu_seqlens, rank, size)
         part = flex(query[local], key, value, block_mask(cu_seqlens, prefixes, local), None)
         torch.testing.assert_close(part, dense_attention(query[local], key, value, seen[local]))
+
+
+@pytest.mark.slow
+def test_flex_attention_is_compiled_once_for_all_lengths():
+    attend = torch.compile(flex_attention, dynamic=True)
+    for count, segments in enumerate([[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 9]]):
+        prefixes = [(0, 0), (0, segments[0] - 3), (0, segments[0] - 3), (0, 0)]
+        cu_seqlens, total = torch.tensor([0, *segments]).cumsum(0).int(), sum(segments)
+        mask = block_mask(cu_seqlens, torch.tensor(prefixes), torch.arange(total))
+        query, key, value = (torch.randn(total, h, 64) for h in (HEADS, KV_HEADS, KV_HEADS))
+        with torch._dynamo.config.patch(error_on_recompile=count > 0), torch.no_grad():
+            got = attend(
+                *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
+                block_mask=mask,
+                enable_gqa=True,
+            )
+        want = dense_attention(query, key, value, seen_keys(segments, prefixes))
+        torch.testing.assert_close(got[0].transpose(0, 1), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("slab", [BLOCK, 4 * BLOCK, SLAB])

@@ -3,57 +3,78 @@
 import asyncio
 import json
 import re
-from contextlib import suppress
+import time
+import uuid
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from demo.make_sums import sums
 from helpers.engines import random_prompts
+from helpers.pushes import client_of
+from helpers.runs import marked_processes, start_run
 from megatron_grpo.engines.access import TokenGuard, check_host, is_allowed
+from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.transformers_server import ROUTES
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 
 TOKEN = "0123456789abcdef"
 OTHER = "fedcba9876543210"
 # The routes that the client uses, and others of vLLM's that must not be open.
-UPDATES = {"start_weight_update", "update_weights", "finish_weight_update", "update_weight_version"}
-OTHERS = {"inference/v1/generate", "v1/completions", "sleep", "abort_requests", "pause", "resume"}
-STATE_CHANGING = {f"/{n}" for n in UPDATES | OTHERS | {"collective_rpc", "reset_prefix_cache"}}
-HEALTH = ("GET", "/health")
+STATE_CHANGING = {
+    "/pause",
+    "/resume",
+    "/collective_rpc",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/update_weight_version",
+    "/reset_prefix_cache",
+    "/inference/v1/generate",
+    "/sleep",
+    "/abort_requests",
+    "/v1/completions",
+}
 
 
 @pytest.fixture
-def ask(monkeypatch):
-    """Sends a request through the middleware; returns its own answers and whether it passed on."""
-
-    def ask(kind: str, path: str, authorization: bytes | None = None, **scope):
-        answers, reached = [], []
-
-        async def app(scope, receive, send):
-            reached.append(scope["path"])
-
-        async def send(message):
-            answers.append(message)
-
-        headers = [(b"host", b"x")]
-        headers += [] if authorization is None else [(b"authorization", authorization)]
-        scope |= {"type": kind, "path": path, "headers": headers}
-        asyncio.run(TokenGuard(app)(scope, None, send))
-        return answers, reached == [path]
-
-    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    with pytest.raises(KeyError, match=TOKEN_VARIABLE):
-        TokenGuard(None)
+def guard(monkeypatch):
+    """The middleware around an application that keeps the scopes that it is called with."""
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    return ask
+    reached = []
+
+    async def app(scope, receive, send):
+        reached.append(scope)
+
+    guard = TokenGuard(app)
+    guard.reached = reached
+    return guard
+
+
+def ask(guard: TokenGuard, kind: str, **scope) -> list[dict]:
+    """What the middleware itself answers to a request."""
+    answers = []
+
+    async def send(message):
+        answers.append(message)
+
+    asyncio.run(guard({"type": kind} | scope, None, send))
+    return answers
+
+
+def http_scope(method: str, path: str, authorization: bytes | None = None) -> dict:
+    headers = [(b"host", b"x")]
+    headers += [] if authorization is None else [(b"authorization", authorization)]
+    return {"method": method, "path": path, "headers": headers}
 
 
 @pytest.mark.parametrize(
     ("method", "path"),
     [
         ("POST", "/pause"),
+        ("GET", "/load"),
         ("OPTIONS", "/pause"),
         ("POST", "/health"),
         ("GET", "/health/"),
@@ -61,34 +82,52 @@ def ask(monkeypatch):
         ("GET", "/health/../load"),
     ],
 )
-def test_all_but_get_health_is_refused_with_what_to_do(ask, method, path):
-    (start, body), is_served = ask("http", path, method=method)
-    assert start["status"] == 401 and not is_served
+def test_all_but_get_health_is_refused_with_what_to_do(guard, method, path):
+    start, body = ask(guard, "http", **http_scope(method, path))
+    assert start["status"] == 401 and guard.reached == []
     assert int(dict(start["headers"])[b"content-length"]) == len(body["body"])
     message = json.loads(body["body"])["error"]["message"]
     assert "Authorization: Bearer TOKEN" in message and "MEGATRON_GRPO_TOKEN" in message
     assert TOKEN not in message
-    assert ask("http", path, f"Bearer {TOKEN}".encode(), method=method) == ([], True)
+
+    assert ask(guard, "http", **http_scope(method, path, f"Bearer {TOKEN}".encode())) == []
+    assert [scope["path"] for scope in guard.reached] == [path]
 
 
-def test_health_and_the_servers_own_start_need_no_token(ask):
-    assert ask("http", "/health", method="GET") == ([], True)
-    assert ask("lifespan", "") == ([], True)
+def test_health_and_the_servers_own_start_need_no_token(guard):
+    assert ask(guard, "http", **http_scope("GET", "/health")) == []
+    assert ask(guard, "lifespan") == []
+    assert len(guard.reached) == 2
 
 
 @pytest.mark.parametrize("path", ["/v1/realtime", "/health"])
-def test_a_websocket_is_closed_before_it_is_accepted(ask, path):
-    assert ask("websocket", path) == ([{"type": "websocket.close", "code": 1008}], False)
-    assert ask("websocket", path, f"Bearer {TOKEN}".encode()) == ([], True)
+def test_a_websocket_is_closed_before_it_is_accepted(guard, path):
+    scope = {"path": path, "headers": []}
+    assert ask(guard, "websocket", **scope) == [{"type": "websocket.close", "code": 1008}]
+    assert guard.reached == []
+    scope["headers"] = [(b"authorization", f"Bearer {TOKEN}".encode())]
+    assert ask(guard, "websocket", **scope) == []
+    assert len(guard.reached) == 1
 
 
 @pytest.mark.parametrize(
     "authorization",
-    [b"", b"Bearer ", TOKEN.encode(), b"Basic " + TOKEN.encode(), b"Bearer \xff\xe4"]
+    [b"", b"Bearer ", b"Bearer", TOKEN.encode(), b"Basic " + TOKEN.encode(), b"Bearer \xff\xe4"]
     + [f"Bearer {wrong}".encode() for wrong in (TOKEN[:-1], TOKEN + "0", OTHER, TOKEN.upper())],
 )
 def test_only_the_whole_token_is_allowed(authorization):
     assert not is_allowed("POST", "/pause", authorization, TOKEN)
+
+
+def test_an_engine_without_a_token_does_not_start(monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(KeyError, match=TOKEN_VARIABLE):
+        TokenGuard(None)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_an_engine_may_listen_on_an_address_of_this_host(host):
+    check_host(host)
 
 
 @pytest.mark.parametrize(
@@ -97,44 +136,45 @@ def test_only_the_whole_token_is_allowed(authorization):
         ("0.0.0.0", "every network"),
         ("::", "every network"),
         ("::ffff:0.0.0.0", "every network"),
+        ("", "is not an IP address"),
         ("0", "is not an IP address"),  # which the C library takes for 0.0.0.0
         ("localhost", "is not an IP address"),
         ("203.0.113.1", "is not an address of this host"),
     ],
 )
-def test_an_address_that_is_not_one_of_this_host_is_refused_with_a_legal_one(host, message):
-    for legal in ("127.0.0.2", "::1"):
-        check_host(legal)
+def test_another_address_is_refused_with_a_legal_one(host, message):
     with pytest.raises(ValueError, match=message) as refused:
         check_host(host)
     assert "127.0.0.1" in str(refused.value)
 
 
-def connect(engine, headers: dict[str, str]) -> httpx.Client:
+def connect(engine, headers: dict[str, str] | None = None) -> httpx.Client:
     url = engine.servers.base_urls[0]
     return httpx.Client(base_url=url, headers=headers, timeout=30, trust_env=False)
 
 
-def routes(engine) -> set[tuple[str, str]]:
-    """Every method and path of a running engine that must be guarded."""
+def routes(engine) -> list[tuple[str, str]]:
+    """Every method and path of a running engine."""
     if engine.rollout.engine == "transformers":
-        return {(method, path) for path in ROUTES for method in ("GET", "POST")} - {HEALTH}
+        return [(method, path) for path in ROUTES for method in ("GET", "POST")]
     with connect(engine, bearer(engine.servers.token)) as http:
         paths = http.get("/openapi.json").json()["paths"]
-    assert paths.keys() >= STATE_CHANGING
-    listed = {
+    listed = [
         (method.upper(), re.sub(r"\{.*?\}", "x", path))
         for path, operations in paths.items()
         for method in operations
-    }
-    # With those that the list leaves out.
-    return {*listed, ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/metrics")} - {HEALTH}
+    ]
+    # Those that the list leaves out.
+    return [*listed, ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/metrics")]
 
 
 def test_every_route_of_an_engine_wants_the_token(engine):
+    guarded = set(routes(engine)) - {("GET", "/health")}
+    needed = STATE_CHANGING & ROUTES.keys() if engine.rollout.engine != "vllm" else STATE_CHANGING
+    assert needed <= {path for _, path in guarded}
     for headers in ({}, bearer(OTHER), {"Authorization": engine.servers.token}):
         with connect(engine, headers) as http:
-            for method, path in sorted(routes(engine)):
+            for method, path in sorted(guarded):
                 response = http.request(method, path, json={} if method == "POST" else None)
                 assert response.status_code == 401, (method, path)
                 assert "Authorization: Bearer TOKEN" in response.json()["error"]["message"]
@@ -144,21 +184,100 @@ def test_every_route_of_an_engine_wants_the_token(engine):
     assert engine.generate(random_prompts(1))  # nothing was paused, dropped or renamed
 
 
-def test_an_engine_listens_on_its_own_address_only_and_its_token_is_not_to_be_seen(engine):
-    [running] = engine.servers._engines
-    tree = [psutil.Process(running.process.pid)]
+def test_a_client_with_another_token_is_told_which_engine_and_which_variable(engine):
+    [url] = engine.servers.base_urls
+    client = client_of([url], OTHER)
+    with pytest.raises(EngineError, match=f"{url} refuses the token in MEGATRON_GRPO_TOKEN"):
+        client.describe_parameters()
+
+
+def test_an_engine_listens_on_its_own_address_only(engine):
+    [process] = (running.process for running in engine.servers._engines)
+    tree = [psutil.Process(process.pid)]
     tree += tree[0].children(recursive=True)
-    connections = [each for member in tree for each in member.net_connections("inet")]
-    listening = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
-    assert listening == {"127.0.0.1"}
+    listening = [
+        connection.laddr.ip
+        for member in tree
+        for connection in member.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening and set(listening) == {"127.0.0.1"}
+
+
+def test_the_token_is_in_no_command_line_and_no_log(engine):
     token = engine.servers.token.encode()
     assert token not in b"".join(command_lines())
-    assert running.log.exists() and token not in running.log.read_bytes()
+    [log] = (running.log for running in engine.servers._engines)
+    assert log.exists() and token not in log.read_bytes()
 
 
 def command_lines() -> list[bytes]:
     lines = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(FileNotFoundError, ProcessLookupError):
+        try:
             lines.append(file.read_bytes())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
     return lines
+
+
+SPY = """
+import json, os
+def spy(completions, **_):
+    return [0.0] * len(completions)
+with open({path!r}, "a") as file:  # when it is loaded: at preflight, and in the run
+    print(json.dumps(dict(os.environ)), file=file)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given_by_address", [False, True])
+def test_a_run_tells_its_token_to_its_engines_alone(
+    given_by_address, transformers_engine, tied_model, tmp_path
+):
+    seen, run_dir, mark = tmp_path / "seen.jsonl", tmp_path / "run", uuid.uuid4().hex
+    (tmp_path / "reward.py").write_text(SPY.format(path=str(seen)))
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    url = transformers_engine.servers.base_urls[0]
+    users = transformers_engine.servers.token
+    process = start_run(
+        f"model.path={tied_model}",
+        f"data.path={tmp_path / 'sums.jsonl'}",
+        f"reward.functions=[{tmp_path / 'reward.py'}:spy]",
+        f"train.run_dir={run_dir}",
+        "train.num_steps=1",
+        "rollout.engine=transformers",
+        *([f"rollout.base_urls=[{url}]"] if given_by_address else []),
+        mark=mark,
+        token=users,  # which a run that starts its own engines does not use
+    )
+    tokens, lines, deadline = {users}, set(), time.monotonic() + 200
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            lines.update(command_lines())
+            for member in marked_processes(mark):
+                tokens |= engine_tokens(member)
+            time.sleep(0.1)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        for member in marked_processes(mark):
+            member.kill()
+    assert process.returncode == 0, output
+    assert len(tokens) == (1 if given_by_address else 2)
+    environments = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert len(environments) >= 2 and not any(TOKEN_VARIABLE in e for e in environments)
+    files = [file for file in run_dir.rglob("*") if file.is_file()]
+    assert {"config.yaml", "metrics.jsonl", "completions.jsonl"} <= {file.name for file in files}
+    for token in tokens:
+        assert token not in output and token not in seen.read_text()
+        assert not [line for line in lines if token.encode() in line]
+        assert not [file for file in files if token.encode() in file.read_bytes()]
+
+
+def engine_tokens(process: psutil.Process) -> set[str]:
+    """The token that `process` was started with, if it is an engine."""
+    try:
+        is_engine = "megatron_grpo.engines.transformers_server" in process.cmdline()
+        return {process.environ()[TOKEN_VARIABLE]} if is_engine else set()
+    except psutil.Error:
+        return set()

@@ -19,12 +19,13 @@ import httpx
 import psutil
 import pytest
 
-from helpers.engines import random_prompts, running_engine, wait_until
+from helpers.engines import Proxy, largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.trainers import Trainer, as_soon_as, trainer
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines import EngineServers, NoServingEngine, RolloutAborted
 from megatron_grpo.engines import engine as engine_module
+from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.pool import MAX_COMEBACKS, EnginePool
 from megatron_grpo.engines.server import reserve_port
@@ -101,6 +102,25 @@ def test_a_stopped_engine_is_killed_and_its_requests_go_to_the_other(pair, undis
     assert tokens_of(samples) == undisturbed
     assert not is_alive(stopped) and pair.pool.serving == [second]
     assert f"{first} is lost: did not answer within 3 s" in capfd.readouterr().err
+    bring_back(pair)
+
+
+def test_an_engine_that_is_late_with_an_answer_is_lost_and_its_requests_go_to_the_other(
+    pair, undisturbed, monkeypatch, capfd
+):
+    first, second = pair.servers.base_urls
+    pause = Engine.pause
+
+    async def late(self: Engine) -> None:
+        if self.url == second:
+            raise TimeoutError(f"rollout engine {second} did not answer /pause within 600 s")
+        await pause(self)
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Engine, "pause", late)
+        assert tokens_of(pair.generate(PROMPTS)) == undisturbed
+    assert pair.pool.serving == [first]
+    assert f"{second} is lost: did not answer /pause within 600 s" in capfd.readouterr().err
     bring_back(pair)
 
 
@@ -189,79 +209,82 @@ def test_an_engine_that_dies_whenever_it_starts_stops_the_run(tied_model, tmp_pa
     assert f"it came back {MAX_COMEBACKS} times and is given up" in capfd.readouterr().err
 
 
-@contextmanager
-def trainer_of(tied_model, folder, token, *base_urls, **settings) -> Iterator[Trainer]:
-    """A trainer whose engines are given by address."""
-    rollout = RolloutConfig(
-        engine="transformers", base_urls=base_urls, max_completion_length=16, **settings
-    )
-    servers = EngineServers(ModelConfig(path=tied_model), rollout, folder, token)
-    with trainer(tied_model, servers, rollout) as ours:
-        yield ours
-
-
-def test_a_trainer_waits_for_an_engine_until_it_is_late_or_told_to_end(tied_model, tmp_path):
+def test_an_engine_that_does_not_come_back_in_time_stops_the_run(tied_model, tmp_path):
     with reserve_port() as unheard:
         url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
-        told = f"no rollout engine serves .*\n.*{url} did not answer"
+        rollout = RolloutConfig(base_urls=(url,), startup_timeout=0.5, max_completion_length=16)
+        servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, new_token())
         with (
-            trainer_of(tied_model, tmp_path, new_token(), url, startup_timeout=0.5) as ours,
-            pytest.raises(RolloutAborted, match=told),
-        ):
-            ours.push()
-        with (
-            trainer_of(tied_model, tmp_path, new_token(), url) as ours,
-            as_soon_as(lambda: not ours.pool.up, ours.client.cancel),
-            pytest.raises(Preempted),
+            trainer(tied_model, servers, rollout) as ours,
+            pytest.raises(
+                RolloutAborted, match=f"no rollout engine serves .*\n.*{url} did not answer"
+            ),
         ):
             ours.push()
 
 
+REFUSALS = {
+    401: "refuses the token in MEGATRON_GRPO_TOKEN",
+    404: "answered /collective_rpc with 404",
+}
+
+
+@pytest.mark.parametrize(("status", "reason"), REFUSALS.items())
 def test_a_stranger_at_the_address_of_a_lost_engine_ends_nothing(
-    transformers_engine, tied_model, tmp_path, capfd
+    status, reason, transformers_engine, tied_model, tmp_path, capfd
 ):
     """Such as the engine itself, started again with another token, or another server."""
     [well] = transformers_engine.servers.base_urls
     with reserve_port() as unheard:
         port = unheard.getsockname()[1]
         lost = f"http://127.0.0.1:{port}"
+        rollout = RolloutConfig(
+            engine="transformers", base_urls=(well, lost), max_completion_length=16
+        )
         token = transformers_engine.servers.token
-        with trainer_of(tied_model, tmp_path, token, well, lost) as ours:
+        servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, token)
+        with trainer(tied_model, servers, rollout) as ours:
             ours.push()
             assert ours.pool.serving == [well]
             unheard.close()
-            with stranger(port):
+            with stranger(port, status):
                 ours.push()
                 assert ours.pool.serving == [well]
                 assert len(ours.generate(PROMPTS)) == 2 * len(PROMPTS)
-    assert f"{lost} is lost: refuses the token in MEGATRON_GRPO_TOKEN" in capfd.readouterr().err
+    assert f"{lost} is lost: {reason}" in capfd.readouterr().err
 
 
-@pytest.mark.slow
-def test_an_engine_given_by_address_is_waited_for_and_back_after_a_push(
-    tied_model, tmp_path, capfd
+def test_an_engine_that_now_has_another_token_is_lost_and_its_requests_go_to_the_other(
+    pair, undisturbed, tied_model, tmp_path, capfd
 ):
-    with running_engine("transformers", tied_model, tmp_path / "other") as other:
-        [url] = other.servers.base_urls
-        with trainer_of(tied_model, tmp_path, other.servers.token, url) as ours:
-            ours.push()
-            before = ours.generate(PROMPTS)
-            other.servers.kill(url)
-            with pytest.raises(NoServingEngine, match=f"{url} cannot be reached"):
-                ours.generate(PROMPTS)
-            other.servers.restart(url)
-            ours.push_again()
-            assert ours.generate(PROMPTS) == before
-    assert f"rollout engine {url} is back" in capfd.readouterr().err
+    first, second = pair.servers.base_urls
+    way = Proxy(second)
+    rollout = RolloutConfig(
+        engine="transformers", base_urls=(first, way.url), max_completion_length=16
+    )
+    servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, pair.servers.token)
+    with reserve_port() as unheard:
+        port = unheard.getsockname()[1]
+    with trainer(tied_model, servers, rollout) as ours, stranger(port, 401):
+        ours.push()
+        assert ours.pool.serving == [first, way.url]
+        way.cut()
+        way.lead_to(f"http://127.0.0.1:{port}")
+        way.mend()
+        assert tokens_of(ours.generate(PROMPTS)) == undisturbed
+        assert ours.pool.serving == [first]
+    way.cut()
+    assert f"{way.url} is lost: refuses the token" in capfd.readouterr().err
+    bring_back(pair)
 
 
 @contextmanager
-def stranger(port: int) -> Iterator[None]:
+def stranger(port: int, status: int) -> Iterator[None]:
     """A server that reports to be healthy and refuses everything else."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200 if self.path == "/health" else 401)
+            self.send_response(200 if self.path == "/health" else status)
             self.end_headers()
 
         do_POST = do_GET
@@ -272,6 +295,19 @@ def stranger(port: int) -> Iterator[None]:
             yield
         finally:
             server.shutdown()
+
+
+def test_a_trainer_that_waits_for_an_engine_can_be_told_to_end(tied_model, tmp_path):
+    with reserve_port() as unheard:
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        rollout = RolloutConfig(base_urls=(url,), max_completion_length=16)
+        servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, new_token())
+        with (
+            trainer(tied_model, servers, rollout) as ours,
+            as_soon_as(lambda: not ours.pool.up, ours.client.cancel),
+            pytest.raises(Preempted),
+        ):
+            ours.push()
 
 
 URL = "http://127.0.0.1:1"  # where nobody listens
@@ -322,6 +358,29 @@ def test_an_engine_of_the_run_that_is_late_is_started_once_more(
     assert num_losses == 1 or "within 1e-09 s of its start (rollout.startup_timeout)" in told[1]
 
 
+@pytest.mark.slow
+def test_an_engine_given_by_address_is_waited_for_and_back_after_a_push(
+    tied_model, tmp_path, capfd
+):
+    with running_engine("transformers", tied_model, tmp_path / "other") as other:
+        [url] = other.servers.base_urls
+        with (
+            running_engine(
+                "transformers", tied_model, tmp_path, other.servers.token, base_urls=(url,)
+            ) as given,
+            trainer(tied_model, given.servers, given.rollout) as ours,
+        ):
+            ours.push()
+            before = ours.generate(PROMPTS)
+            other.servers.kill(url)
+            with pytest.raises(NoServingEngine, match=f"{url} cannot be reached"):
+                ours.generate(PROMPTS)
+            other.servers.restart(url)
+            ours.push_again()
+            assert ours.generate(PROMPTS) == before
+    assert f"rollout engine {url} is back" in capfd.readouterr().err
+
+
 @pytest.fixture(params=["vllm_engine", "transformers_engine"])
 def shared_engine(request):
     """An engine given by address, as runs one after the other use it."""
@@ -352,6 +411,54 @@ def load(engine) -> int:
     """Number of requests that the engine is processing."""
     url, headers = engine.servers.base_urls[0], bearer(engine.servers.token)
     return httpx.get(f"{url}/load", headers=headers).json()["server_load"]
+
+
+@pytest.mark.slow
+def test_a_vllm_that_answers_probes_and_generates_nothing_is_killed_with_all_its_processes(
+    tied_model, tmp_path, capfd
+):
+    """And comes back: started again by the run, with the current weights."""
+    with running_engine("vllm", tied_model, tmp_path, stall_timeout=3.0) as engine:
+        [url] = engine.servers.base_urls
+        with trainer(tied_model, engine.servers, engine.rollout) as ours:
+            ours.push()
+            generation = ours.ask(random_prompts(300), num_generations=4)
+            server = psutil.Process(ours.pid(url))
+            processes = [server, *server.children(recursive=True)]
+            with (
+                as_soon_as(lambda: generation.engines, engine_core(server).suspend),
+                pytest.raises(NoServingEngine, match=f"{url} made no progress for 3 s"),
+            ):
+                ours.client.generate(generation)
+            assert not any(map(is_alive, processes))
+            assert 0 < len(generation.open) < 4 * 300
+            ours.push_again()
+            samples = ours.client.generate(generation)
+    assert [(s.prompt.index, s.sample_index) for s in samples] == [
+        (prompt, sample) for prompt in range(300) for sample in range(4)
+    ]
+    assert largest_logprob_error(tied_model, samples[::100]) < 1e-4
+
+
+@pytest.mark.slow
+def test_of_two_vllm_engines_one_may_be_killed(tied_model, tmp_path):
+    with running_engine("vllm", tied_model, tmp_path, num_engines=2) as engine:
+        first, second = engine.servers.base_urls
+        with trainer(tied_model, engine.servers, engine.rollout) as ours:
+            ours.push()
+            generation = ours.ask(random_prompts(100), num_generations=4)
+            core = engine_core(psutil.Process(ours.pid(second)))
+            with as_soon_as(lambda: generation.engines, core.kill):
+                samples = ours.client.generate(generation)
+            assert len(samples) == 400 and ours.pool.serving == [first]
+            assert largest_logprob_error(tied_model, samples[::40]) < 1e-4
+            bring_back(ours)
+
+
+def engine_core(server: psutil.Process) -> psutil.Process:
+    """The process of a vLLM engine that computes."""
+    [core] = [child for child in server.children() if "EngineCore" in child.name()]
+    return core
 
 
 def is_alive(process: psutil.Process) -> bool:

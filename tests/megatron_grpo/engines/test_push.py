@@ -3,12 +3,13 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ from helpers.engines import (
 )
 from helpers.pushes import push_whole, rollout_overrides
 from helpers.ranks import CONTEXT, run_ranks
+from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.http import EngineError
 from parallel.weight_transfer.local_channels import LocalChannel
 
@@ -32,6 +34,30 @@ def models(tied_model, tmp_path_factory):
     """Two models with different weights: whichever an engine holds, the other one is new to it."""
     folder = tmp_path_factory.mktemp("other")
     return [served_model(folder, "qwen3", tied=True, seed=1), tied_model]
+
+
+@pytest.fixture(scope="module")
+def pair_engine(tmp_path_factory, tied_model):
+    """Two tensor-parallel workers, who answer one after the other."""
+    logs = tmp_path_factory.mktemp("pair-logs")
+    with running_engine("vllm", tied_model, logs, tensor_parallel_size=2) as engine:
+        yield engine
+
+
+def speak(engine: TestEngine, action) -> None:
+    """Do one part of a push by hand."""
+
+    async def connected() -> None:
+        async with engine.client()._connect(engine.servers.base_urls[0]) as connection:
+            await action(connection)
+
+    asyncio.run(connected())
+
+
+async def begin_by_hand(engine: Engine, push: str) -> None:
+    """Begin a push like a trainer that then stops; its channels have no peer."""
+    await engine.open_channels({}, 0, channels=push)
+    await engine.begin_push(push, channels=push)
 
 
 def overrides(engine: TestEngine) -> list[str]:
@@ -51,6 +77,14 @@ def push_and_stop(folder: Path, token: str, overrides: list[str], reached: Event
     push_whole(0, folder, token, overrides, 1)
 
 
+def push_in_two_parts(
+    rank: int, folder: Path, token: str, overrides: list[str], reached: Event, proceed: Event
+) -> tuple[str, list[str]]:
+    """Like `push_whole`, with a pause before the first buffer is handed over."""
+    pause_at_first_buffer(reached, proceed)
+    return push_whole(rank, folder, token, overrides, 1)
+
+
 def pause_at_first_buffer(reached: Event, proceed: Event) -> None:
     send_bucket = LocalChannel.send_bucket
 
@@ -62,8 +96,100 @@ def pause_at_first_buffer(reached: Event, proceed: Event) -> None:
     LocalChannel.send_bucket = pause
 
 
-def test_of_pushes_that_race_no_mixture_is_served(vllm_engine, models):
-    engine = vllm_engine
+def push_error(engine: TestEngine, folder: Path, meanwhile: Callable[[], None]) -> str:
+    """Push, do `meanwhile` when the workers wait for the first buffer, and return the error."""
+    reached, proceed = CONTEXT.Event(), CONTEXT.Event()
+    arguments = (folder, engine.servers.token, overrides(engine), reached, proceed)
+    with ThreadPoolExecutor(1) as pool:
+        push = pool.submit(run_ranks, 1, push_in_two_parts, *arguments)
+        assert reached.wait(60)
+        meanwhile()
+        proceed.set()
+        [(error, _)] = push.result()
+    return error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "network"])
+def test_flipped_bits_name_workers_and_parameters_and_nothing_is_served(
+    pair_engine, models, tied_model, transport
+):
+    [url] = pair_engine.servers.base_urls
+    arguments = [*overrides(pair_engine), f"rollout.weight_transport={transport}"]
+    # In the first buffer to each of the two workers, at both attempts.
+    token = pair_engine.servers.token
+    [(error, _)] = run_ranks(1, push_whole, tied_model, token, arguments, 1, 4)
+    faults = error.splitlines()[1:]
+    for worker, fault in enumerate(faults):
+        assert fault.startswith(
+            f"  rollout engine {url} worker {worker}: 1 of 18 parameters differ from what "
+            "was pushed: model."
+        )
+    assert len(faults) == 2
+    with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
+        pair_engine.generate(random_prompts(1))
+    check_usable(pair_engine, models)
+
+
+@pytest.mark.slow
+def test_after_a_trainer_that_died_between_the_steps_the_next_one_pushes(pair_engine, models):
+    async def begin_only(engine: Engine) -> None:
+        await begin_by_hand(engine, "5-dead")
+
+    async def receive_only(engine: Engine) -> None:
+        await begin_by_hand(engine, "6-dead")
+        await engine.ask_workers("receive_push", push="6-dead")
+
+    for part in (begin_only, receive_only):
+        speak(pair_engine, part)
+        with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
+            pair_engine.generate(random_prompts(1))
+        check_usable(pair_engine, models)
+
+
+@pytest.mark.slow
+def test_steps_of_a_push_that_is_over_change_nothing(pair_engine, models):
+    async def late(engine: Engine) -> None:
+        await engine.ask_workers("receive_push", push="5-late")
+        await engine.ask_workers("finish_push", push="5-late")
+
+    check_usable(pair_engine, models)
+    speak(pair_engine, late)
+    assert largest_logprob_error(models[-1], pair_engine.generate(random_prompts(2))) < 1e-4
+
+
+def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
+    async def begin_first(engine: Engine) -> None:
+        await begin_by_hand(engine, "5-first")
+
+    async def finish_late(engine: Engine) -> None:
+        await engine.begin_push("5-again", channels="5-first")
+        await engine.ask_workers("receive_push", push="5-again")
+        await engine.ask_workers("receive_push", push="5-first")
+        await engine.finish_push("5-first", 5)
+        await engine.post("/resume")
+
+    speak(vllm_engine, begin_first)
+    version = vllm_engine.push(models[0])
+    with pytest.raises(EngineError, match=f"version {version}, but version 5 was requested"):
+        vllm_engine.generate(random_prompts(1), policy_version=5)
+
+    # The first one's last words, after another has begun, make nothing of it usable.
+    async def begin_second(engine: Engine) -> None:
+        await begin_by_hand(engine, "7-second")
+
+    speak(vllm_engine, begin_second)
+    speak(vllm_engine, finish_late)
+    with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
+        vllm_engine.generate(random_prompts(1), policy_version=5)
+    check_usable(vllm_engine, models)
+
+
+@pytest.mark.parametrize(
+    "engine_name", ["vllm_engine", pytest.param("pair_engine", marks=pytest.mark.slow)]
+)
+def test_of_pushes_that_race_no_mixture_is_served(request, engine_name, models):
+    engine = request.getfixturevalue(engine_name)
     start = threading.Barrier(2)
     errors = []
 
@@ -102,44 +228,43 @@ def test_a_trainer_killed_in_mid_push_leaves_an_engine_that_serves_nothing_and_c
     check_usable(vllm_engine, models)
 
 
-def push_in_two_parts(
-    rank: int, folder: Path, token: str, overrides: list[str], reached: Event, proceed: Event
-) -> tuple[str, list[str]]:
-    """Like `push_whole`, with a pause before the first buffer is handed over."""
-    pause_at_first_buffer(reached, proceed)
-    return push_whole(rank, folder, token, overrides, 1)
+@pytest.mark.slow
+def test_workers_that_are_out_of_step_are_noticed(pair_engine, tied_model):
+    # Last of this engine: vLLM leaves the second worker's answer to a failed call unread.
+    async def fail_in_both(engine: Engine) -> None:
+        with pytest.raises(EngineError, match="without a matching start"):
+            await engine.post("/finish_weight_update", {"weight_version": "9"})
+
+    speak(pair_engine, fail_in_both)
+    with pytest.raises(EngineError, match=r"without a matching start|restart it"):
+        pair_engine.push(tied_model)
+    with pytest.raises(EngineError, match="restart it"):
+        pair_engine.push(tied_model)
+
+
+@pytest.mark.slow
+def test_a_worker_killed_in_mid_push_is_named(tied_model, tmp_path):
+    with running_engine("vllm", tied_model, tmp_path, tensor_parallel_size=2) as engine:
+        [server] = (running.process for running in engine.servers._engines)
+        workers = [
+            process
+            for process in psutil.Process(server.pid).children(recursive=True)
+            if "Worker" in process.name() or "Worker" in " ".join(process.cmdline())
+        ]
+        error = push_error(engine, tied_model, workers[-1].kill)
+        assert engine.servers.base_urls[0] in error
 
 
 def test_an_engine_that_starts_holds_no_version_and_one_killed_in_mid_push_is_named(
     tied_model, tmp_path
 ):
-    with running_engine("vllm", tied_model, tmp_path) as engine, ThreadPoolExecutor(1) as pool:
+    with running_engine("vllm", tied_model, tmp_path) as engine:
         with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
             engine.generate(random_prompts(1), policy_version=0)
-        start, reached, proceed = time.monotonic(), CONTEXT.Event(), CONTEXT.Event()
-        arguments = (tied_model, engine.servers.token, overrides(engine), reached, proceed)
-        push = pool.submit(run_ranks, 1, push_in_two_parts, *arguments)
-        assert reached.wait(60)  # the workers wait for the first buffer
-        engine.servers._engines[0].process.kill()
-        proceed.set()
-        [(error, _)] = push.result()
+        [process] = (running.process for running in engine.servers._engines)
+        start = time.monotonic()
+        error = push_error(engine, tied_model, process.kill)
         assert engine.servers.base_urls[0] in error
         assert time.monotonic() - start < 45  # and not the 60 s for which a channel may stand still
         with pytest.raises(EngineError, match="ended with signal SIGKILL"):
             engine.servers.check()
-
-
-@pytest.mark.slow
-def test_workers_that_are_out_of_step_are_noticed(tied_model, tmp_path):
-    async def fail_in_both(url: str) -> None:
-        async with engine.client()._connect(url) as connection:
-            with pytest.raises(EngineError, match="without a matching start"):
-                await connection.post("/finish_weight_update", {"weight_version": "9"})
-
-    # vLLM leaves the second worker's answer to a failed call unread.
-    with running_engine("vllm", tied_model, tmp_path, tensor_parallel_size=2) as engine:
-        asyncio.run(fail_in_both(engine.servers.base_urls[0]))
-        with pytest.raises(EngineError, match=r"without a matching start|restart it"):
-            engine.push(tied_model)
-        with pytest.raises(EngineError, match="restart it"):
-            engine.push(tied_model)

@@ -1,6 +1,8 @@
+import gc
+from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,16 +19,26 @@ RECOMPUTED = (
 )
 
 
+def counted(function: Callable[..., object], calls: list[object]) -> Callable[..., object]:
+    def call(*args: object) -> object:
+        calls.append(args)
+        return function(*args)
+
+    return call
+
+
 def gradients_and_orders(
     rank: int, folder: Path, overrides: list[str]
 ) -> tuple[dict[str, Tensor], int]:
     """Gradients of a step, and how often the token order was computed for it."""
     policy, groups = start_policy(rank, folder, DIMS, *overrides)
-    order = packed_params.context_order
-    with mock.patch.object(packed_params, "context_order", wraps=order) as counted:
+    orders: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        counting = counted(packed_params.context_order, orders)
+        patch.setattr(packed_params, "context_order", counting)
         accumulate(policy, groups, pack_all(LENGTHS, DIMS))
     boxes = gradient_boxes(policy)
-    return {f"{name} {box}": values for name, box, values in boxes}, counted.call_count
+    return {f"{name} {box}": values for name, box, values in boxes}, len(orders)
 
 
 def test_the_order_of_tokens_is_made_once_for_all_layers_of_a_microbatch(tmp_path):
@@ -38,6 +50,24 @@ def test_the_order_of_tokens_is_made_once_for_all_layers_of_a_microbatch(tmp_pat
     for (gradients, _), (again, _) in zip(plain, recomputed, strict=True):
         for name, values in gradients.items():
             assert torch.equal(again[name], values), name
+
+
+HEAD_DIM = 16
+
+
+def rows_of_tables(rank: int, folder: Path, dims: ParallelDims) -> list[int]:
+    """Rows of each RoPE table that a step on microbatches of several lengths leaves behind."""
+    policy, groups = start_policy(rank, folder, dims)
+    accumulate(policy, groups, pack_all([[(3, 9)], [(7, 41)], [(5, 8)], [(4, 20)]], dims))
+    tensors = [found for found in gc.get_objects() if isinstance(found, Tensor)]
+    tables = [found for found in tensors if found.shape[1:] == (1, 1, HEAD_DIM)]
+    return [len(table) for table in tables]
+
+
+def test_one_rope_table_is_kept_by_all_model_chunks_whatever_lengths_there_are(tmp_path):
+    folder = tiny_model(tmp_path, "llama", num_hidden_layers=4)
+    dims = ParallelDims(pipeline=2, virtual_pipeline=2)
+    assert run_ranks(2, rows_of_tables, folder, dims) == [[48], [48]]
 
 
 def gradients_before_and_after(

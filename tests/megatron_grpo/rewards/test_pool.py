@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +14,18 @@ import pytest
 
 from helpers.engines import wait_until
 from helpers.ranks import is_alive
-from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards import RewardError, RewardPool, ScoringCancelled
+from megatron_grpo.rewards import RewardError, RewardPool, ScoringCancelled, total_rewards
+from megatron_grpo.rewards.pool import RewardWorkerProcess
 from megatron_grpo.workers import supervised
 
+REPOSITORY = Path(__file__).parents[3]
 LONG_SLEEP = str(10_000_000 + os.getpid())  # seconds, so that the process can be recognised
 NAP = 2.0
 MINE = """
-import asyncio, math, os, signal, subprocess, sys, time
+import asyncio, ctypes, math, os, re, signal, subprocess, sys, time
 def length(completions, **_): return [len(c) for c in completions]
 def bonus(completions, bonus, **_): return bonus
 def group(completions, **_): return [len("".join(completions))] * len(completions)
@@ -35,12 +37,17 @@ def nap(completions, **_):
 def hang(completions, prompts, **_):
     while prompts[0] == "prompt 2": subprocess.run(["sleep", "LONG_SLEEP"])
     return [0] * len(completions)
+def fail(completions, **_): return [1 / 0 for _ in completions]
 def refuse(completions, **_): raise ValueError("cannot read this")
 def die(completions, **_): os.kill(os.getpid(), signal.SIGKILL)
+def leave(completions, **_): os._exit(3)
+def interrupt(completions, **_): raise KeyboardInterrupt
 def end_of_file(completions, **_): raise EOFError("no more")
+def crash(completions, **_): ctypes.string_at(0)
 def hang_up(completions, **_):
     os.closerange(3, 100)
     while True: time.sleep(1)
+def backtrack(completions, **_): re.fullmatch("(a|a)*b", "a" * 100)
 def allocate(completions, **_): return [len(bytearray(1 << 40))] * len(completions)
 def hoard(completions, **_):
     hoarded = []
@@ -50,6 +57,9 @@ def fork(completions, bonus, **_):
     os.wait()
     return [1] * len(completions)
 async def fork_async(completions, bonus, **_): return fork(completions, bonus)
+def gossip(completions, **_):
+    for _ in range(16): print("x" * (1 << 22))
+    return [1] * len(completions)
 def litter(completions, bonus, **_):
     # Leave a process in a session of its own whose parents have ended, then do as `bonus` says.
     if os.fork() == 0:
@@ -139,19 +149,37 @@ def failing_pool(tmp_path_factory):
 
 
 def samples(num_prompts: int, num_generations: int = 2, bonus: object = None) -> list[Sample]:
-    rows = [{"bonus": 10 * i if bonus is None else bonus} for i in range(num_prompts)]
     return [
-        sample_of("x" * (index + number), row, index, number)
-        for index, row in enumerate(rows)
+        Sample(
+            prompt=Prompt(
+                index=index,
+                token_ids=(1,),
+                text=f"prompt {index}",
+                row={"bonus": 10 * index if bonus is None else bonus},
+            ),
+            sample_index=number,
+            completion_ids=(1,),
+            logprobs=(0.0,),
+            finish_reason="stop",
+            text="x" * (index + number),
+            policy_version=0,
+        )
+        for index in range(num_prompts)
         for number in range(num_generations)
     ]
 
 
-ROWS = [{"bonus": 1}]
+def scored(pool: RewardPool, batch: list[Sample]) -> list[dict[str, float]]:
+    return pool.score(batch, num_completions=len(batch))
 
 
 def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children()}
+    """Processes below this one, by way of /proc."""
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+ROWS = [{"bonus": 1}]
 
 
 @pytest.fixture
@@ -160,13 +188,12 @@ def others() -> set[int]:
     return children()
 
 
-def is_asleep() -> bool:
-    """Whether a process runs that a function has started."""
-    return any(LONG_SLEEP in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
-
-
-def scored(pool: RewardPool, batch: list[Sample]) -> list[dict[str, float]]:
-    return pool.score(batch, num_completions=len(batch))
+def command_lines() -> str:
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            lines.append(file.read_text())
+    return "\n".join(lines)
 
 
 def test_scores_are_in_order_of_groups_whichever_process_made_them_without_torch(pool):
@@ -205,6 +232,23 @@ def test_workers_score_at_the_same_time_and_ignore_signals_of_the_scheduler(pool
     assert all(worker.is_running() for worker in workers)
 
 
+def test_failed_reward_is_an_error_that_names_function_and_prompt(pool, others):
+    with pytest.raises(RewardError) as failed:
+        scored(pool("fail"), samples(1))
+    assert "reward function fail on prompt 0 ('prompt 0'): " in str(failed.value)
+    assert "ZeroDivisionError: division by zero" in str(failed.value)
+    assert children() == others
+
+
+def test_late_reward_is_killed_with_what_it_started_and_named(pool, others):
+    opened = pool("hang", timeout=2)
+    opened.wait_ready(ROWS)
+    with pytest.raises(RewardError, match=r"hang on prompt 2 \('prompt 2'\): no result after 2"):
+        scored(opened, samples(4))
+    assert children() == others
+    assert LONG_SLEEP not in command_lines()
+
+
 @pytest.mark.parametrize(
     ("name", "is_loaded"), [("hang", True), ("hang", False), ("late", True)], ids=str
 )
@@ -220,20 +264,24 @@ def test_scoring_cancelled_from_another_thread_ends_at_once(name, is_loaded, poo
     assert time.monotonic() - start < 60  # of 300
     opened.close()
     assert children() == others
-    assert not is_asleep()
+    assert LONG_SLEEP not in command_lines()
 
 
 MEMORY = "more memory than reward.memory_megabytes 512 allows"
 FAILURES = {  # what happens on one prompt: the cause reported, and whether the process is replaced
-    "1 / 0": ("ZeroDivisionError: division by zero", False),
+    "fail(['a'])": ("ZeroDivisionError: division by zero", False),
     "refuse([])": ("cannot read this", False),
     "sys.exit('enough')": ("SystemExit: enough", False),
+    "interrupt([])": ("KeyboardInterrupt", False),
     "end_of_file([])": ("EOFError: no more", False),
     "die([])": ("its process died with signal SIGKILL", True),
+    "leave([])": ("its process died with exit code 3", True),
+    "crash([])": ("its process died with signal SIGSEGV", True),
     "hang_up([])": ("its process has closed the connection to the trainer", True),
     "allocate([1])": (MEMORY, True),
     "hoard([])": (MEMORY, True),
     "os.kill(os.getpid(), signal.SIGSTOP)": ("no result after 3.0 s: killed", True),
+    "backtrack([])": ("no result after 3.0 s: killed", True),
 }
 
 
@@ -256,6 +304,7 @@ def test_failed_call_costs_the_scores_of_its_prompt_and_no_others(
 @pytest.mark.parametrize(
     ("deed", "cause"),
     [
+        ("1 / 0", "ZeroDivisionError"),
         ("sys.exit('enough')", "SystemExit: enough"),
         ("allocate([1])", MEMORY),
         ("die([])", "its process died with signal SIGKILL"),
@@ -271,7 +320,7 @@ def test_failed_asynchronous_call_leaves_a_pool_that_scores(deed, cause, failing
 
 def test_process_that_a_function_forked_does_not_answer_for_it(pool):
     opened = pool("fork", "fork_async", num_workers=1)
-    for deed in ("0", "refuse([])"):
+    for deed in ("0", "refuse([])", "fail([1])"):
         assert scored(opened, samples(2, bonus=deed)) == [{"fork": 1.0, "fork_async": 1.0}] * 4
 
 
@@ -286,6 +335,13 @@ def test_worker_that_reads_no_call_costs_that_call_and_is_replaced(pool, others)
     lengths = [score["length"] for score in scored(opened, batch)]
     assert list(map(math.isnan, lengths[:2])) == [True] * 2
     assert lengths[2:] == [1 << 23] * 2
+
+
+def test_score_that_is_not_finite_is_nan_and_never_a_zero(pool, capfd):
+    scores = scored(pool("by_number", max_failed_fraction=0.5), samples(1, bonus="[0, -math.inf]"))
+    assert scores[0] == {"by_number": 0.0}
+    assert math.isnan(scores[1]["by_number"])
+    assert "returned the score -inf" in capfd.readouterr().err
 
 
 def test_failed_scores_up_to_the_limit_are_masked_and_beyond_it_stop_the_run(pool, others):
@@ -303,10 +359,46 @@ def test_failed_scores_up_to_the_limit_are_masked_and_beyond_it_stop_the_run(poo
     assert children() == others
 
 
+def test_completion_with_two_failed_scores_counts_once(pool):
+    opened = pool("by_number", "anext_to", "an_object", max_failed_fraction=0.5)
+    scores = scored(opened, samples(1, 2, bonus="[None, 1]"))
+    assert [math.isnan(score["by_number"]) for score in scores] == [True, False]
+    both = RewardConfig(functions=tuple(opened.cfg.functions))
+    totals = total_rewards(scores, both.functions)
+    assert math.isnan(totals[0])
+    assert totals[1] == 1 + 1 + 3
+
+
+def test_function_that_always_fails_stops_the_run_before_all_is_scored(pool):
+    opened = pool("by_number", num_workers=1, max_failed_fraction=0.9)
+    with pytest.raises(RewardError, match="19 of 20 completions have no score so far"):
+        scored(opened, samples(20, 1, bonus="[None] * 99"))
+
+
 def test_result_that_is_no_list_of_scores_stops_the_run_whatever_may_fail(pool, others):
     with pytest.raises(RewardError, match=r"bonus on prompt 0 \('prompt 0'\): returned "):
         scored(pool("bonus", max_failed_fraction=0.99), samples(1, bonus=[1]))
     assert children() == others
+
+
+def test_process_is_sent_only_what_its_function_takes(pool, monkeypatch):
+    sent = {}
+
+    def send(worker, number, call, seconds):
+        function, columns = call
+        sent[function] = {*columns}
+        original(worker, number, call, seconds)
+
+    original = RewardWorkerProcess.send_call
+    monkeypatch.setattr(RewardWorkerProcess, "send_call", send)
+    scored(pool("length", "hang", "bonus", "given"), samples(1, bonus=1))
+    given = {"completions", "prompts", "completion_ids", "finish_reasons"}
+    assert sent == {
+        0: {"completions"},
+        1: {"completions", "prompts"},
+        2: {"completions", "bonus"},
+        3: given | {"bonus"},
+    }
 
 
 def test_asynchronous_calls_run_concurrently_up_to_their_number(pool):
@@ -314,8 +406,9 @@ def test_asynchronous_calls_run_concurrently_up_to_their_number(pool):
     assert max(score["counted"] for score in scores) == 8
 
 
-def test_functions_of_both_kinds_score_together(pool):
-    opened = pool("length", "anext_to", "run_a_loop", "an_object", num_workers=2)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_functions_of_both_kinds_score_together(num_workers, pool):
+    opened = pool("length", "anext_to", "run_a_loop", "an_object", num_workers=num_workers)
     batch = samples(9)
     for _ in range(30):  # an ordinary call may come while the loop ends
         assert scored(opened, batch) == [
@@ -328,8 +421,9 @@ def test_late_asynchronous_call_is_cancelled_and_the_others_go_on(pool, capfd):
     opened = pool("late", timeout=3, max_failed_fraction=0.1)
     pids = [score["late"] for score in scored(opened, samples(10))]
     assert list(map(math.isnan, pids)) == [i // 2 == 2 for i in range(20)]
-    told = "late on prompt 2 ('prompt 2'): no result after 3.0 s: cancelled"
-    assert told in capfd.readouterr().err
+    assert "late on prompt 2 ('prompt 2'): no result after 3.0 s: cancelled" in (
+        capfd.readouterr().err
+    )
     pids += [score["late"] for score in scored(opened, samples(2))]
     assert len({pid for pid in pids if not math.isnan(pid)}) == 1
 
@@ -363,12 +457,23 @@ def test_what_a_function_left_behind_ends_with_the_pool_in_whatever_session_it_i
     opened.wait_ready(ROWS)
     if then == "return":
         scored(opened, samples(1, bonus=then))
-        assert wait_until(is_asleep, seconds=10)
+        assert wait_until(lambda: LONG_SLEEP in command_lines(), seconds=10)
         opened.close()
     else:
         with pytest.raises(RewardError, match="SIGABRT" if then == "die" else "no result after 2"):
             scored(opened, samples(1, bonus=then))
-    assert not is_asleep()
+    assert LONG_SLEEP not in command_lines()
+
+
+def test_output_of_a_function_is_no_answer(pool, capfd):
+    assert scored(pool("gossip"), samples(1)) == [{"gossip": 1.0}] * 2
+    assert capfd.readouterr().out.count("x") == 16 << 22
+
+
+def test_functions_that_do_not_load_are_named(pool, others):
+    with pytest.raises(ValueError, match=r"mine.py has no function 'nothing'"):
+        pool("nothing").wait_ready(ROWS)
+    assert children() == others
 
 
 def test_file_that_hangs_while_it_loads_is_killed(tmp_path, others, monkeypatch):
@@ -383,17 +488,25 @@ def test_file_that_hangs_while_it_loads_is_killed(tmp_path, others, monkeypatch)
     assert children() == others
 
 
-def test_functions_without_a_file_or_a_column_are_named(pool, others):
-    with pytest.raises(ValueError, match=r"mine.py has no function 'nothing'"):
-        pool("nothing").wait_ready(ROWS)
-    lacks = "bonus requires 'bonus'.* 1 of 2 rows have no such column; the first of them has prompt"
-    with pytest.raises(ValueError, match=lacks):
+def test_missing_column_is_named_with_those_present(pool):
+    with pytest.raises(ValueError) as refused:
         pool("bonus").wait_ready([*ROWS, {"prompt": "p", "answer": "a"}])
-    assert children() == others
+    assert "reward function bonus requires 'bonus'" in str(refused.value)
+    assert "1 of 2 rows have no such column; the first of them has prompt, answer" in str(
+        refused.value
+    )
 
 
 def test_math_answer_keeps_its_own_time_limit_in_a_worker():
-    hard = sample_of("\\boxed{9^{9^{9^{9}}}}", {"answer": "#### 9"})
+    hard = Sample(
+        prompt=Prompt(index=0, token_ids=(1,), text="p", row={"answer": "#### 9"}),
+        sample_index=0,
+        completion_ids=(1,),
+        logprobs=(0.0,),
+        finish_reason="stop",
+        text="\\boxed{9^{9^{9^{9}}}}",
+        policy_version=0,
+    )
     config = RewardConfig(functions=(RewardFunction(name="math_answer"),), num_workers=1)
     with closing(RewardPool(config)) as opened:
         assert scored(opened, [hard]) == [{"math_answer": 0.0}]
@@ -402,33 +515,45 @@ def test_math_answer_keeps_its_own_time_limit_in_a_worker():
 TRAINER = """
 import sys
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rewards import RewardPool
-from tests.helpers.rewards import sample_of
+from megatron_grpo.data.samples import Sample
+
 name, file = sys.argv[1:]
+prompt = Prompt(index=0, token_ids=(1,), text="p", row={"bonus": file})
+sample = Sample(
+    prompt=prompt, sample_index=0, completion_ids=(1,), logprobs=(0.0,), finish_reason="stop",
+    text="c", policy_version=0,
+)
 pool = RewardPool(RewardConfig(functions=(RewardFunction(name=name),)))
 print(*(worker.pid for worker in pool._workers), flush=True)
-pool.score([sample_of("c", {"bonus": file})], num_completions=1)
+pool.score([sample], num_completions=1)
 """
 
 
 def test_workers_die_with_a_trainer_that_is_killed_even_in_mid_call(tmp_path):
+    file = write_functions(tmp_path)
     scoring = tmp_path / "scoring"
     trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, f"{write_functions(tmp_path)}:stuck", str(scoring)],
+        [sys.executable, "-c", TRAINER, f"{file}:stuck", str(scoring)],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[3],
+        cwd=REPOSITORY,
     )
+    assert trainer.stdout is not None
     try:
         supervisors = {int(pid) for pid in trainer.stdout.readline().split()}
-        assert wait_until(lambda: scoring.exists() and scoring.read_text().endswith("\n"), 20)
+        assert wait_until(
+            lambda: scoring.exists() and scoring.read_text().endswith("\n"), seconds=20
+        )
         worker = int(scoring.read_text())
-        assert len(supervisors) == 2 and is_alive(worker)
+        assert len(supervisors) == 2
+        assert is_alive(worker)
     finally:
         trainer.kill()
         trainer.wait()
     assert wait_until(lambda: not any(map(is_alive, [worker, *supervisors])), seconds=30)
-    assert wait_until(lambda: not is_asleep(), seconds=30)
+    assert wait_until(lambda: LONG_SLEEP not in command_lines(), seconds=30)
 
 
 def test_pool_closed_while_it_starts_is_gone_at_once_under_nohup_too(pool):

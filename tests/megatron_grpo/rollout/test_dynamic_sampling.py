@@ -64,6 +64,18 @@ def test_after_the_last_round_groups_of_equal_rewards_fill_the_generation():
     assert found(sampler) == rounds[0]
 
 
+def test_a_useful_group_goes_before_those_of_equal_rewards():
+    sampler, rounds = run(lambda prompt: prompt.index == rounds_last(), max_resample_times=1)
+    assert found(sampler)[0] == rounds_last()
+    assert len(found(sampler)) == BATCH_SIZE == len(rounds[0])
+
+
+def rounds_last() -> int:
+    """The last prompt that the second round tries when the first found nothing."""
+    _, rounds = run(lambda prompt: False, max_resample_times=1)
+    return rounds[1][-1]
+
+
 def test_oversampling_tries_more_prompts_than_are_missing_and_keeps_the_first_it_finds():
     sampler, rounds = run(lambda prompt: prompt.index % 2 == 0, dynamic_sample_oversampling=2.4)
     found_at_once = [index for index in rounds[0] if index % 2 == 0]
@@ -79,22 +91,23 @@ def test_data_that_has_no_more_prompts_ends_the_search():
     assert [len(indices) for indices in rounds] == [BATCH_SIZE, 3]
 
 
-NAN = math.nan
+def test_the_same_generation_tries_the_same_prompts_again():
+    assert run(lambda prompt: False)[1] == run(lambda prompt: False)[1]
 
 
-@pytest.mark.parametrize(
-    ("totals", "is_spread"),
-    [
-        ([NAN, 0.5, 0.5], False),
-        ([NAN, NAN], False),
-        ([NAN, 0.5, 0.4], True),
-        ([0.1 + 0.2, 0.3], False),  # rounded differently
-        ([(0.1 + 0.2) * 1e6, 0.3 * 1e6], False),
-        ([0.3 * 1e6, 0.300001 * 1e6], True),
-    ],
-)
-def test_what_is_no_number_or_rounded_differently_is_no_spread(totals, is_spread):
-    assert ScoredGroup([], [], totals).has_reward_variance(None) == is_spread
+def test_samples_that_could_not_be_scored_are_no_spread():
+    nan = math.nan
+    assert not ScoredGroup([], [], [nan, 0.5, 0.5]).has_reward_variance(None)
+    assert not ScoredGroup([], [], [nan, nan]).has_reward_variance(None)
+    assert ScoredGroup([], [], [nan, 0.5, 0.4]).has_reward_variance(None)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_sums_that_were_rounded_differently_are_no_spread(size):
+    rounded = [(0.1 + 0.2) * size, 0.3 * size]
+    assert rounded[0] != rounded[1]
+    assert not ScoredGroup([], [], rounded).has_reward_variance(None)
+    assert ScoredGroup([], [], [0.3 * size, 0.300001 * size]).has_reward_variance(None)
 
 
 def test_a_length_penalty_is_no_spread_when_accuracy_is_compared():
@@ -125,11 +138,28 @@ def test_the_search_compares_the_reward_that_the_config_names():
     assert found(sampler)[: len(odd)] == odd
 
 
+def test_unfiltered_metrics_cover_the_groups_of_replaced_prompts():
+    sampler = DynamicSampler(stream(), 3, config(max_resample_times=1))
+    sampler.add_groups([ScoredGroup([p], [], [0.0, math.nan]) for p in sampler.prompts])
+    sampler.add_groups([ScoredGroup([p], [], [0.0, 1.0]) for p in sampler.prompts])
+    assert sampler.unfiltered == {"reward": 1 / 3, "frac_reward_zero_std": 0.5}
+
+
+def test_failures_of_prompts_that_were_replaced_count_as_well():
+    sampler = DynamicSampler(stream(), 0, config())
+    groups = scored(sampler.prompts, lambda prompt: True)
+    sampler.add_groups([ScoredGroup(groups[0].samples, [{}], [math.nan, math.nan]), *groups[1:]])
+    assert len(sampler.prompts) == 1
+    sampler.add_groups(scored(sampler.prompts, lambda prompt: True))
+    assert sampler.num_failed == 2
+    assert len(sampler.groups()) == BATCH_SIZE
+
+
 def test_failures_of_all_rounds_are_counted_beside_all_that_was_scored():
     """So that many rounds with few failures each are not taken for one with many."""
-    sampler = DynamicSampler(stream(), 3, config(max_resample_times=1))
-    for scores in ([0.0, NAN], [0.0, 1.0]):
-        sampler.add_groups([ScoredGroup([p], [{}], scores) for p in sampler.prompts])
+    sampler = DynamicSampler(stream(), 3, config(max_resample_times=2))
+    for _ in range(3):
+        prompts = sampler.prompts
+        sampler.add_groups([ScoredGroup([p], [{}], [math.nan, 0.1]) for p in prompts])
     assert not sampler.prompts
-    assert (sampler.num_failed, sampler.num_scored) == (BATCH_SIZE, 4 * BATCH_SIZE)
-    assert sampler.unfiltered == {"reward": 1 / 3, "frac_reward_zero_std": 0.5}
+    assert (sampler.num_failed, sampler.num_scored) == (3 * BATCH_SIZE, 6 * BATCH_SIZE)

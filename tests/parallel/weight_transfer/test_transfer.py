@@ -2,6 +2,7 @@
 
 import re
 import resource
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from parallel.weight_transfer import (
     TransferInitInfo,
     WeightReceiver,
     WeightSender,
+    connect,
 )
 from parallel.weight_transfer.rendezvous import join, memory_domain, open_rendezvous
 
@@ -127,7 +129,7 @@ def trainer_rank(pipe, init_info, rank):
         pipe.recv()
 
 
-def engine_worker(pipe, init_info, engine, worker):
+def engine_worker(pipe, init_info, engine, worker, missing=None):
     """Receive the weights of each seed from the pipe until it fails; report over the pipe.
 
     As in engines, some parameters are inference tensors, and some are views of tensors that require
@@ -140,6 +142,8 @@ def engine_worker(pipe, init_info, engine, worker):
         parameters["columns"] = stack[1]
     with torch.inference_mode():
         parameters["experts"] = parameters["experts"].clone()
+    if missing:
+        parameters[missing] = torch.zeros(3, dtype=torch.bfloat16)
     told = TransferInitInfo.from_json(init_info)
     try:
         receiver = WeightReceiver(told, engine, worker, parameters, CPU, TIMEOUT)
@@ -211,8 +215,6 @@ def num_bytes(layout):
 def test_every_parameter_of_every_engine_arrives_bit_for_bit_in_push_after_push(network_only):
     sizes = [num_bytes(layout) for layout in LAYOUTS]
     with pushing_processes(3, network_only) as pushing:
-        maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in pushing.all]
-        assert all(("memfd:weights" in text) != network_only for text in maps)
         for number in (1, 2, 3):
             if number == 2:
                 for worker in pushing.workers.values():
@@ -220,6 +222,14 @@ def test_every_parameter_of_every_engine_arrives_bit_for_bit_in_push_after_push(
             sent, received = pushing.push(number)
             assert received == [(number * size, []) for size in sizes] * 3
             assert sum(sent) == number * sum(sizes)
+
+
+def test_channels_share_memory_on_one_host_unless_told_not_to():
+    """Seen from outside: which processes map weights."""
+    for network_only in (False, True):
+        with pushing_processes(1, network_only) as pushing:
+            maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in pushing.all]
+            assert [text.count("memfd:weights") for text in maps] == [0 if network_only else 2] * 4
 
 
 def heard_within(seconds, child):
@@ -280,27 +290,30 @@ def test_workers_that_do_not_come_are_named_after_the_time_out():
         open_sender(plan_sends(sender_of(0), LAYOUTS, BUCKET // 4))
 
 
-def of_matrix(num_engines, bucket_bytes=BUCKET, network_only=False):
-    """The arguments of a sender of the matrix `w` to one worker of each engine."""
-    address, rendezvous = open_rendezvous("127.0.0.1")
-    init_info = TransferInitInfo(
-        address, bucket_bytes, num_engines, network_only, senders=[[0]], zeros=[[]]
-    )
-    matrix = Layout.of_whole_tensors({"w": (4, 4)})
-    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
-    dtypes = {"w": torch.float32}
-    return init_info, rendezvous, 0, sends, [matrix.shapes], dtypes, CPU, TIMEOUT
-
-
 def open_all(engines, bucket_bytes=BUCKET):
     """Open a trainer rank that sends the matrix `w` and a worker of each engine concurrently.
 
     `engines` are the parameters of each engine. Returns each end, or the exception it raised.
     """
-    init_info, *rest = of_matrix(len(engines), bucket_bytes)
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = TransferInitInfo(
+        address, bucket_bytes, len(engines), False, senders=[[0]], zeros=[[]]
+    )
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
     with ThreadPoolExecutor(1 + len(engines)) as pool:
         waiting = [
-            pool.submit(WeightSender, init_info, *rest),
+            pool.submit(
+                WeightSender,
+                init_info,
+                rendezvous,
+                0,
+                sends,
+                [matrix.shapes],
+                {"w": torch.float32},
+                CPU,
+                TIMEOUT,
+            ),
             *(
                 pool.submit(WeightReceiver, init_info, engine, 0, parameters, CPU, TIMEOUT)
                 for engine, parameters in enumerate(engines)
@@ -310,6 +323,49 @@ def open_all(engines, bucket_bytes=BUCKET):
 
 
 MATRIX = {"w": torch.zeros(4, 4)}
+
+
+def act_around_opening(monkeypatch, before_sender, after_receiver=lambda peer: None):
+    """Act before each sender's end is made, and after each receiver's, with the peer's name."""
+    open_channel = connect.LocalChannel
+
+    def acting(control, bucket_bytes, device, *, is_sender):
+        if is_sender:
+            before_sender(control.peer)
+        channel = open_channel(control, bucket_bytes, device, is_sender=is_sender)
+        if not is_sender:
+            after_receiver(control.peer)
+        return channel
+
+    monkeypatch.setattr(connect, "LocalChannel", acting)
+
+
+def test_all_channels_of_a_chain_of_engines_are_made_at_the_same_time(monkeypatch):
+    """Each waits until all have started, so a chain takes no longer than one engine."""
+    all_at_it = threading.Barrier(5, timeout=SOON / 2)
+    act_around_opening(monkeypatch, lambda receiver: all_at_it.wait())
+    ends = open_all([MATRIX] * 5)
+    assert [type(end) for end in ends] == [WeightSender, *[WeightReceiver] * 5]
+    for end in ends:
+        end.close()
+
+
+def test_a_worker_that_cannot_pass_on_closes_the_channel_that_it_was_to_receive_by(monkeypatch):
+    takes_from_rank = threading.Event()
+
+    def fail(receiver):
+        if receiver == "engine 1 worker 0":
+            assert takes_from_rank.wait(SOON)
+            raise OSError("too little memory")
+
+    act_around_opening(
+        monkeypatch, fail, lambda sender: sender == "trainer rank 0" and takes_from_rank.set()
+    )
+    sender, first, second = open_all([MATRIX] * 2)
+    assert str(first) == "too little memory" and isinstance(second, ChannelError)
+    if isinstance(sender, WeightSender):  # its channel was made before the other one failed
+        sender.close()
+    assert "memfd:weights" not in Path("/proc/self/maps").read_text()
 
 
 def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
@@ -323,13 +379,25 @@ def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
 @pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
 def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only):
     """The rank already listens when another rank, which never came, gives up."""
-    init_info, *rest = of_matrix(1, network_only=network_only)
-    address = init_info.rendezvous
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    init_info = TransferInitInfo(address, BUCKET, 1, network_only, senders=[[0]], zeros=[[]])
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
     join(address, TIMEOUT).publish("memory/0/0", memory_domain(CPU))
     with ThreadPoolExecutor() as pool:
-        opening = pool.submit(WeightSender, init_info, *rest)
+        arguments = (
+            init_info,
+            rendezvous,
+            0,
+            sends,
+            [matrix.shapes],
+            {"w": torch.float32},
+            CPU,
+            TIMEOUT,
+        )
+        opening = pool.submit(WeightSender, *arguments)
         join(address, TIMEOUT).await_texts({"channel/0/0/0": "the rank"}, TIMEOUT)
-        join(address, TIMEOUT).publish_failure("trainer rank 1 gave up")
+        join(init_info.rendezvous, TIMEOUT).publish_failure("trainer rank 1 gave up")
         with pytest.raises(ChannelError, match="trainer rank 1 gave up"):
             opening.result(timeout=SOON)
 
