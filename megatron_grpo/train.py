@@ -205,7 +205,7 @@ class Trainer:
 
     def _take_generation(self, generation: int) -> None:
         """Wait until the engines have made `generation`, requesting it if that was not done yet."""
-        if self.rollouts.ready != generation:
+        if self.rollouts.ready_generation != generation:
             self.rollouts.request(generation, self.step)
             self.rollouts.finish_pending(self.step, self.timer)
         # Before the generation is taken: a checkpoint keeps one that training has not begun.
@@ -325,8 +325,8 @@ class Trainer:
         """Start writing the checkpoint of the current weights."""
         cursor = self.schedule.cursor(self.step)
         ready, batch = None, self.rollouts.batch
-        if self.cfg.rollout.async_generate and self.rollouts.ready is not None and batch:
-            ready = Ready(generation=self.rollouts.ready, metrics=batch.metrics)
+        if self.cfg.rollout.async_generate and self.rollouts.ready_generation is not None and batch:
+            ready = Ready(generation=self.rollouts.ready_generation, metrics=batch.metrics)
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
         state = TrainerState(
             step=self.step,

@@ -98,7 +98,7 @@ class WeightSync:
         )
         self._sends = cut_shares(shares, self._bucket_bytes // max(itemsizes.values()))
         self._check_engine = partial(check_engine, self._workers, dtypes=dtypes)
-        self._num_engines, self._chain = 0, 0
+        self._num_engines, self._chain_number = 0, 0
         self._weight_sender: WeightSender | None = None
         self._rendezvous: Rendezvous | None = None
 
@@ -154,8 +154,9 @@ class WeightSync:
         assembled = on_rank_0(self._engines, assemble, (Preempted, RolloutAborted))
         found = torch.tensor(assembled or (0, 0))
         dist.broadcast(found, src=0)
-        num_engines, chain = found.tolist()
-        has_changed, self._num_engines, self._chain = chain != self._chain, num_engines, chain
+        self._num_engines, chain_number = found.tolist()
+        has_changed = chain_number != self._chain_number
+        self._chain_number = chain_number
         if has_changed:
             self.close()
         return has_changed

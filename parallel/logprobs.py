@@ -81,7 +81,7 @@ def chosen_logprobs(
     rows = wanted.nonzero().squeeze(1)
     positions = targets[rows]
     counts = _rows_of_ranks(rows, len(hidden), len(targets))
-    if counts:
+    if counts is not None:
         rank = dist.get_rank(tensor_group)
         rows = rows.split(counts)[rank] - rank * len(hidden)
     logprobs, entropy = _ChosenLogprobs.apply(
@@ -97,10 +97,13 @@ def chosen_logprobs(
     return ChosenTokens(positions=positions, logprobs=logprobs, entropy=entropy)
 
 
-def _rows_of_ranks(rows: Tensor, num_here: int, num_all: int) -> list[int]:
-    """How many of the ascending `rows` each tensor rank holds; empty if each holds all."""
+def _rows_of_ranks(rows: Tensor, num_here: int, num_all: int) -> list[int] | None:
+    """How many of the ascending `rows` each tensor rank holds; None if each holds all.
+
+    Each holds all without sequence parallelism.
+    """
     if num_here == num_all:
-        return []
+        return None
     counts: list[int] = torch.bincount(rows // num_here, minlength=num_all // num_here).tolist()
     return counts
 
@@ -121,7 +124,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         temperature: float,
         vocab_size: int,
         group: dist.ProcessGroup | None,
-        counts: list[int],
+        counts: list[int] | None,
         tile_columns: int | None,
     ) -> tuple[Tensor, Tensor]:
         first, width = _real_columns(len(weight), vocab_size, group)
@@ -179,9 +182,9 @@ def _over_ranks(sums: SoftmaxSums, group: dist.ProcessGroup | None) -> SoftmaxSu
     return SoftmaxSums(maximum, *_all_reduce(torch.stack(rescaled), dist.ReduceOp.SUM, group))
 
 
-def _gathered(own: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
+def _gathered(own: Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> Tensor:
     """The rows of all tensor ranks; rank r has ``counts[r]`` of them."""
-    if not counts:
+    if counts is None:
         return own
     padded = own.new_zeros(1, max(counts), own.shape[1])  # the collective needs equal sizes
     padded[0, : len(own)] = own
@@ -190,9 +193,9 @@ def _gathered(own: Tensor, counts: list[int], group: dist.ProcessGroup | None) -
     return torch.cat([part[:count] for part, count in zip(whole, counts, strict=True)])
 
 
-def _summed(partial: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
+def _summed(partial: Tensor, counts: list[int] | None, group: dist.ProcessGroup | None) -> Tensor:
     """The sum over tensor ranks of all rows, or only of the rows gathered from this rank."""
-    if not counts:
+    if counts is None:
         return _all_reduce(partial, dist.ReduceOp.SUM, group)
     padded = partial.new_zeros(len(counts), max(counts), partial.shape[1])
     for part, rows in zip(padded, partial.split(counts), strict=True):

@@ -9,7 +9,8 @@ of them take an equal share each of that list, without communication.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter
+from typing import NamedTuple
 
 from parallel.layout import Box, Copy, Layout, ShardMapping, overlaps
 
@@ -36,8 +37,16 @@ A worker has one network card, which a few senders saturate, and each channel co
 communicator: without the limit, a job of a thousand ranks would have hundreds of them per worker.
 """
 
-Shared = tuple[int, ShardMapping, ShardMapping, Box]
-"""(worker, the sender's piece, the worker's piece, the box that they share)."""
+
+class Shared(NamedTuple):
+    """A box that both a sender and a worker of an engine hold."""
+
+    worker: int
+    have: ShardMapping
+    """The sender's piece."""
+    want: ShardMapping
+    """The worker's."""
+    box: Box
 
 
 def plan_sends(
@@ -80,16 +89,20 @@ def _by_owners(sender: Sender, workers: Sequence[Layout]) -> dict[range, list[Sh
     groups: dict[range, list[Shared]] = {}
     pieces = [piece for piece in sender.layout.pieces if sender.owners[piece.local]]
     found = overlaps(pieces, [worker.pieces for worker in workers])
-    for shared in sorted(found, key=itemgetter(0)):
-        local = shared[1].local
+    for shared in sorted((Shared(*each) for each in found), key=attrgetter("worker")):
+        local = shared.have.local
         num_sets = sender.replica_sets.get(local, 1)
-        owners = sender.owners[local][shared[0] * num_sets // len(workers) :: num_sets]
+        replica_set = shared.worker * num_sets // len(workers)
+        owners = sender.owners[local][replica_set::num_sets]  # every num_sets-th is in this set
         groups.setdefault(owners, []).append(shared)
     return groups
 
 
 def _sharers(owners: range) -> range:
-    """The owners that send: the first one, and others spread evenly over the nodes."""
+    """The owners that send: the first one, and others spread evenly over the nodes.
+
+    At most `MAX_SHARERS`: of 4 all, of 5 every second (3), of 9 every third (3), of 64 every 16th.
+    """
     return owners[:: -(-len(owners) // MAX_SHARERS)]
 
 
@@ -103,7 +116,7 @@ def _share(shared: Sequence[Shared], index: int, count: int) -> Iterator[Shared]
             return
         part = _between(box, low - position, high - position)
         if part is not None:
-            yield worker, have, want, part
+            yield Shared(worker, have, want, part)
         position += box.num_elements
 
 

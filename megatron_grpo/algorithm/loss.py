@@ -4,6 +4,7 @@ Token weights are global, so that the losses of microbatches and ranks add up.
 """
 
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,9 @@ class LossTokens:
     entropy_weights: Tensor | None
     """Weight of each token's entropy in the bonus; None without a bonus."""
     sequences: SequenceMeans
-    """The n sequences of the microbatch."""
+    """The n segments of the microbatch (`PackedBatch`); only those of sequences have K tokens."""
     sequence_index: Tensor
-    """[n] index of each in the optimizer batch; -1 for padding and shared prompts."""
+    """[n] each segment's index in the optimizer batch; -1 for shared prompts and padding."""
 
     @classmethod
     def select(
@@ -103,14 +104,17 @@ def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: in
         [N] float64. Always finite: a sequence without counted tokens gets a weight that is unused.
     """
     tokens, num_sequences = lengths.double(), len(lengths)
-    if loss_type in ("grpo", "sapo", "gmpo"):
-        denominators = num_sequences * tokens
-    elif loss_type == "dr_grpo":
-        denominators = torch.full_like(tokens, num_sequences * max_completion_length)
-    elif loss_type == "luspo":
-        denominators = torch.full_like(tokens, num_sequences)
-    else:
-        denominators = tokens.sum().expand_as(tokens)
+    match loss_type:
+        case "grpo" | "sapo" | "gmpo":
+            denominators = num_sequences * tokens
+        case "dr_grpo":
+            denominators = torch.full_like(tokens, num_sequences * max_completion_length)
+        case "luspo":
+            denominators = torch.full_like(tokens, num_sequences)
+        case "dapo" | "bnpo" | "cispo" | "vespo":
+            denominators = tokens.sum().expand_as(tokens)
+        case other:
+            assert_never(other)
     return 1 / denominators.clamp(min=1)
 
 

@@ -6,6 +6,7 @@ advantage A, both [K]; they return the negated objective, to be minimized.
 
 import math
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -41,18 +42,23 @@ def objective(
 
     `log_ratio` [K] is `logprobs` minus the old ones; `sequences` maps tokens to their sequences.
     """
-    if cfg.loss_type == "vespo":
-        return vespo(logprobs, log_ratio, advantages, rollout_weights, sequences, cfg)
-    if cfg.loss_type == "gmpo":
-        found = gmpo(log_ratio, advantages, sequences, cfg)
-    else:
-        ratio = importance_ratio(logprobs, log_ratio, sequences, cfg.importance_sampling_level)
-        if cfg.loss_type == "cispo":
+    level = cfg.importance_sampling_level
+    match cfg.loss_type:
+        case "vespo":
+            return vespo(logprobs, log_ratio, advantages, rollout_weights, sequences, cfg)
+        case "gmpo":
+            found = gmpo(log_ratio, advantages, sequences, cfg)
+        case "cispo":
+            ratio = importance_ratio(logprobs, log_ratio, sequences, level)
             found = cispo(logprobs, ratio, advantages, cfg)
-        elif cfg.loss_type == "sapo":
+        case "sapo":
+            ratio = importance_ratio(logprobs, log_ratio, sequences, level)
             found = sapo(ratio, advantages, cfg)
-        else:
+        case "grpo" | "bnpo" | "dapo" | "dr_grpo" | "luspo":
+            ratio = importance_ratio(logprobs, log_ratio, sequences, level)
             found = clipped(ratio, advantages, cfg)
+        case other:
+            assert_never(other)
     if rollout_weights is None:
         return found
     return replace(found, loss=found.loss * rollout_weights)

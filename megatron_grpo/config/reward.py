@@ -13,7 +13,7 @@ ENVIRONMENT_TERM = "environment"
 RIGHT = ("exact", "math_answer")
 """Built-in functions that score right answers 1 and all others 0."""
 SHAPING = frozenset({"cosine", "repetition", "soft_overlong"})
-"""Built-in functions whose score depends on more than whether the answer is right, or not on it."""
+"""Built-in bonuses and penalties: they must not decide whether an answer passes an evaluation."""
 
 
 class RewardFunction(Section):

@@ -137,7 +137,7 @@ class RolloutScheduler:
     ) -> None:
         self.pending: RolloutRequest | None = None
         """The generation in progress; the engines must keep their weights meanwhile."""
-        self.ready: int | None = None
+        self.ready_generation: int | None = None
         """Number of the finished generation that training has not started on."""
         self.batch: RolloutBatch | None = None
         """That generation itself, on rank 0."""
@@ -157,7 +157,12 @@ class RolloutScheduler:
         that far and it was not requested before."""
         following = self._schedule.cursor(step).generation + 1
         is_last = following * self._schedule.updates_per_generation >= self._num_steps
-        if self._is_async and not self.pending and self.ready != following and not is_last:
+        if (
+            self._is_async
+            and not self.pending
+            and self.ready_generation != following
+            and not is_last
+        ):
             self.request(following, step)
 
     def finish_pending(self, step: int, timer: PhaseTimer) -> None:
@@ -180,7 +185,7 @@ class RolloutScheduler:
             self.batch = ask_engines(
                 self._runner, lambda runner: runner.finish(timer), push_and_request
             )
-            self.ready = generation
+            self.ready_generation = generation
         finally:
             self.pending = None
 
@@ -192,9 +197,9 @@ class RolloutScheduler:
 
     def restore(self, generation: int, batch: RolloutBatch | None) -> None:
         """Restore from a checkpoint a generation that training has not started on."""
-        self.ready, self.batch = generation, batch
+        self.ready_generation, self.batch = generation, batch
 
     def take_ready(self) -> RolloutBatch | None:
         """Remove the finished generation and, on rank 0, return it."""
-        taken, self.ready, self.batch = self.batch, None, None
+        taken, self.ready_generation, self.batch = self.batch, None, None
         return taken

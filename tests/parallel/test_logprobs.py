@@ -89,6 +89,12 @@ def test_one_rank_equals_the_dense_definition(tile_columns, temperature, vocab_s
     torch.testing.assert_close(case.gradients(*got), case.gradients(*expected), **TIGHT)
 
 
+def test_a_single_chosen_token_equals_the_dense_definition():
+    case = Case(13, 16)
+    case.select = torch.arange(NUM_TOKENS) == 5
+    torch.testing.assert_close(case.ours(), case.dense(1.0), **TIGHT)
+
+
 def test_rows_that_predict_nothing_wanted_are_never_read():
     case, targets = Case(16, 16), whole_targets()
     unused = (targets < 0) | ~case.select[targets]

@@ -95,6 +95,21 @@ def test_a_sender_that_dies_before_it_shares_its_memory_is_named():
     control.close()
 
 
+def test_an_open_channel_costs_each_end_one_file_descriptor():
+    gc.collect()  # frees what earlier tests left
+    waiting = Listener()
+    before = len(os.listdir("/proc/self/fd"))
+    control = connect(waiting.address, "the sender", TIMEOUT)
+    first = LocalChannel(waiting.accept("the receiver", TIMEOUT), BUCKET, CPU, is_sender=True)
+    second = LocalChannel(control, BUCKET, CPU, is_sender=False)
+    # The listener is closed.
+    assert len(os.listdir("/proc/self/fd")) == before - 1 + 2
+    first.close()
+    second.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert mapped() == 0
+
+
 @pytest.mark.parametrize("broken", [0, 1])
 def test_all_channels_are_closed_even_when_one_cannot_be(broken):
     controls, opening = [], []

@@ -12,12 +12,18 @@ from helpers.ranks import running
 from parallel.weight_transfer.control_socket import ChannelError
 from parallel.weight_transfer.rendezvous import (
     join,
+    local_address,
+    memory_domain,
     open_rendezvous,
 )
 
 SECOND = timedelta(seconds=1)
 TIMEOUT = timedelta(seconds=60)
 CPU = torch.device("cpu")
+
+
+def send_memory_domain(pipe):
+    pipe.send(memory_domain(CPU))
 
 
 def answer(pipe, address):
@@ -72,6 +78,11 @@ def test_a_lost_store_is_named():
         raise ValueError("ours")
 
 
+def test_a_rendezvous_is_opened_on_an_address_of_this_host_only():
+    with pytest.raises(OSError, match="assign requested address"):
+        open_rendezvous("192.0.2.1")  # reserved for documentation
+
+
 def test_a_store_that_is_gone_is_told_within_the_time_out():
     address, rendezvous = open_rendezvous("127.0.0.1")
     del rendezvous
@@ -79,3 +90,14 @@ def test_a_store_that_is_gone_is_told_within_the_time_out():
     with pytest.raises(ChannelError, match=f"no rendezvous at 127.0.0.1 port {address.port}"):
         join(address, SECOND)
     assert time.monotonic() - start < 30
+
+
+def test_the_local_address_is_the_one_that_reaches_the_rendezvous():
+    address, rendezvous = open_rendezvous("127.0.0.1")
+    assert local_address(address) == "127.0.0.1"
+    del rendezvous
+
+
+def test_processes_of_one_host_are_in_one_memory_domain():
+    with running(send_memory_domain) as child:
+        assert child.hear() == memory_domain(CPU)
