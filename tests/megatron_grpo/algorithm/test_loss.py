@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -21,13 +22,13 @@ from megatron_grpo.algorithm.kl import k3
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.algorithm.objectives import clipped
 from megatron_grpo.batch.prepare import keep_high_entropy, with_entropy_weights
-from megatron_grpo.config.grpo import GRPOConfig
+from megatron_grpo.config.grpo import GRPOConfig, LossType
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
 from parallel.packing import PackedBatch, TokenSequence, pack
 
-LOSS_TYPES = ["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gmpo", "sapo", "luspo", "vespo"]
+LOSS_TYPES = get_args(LossType)
 FITTING = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
 """What the config demands of a loss type."""
 
