@@ -8,14 +8,12 @@ from parallel.dims import Coordinates, ParallelDims, divisors, pipeline_layers
 from parallel.layout import Axes, Box, Copy, Layout, Shape, ShardMapping, cover_exactly, intersect
 from parallel.reshard import (
     Sender,
-    Traffic,
     all_shares,
     check_push,
     cut_shares,
     plan_sends,
     plan_shares,
     senders_by_worker,
-    traffic,
 )
 
 __all__ = [
@@ -28,7 +26,6 @@ __all__ = [
     "Sender",
     "Shape",
     "ShardMapping",
-    "Traffic",
     "all_shares",
     "check_push",
     "cover_exactly",
@@ -39,5 +36,4 @@ __all__ = [
     "plan_sends",
     "plan_shares",
     "senders_by_worker",
-    "traffic",
 ]

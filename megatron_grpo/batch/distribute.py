@@ -42,13 +42,13 @@ class DataParallelShard:
     lengths: dict[str, list[int]]
     """The lengths of the tensors that were joined."""
     known: list[str]
-    """Those of `CACHED_VALUES` that the optimizer batch has; this share may have no sequence."""
+    """Those of `CACHED_VALUES` that the optimizer batch has; this shard may have no sequence."""
 
     @classmethod
     def of(
         cls, sequences: Sequence[TokenSequence], microbatches: list[list[int]]
     ) -> "DataParallelShard":
-        """The share that has these `microbatches` of an optimizer batch of `sequences`.
+        """The shard that has these `microbatches` of an optimizer batch of `sequences`.
 
         Each field must be a tensor in all `sequences` or in none.
         """
@@ -88,7 +88,7 @@ class DataParallelShard:
 def split_for_data_parallel(
     experience: Experience, generation: int, cost: CostModel, cfg: Config
 ) -> Iterator[list[DataParallelShard]]:
-    """Divide each optimizer batch of the generation: one share for every data rank.
+    """Divide each optimizer batch of the generation: one shard for every data rank.
 
     `cost` estimates the cost of a sequence by its length, to balance the data ranks. Loss weights
     are fixed here, over the whole optimizer batch, so that they do not depend on the packing.
@@ -173,10 +173,10 @@ Minibatches = list[list[PackedBatch]]
 """What one data-parallel rank trains on: its microbatches for each optimizer step."""
 
 
-def distribute(shares: list[DataParallelShard] | None, groups: Groups) -> DataParallelShard:
-    """Give every rank its data-parallel share of an optimizer batch.
+def distribute(shards: list[DataParallelShard] | None, groups: Groups) -> DataParallelShard:
+    """Give every rank its shard of an optimizer batch.
 
-    `shares`, one for each data rank, is read on rank 0 only; the others pass None.
+    `shards`, one for each data rank, is read on rank 0 only; the others pass None.
 
     Done in two hops, so that no data is sent twice over the same path: rank 0 scatters to the first
     rank of every model replica, which broadcasts within its replica.
@@ -184,7 +184,7 @@ def distribute(shares: list[DataParallelShard] | None, groups: Groups) -> DataPa
     received: list[DataParallelShard | None] = [None]
     leader = groups.dims.replica_ranks(groups.coordinates.data)[0]
     if groups.rank == leader:
-        dist.scatter_object_list(received, shares, src=0, group=groups.data_gloo)
+        dist.scatter_object_list(received, shards, src=0, group=groups.data_gloo)
     dist.broadcast_object_list(received, src=leader, group=groups.replica)
     assert received[0] is not None
     return received[0]

@@ -54,8 +54,8 @@ def add_logprobs(
     if not policy.is_last_stage:
         return filled
     if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
-        share = cfg.grpo.top_entropy_quantile
-        filled = keep_high_entropy(filled, entropies, share, groups.data)
+        fraction = cfg.grpo.top_entropy_quantile
+        filled = keep_high_entropy(filled, entropies, fraction, groups.data)
     return with_entropy_weights(filled, groups.data) if cfg.grpo.entropy_coef else filled
 
 
@@ -98,16 +98,16 @@ def _needs_policy(batches: Sequence[PackedBatch], cfg: Config) -> bool:
 def keep_high_entropy(
     batches: Sequence[PackedBatch],
     entropies: Sequence[Tensor],
-    share: float,
+    fraction: float,
     data_group: dist.ProcessGroup,
 ) -> list[PackedBatch]:
-    """Mark the tokens whose entropy is at least the (1 - `share`) quantile of all response tokens.
+    """Mark the response tokens with an entropy of at least their (1 - `fraction`) quantile.
 
     arXiv 2506.01939. The quantile is exact over the whole optimizer batch: `entropies` [T] are of
     this rank's `batches`, and the ranks of `data_group` hold the others.
     """
     masked = [entropy[batch.loss_mask] for batch, entropy in zip(batches, entropies, strict=True)]
-    threshold = quantile(torch.cat(masked), 1 - share, data_group)
+    threshold = quantile(torch.cat(masked), 1 - fraction, data_group)
     return [
         replace(batch, high_entropy=(entropy.float() >= threshold) & batch.loss_mask)
         for batch, entropy in zip(batches, entropies, strict=True)
@@ -190,16 +190,16 @@ def packed_minibatches(
     groups: Groups,
     device: torch.device,
 ) -> Minibatches:
-    """This rank's share of the generation; collective, and only rank 0 has the `experience`.
+    """This rank's shard of the generation; collective, and only rank 0 has the `experience`.
 
     Rank 0 divides the next optimizer batch while the others pack theirs.
     """
     alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
-    shares = split_for_data_parallel(experience, generation, cost, cfg) if experience else None
+    shards = split_for_data_parallel(experience, generation, cost, cfg) if experience else None
     minibatches = []
     for _ in range(cfg.grpo.steps_per_generation):
-        share = distribute(next(shares) if shares else None, groups)
-        batches = share.pack(alignment, share_prompts=cfg.grpo.shared_prompts)
+        shard = distribute(next(shards) if shards else None, groups)
+        batches = shard.pack(alignment, share_prompts=cfg.grpo.shared_prompts)
         minibatches.append([with_own_layers(batch, groups).to(device) for batch in batches])
     return minibatches
 
@@ -219,7 +219,7 @@ class Preparation:
     def minibatches(
         self, experience: Experience | None, generation: int, timer: PhaseTimer
     ) -> Minibatches:
-        """Return this rank's share of the generation, with the log-probabilities for the loss."""
+        """Return this rank's shard of the generation, with the log-probabilities for the loss."""
         with timer.phase("pack"):
             packed = packed_minibatches(
                 experience, generation, self.cost, self.cfg, self.groups, self.device

@@ -1,7 +1,8 @@
 """What one push of weights would send, computed from only the config and config.json."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
@@ -9,7 +10,8 @@ from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.layouts import shard_bytes, worker_layouts
 from megatron_grpo.planning.card import file_itemsizes, worker_itemsizes
-from parallel import Traffic, all_shares, senders_by_worker, traffic
+from parallel import all_shares, senders_by_worker
+from parallel.reshard import Shared
 from parallel.weight_transfer import bucket_bytes_for
 
 
@@ -52,6 +54,50 @@ def reshard_table(cfg: Config) -> str:
             f"(rollout.update_weights_bucket_megabytes: {megabytes})",
         ]
     )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes of one push."""
+
+    sent: list[int]
+    """Bytes sent by each trainer rank."""
+    received: list[int]
+    """Bytes received by each engine rank: all workers of the first engine, then of the next."""
+    forwarded: list[int]
+    """Bytes that each engine rank forwards to the next engine."""
+    num_messages: int
+    """Number of copies from trainer ranks to the first engine."""
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes of the busiest sender, divided by the mean over senders."""
+        return max(self.sent) * len(self.sent) / sum(self.sent)
+
+
+def traffic(
+    shares: Iterable[tuple[int, Shared]],
+    *,
+    num_workers: int,
+    num_ranks: int,
+    num_engines: int,
+    itemsizes: Mapping[str, int],
+    max_elements: int,
+) -> Traffic:
+    """The traffic of one push from `num_ranks` trainer ranks.
+
+    `shares` come from `all_shares`, for the `num_workers` workers of the first engine; `itemsizes`
+    are bytes per element of each of their parameters.
+    """
+    sent, messages = [0] * num_ranks, 0
+    received = [0] * num_workers
+    for rank, (worker, _, want, box) in shares:
+        num_bytes = box.num_elements * itemsizes[want.local]
+        sent[rank] += num_bytes
+        received[worker] += num_bytes
+        messages += len(box.cut(max_elements))
+    forwarded = received * (num_engines - 1) + [0] * num_workers
+    return Traffic(sent, received * num_engines, forwarded, messages)
 
 
 def _model_line(cfg: Config, shape: ModelShape) -> str:

@@ -13,6 +13,7 @@ from checkpoint_convert import hf_tensors
 from checkpoint_convert.megatron import first_senders, megatron_sender
 from checkpoint_convert.vllm import EngineDims, engine_layouts
 from helpers.shapes import LLAMA_70B, QWEN3_30B, models
+from megatron_grpo.planning.reshard_table import traffic
 from parallel import (
     Box,
     Layout,
@@ -23,7 +24,6 @@ from parallel import (
     intersect,
     plan_sends,
     senders_by_worker,
-    traffic,
 )
 from parallel.reshard import check_arrivals
 from parallel.views import as_whole
