@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +34,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # markup would swallow the brackets of our examples
-    help="GRPO training of language models: Megatron-Core trains, vLLM rolls out.",
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"megatron-grpo {version('megatron-grpo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """GRPO training of language models: Megatron-Core trains, vLLM rolls out."""
 
 
 @app.command()
@@ -100,9 +118,9 @@ def check(
 
     Runs the checks that train runs before it starts a rank: the model folder and the headers of its
     weights, the parallel layout, and an earlier run in train.run_dir. It encodes every row of the
-    data, which takes minutes for a large data set, and loads the reward functions and the
-    environment. It needs no GPU and checks none; use plan and doctor for that. A mistake is
-    reported in one message with exit code 2.
+    data, which takes minutes for a large data set, calls the reward functions for the first row,
+    and loads the environment. It needs no GPU and checks none; use plan and doctor for that. A
+    mistake is reported in one message with exit code 2.
 
     \b
     Example:

@@ -39,6 +39,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> None:
         _check_token_budget(cfg, prompts)
         rows = [prompt.row for prompt in prompts]
         rewards.wait_ready(rows)
+        rewards.score_trial(prompts[0])
         if cfg.environment.name is not None:
             Turns.from_config(cfg, tokenizer, ends)  # refuses more than _check_end_of_turn
             environments = EnvironmentPool(cfg.environment)
@@ -62,7 +63,9 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
             _check_engine_context(view, prompts, f"{section}.data", section)
             try:
                 _check_vocabulary(shape, prompts)
-                pools.pool_for(view.reward).wait_ready([prompt.row for prompt in prompts])
+                rewards = pools.pool_for(view.reward)
+                rewards.wait_ready([prompt.row for prompt in prompts])
+                rewards.score_trial(prompts[0])
                 if environments:
                     Turns.from_config(view, tokenizer, ends)
                     environments.wait_ready([prompt.row for prompt in prompts])

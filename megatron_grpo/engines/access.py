@@ -5,6 +5,7 @@ every route except GET /health requires the header `Authorization: Bearer TOKEN`
 other users of the machine and the network, but not eavesdroppers: nothing is encrypted.
 """
 
+import errno
 import hmac
 import json
 import os
@@ -32,8 +33,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-def check_host(host: str) -> None:
-    """Raise ValueError unless `host` is a specific IP address of this machine."""
+def check_host(host: str, port: int = 0) -> None:
+    """Raise ValueError unless `host` is one IP address of this machine, on which `port` is free."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -51,8 +52,14 @@ def check_host(host: str) -> None:
         )
     try:
         with socket.socket(family) as probe:
-            probe.bind((host, 0))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"another process listens on port {port} of {host}: end it, or choose another "
+                "--port, which trainers then have in rollout.base_urls"
+            ) from None
         raise ValueError(
             f"--host {host} is not an address of this host ({error.strerror}): give one that it "
             "has, such as 127.0.0.1"

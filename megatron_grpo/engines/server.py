@@ -251,7 +251,7 @@ def serve(
     node: EngineNode,
 ) -> NoReturn:
     """Become an engine on `host`:`port`, or a further `node` of it, whose address is `host`."""
-    check_host(host)
+    check_host(host, port if node.node_rank == 0 else 0)
     # vLLM's processes do not notice when those on another node end, but Slurm does.
     if node.nnodes > 1 and os.environ.get("SLURM_STEP_NUM_NODES") != str(node.nnodes):
         raise ValueError(

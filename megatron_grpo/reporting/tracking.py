@@ -252,6 +252,12 @@ class WandbRun:
                 finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
             ),
         )
+        if not mode_is_chosen:
+            print(
+                "wandb: WANDB_API_KEY is not set, so the run is recorded offline; "
+                f"`wandb sync {run_dir / 'wandb' / 'offline-run-*'}` uploads it",
+                file=sys.stderr,
+            )
         try:
             self._run = init(mode=None if mode_is_chosen else "offline")
         except wandb.errors.CommError as error:

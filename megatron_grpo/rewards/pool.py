@@ -4,6 +4,7 @@ A process has one pool for each way of scoring. A worker that fails or is late i
 replaced.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from multiprocessing.connection import Pipe, wait
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.reward import RewardConfig
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.functions import Answer
 from megatron_grpo.rewards.scoring import Call, RewardError, Scoring
 from megatron_grpo.workers.supervised import SupervisedWorker, load_seconds
@@ -90,7 +92,7 @@ class RewardWorkerProcess(SupervisedWorker):
 
 
 if TYPE_CHECKING:
-    from megatron_grpo.data.samples import Sample
+    from megatron_grpo.data.prompts import Prompt
 
 CANCEL_SECONDS = 3.0
 """Seconds after `reward.timeout` within which a worker must cancel an asynchronous call."""
@@ -139,7 +141,27 @@ class RewardPool:
             self.close()
             raise
 
-    def score(self, samples: Sequence["Sample"], *, num_completions: int) -> list[dict[str, float]]:
+    def score_trial(self, prompt: "Prompt") -> None:
+        """Score two made-up completions of `prompt`, so that a broken function shows before a run.
+
+        Raises RewardError, and closes the pool, for what is not one score per completion. Other
+        failures are printed: in training they are masked, and these texts are not the model's.
+        """
+        samples = [
+            Sample(
+                prompt=prompt,
+                sample_index=index,
+                completion_ids=prompt.token_ids[-1:],
+                logprobs=[0.0],
+                finish_reason=reason,
+                text=text,
+                policy_version=0,
+            )
+            for index, (text, reason) in enumerate([("The answer is 42.", "stop"), ("", "length")])
+        ]
+        self.score(samples, num_completions=math.inf)
+
+    def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[dict[str, float]]:
         """Scores of every sample by function label; NaN for a failed score.
 
         Samples of one prompt must be adjacent. All scores of a call fail if it raises, times out,

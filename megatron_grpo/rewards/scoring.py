@@ -53,7 +53,7 @@ class Call:
         }
 
 
-def check_failed(num_failed: int, num_completions: int, cfg: RewardConfig) -> None:
+def check_failed(num_failed: int, num_completions: float, cfg: RewardConfig) -> None:
     """Raise RewardError if too large a share of the completions could not be scored."""
     share, limit = num_failed / num_completions, cfg.max_failed_fraction
     if share <= limit:
@@ -77,7 +77,7 @@ class Scoring:
         samples: Sequence["Sample"],
         cfg: RewardConfig,
         reported: set[int],
-        num_completions: int,
+        num_completions: float,
     ) -> None:
         self._num_completions = num_completions
         self._cfg = cfg

@@ -144,6 +144,36 @@ def test_bad_input_is_refused_in_seconds_with_the_numbers(overrides, parts, conf
         assert part in message
 
 
+BROKEN_REWARDS = """
+def number(completions, **_): return 1.0
+def text(completions, **_): return ["good"] * len(completions)
+def first(completions, **_): return [1.0]
+def solution(completions, **row): return [row["solution"] for _ in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("number", "returned float instead of a list, for 2 completions"),
+        ("text", "returned the score 'good': each must be a number"),
+        ("first", "returned 1 scores for 2 completions"),
+    ],
+)
+def test_a_reward_that_returns_no_score_per_completion_is_refused(name, told, config, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(BROKEN_REWARDS)
+    message = refusal(config(f"reward.functions=[{{name: '{file}:{name}'}}]"))
+    assert f"reward function {name} on prompt 0 (" in message and told in message
+
+
+def test_a_reward_that_fails_on_a_made_up_completion_is_told(config, tmp_path, capfd):
+    file = tmp_path / "mine.py"
+    file.write_text(BROKEN_REWARDS)
+    preflight(config(f"reward.functions=[{{name: '{file}:solution'}}]"), None)
+    assert "KeyError: 'solution'" in capfd.readouterr().err
+
+
 @pytest.fixture(scope="session")
 def mixture(tmp_path_factory) -> Path:
     return servable_model(tmp_path_factory.mktemp("mixture"), "qwen3_moe")

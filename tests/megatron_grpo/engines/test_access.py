@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import time
 import uuid
 from pathlib import Path
@@ -146,6 +147,14 @@ def test_another_address_is_refused_with_a_legal_one(host, message):
     with pytest.raises(ValueError, match=message) as refused:
         check_host(host)
     assert "127.0.0.1" in str(refused.value)
+
+
+def test_a_port_that_is_taken_is_refused_before_the_engine_loads():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"port {port} of 127\.0\.0\.1: .*another --port"):
+            check_host("127.0.0.1", port)
+    check_host("127.0.0.1", port)
 
 
 def connect(engine, headers: dict[str, str] | None = None) -> httpx.Client:
