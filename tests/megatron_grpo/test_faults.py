@@ -49,9 +49,6 @@ ALWAYS = {
     "SIGTERM to another rank in generation",
     "SIGUSR1, and SIGTERM during the save",
     "a bit of the weights",
-    "the list of hashes",
-    "hangs",
-    "takes all memory",
 }
 
 
