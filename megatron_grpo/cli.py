@@ -1,10 +1,7 @@
 """Command line: `megatron-grpo train | check | eval | serve | place | plan | doctor | report`."""
 
-import logging
 import os
 import sys
-import warnings
-from collections.abc import Sequence
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +18,7 @@ from megatron_grpo.launch.process import (
     exit_when_preempted,
     is_user_error,
     outlive_readers,
+    silence_libraries,
 )
 from megatron_grpo.launch.run_dir import check_token, take_token
 
@@ -37,7 +35,7 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_asked: bool) -> None:
+def _version(is_asked: bool) -> None:
     if is_asked:
         print(f"megatron-grpo {version('megatron-grpo')}")
         raise typer.Exit
@@ -47,9 +45,7 @@ def _print_version(is_asked: bool) -> None:
 def options(
     _: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """GRPO training of language models: Megatron-Core trains, vLLM rolls out."""
@@ -84,7 +80,7 @@ def train(
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
         with exit_when_preempted():
             _preflight(cfg, token)  # started by torchrun or srun, so not done yet
-    _silence_libraries()
+    silence_libraries()
     # Not above: torch and Megatron take seconds, and `--help` or a bad config should not wait.
     from parallel.megatron_import import import_megatron
 
@@ -94,16 +90,8 @@ def train(
     run_rank(cfg, place, token)
 
 
-def _silence_libraries() -> None:
-    """Suppress warnings of libraries that are meant for developers, not for users of a run."""
-    for module in ("megatron", "torch", "parallel.cpu_device"):
-        warnings.filterwarnings("ignore", module=rf"{module}\b")
-    for module in ("megatron", "torch.utils.cpp_extension"):
-        logging.getLogger(module).setLevel(logging.ERROR)
-
-
 def _preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> None:
-    _silence_libraries()
+    silence_libraries()
     from megatron_grpo.preflight import preflight  # httpx and more, which `--help` does not need
 
     preflight(cfg, token, starts_here=starts_here)
@@ -163,7 +151,7 @@ def evaluate(
     allow_open_files()
     take_token(os.environ)  # nothing that is started here needs it
     cfg = load_config(config, overrides or [])
-    _silence_libraries()
+    silence_libraries()
     from rich.console import Console
 
     from megatron_grpo.environments import EnvironmentsLost
@@ -322,7 +310,10 @@ def plan(
         "--gpus": gpus,
         "--lengths": lengths,
     }
-    _check_alone([option for option, value in options.items() if value])
+    for alone in ("--instantiate", "--reshard"):
+        others = [option for option, value in options.items() if value and option != alone]
+        if options[alone] and others:
+            raise typer.BadParameter(f"{alone} cannot be combined with {', '.join(others)}")
     cfg = load_config(config, overrides or [])
     if instantiate:
         _instantiate(cfg)
@@ -337,16 +328,8 @@ def plan(
         show(cfg, gpu=gpu or "h100", num_gpus=gpus, lengths_file=lengths, as_json=as_json)
 
 
-def _check_alone(given: Sequence[str]) -> None:
-    """Raise BadParameter for options of `plan` that would have no effect next to another one."""
-    for alone in ("--instantiate", "--reshard"):
-        others = [option for option in given if option != alone]
-        if alone in given and others:
-            raise typer.BadParameter(f"{alone} cannot be combined with {', '.join(others)}")
-
-
 def _instantiate(cfg: Config) -> None:
-    _silence_libraries()
+    silence_libraries()
     from parallel.megatron_import import import_megatron
 
     import_megatron()

@@ -31,6 +31,16 @@ def test_links_and_commands_exist(document):
     assert set(re.findall(r"megatron-grpo (?=[a-z])(\w+)", text)) <= commands
 
 
+def test_the_table_of_faults_names_tests_that_are_there():
+    text = (ROOT / "docs/faults.md").read_text()
+    named = re.findall(r"`([a-z_/]*test_[a-z_]+\.py)`((?:[:,] `[a-z_0-9]+`)*)", text)
+    assert len(named) > 100
+    for file, parts in named:
+        [path] = [path for path in ROOT.glob("tests/**/*.py") if path.match(f"**/{file}")]
+        for part in re.findall(r"[a-z_0-9]+", parts):
+            assert re.search(rf"def test_\w*{part}", path.read_text()), (file, part)
+
+
 def test_the_tree_of_the_code_names_files_that_are_there():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     tree = text.partition("## Where everything is")[2].partition("\n## ")[0]

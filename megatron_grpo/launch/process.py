@@ -5,11 +5,13 @@ On preemption all ranks stop at the same step, save, and exit with code 75.
 
 import errno
 import io
+import logging
 import os
 import resource
 import select
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -118,3 +120,11 @@ def allow_open_files() -> None:
     """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def silence_libraries() -> None:
+    """Suppress warnings of libraries that are meant for developers, not for users of a run."""
+    for module in ("megatron", "torch", "parallel.cpu_device"):
+        warnings.filterwarnings("ignore", module=rf"{module}\b")
+    for module in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(module).setLevel(logging.ERROR)

@@ -25,6 +25,8 @@ import os, time
 
 def digits(completions, **_):
     '''Share of digits, after a moment in which a rank can train; `hold` is there: after hours.'''
+    if os.path.exists({fail!r}):
+        raise OSError("no share today")
     time.sleep(1000 if os.path.exists({hold!r}) else 0.2)
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 """
@@ -60,7 +62,9 @@ def async_runs(
     tmp_path_factory: pytest.TempPathFactory, tied_model: Path, transformers_engine: TestEngine
 ) -> Runs:
     folder = tmp_path_factory.mktemp("async")
-    (folder / "reward.py").write_text(REWARD.format(hold=str(folder / "hold")))
+    (folder / "reward.py").write_text(
+        REWARD.format(hold=str(folder / "hold"), fail=str(folder / "fail"))
+    )
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
     common = [
         f"model.path={tied_model}",
@@ -90,6 +94,18 @@ def versions(run_dir: Path) -> list[int]:
     return [version for step in sorted(found) for version in found[step]]
 
 
+def assert_same(run_dir: Path, whole: Path) -> None:
+    assert results(run_dir) == results(whole)
+    assert_same_but_for_engines(run_dir, whole)
+
+
+def assert_same_but_for_engines(run_dir: Path, whole: Path) -> None:
+    """The same samples, and the same model in the end."""
+    assert read_completions(run_dir) == read_completions(whole)
+    name = "hf/model.safetensors"
+    assert (run_dir / name).read_bytes() == (whole / name).read_bytes(), name
+
+
 def events(run_dir: Path) -> list[dict[str, Any]]:
     """The timeline as read by a viewer that tolerates the missing bracket."""
     text = (run_dir / "timeline.json").read_text()
@@ -107,6 +123,16 @@ def test_every_generation_is_one_update_old_but_the_first(whole: Path) -> None:
     # The correction has something to correct from the third on: the second is of step 0 as well.
     assert records[0]["rollout/logprob_gap_mean"] < 1e-5
     assert min(record["rollout/logprob_gap_mean"] for record in records[1:]) > 1e-4
+
+
+def test_the_first_generation_and_its_step_are_those_of_a_synchronous_run(
+    async_runs: Runs, whole: Path
+) -> None:
+    sync = async_runs.finish("sync", *ASYNC, "rollout.async_generate=false", "train.num_steps=2")
+    assert results(sync)[0] == results(whole)[0]
+    assert versions(sync) == [0, 1]
+    rows = [read_json_lines(d / "completions.jsonl") for d in (sync, whole)]
+    assert rows[0][:16] == rows[1][:16] and rows[0][16:32] != rows[1][16:32]
 
 
 def test_a_generation_is_made_while_the_one_before_is_trained_on(whole: Path) -> None:
@@ -168,12 +194,22 @@ def test_engines_are_at_one_thing_only(cut: Path) -> None:
     ]
 
 
+# Optimizer steps between checkpoints, in which step the run is killed, what it goes on from.
+KILLS = {
+    "inside a generation": (1, 3, 1),
+    "inside, where it was evaluated": (3, 5, 3),
+    "between two": (2, 4, 2),
+    "without a checkpoint": (3, 2, 0),
+}
+
+
 @pytest.mark.parametrize(
     ("interval", "step", "saved"),
     [
-        (1, 3, 1),  # inside a generation
-        pytest.param(3, 5, 3, marks=pytest.mark.slow),  # inside, where it was evaluated
-        pytest.param(3, 2, 0, marks=pytest.mark.slow),  # without a checkpoint
+        pytest.param(
+            *case, id=name, marks=[] if name == "inside a generation" else [pytest.mark.slow]
+        )
+        for name, case in KILLS.items()
     ],
 )
 def test_a_run_that_is_killed_goes_on_bit_for_bit(
@@ -188,11 +224,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(
     if saved < step - 1:  # one that may be there by now, or not
         shutil.rmtree(checkpoints / f"step_{step - 1}", ignore_errors=True)
     assert [each.name for each in checkpoints.glob("step_?")] == [f"step_{saved}"] * bool(saved)
-    run_dir = async_runs.finish(name, *arguments)
-    assert results(run_dir) == results(cut)
-    assert read_completions(run_dir) == read_completions(cut)
-    weights = "hf/model.safetensors"
-    assert (run_dir / weights).read_bytes() == (cut / weights).read_bytes()
+    assert_same(async_runs.finish(name, *arguments), cut)
 
 
 def test_a_preempted_run_gives_up_what_it_generates_and_goes_on(async_runs: Runs) -> None:
@@ -213,6 +245,23 @@ def test_a_preempted_run_gives_up_what_it_generates_and_goes_on(async_runs: Runs
     assert lags == [0, *[0 if step == done else 1 for step in range(1, NUM_STEPS)]]
 
 
+def test_when_rewards_fail_beside_the_training_the_step_is_logged_and_saved(
+    async_runs: Runs,
+) -> None:
+    run_dir, fail = async_runs.folder / "failed", async_runs.folder / "fail"
+    with async_runs.start("failed", *ASYNC) as job:
+        job.wait_for(lambda: len(steps_of(run_dir)) == 2, 60)
+        fail.touch()
+        ended = job.end(60)
+    fail.unlink()
+    assert ended.exit_codes == [1] * NUM_RANKS, ended.output
+    assert "no share today" in ended.output
+    done = len(steps_of(run_dir))
+    assert (run_dir / "checkpoints" / f"step_{done}").is_dir()
+    async_runs.finish("failed", *ASYNC)
+    assert steps_of(run_dir) == [*range(1, NUM_STEPS + 1)]
+
+
 def kill_an_engine() -> None:
     """In the thread of rank 0 that generates, one engine is killed once that has begun."""
     children = psutil.Process().children(recursive=True)
@@ -221,6 +270,21 @@ def kill_an_engine() -> None:
 
 
 OWN = ["rollout.base_urls=[]", "rollout.startup_timeout=60"]
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_beside_the_training_is_replaced_and_comes_back(
+    async_runs: Runs, whole: Path
+) -> None:
+    """It is started again by the thread that collects, and must not end with any generation."""
+    dies = InPhase(kill_an_engine, 0, "generate", 3)
+    with async_runs.start("dies", *ASYNC, *OWN, "rollout.num_engines=2", sabotage=dies) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    assert ended.survivors == []
+    assert ended.output.count("is lost: ended with signal SIGKILL") == 1
+    assert versions(async_runs.folder / "dies") == versions(whole)
+    assert_same_but_for_engines(async_runs.folder / "dies", whole)
 
 
 @pytest.mark.slow

@@ -8,16 +8,20 @@ import pytest
 
 from helpers.jobs import Ended, Job
 from helpers.runs import read_json_lines, read_metrics
+from megatron_grpo.checkpoints.folders import latest_step
 
 NUMBERS = """
+import os, random, re, signal
+
 class Digits:
     '''Wants digits, and says how many it has seen.
 
-    One row may make it fail.'''
-    def __init__(self, num_turns, fails_at=None):
-        self.num_turns, self.fails_at = num_turns, fails_at
+    One row may make it fail; once a step is logged, the first to be reset ends all.'''
+    def __init__(self, num_turns, fails_at=None, log="/dev/null"):
+        self.num_turns, self.fails_at, self.log = num_turns, fails_at, log
     def reset(self, prompt, answer):
         self.turn = 0
+        if os.path.getsize(self.log): os.kill(os.getppid(), signal.SIGKILL)
         if answer == self.fails_at: raise RuntimeError("out of order")
     def step(self, text):
         self.turn += 1
@@ -143,3 +147,22 @@ def test_samples_whose_environment_fails_are_masked_up_to_a_limit(vllm_engine, a
     assert all(record["grad_norm"] > 0 for record in records)
     assert "the environment failed in 4 samples, the first of them: prompt 2," in outputs
     assert "RuntimeError: out of order" in outputs
+    limit = ["train.num_steps=4", "reward.max_failed_fraction=0.1"]
+    other = f"train.run_dir={tmp_path / 'other'}"
+    ended = finish(vllm_engine, tmp_path, 1, *arguments, *fails, *limit, other)
+    assert ended.exit_codes == [1]
+    assert "the environment failed in 4 samples, the first of them: prompt 2," in ended.output
+    assert "4 of 16 completions have no score so far" in ended.output
+    assert "reward.max_failed_fraction 0.1 allows: fix the failure shown above" in ended.output
+
+
+def test_what_was_learnt_is_saved_when_all_environments_are_lost_with_their_process(
+    vllm_engine, arguments, tmp_path
+):
+    run_dir = tmp_path / "run"
+    after_step_1 = f"{{num_turns: 4, log: {run_dir / 'metrics.jsonl'}}}"
+    options = [f"environment.arguments={after_step_1}", "train.num_steps=2"]
+    ended = finish(vllm_engine, tmp_path, 1, *arguments, *options, "train.save_interval=100")
+    assert ended.exit_codes == [1] and ended.survivors == []
+    assert "the worker of the environments: its process died with signal SIGKILL" in ended.output
+    assert latest_step(run_dir / "checkpoints") == 1

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 
+import psutil
 import pytest
 
 from demo.make_sums import sums as all_sums
@@ -52,6 +53,15 @@ def training(arguments: list[str], run_dir: Path) -> Iterator[tuple[Popen[str], 
         run.communicate()
 
 
+def rank_process(mark: str, rank: int) -> psutil.Process:
+    [found] = [
+        process
+        for process in marked_processes(mark)
+        if process.environ().get("RANK") == str(rank) and "train" in process.cmdline()
+    ]
+    return found
+
+
 def last_line(output: str) -> str:
     return output.splitlines()[-1]
 
@@ -90,8 +100,9 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_all_the_same(
     assert latest_step(tmp_path / "run" / "checkpoints") == len(read_metrics(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_that_is_preempted_while_it_is_checked_can_be_queued_again(
-    arguments: list[str], tmp_path: Path
+    number: signal.Signals, arguments: list[str], tmp_path: Path
 ) -> None:
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
@@ -102,6 +113,29 @@ def test_a_run_that_is_preempted_while_it_is_checked_can_be_queued_again(
     )
     run = start_run(*arguments, f"reward.functions=[{rewards}:right]")
     assert wait_until((tmp_path / "loading").exists, 60)
-    run.send_signal(signal.SIGUSR1)
+    run.send_signal(number)
     output, _ = run.communicate(timeout=20)
     assert (run.returncode, output) == (75, "")
+
+
+@pytest.mark.slow
+def test_the_end_of_rank_0_is_told_once_by_the_launcher(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    with training(arguments, tmp_path / "run") as (run, mark):
+        rank_process(mark, 0).kill()
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert output.count("megatron-grpo: ") == 1 and "Traceback" not in output
+    line = last_line(output)
+    assert line.startswith("megatron-grpo: rank 0 on ") and line.endswith("(SIGKILL)")
+    assert "died in " in line and "step " in line
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything_at_once(arguments: list[str], tmp_path: Path) -> None:
+    with training(arguments, tmp_path / "run") as (run, _):
+        run.send_signal(signal.SIGINT)
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert last_line(output) == "megatron-grpo: interrupted" and "Traceback" not in output
