@@ -1,11 +1,8 @@
 """Environments in real processes: many at once, and the handling of those that fail."""
 
-import json
 import os
 import signal
 import time
-from multiprocessing import Pipe
-from selectors import EVENT_READ
 
 import psutil
 import pytest
@@ -14,7 +11,6 @@ from helpers.engines import wait_until
 from helpers.environments import LONG_SLEEP, environment_pool
 from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
-from megatron_grpo.environments.worker import EnvironmentWorker, InstanceProcess
 
 SECONDS = 20
 SEED = 7
@@ -62,19 +58,19 @@ def test_every_instance_has_its_own_state_and_columns_by_name(tmp_path):
         assert second.step("").result(SECONDS) == ["1: ", 0.0, False]
 
 
-def test_hundreds_step_at_once_and_are_gone_when_they_end(tmp_path):
-    with environment_pool(tmp_path, "Slow") as pool:
-        instances = [pool.new_instance() for _ in range(200)]
+def test_many_step_at_once_and_are_gone_when_they_end(tmp_path):
+    with environment_pool(tmp_path, "Slow", arguments={"seconds": 2.0}) as pool:
+        instances = [pool.new_instance() for _ in range(20)]
         for future in [instance.reset("prompt", {}, SEED) for instance in instances]:
             future.result(SECONDS)
         start = time.monotonic()
         for future in [instance.step("x") for instance in instances]:
             assert future.result(SECONDS) == ["1: x", 1.0, False]
-        assert time.monotonic() - start < 200 * 0.5 / 10
-        assert len(processes_of(pool)) == 201
+        assert time.monotonic() - start < 20 * 2.0 / 4
+        assert len(processes_of(pool)) == 21
         for instance in instances:
             instance.end()
-        assert wait_until(lambda: len(processes_of(pool)) == 1, SECONDS)
+        assert is_alone(pool)
 
 
 def test_random_numbers_follow_the_seed(tmp_path):
@@ -98,14 +94,12 @@ def test_random_numbers_follow_the_seed(tmp_path):
         ("refuse", "^cannot do this$"),
         ("die", "signal SIGKILL"),
         ("crash", "signal SIGSEGV"),
-        ("leave", "exit code 3"),
         ("leave_politely", "SystemExit: enough"),
         ("hang_up", "closed the connection"),
         ("allocate", "more memory than environment.memory_megabytes 512"),
         ("nothing", "step returned None instead of"),
         ("number", "the observation 7: not a text"),
         ("nan", "the reward nan: not a finite number"),
-        ("infinite", "the reward inf: not a finite number"),
         ("word", "the reward 'good': not a finite number"),
         ("unsure", "done = None: neither true nor false"),
         ("endless", "2097152 characters: at most 1048576"),
@@ -127,36 +121,6 @@ def test_step_gets_the_values_of_a_turn_that_its_parameters_name(tmp_path):
         instance.reset("prompt", {}, SEED).result(SECONDS)
         answer = instance.step("x", **turn, unknown_to_it=1).result(SECONDS)
         assert answer == ["x: stop [5, 2] 9", 0.0, False]
-
-
-class Unwalked(dict):
-    """A table whose entries are only looked up."""
-
-    def __iter__(self):
-        raise AssertionError("all entries are walked over")
-
-    items = keys = values = __iter__
-
-
-def test_event_of_one_instance_walks_over_no_others():
-    trainer, commands = Pipe()
-    worker = EnvironmentWorker(commands, memory_megabytes=512)
-    worker.timeout = SECONDS
-    pipes = {key: Pipe() for key in range(3)}
-    for key, (connection, _) in pipes.items():
-        worker.selector.register(connection, EVENT_READ, key)
-    worker.processes = Unwalked(
-        {key: InstanceProcess(0, connection) for key, (connection, _) in pipes.items()}
-    )
-    for key in (2, 0):
-        trainer.send(("step", key, "x", {}))
-        worker._handle_events()
-        assert pipes[key][1].recv() == ("x", {})
-    assert [*worker.deadlines] == [2, 0]
-    pipes[0][1].send_bytes(b'[true, "heard"]')
-    worker._handle_events()
-    assert json.loads(trainer.recv_bytes()) == [0, True, "heard"]
-    assert [*worker.deadlines] == [2]
 
 
 def test_late_instances_are_killed_with_what_they_started_and_the_others_go_on(odd_pool):
@@ -187,17 +151,9 @@ def test_instance_that_takes_no_more_turns_does_not_hold_up_the_others(tmp_path)
         assert stopped.step("x").result(SECONDS) == ["soon", 0.0, False]
         assert wait_until(lambda: any(p.status() == "stopped" for p in processes_of(pool)), SECONDS)
         late, well = stopped.step(long), other.step(long)
-        with pytest.raises(EnvironmentFailed, match="did not take its turn within 5 s"):
+        with pytest.raises(EnvironmentFailed, match=r"did not take its turn within 1\.5 s"):
             late.result(SECONDS)
         assert well.result(SECONDS) == ["go on", 0.0, False]
-
-
-def test_processes_that_an_instance_started_end_with_it(odd_pool):
-    instance = odd(odd_pool, "litter")
-    assert instance.step("x").result(SECONDS)[2]
-    assert wait_until(sleepers, SECONDS)  # Popen may return before it has a command line
-    instance.end()
-    assert wait_until(lambda: not sleepers(), SECONDS)
 
 
 @pytest.mark.parametrize("deed", ["fork", "fork_and_refuse"])
