@@ -44,11 +44,11 @@ ALWAYS = {
     "a rank is killed while rank 0 generates",
     "a rank is killed while it saves",
     "a rank fails in training",
-    "a rank is stopped in training",
     "a rank hangs in C",
     "SIGTERM to another rank in generation",
     "SIGUSR1, and SIGTERM during the save",
     "a bit of the weights",
+    "weights",
 }
 
 
@@ -159,7 +159,7 @@ SLOW_FILES = {
 }
 
 
-@pytest.mark.parametrize("slow", SLOW_FILES.values(), ids=SLOW_FILES)
+@pytest.mark.parametrize("slow", cases(SLOW_FILES))
 def test_a_slow_file_system_is_no_hang(slow: InCall, runs: Runs, tmp_path: Path) -> None:
     limits = [f"rollout.startup_timeout={LIMIT}", f"train.hang_timeout={LIMIT}"]
     once = ["train.num_steps=2", "train.save_interval=100"]

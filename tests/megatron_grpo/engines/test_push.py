@@ -185,9 +185,8 @@ def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
     check_usable(vllm_engine, models)
 
 
-@pytest.mark.parametrize(
-    "engine_name", ["vllm_engine", pytest.param("pair_engine", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine_name", ["vllm_engine", "pair_engine"])
 def test_of_pushes_that_race_no_mixture_is_served(request, engine_name, models):
     engine = request.getfixturevalue(engine_name)
     start = threading.Barrier(2)
