@@ -5,6 +5,7 @@ replaced.
 """
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,7 +160,14 @@ class RewardPool:
             )
             for index, (text, reason) in enumerate([("The answer is 42.", "stop"), ("", "length")])
         ]
-        self.score(samples, num_completions=math.inf)
+        scores = self.score(samples, num_completions=math.inf)
+        if any(math.isnan(score) for by_function in scores for score in by_function.values()):
+            print(
+                "This was a trial of the reward functions on two made-up completions of the first "
+                "prompt; the run is not affected.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[dict[str, float]]:
         """Scores of every sample by function label; NaN for a failed score.

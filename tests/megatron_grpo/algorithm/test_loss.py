@@ -131,7 +131,9 @@ def test_the_clipped_surrogate_is_the_minimum_of_the_paper_and_so_is_its_gradien
         torch.autograd.grad(loss.sum(), at) for loss, at in [(found, ours), (expected, paper)]
     )
     assert torch.equal(gradient, of_paper)
-    at_bounds = clipped(torch.tensor([0.8, 1.3]).double(), torch.tensor([-1.0, 1.0]), cfg)
+    at_bounds = clipped(
+        torch.tensor([0.8, 1.3], dtype=torch.float64), torch.tensor([-1.0, 1.0]), cfg
+    )
     assert not at_bounds.clipped_low.any() and not at_bounds.clipped_high.any()
 
 

@@ -199,8 +199,8 @@ def test_a_metric_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     assert read(tmp_path / "metrics.jsonl") == []
 
 
-def test_wandb_runs_offline_keeps_its_id_and_gets_so_many_completions_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wandb_runs_offline_says_so_keeps_its_id_and_gets_so_many_completions_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -209,6 +209,7 @@ def test_wandb_runs_offline_keeps_its_id_and_gets_so_many_completions_of_a_step(
         tracking = Tracking(tmp_path, first_step, cfg, {"seed": 42})
         tracking.log(first_step + 1, {"reward": 0.5}, rows_of(first_step + 1, [1.0, 0.0, 0.5]))
         tracking.close()
+    assert f"wandb sync {tmp_path}" in capsys.readouterr().err
     wandb_id = (tmp_path / "wandb_id").read_text()
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {file.name for file in files} == {f"run-{wandb_id}.wandb"}
