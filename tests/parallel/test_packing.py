@@ -18,6 +18,11 @@ def sequence(length, num_prompt_tokens, *, first=100, advantage=1.0, loss_weight
     )
 
 
+def test_a_sequence_that_starts_with_a_response_is_a_bug():
+    with pytest.raises(AssertionError):
+        sequence(3, 0)
+
+
 def test_without_padding_needs_the_packed_tokens_are_the_sequences_end_to_end():
     batch = pack([sequence(3, 1), sequence(2, 1, first=200), sequence(4, 2)], [1, 0], Alignment())
     assert batch.tokens.tolist() == [200, 201, 100, 101, 102]
