@@ -27,6 +27,8 @@ from megatron_grpo.engines.http import EngineError
 from parallel.weight_transfer.local_channels import LocalChannel
 
 NO_COMPLETE_WEIGHTS = "holds no complete weights"
+# Later than any version that the tests, which share an engine, have pushed.
+LATE = 1000
 
 
 @pytest.fixture(scope="module")
@@ -160,19 +162,19 @@ def test_steps_of_a_push_that_is_over_change_nothing(pair_engine, models):
 
 def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
     async def begin_first(engine: Engine) -> None:
-        await begin_by_hand(engine, "5-first")
+        await begin_by_hand(engine, f"{LATE}-first")
 
     async def finish_late(engine: Engine) -> None:
-        await engine.begin_push("5-again", channels="5-first")
-        await engine.ask_workers("receive_push", push="5-again")
-        await engine.ask_workers("receive_push", push="5-first")
-        await engine.finish_push("5-first", 5)
+        await engine.begin_push(f"{LATE}-again", channels=f"{LATE}-first")
+        await engine.ask_workers("receive_push", push=f"{LATE}-again")
+        await engine.ask_workers("receive_push", push=f"{LATE}-first")
+        await engine.finish_push(f"{LATE}-first", LATE)
         await engine.post("/resume")
 
     speak(vllm_engine, begin_first)
     version = vllm_engine.push(models[0])
-    with pytest.raises(EngineError, match=f"version {version}, but version 5 was requested"):
-        vllm_engine.generate(random_prompts(1), policy_version=5)
+    with pytest.raises(EngineError, match=f"version {version}, but version {LATE} was requested"):
+        vllm_engine.generate(random_prompts(1), policy_version=LATE)
 
     # The first one's last words, after another has begun, make nothing of it usable.
     async def begin_second(engine: Engine) -> None:
@@ -181,7 +183,7 @@ def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
     speak(vllm_engine, begin_second)
     speak(vllm_engine, finish_late)
     with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
-        vllm_engine.generate(random_prompts(1), policy_version=5)
+        vllm_engine.generate(random_prompts(1), policy_version=LATE)
     check_usable(vllm_engine, models)
 
 
