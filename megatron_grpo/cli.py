@@ -21,6 +21,7 @@ from megatron_grpo.launch.process import (
     silence_libraries,
 )
 from megatron_grpo.launch.run_dir import check_token, take_token
+from megatron_grpo.reporting.commands import report
 
 Overrides = Annotated[
     list[str] | None,
@@ -367,21 +368,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
-def report(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory with a metrics.jsonl.")],
-) -> None:
-    """Draw RUN_DIR/curves.png from its metrics.
-
-    Plots reward, KL, completion lengths, log-probability gap, gradient norm and time over steps.
-
-    \b
-    Example:
-      megatron-grpo report runs/demo_smollm2_135m
-    """
-    from megatron_grpo.reporting.report import draw_curves  # matplotlib: seconds, see above
-
-    print(draw_curves(run_dir))
+app.command()(report)
 
 
 def main() -> None:
