@@ -46,6 +46,8 @@ CHANGEABLE = (
     "train.keep_every",
     "train.hang_timeout",
     "train.max_skipped_steps",
+    "train.log_tokens",
+    "train.print_completions",
     "train.tensorboard",
     "parallel.",
     "rollout.engine",

@@ -47,7 +47,8 @@ class RankZero:
         if state.wandb_id is not None:
             write_whole(cfg.train.run_dir / WANDB_ID_FILE, state.wandb_id)
         keep_export(cfg, state.step)  # before the log writes the new config
-        log = stack.enter_context(closing(RunLog(cfg, state.step)))
+        log = stack.enter_context(closing(RunLog(cfg, state.step, rollouter.tokenizer)))
+        log.begin(len(rollouter.stream.prompts))
         runner = RolloutRunner(rollouter, watchdog, log.timeline)
         stack.enter_context(closing(runner))
         return cls(cfg, watchdog, rollouter, log, runner)
@@ -59,8 +60,14 @@ class RankZero:
 
     def wait_ready(self) -> None:
         """Return when every engine answers; from then on a preemption cancels what they do."""
-        self.rollouter.wait_ready()
+        with self.log.bar.waiting(f"rollout engines start, logs in {self.cfg.train.run_dir}/logs"):
+            self.rollouter.wait_ready()
         self.watchdog.on_preempt(self.rollouter.cancel)
+
+    def enter(self, phase: str) -> None:
+        """Record and show that the step enters `phase`; `timing.IDLE` between phases."""
+        self.watchdog.enter(phase)
+        self.log.bar.enter(phase)
 
     def evaluate(self, step: int, timer: PhaseTimer) -> None:
         """Evaluate the weights after `step` optimizer steps, and add the metrics to that step's.

@@ -62,7 +62,9 @@ def train(run: Run) -> None:
     num_steps, run_dir = run.cfg.train.num_steps, run.cfg.train.run_dir
     if (done := steps_done(run_dir / "checkpoints")) >= num_steps:
         if run.groups.rank == 0:
-            print(f"{run_dir} is complete: {done} of {num_steps} steps")
+            print(
+                f"{run_dir} is complete: {done} of {num_steps} steps; its model is {run_dir / 'hf'}"
+            )
         return
     with ExitStack() as stack:
         trainer = Trainer(run, stack)
@@ -169,8 +171,9 @@ class Trainer:
         self.timer = self._new_timer()
 
     def _new_timer(self) -> PhaseTimer:
-        record = self.zero.log.timeline.add_step if self.zero else None
-        return PhaseTimer(self.run.watchdog.enter, record)
+        if self.zero is None:
+            return PhaseTimer(self.run.watchdog.enter)
+        return PhaseTimer(self.zero.enter, self.zero.log.timeline.add_step)
 
     def _restore_ready(self) -> None:
         """Restore the generation that was ready, but not trained on yet, when the run was saved."""
@@ -314,7 +317,7 @@ class Trainer:
             if is_last or now:
                 self.checkpoints.wait()  # within the save phase, in which files may take long
         if is_last and self.zero:
-            self.zero.log.warn_unless_evaluated(self.step)
+            self.zero.log.finish(self.step)
 
     def _export(self, name: str) -> None:
         if self._exported_step < self.step:

@@ -90,6 +90,7 @@ def accumulate_gradient(
         num_sequences,
         batches[0].tokens.device,
         old_is_rollout=cfg.grpo.old_logprobs == "rollout",
+        num_logged_tokens=cfg.train.log_tokens,
     )
 
     def loss_of(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:

@@ -67,6 +67,7 @@ class TokenSequence:
     # [up to L, layers, topk] uint8 or int16, experts that the engine sent the first tokens to: all
     # but the last, which it sampled and did not read; None: the routers choose
     routed_experts: Tensor | None = None
+    log_row: int | None = None  # of its first response token in the log of tokens; None: in none
 
     def __post_init__(self) -> None:
         # Nothing predicts the first token of a sequence, so it cannot be a response token.
@@ -107,6 +108,7 @@ class PackedBatch:
     ref_logprobs: Tensor | None = None  # [T]
     high_entropy: Tensor | None = None  # [T] bool, restricts the objective; None: all tokens
     entropy_weights: Tensor | None = None  # [T], weights in the entropy bonus; None: no bonus
+    log_rows: Tensor | None = None  # [T] int64, rows in the log of tokens; -1 or None: in none
     # [T, layers, topk] uint8 or int16, the experts of each token; None: the routers choose. On the
     # rank that trains, only of its own layers.
     routed_experts: Tensor | None = None
@@ -176,6 +178,7 @@ def pack(
         loss_weights=response_column("loss_weight") * loss_mask,
         advantages=response_column("advantage"),
         rollout_logprobs=response_column("rollout_logprobs"),
+        log_rows=_log_rows(members, of_responses),
         routed_experts=_routed_experts(segments, starts, total),
         prefixes=_prefixes(segments, starts) if share_prompts else None,
         **{
@@ -184,6 +187,16 @@ def pack(
             if name in known or any(getattr(each, name) is not None for each in members)
         },
     )
+
+
+def _log_rows(sequences: Sequence[TokenSequence], responses: ColumnMap) -> Tensor | None:
+    if all(each.log_row is None for each in sequences):
+        return None
+    rows = [
+        -1 if each.log_row is None else each.log_row + torch.arange(len(each.rollout_logprobs))
+        for each in sequences
+    ]
+    return responses.column(rows, np.int64, -1)
 
 
 @dataclass(frozen=True, kw_only=True)

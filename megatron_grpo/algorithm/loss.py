@@ -41,6 +41,8 @@ class LossTokens:
     """The n segments of the microbatch (`PackedBatch`); only those of sequences have K tokens."""
     sequence_index: Tensor
     """[n] each segment's index in the optimizer batch; -1 for shared prompts and padding."""
+    log_rows: Tensor | None
+    """Rows in the log of tokens, -1 for none; None if no token of the microbatch has one."""
 
     @classmethod
     def select(
@@ -75,6 +77,7 @@ class LossTokens:
                 counted_lengths(batch.cu_seqlens, chosen.positions), context_group
             ),
             sequence_index=batch.sequence_index[starts],
+            log_rows=at_if(batch.log_rows),
         )
 
 

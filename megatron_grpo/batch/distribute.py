@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_grpo.algorithm.loss import loss_weights
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.batch.token_log import first_rows
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
 from parallel.alignment import Alignment
@@ -128,6 +129,8 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
         cfg.grpo.loss_type,
         cfg.rollout.max_completion_length,
     )
+    lengths = [len(sample.completion_ids) for sample in samples]
+    log_rows = first_rows(lengths, cfg.train.log_tokens)
     return [
         TokenSequence(
             tokens=_tokens(sample),
@@ -139,10 +142,11 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             rollout_logprobs=torch.from_numpy(np.asarray(sample.logprobs, np.float32)),
             response_mask=mask,
             routed_experts=routes,
+            log_row=log_row,
             **{name: values[i] for name, values in known.items()},
         )
-        for sample, i, mask, weight, routes in zip(
-            samples, indices, masks, weights, _routes(samples), strict=True
+        for sample, i, mask, weight, routes, log_row in zip(
+            samples, indices, masks, weights, _routes(samples), log_rows, strict=True
         )
     ]
 

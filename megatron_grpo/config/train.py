@@ -63,6 +63,11 @@ class TrainConfig(Section):
     max_skipped_steps: PositiveInt = 3
     """Steps with a NaN or infinite loss or gradient are skipped; this many in a row stop the
     run."""
+    log_tokens: NonNegativeInt = 4096
+    """Tokens of each step whose values (log-probability, ratio, entropy, weight, ...) are written
+    to tokens.jsonl, for `megatron-grpo view`; 0: none."""
+    print_completions: NonNegativeInt = 0
+    """Completions of each step to print, with their rewards."""
     tensorboard: bool = False
     """Whether metrics are also written for TensorBoard, to `tensorboard` in run_dir; this needs the
     extra `tensorboard`."""

@@ -17,7 +17,27 @@ import pyarrow.parquet
 
 from megatron_grpo.config.data import DataConfig
 
+Row = dict[str, Any]
+"""One example: its columns by name."""
+
 NUM_SHOWN = 20
+
+
+MOST_CHARACTERS = 2000
+"""Longer values of a row, such as the tests of a program, are cut in the log of completions."""
+
+
+def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
+    """The columns of a row, as values of JSON, but for the prompt, which is logged as it was sent.
+
+    Values without a form in JSON become text.
+    """
+    return {name: _logged(value) for name, value in row.items() if name != prompt_column}
+
+
+def _logged(value: Any) -> Any:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return json.loads(text) if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
 
 
 @dataclass(frozen=True)
@@ -68,9 +88,6 @@ SPLITS = frozenset({DEFAULT_SPLIT, "validation", "valid", "val", "dev", "test", 
 NUM_NAMED = 10
 """Most files of a folder that an error message lists."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-
-Row = dict[str, Any]
-"""One example: its columns by name."""
 Numbered = tuple[int, Row | Fault]
 """A row with its number in its file: lines count from 1, rows of a table from 0."""
 

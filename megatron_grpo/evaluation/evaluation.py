@@ -13,6 +13,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import EvalSet, section_of
 from megatron_grpo.config.reward import ENVIRONMENT_TERM
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
+from megatron_grpo.data.rows import logged_columns
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
@@ -267,16 +268,23 @@ def metrics_of(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[str, Any]]:
-    """One row per completion, for JSON; null stands for a failed score."""
+    """One row per completion, for JSON; null stands for a failed score.
+
+    `prompt_index` is the row of the data, and `columns` are its others.
+    """
+    prompt_column = cfg.data.prompt_column if cfg.data else ""
     return [
         {
             **({"set": name} if name else {}),
+            "prompt_index": sample.prompt.index,
+            "sample_index": sample.sample_index,
             "prompt": sample.prompt.text,
             "completion": sample.text,
             "rewards": {label: _or_none(score) for label, score in scores.items()},
             "reward": _or_none(total),
             "passed": None if math.isnan(total) else passes(total, cfg),
             "finish_reason": sample.finish_reason,
+            "columns": logged_columns(sample.prompt.row, prompt_column),
         }
         for sample, scores, total in zip(
             evaluated.samples, evaluated.rewards, evaluated.totals, strict=True

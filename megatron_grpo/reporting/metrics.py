@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_grpo.algorithm.advantages import RewardGroups
 from megatron_grpo.algorithm.loss import GRPOLoss, LossTokens
+from megatron_grpo.batch.token_log import TokenLog
 from megatron_grpo.config.grpo import GRPOConfig
 
 AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
@@ -40,6 +41,8 @@ class StepReport:
     """For each sequence of the optimizer batch; NaN if none of its tokens counts."""
     rollout_gap: list[float]
     """The same for the absolute difference of the log-probabilities of trainer and engine."""
+    tokens: Tensor
+    """[`train.log_tokens`, `token_log.VALUES`] on the CPU; see `TokenLog`."""
 
 
 class TrainMetrics:
@@ -57,6 +60,7 @@ class TrainMetrics:
         device: torch.device | str = "cpu",
         *,
         old_is_rollout: bool = False,
+        num_logged_tokens: int = 0,
     ) -> None:
         size = num_sequences * len(_BY_SEQUENCE)
         self.sums = torch.zeros(size + len(_TOTALS), dtype=torch.float64, device=device)
@@ -64,6 +68,7 @@ class TrainMetrics:
         self._by_sequence = self.sums[:size].view(num_sequences, len(_BY_SEQUENCE))
         self._totals = self.sums[size:]
         self._old_is_rollout = old_is_rollout
+        self.token_log = TokenLog(num_logged_tokens, device)
         self.losses: list[Tensor] = []
         """This rank's part of the loss of each microbatch; empty before the last pipeline stage."""
 
@@ -116,6 +121,8 @@ class TrainMetrics:
         rows = tokens.sequence_index.clamp(min=0)
         found = torch.stack([sums[name] for name in _BY_SEQUENCE], dim=1)
         self._by_sequence.index_add_(0, rows, found)
+        if tokens.log_rows is not None:
+            self.token_log.add(tokens.log_rows, tokens, loss, generating - tokens.rollout_logprobs)
         largest = torch.stack([log_ratio.amax().exp(), gap.amax(), weights.amax(), -weights.amin()])
         self.maxima = torch.maximum(self.maxima, largest)
 
@@ -127,6 +134,7 @@ class TrainMetrics:
         """
         all_reduce(self.sums, dist.ReduceOp.SUM)
         all_reduce(self.maxima, dist.ReduceOp.MAX)
+        all_reduce(self.token_log.values, dist.ReduceOp.SUM)
         sums = dict(zip(_BY_SEQUENCE, self._by_sequence.cpu().T, strict=True))
         found = self.maxima.masked_fill(self.maxima.isneginf(), 0.0)
         maxima = dict(zip(_MAXIMA, found.tolist(), strict=True))
@@ -161,7 +169,10 @@ class TrainMetrics:
         if grpo.off_policy_mask_threshold is not None:
             metrics["off_policy_mask_ratio"] = mean["off_policy"]
         return StepReport(
-            metrics, by_sequence["entropy"].tolist(), by_sequence["rollout_gap"].tolist()
+            metrics,
+            by_sequence["entropy"].tolist(),
+            by_sequence["rollout_gap"].tolist(),
+            self.token_log.values.cpu(),
         )
 
 

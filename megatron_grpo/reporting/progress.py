@@ -1,19 +1,24 @@
 """Live output of a run: one line per step and, on a terminal, a progress bar below."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column
+from rich.table import Column, Table
+from rich.text import Text
 
 from megatron_grpo.evaluation.evaluation import metrics_of
 from megatron_grpo.timing import is_beside
@@ -25,6 +30,15 @@ LINE_SECONDS = 30.0
 """Interval between lines about an evaluation if there is no bar."""
 
 
+class _PhaseColumn(ProgressColumn):
+    """What a task does and, if it has a field `since` (`time.monotonic()`), for how long."""
+
+    def render(self, task: Task) -> Text:
+        since = task.fields.get("since")
+        seconds = "" if since is None else f" {time.monotonic() - since:.0f} s"
+        return Text(f"{task.description}{seconds}", style="dim")
+
+
 def progress_bar(console: Console) -> Progress:
     """A bar per task; disabled if `console` is not a terminal."""
     return Progress(
@@ -33,7 +47,7 @@ def progress_bar(console: Console) -> Progress:
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.description}", style="dim", table_column=Column(ratio=1, no_wrap=True)),
+        _PhaseColumn(table_column=Column(ratio=1, no_wrap=True)),
         console=console,
         disable=not console.is_terminal,
         expand=True,
@@ -78,7 +92,7 @@ class ProgressBar:
         line, phases = step_line(step, self._num_steps, metrics), phase_line(metrics)
         if self._console.is_terminal:
             self._console.print(line)
-            self._bar.update(self._task, completed=step, description=phases)
+            self._bar.update(self._task, completed=step)
         else:
             # For log files and grep: everything in one line, whatever its width.
             self._console.print(f"{line}: {phases}", soft_wrap=True)
@@ -89,6 +103,30 @@ class ProgressBar:
         line = f"step {step:>{width}}/{self._num_steps}  {evaluation_line(name, metrics)}"
         self._console.print(line, soft_wrap=True)
 
+    def show_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print completions, given as rows of `completion_rows`."""
+        if rows:
+            self._console.print(completions_table(rows))
+
+    def tell(self, line: str) -> None:
+        """Print a line about the run."""
+        self._console.print(line, soft_wrap=True)
+
+    def enter(self, phase: str) -> None:
+        """Show that the run is in `phase`, and for how long, until the next call."""
+        self._bar.update(self._task, description=phase, since=time.monotonic() if phase else None)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show what is waited for meanwhile, and print how long it took."""
+        began = time.monotonic()
+        self.enter(what)
+        if not self._console.is_terminal:
+            self.tell(f"{what} ...")
+        yield
+        self.enter("")
+        self.tell(f"{what}: {time.monotonic() - began:.0f} s")
+
     def close(self) -> None:
         """Stop the bar, leaving its last state on the terminal."""
         self._bar.stop()
@@ -97,22 +135,52 @@ class ProgressBar:
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """The key metrics of a step in one line.
 
-    Reads `reward`, `reward_std`, `completions/{mean,min,max}_length`, `tokens_per_second`,
-    `time/step`, `skipped_steps` and, if the loss has one, `kl`.
+    Says of which functions the reward is the sum, if there are several, and, if any are, how many
+    groups have equal rewards, which teach nothing, and how many completions reached their limit.
     """
-    kl = [f"kl {metrics['kl']:.4f}"] if "kl" in metrics else []
     shortest, longest = (metrics[f"completions/{end}_length"] for end in ("min", "max"))
+    parts = {
+        name.removeprefix("reward/").removesuffix("/mean"): value
+        for name, value in metrics.items()
+        if name.startswith("reward/") and name.endswith("/mean")
+    }
+    shares = ", ".join(f"{name} {value:.3f}" for name, value in parts.items())
+    equal, cut = (
+        metrics.get(name, 0.0) for name in ("frac_reward_zero_std", "completions/clipped_ratio")
+    )
     return "  ".join(
         [
             f"step {step:>{len(str(num_steps))}}/{num_steps}",
             f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}",
-            *kl,
+            *([f"({shares})"] if len(parts) > 1 else []),
+            *([f"{equal:.0%} of groups equal"] if equal else []),
+            *([f"kl {metrics['kl']:.4f}"] if "kl" in metrics else []),
             f"length {metrics['completions/mean_length']:.1f} ({shortest:.0f}-{longest:.0f})",
+            *([f"{cut:.0%} cut"] if cut else []),
             f"{metrics['tokens_per_second']:.0f} tokens/s",
             f"{metrics['time/step']:.1f} s",
             *(["skipped"] if metrics["skipped_steps"] else []),
         ]
     )
+
+
+def completions_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table of completions with their rewards, one row for each of `completion_rows`."""
+    table = Table(show_lines=True, title=f"step {rows[0]['step']}")
+    names = list(rows[0]["rewards"])
+    for column in ("prompt", "completion"):
+        table.add_column(column, overflow="fold", ratio=1)
+    for column in ([*names] if len(names) > 1 else []) + ["reward", "advantage", "end"]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        scores = [row["rewards"][name] for name in names] if len(names) > 1 else []
+        numbers = [*scores, row["reward"], row["advantage"]]
+        shown = ["failed" if number is None else f"{number:.3f}" for number in numbers]
+        # Not markup: a completion may have brackets.
+        table.add_row(
+            Text(row["prompt"]), Text(row["completion"]), *shown, str(row["finish_reason"])
+        )
+    return table
 
 
 def evaluation_title(name: str) -> str:

@@ -4,7 +4,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.batch.experience import Experience, completion_metrics, dialogue_metrics
 from megatron_grpo.batch.schedule import BatchSchedule
@@ -18,17 +18,25 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     metric_prefix,
 )
+from megatron_grpo.reporting.completions import completion_rows, token_rows
 from megatron_grpo.reporting.metrics import StepReport, reward_metrics
 from megatron_grpo.reporting.progress import ProgressBar
-from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking, completion_rows, write_whole
+from megatron_grpo.reporting.symptoms import Symptoms
+from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking, write_whole
 from megatron_grpo.timing import TIMELINE_FILE, PhaseTimer, Timeline
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RunLog:
     """Writes config, metrics, completions, curves and timeline of a run, and shows progress."""
 
-    def __init__(self, cfg: Config, first_step: int) -> None:
+    def __init__(self, cfg: Config, first_step: int, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.run_dir = cfg.train.run_dir
+        self._tokenizer, self._prompt_column = tokenizer, cfg.data.prompt_column
+        self._num_printed = cfg.train.print_completions
+        self._model, self._first_step = cfg.model.path, first_step
         self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
         self.has_environment = cfg.environment.name is not None
         self._held_out = tuple(cfg.eval.named_sets)
@@ -46,6 +54,7 @@ class RunLog:
         self.timeline = Timeline(self.run_dir / TIMELINE_FILE)
         self.timeline.step = first_step
         self.bar = ProgressBar(first_step, cfg.train.num_steps)
+        self.symptoms = Symptoms()
 
     def step(
         self,
@@ -80,12 +89,17 @@ class RunLog:
                 [len(sample.step_rewards) for sample in samples],
                 [sample.finish_reason for sample in samples],
             )
+        indices = self.batches.minibatches(cursor.generation, self.seed)[cursor.minibatch]
         rows = []
         if cursor.iteration == 0:
-            minibatches = self.batches.minibatches(cursor.generation, self.seed)
-            rows = completion_rows(step, experience, minibatches[cursor.minibatch], report)
-        self.tracking.log(step, metrics, rows)
+            rows = completion_rows(
+                step, experience, indices, report, self._prompt_column, self._tokenizer
+            )
+        tokens = token_rows(step, experience, indices, report.tokens, self._tokenizer)
+        self.tracking.log(step, metrics, rows, tokens)
         self.bar.show(step, metrics)
+        self.bar.show_completions(rows[: self._num_printed])
+        self.symptoms.check(step, metrics)
 
     def _tokens_per_second(self, num_tokens: int, seconds: float) -> float:
         """Throughput of the last steps up to this one, which took `seconds`.
@@ -119,8 +133,20 @@ class RunLog:
         self.tracking.log_evaluated(step, rows)
         self.tracking.amend(step, metrics | {"time/eval": seconds})
 
-    def warn_unless_evaluated(self, step: int) -> None:
-        """Warn if the run ends without its last evaluation, which no resumed run will make."""
+    def begin(self, num_prompts: int) -> None:
+        """Print what is trained, on how much, and where it is recorded."""
+        first = f", after step {self._first_step}" if self._first_step else ""
+        self.bar.tell(
+            f"{self._model} on {num_prompts:,} prompts{first}; everything is recorded in "
+            f"{self.run_dir}"
+        )
+
+    def finish(self, step: int) -> None:
+        """Print where the model is; warn of a last evaluation that no resumed run will make."""
+        self.bar.tell(
+            f"done: the model is {self.run_dir / 'hf'}; look into the run with `megatron-grpo view "
+            f"{self.run_dir}`"
+        )
         if not self.has_evaluation(step):
             print(
                 f"step {step} was not evaluated, as the run was told to end or lost its engines: "

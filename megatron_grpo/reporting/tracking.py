@@ -1,4 +1,4 @@
-"""Records of a run: metrics, completions, evaluated completions; also wandb and TensorBoard."""
+"""The records of a run, in files of JSON lines; also wandb and TensorBoard."""
 
 import json
 import math
@@ -9,16 +9,13 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from megatron_grpo.config.config import WandbConfig
 
-if TYPE_CHECKING:
-    from megatron_grpo.batch.experience import Experience
-    from megatron_grpo.reporting.metrics import StepReport
-
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
+TOKENS_FILE = "tokens.jsonl"
 EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
 WANDB_ID_FILE = "wandb_id"
 TENSORBOARD_DIR = "tensorboard"
@@ -46,26 +43,32 @@ class Tracking:
         tensorboard: bool = False,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS_FILE, COMPLETIONS_FILE, EVAL_COMPLETIONS_FILE):
+        for name in (METRICS_FILE, COMPLETIONS_FILE, TOKENS_FILE, EVAL_COMPLETIONS_FILE):
             drop_records_after(run_dir / name, first_step or -1)
         self._run_dir = run_dir
         self._metrics = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._completions = (run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8")
+        self._tokens = (run_dir / TOKENS_FILE).open("a", encoding="utf-8")
         self._wandb = WandbRun(run_dir, wandb, config) if wandb.project else None
         self._tensorboard = TensorBoardRun(run_dir, first_step) if tensorboard else None
 
     def log(
-        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        completions: Sequence[Mapping[str, Any]],
+        tokens: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Record a finished optimizer step (counted from 1) and the completions it trained on.
 
-        `completions` are rows of `completion_rows`; empty when the step reuses a generation.
-        Raises ValueError naming the metrics that are not finite.
+        `completions` are rows of `completion_rows`, empty when the step reuses a generation, and
+        `tokens` are rows of `token_rows`. Raises ValueError naming the metrics that are not finite.
         """
         _check_finite(step, metrics)
-        for row in completions:
-            print(json.dumps(row, ensure_ascii=False), file=self._completions)
-        self._completions.flush()
+        for rows, file in ((completions, self._completions), (tokens, self._tokens)):
+            for row in rows:
+                print(json.dumps(row, ensure_ascii=False), file=file)
+            file.flush()
         print(json.dumps({**_record(step), **metrics}), file=self._metrics, flush=True)
         if self._wandb:
             self._wandb.log(step, metrics, completions)
@@ -106,6 +109,7 @@ class Tracking:
         """Close the files and finish the wandb run."""
         self._metrics.close()
         self._completions.close()
+        self._tokens.close()
         if self._tensorboard:
             self._tensorboard.close()
         if self._wandb:
@@ -185,39 +189,6 @@ def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             if line.endswith(b"\n"):
                 yield end, line
             end -= len(line)
-
-
-def completion_rows(
-    step: int, experience: "Experience", indices: Sequence[int], report: "StepReport"
-) -> list[dict[str, Any]]:
-    """One row for each completion in `indices`, the ones that `report` covers.
-
-    `prompt_index` is the row of the data. Unknown values are null: the score of a reward that
-    failed and the sum of all, and entropy and gap of a completion without counted tokens.
-    """
-    return [
-        {
-            "step": step,
-            "prompt_index": sample.prompt.index,
-            "sample_index": sample.sample_index,
-            "prompt": sample.prompt.text,
-            "completion": sample.text,
-            "num_tokens": sample.num_sampled,
-            "reward": _known(float(experience.totals[i])),
-            "rewards": {name: _known(value) for name, value in experience.rewards[i].items()},
-            "advantage": float(experience.advantages[i]),
-            "entropy": _known(entropy),
-            "logprob_gap": _known(gap),
-            "finish_reason": sample.finish_reason,
-            "policy_version": sample.policy_version,
-        }
-        for i, entropy, gap in zip(indices, report.entropy, report.rollout_gap, strict=True)
-        for sample in [experience.samples[i]]
-    ]
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 class WandbRun:
@@ -312,6 +283,8 @@ class TensorBoardRun:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with one column per reward function instead of a nested table."""
+    """A row without nested tables: one column per reward function, and none of the data's own."""
     rewards = {f"reward/{name}": value for name, value in row["rewards"].items()}
-    return {name: value for name, value in row.items() if name != "rewards"} | rewards
+    return {
+        name: value for name, value in row.items() if not isinstance(value, dict | list)
+    } | rewards

@@ -79,7 +79,7 @@ class Rollouter:
         tokenizer = load_tokenizer(cfg.model.path)
         self.engines = RolloutClient(EnginePool(self._servers, cfg.rollout), cfg.rollout)
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         # The preflight has warned already.
         fault_of = reference_fault(cfg.reward)
         context = shape.max_position_embeddings
@@ -139,7 +139,7 @@ class Rollouter:
             sampler.prompts,
             params,
             environments=self.environments,
-            turns=Turns.from_config(self.cfg, self._tokenizer, self._end_tokens),
+            turns=Turns.from_config(self.cfg, self.tokenizer, self._end_tokens),
             max_turns=self.cfg.environment.max_turns,
         )
 

@@ -24,7 +24,10 @@ from helpers.policies import gradient_boxes, load_oracle, tiny_config
 from helpers.ranks import run_ranks
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, subtract_kl
-from megatron_grpo.batch.prepare import add_logprobs, sequence_kl, with_advantages
+from megatron_grpo.batch.kl_in_reward import sequence_kl, with_advantages
+from megatron_grpo.batch.prepare import add_logprobs
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.batch.token_log import VALUES
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
@@ -169,6 +172,7 @@ class Case:
         with torch.no_grad():
             exact = oracle_logprobs(self.model, self.prompts, self.completions, TEMPERATURE)
         # Off by enough for the clips on both sides, and the dual clip, to bind on some tokens.
+        self.logprobs = exact
         self.old_logprobs = [near(logprobs, 0.4) for logprobs in exact]
         self.rollout_logprobs = [near(logprobs, 0.1) for logprobs in self.old_logprobs]
 
@@ -297,7 +301,7 @@ def batches_of(
     return batches
 
 
-Result = tuple[float, list[Any]]
+Result = tuple[float, list[Any], torch.Tensor]
 
 
 def gradients_on_rank(
@@ -307,7 +311,8 @@ def gradients_on_rank(
     experience: Experience,
     configs: dict[Run, Config],
 ) -> dict[Run, Result]:
-    """For each recipe and budget: the loss, and this rank's boxes of the whole gradient."""
+    """For each recipe and budget: the loss, this rank's boxes of the whole gradient, and the log
+    of tokens."""
     setup_device(rank)
     groups = init_groups(dims)
     policy = build_policy(next(iter(configs.values())), read_shape(folder), groups)
@@ -320,7 +325,10 @@ def gradients_on_rank(
         loss = torch.tensor(sum(map(float, metrics.losses)), dtype=torch.float64)
         dist.all_reduce(loss, group=groups.data_context)
         dist.all_reduce(loss, group=groups.pipeline)
-        results[name, budget] = (float(loss), gradient_boxes(policy))
+        logged = metrics.token_log.values
+        for group in (groups.data_context, groups.pipeline):
+            dist.all_reduce(logged, group=group)
+        results[name, budget] = (float(loss), gradient_boxes(policy), logged)
     return results
 
 
@@ -334,6 +342,20 @@ def on_ranks(
     return run_ranks(
         dims.world_size, gradients_on_rank, dims, case.folder, experience, configs, timeout=240
     )
+
+
+def assert_logged(ranks: list[dict[Run, Result]], case: Case, *overrides: str) -> None:
+    """Every rank has the values of all tokens that count, and zeros elsewhere."""
+    cfg = config(case.folder, ParallelDims(), {}, BUDGETS[0], *overrides)
+    [indices] = BatchSchedule.of(cfg.grpo).minibatches(0, cfg.train.seed)
+    expected = torch.cat([case.logprobs[i] * (i != FAILED) for i in indices]).float()
+    for result in ranks:
+        for _, _, logged in result.values():
+            logprobs, beyond = logged[:, VALUES.index("logprob")].split(
+                [len(expected), len(logged) - len(expected)]
+            )
+            torch.testing.assert_close(logprobs, expected, atol=2e-5, rtol=1e-5)
+            assert not beyond.any()
 
 
 def assert_equal(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.models import tiny_model
-from helpers.train_steps import BUDGETS, Case, assert_equal, config, on_ranks
+from helpers.train_steps import BUDGETS, Case, assert_equal, assert_logged, config, on_ranks
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from parallel import ParallelDims
 from parallel.alignment import Alignment
@@ -73,7 +73,9 @@ def test_loss_and_every_gradient_with_shared_prompts_equal_the_float64_oracle(
 ) -> None:
     case = cases[family]
     runs = [(name, budget) for name in RECIPES for budget in BUDGETS]
-    assert_equal(on_ranks(case, dims, case.experience(), runs, SHARED), case.answers)
+    ranks = on_ranks(case, dims, case.experience(), runs, SHARED)
+    assert_equal(ranks, case.answers)
+    assert_logged(ranks, case, SHARED)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -20,6 +20,7 @@ from helpers.train_steps import (
     Case,
     Run,
     assert_equal,
+    assert_logged,
     batches_of,
     config,
     on_ranks,
@@ -98,7 +99,9 @@ def test_loss_and_every_gradient_equal_the_float64_oracle(
 ) -> None:
     case = cases[family]
     runs = _every_second(case.recipes, LAYOUTS.index(dims))
-    assert_equal(on_ranks(case, dims, case.experience(), runs), case.answers)
+    ranks = on_ranks(case, dims, case.experience(), runs)
+    assert_equal(ranks, case.answers)
+    assert_logged(ranks, case)
 
 
 def test_so_they_do_where_every_tensor_rank_has_all_tokens(cases: dict[str, Case]) -> None:

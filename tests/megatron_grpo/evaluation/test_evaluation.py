@@ -94,12 +94,15 @@ def test_a_row_says_whether_it_passed_and_null_where_nobody_knows() -> None:
     # Weights that add up to the threshold but for rounding pass.
     assert eval_metrics(evaluated([0.7 + 0.2 + 0.1]), EvalConfig())["eval/pass@1"] == 1.0
     assert rows[0] == {
+        "prompt_index": 0,
+        "sample_index": 0,
         "prompt": "prompt 0",
         "completion": "completion 0",
         "rewards": {"exact": 0.5},
         "reward": 0.5,
         "passed": True,
         "finish_reason": "length",
+        "columns": {},
     }
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from helpers.losses import chosen_tokens
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.batch.experience import completion_metrics
+from megatron_grpo.batch.token_log import VALUES, first_rows
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.reporting.metrics import TrainMetrics, reward_metrics
 from parallel.alignment import Alignment
@@ -32,9 +33,10 @@ def grpo_config(**options):
     return GRPOConfig(**({"generation_batch_size": 8, "beta": 0.1} | options))
 
 
-def count(members, cfg, tokens=TOKENS, old_is_rollout=False):
+def count(members, cfg, tokens=TOKENS, old_is_rollout=False, num_logged_tokens=0):
     """Metrics of one microbatch with these sequences, and the total of its loss."""
     weights = loss_weights(torch.tensor([len(own) for own in tokens]), "grpo", 8)
+    log_rows = first_rows([len(own) for own in tokens], num_logged_tokens)
     sequences = [
         TokenSequence(
             tokens=torch.zeros(1 + len(own), dtype=torch.int64),
@@ -42,6 +44,7 @@ def count(members, cfg, tokens=TOKENS, old_is_rollout=False):
             advantage=ADVANTAGES[i],
             loss_weight=float(weights[i]),
             rollout_logprobs=torch.tensor([token[3] for token in own]),
+            log_row=log_rows[i],
         )
         for i, own in enumerate(tokens)
     ]
@@ -61,7 +64,9 @@ def count(members, cfg, tokens=TOKENS, old_is_rollout=False):
     )
     tokens_of_batch = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, entropy))
     loss = grpo_loss(tokens_of_batch, cfg, cfg.beta)
-    metrics = TrainMetrics(len(tokens), old_is_rollout=old_is_rollout)
+    metrics = TrainMetrics(
+        len(tokens), old_is_rollout=old_is_rollout, num_logged_tokens=num_logged_tokens
+    )
     metrics.add(tokens_of_batch, loss)
     return metrics, loss.total.item()
 
@@ -70,9 +75,12 @@ def reduced(parts, cfg):
     """The report of the ranks that hold these parts."""
 
     def all_reduce(tensor, op):
-        name = {dist.ReduceOp.SUM: "sums", dist.ReduceOp.MAX: "maxima"}[op]
-        stacked = torch.stack([getattr(metrics, name) for metrics in parts])
-        tensor.copy_(stacked.sum(0) if name == "sums" else stacked.amax(0))
+        if op == dist.ReduceOp.MAX:
+            tensor.copy_(torch.stack([metrics.maxima for metrics in parts]).amax(0))
+        elif tensor is parts[0].sums:
+            tensor.copy_(torch.stack([metrics.sums for metrics in parts]).sum(0))
+        else:
+            tensor.copy_(torch.stack([metrics.token_log.values for metrics in parts]).sum(0))
 
     return parts[0].reduce(all_reduce, cfg)
 
@@ -292,3 +300,22 @@ def test_a_score_that_is_nan_is_in_no_mean():
             "reward/judge/std": 0.0,
         }
     )
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_logged_tokens_have_their_values_wherever_they_were_predicted(split):
+    cfg = grpo_config(top_entropy_quantile=0.5, rollout_importance_sampling_mode="token_truncate")
+    parts = [count(members, cfg, num_logged_tokens=5)[0] for members in split]
+    logged = reduced(parts, cfg).tokens
+    columns = dict(zip(VALUES, logged.T, strict=True))
+    # The first five tokens: both of the first two sequences, and one of the third.
+    of_log = [token for tokens in TOKENS for token in tokens][:5]
+    new, old, _, rollout, entropy = (torch.tensor(of) for of in zip(*of_log, strict=True))
+    torch.testing.assert_close(columns["logprob"], new)
+    torch.testing.assert_close(columns["gap"], old - rollout)
+    torch.testing.assert_close(columns["ratio"], (new - old).exp())
+    torch.testing.assert_close(columns["entropy"], entropy)
+    # e^0.3 is above the clip with A = 1, e^-0.5 below it with A = -2; 1/8 and 1/12 weigh a token.
+    assert columns["clipped"].tolist() == [1, 0, -1, 0, 0]
+    weights = torch.tensor([1 / 8] * 4 + [1 / 12]) * (old - rollout).exp().clamp(max=2.0)
+    torch.testing.assert_close(columns["loss_weight"], weights * (entropy >= 0.7))

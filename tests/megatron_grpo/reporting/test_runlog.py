@@ -6,19 +6,25 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.conversions import file_size_limit
 from helpers.policies import tiny_config
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.reporting.runlog import RunLog
 from parallel import ParallelDims
 
 
+def run_log(cfg: Config, first_step: int) -> RunLog:
+    return RunLog(cfg, first_step, load_tokenizer(cfg.model.path))
+
+
 def test_what_fails_in_closing_the_log_is_told_and_does_not_hide_why_the_run_ends(
     tied_model: Path, tmp_path: Path, capfd
 ):
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
-    with pytest.raises(Preempted), closing(RunLog(cfg, 0)) as log:
+    with pytest.raises(Preempted), closing(run_log(cfg, 0)) as log:
         log.tracking.log(1, {"reward": 1.0}, [])  # too little to draw
         os.close(log.tracking._metrics.fileno())
         raise Preempted("step 1 saved")
@@ -31,7 +37,7 @@ def test_the_throughput_is_that_of_a_whole_generation(tied_model: Path, tmp_path
     """Two optimizer batches, twice each: the first of the four steps waits for the generation."""
     options = ["grpo.steps_per_generation=2", "grpo.num_iterations=2"]
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}", *options)
-    with closing(RunLog(cfg, 0)) as log:
+    with closing(run_log(cfg, 0)) as log:
         found = [log._tokens_per_second(800, seconds) for seconds in (7, 1, 1, 1) * 2]
         assert found == pytest.approx([200 / 7, 400 / 8, 600 / 9, *[800 / 10] * 5])
 
@@ -40,7 +46,7 @@ def test_a_resumed_run_lacks_the_evaluation_of_a_set_that_it_adds(tied_model: Pa
     def is_evaluated(*options: str) -> bool:
         run_dir = f"train.run_dir={tmp_path / 'run'}"
         cfg = tiny_config(tied_model, ParallelDims(), run_dir, *options)
-        with closing(RunLog(cfg, 2)) as log:
+        with closing(run_log(cfg, 2)) as log:
             return log.has_evaluation(2)
 
     (tmp_path / "run").mkdir()
@@ -58,17 +64,17 @@ def test_a_full_disk_leaves_the_config_that_a_run_was_started_with(
     """A run whose config cannot be read could not be resumed."""
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
     saved = tmp_path / "run" / "config.yaml"
-    with closing(RunLog(cfg, 0)):
+    with closing(run_log(cfg, 0)):
         pass
     longer = cfg.model_copy(update={"train": cfg.train.model_copy(update={"num_steps": 77})})
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         # The kernel's way to say the same to one process.
         with file_size_limit(100), pytest.raises(OSError, match="File too large"):
-            RunLog(longer, 0)
+            run_log(longer, 0)
     finally:
         signal.signal(signal.SIGXFSZ, before)
     assert saved.read_text() == dump_config(cfg)
-    with closing(RunLog(longer, 0)):
+    with closing(run_log(longer, 0)):
         pass
     assert load_config(saved) == longer

@@ -1,6 +1,5 @@
 import http.server
 import json
-import math
 import os
 import subprocess
 import sys
@@ -11,19 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
-from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import WandbConfig
-from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample
-from megatron_grpo.reporting.metrics import StepReport
-from megatron_grpo.reporting.tracking import (
-    Tracking,
-    completion_rows,
-    drop_records_after,
-    last_step,
-)
+from megatron_grpo.reporting.tracking import Tracking, drop_records_after, last_step
 
 OFF = WandbConfig()
 
@@ -33,68 +22,37 @@ def read(path: Path) -> list[dict[str, object]]:
 
 
 def rows_of(step: int, rewards: list[float]) -> list[dict[str, object]]:
-    """Rows of completions with these rewards, whose advantages are twice the rewards less 1."""
-    prompt = Prompt(index=4, token_ids=(1, 2), text="What is 7 + 5?", row={})
-    samples = [
-        Sample(
-            prompt=prompt,
-            sample_index=i,
-            completion_ids=(3, 4),
-            logprobs=(-0.5, -0.1),
-            finish_reason="stop",
-            text="żółw 12",
-            policy_version=6,
-        )
-        for i in range(len(rewards))
+    """Rows of completions with these rewards."""
+    return [
+        {
+            "step": step,
+            "completion": "żółw 12",
+            "reward": reward,
+            "rewards": {"exact": reward},
+            "columns": {"answer": "12"},
+        }
+        for reward in rewards
     ]
-    totals = torch.tensor(rewards, dtype=torch.float64)
-    experience = Experience(
-        samples,
-        [{"exact": r} for r in rewards],
-        totals,
-        torch.zeros(len(rewards)),
-        (2 * totals - 1).nan_to_num(),
-    )
-    entropy = [0.5 + i if i else math.nan for i in range(len(rewards))]
-    report = StepReport({}, entropy, [0.01] * len(rewards))
-    return completion_rows(step, experience, range(len(rewards)), report)
 
 
 def run(run_dir: Path, first_step: int, steps: list[int], value: float = 1.0) -> None:
     tracking = Tracking(run_dir, first_step, OFF, {})
     for step in steps:
-        tracking.log(step, {"reward": value}, rows_of(step, [1.0, math.nan, 0.0]))
+        tracking.log(step, {"reward": value}, rows_of(step, [1.0, 0.5, 0.0]), [{"step": step}])
         # On disk when the step ends, not when the run does.
         assert last_step(run_dir) == read(run_dir / "completions.jsonl")[-1]["step"] == step
     tracking.close()
 
 
-def test_a_step_is_one_metrics_line_and_one_line_per_completion(tmp_path: Path) -> None:
+def test_a_step_is_one_metrics_line_and_lines_of_completions_and_tokens(tmp_path: Path) -> None:
     run(tmp_path, 0, [1])
     # Without a reference the loss has no KL, a skipped step no gradient norm and perhaps no loss;
     # scripts still find the keys.
     assert read(tmp_path / "metrics.jsonl") == [
         {"step": 1, "kl": None, "loss": None, "grad_norm": None, "reward": 1.0}
     ]
-    first, failed, last = read(tmp_path / "completions.jsonl")
-    assert first == {
-        "step": 1,
-        "prompt_index": 4,
-        "sample_index": 0,
-        "prompt": "What is 7 + 5?",
-        "completion": "żółw 12",
-        "num_tokens": 2,
-        "reward": 1.0,
-        "rewards": {"exact": 1.0},
-        "advantage": 1.0,
-        "entropy": None,  # no token of it counts
-        "logprob_gap": 0.01,
-        "finish_reason": "stop",
-        "policy_version": 6,
-    }
-    assert (failed["sample_index"], failed["reward"]) == (1, None)
-    assert failed["rewards"] == {"exact": None}
-    assert (last["advantage"], last["entropy"]) == (-1.0, 2.5)
+    assert read(tmp_path / "completions.jsonl") == rows_of(1, [1.0, 0.5, 0.0])
+    assert read(tmp_path / "tokens.jsonl") == [{"step": 1}]
 
 
 def test_tensorboard_shows_each_step_once_as_the_run_that_was_resumed_last_logged_it(
@@ -122,6 +80,7 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(tmp_path: Path) -
     assert [(m["step"], m["reward"]) for m in metrics] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
     steps = [row["step"] for row in read(tmp_path / "completions.jsonl")]
     assert steps == [step for step in (1, 2, 3, 4, 5) for _ in range(3)]
+    assert [row["step"] for row in read(tmp_path / "tokens.jsonl")] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""The KL divergence from the reference as a part of the reward: `grpo.kl_in_reward`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_grpo.algorithm.kl import kl_estimate
+from megatron_grpo.batch.distribute import Minibatches
+from parallel.groups import Groups
+
+
+def sequence_kl(minibatches: Minibatches, num_sequences: int, groups: Groups) -> list[Tensor]:
+    """Sum of KL(old policy || reference) over the response tokens: [num_sequences] per minibatch.
+
+    Estimated by k1, log old - log reference: used as a reward, only k1 has the gradient of the
+    divergence. Collective, with the same result on all ranks; `num_sequences` is the number of
+    sequences in an optimizer batch.
+    """
+    found = []
+    for batches in minibatches:
+        sums = torch.zeros(num_sequences, dtype=torch.float64, device=batches[0].tokens.device)
+        for batch in batches:
+            if batch.old_logprobs is None or batch.ref_logprobs is None:
+                continue  # only the last stage has them
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")
+            kl = kl.double().where(batch.loss_mask, 0.0)
+            sums.index_add_(0, batch.sequence_index.clamp(min=0), kl)
+        # Tensor and context ranks hold the same tokens.
+        for group in (groups.data, groups.pipeline):
+            dist.all_reduce(sums, group=group)
+        found.append(sums)
+    return found
+
+
+def by_sample(found: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> Tensor:
+    """Reorder the values `found` for the sequences of each minibatch by sample of the generation.
+
+    `indices` are the samples of each minibatch. Returns [N] float64 on the CPU.
+    """
+    laid = torch.zeros(sum(map(len, indices)), dtype=torch.float64)
+    for places, of_minibatch in zip(indices, found, strict=True):
+        laid[list(places)] = of_minibatch.cpu()
+    return laid
+
+
+def with_advantages(minibatches: Minibatches, advantages: Sequence[Tensor]) -> Minibatches:
+    """The minibatches with new advantages, [sequences of the optimizer batch] for each of them."""
+    return [
+        [
+            replace(
+                batch,
+                advantages=new[batch.sequence_index.clamp(min=0)]
+                .to(batch.advantages)
+                .where(batch.loss_mask, 0.0),
+            )
+            for batch in batches
+        ]
+        for batches, new in zip(minibatches, advantages, strict=True)
+    ]

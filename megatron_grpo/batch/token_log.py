@@ -1,0 +1,70 @@
+"""Values of single tokens of an optimizer step, for people to look at: `train.log_tokens`.
+
+The log has a fixed number of rows, one per token. Rank 0 gives them to the first completions of the
+optimizer batch, which are a random choice of it. Each token is predicted on one rank, which fills
+in its row, so the sum over ranks is the whole log, whatever the layout.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.algorithm.loss import GRPOLoss, LossTokens
+
+VALUES = ("logprob", "gap", "ratio", "entropy", "loss_weight", "clipped")
+"""The columns of a `TokenLog`."""
+
+
+def first_rows(lengths: Sequence[int], num_rows: int) -> list[int | None]:
+    """Row of the first token of each completion; None for those that get no row.
+
+    The completions have `lengths` tokens. The last one that gets a row may not get enough of them.
+
+    >>> first_rows([3, 4, 2], 5)
+    [0, 3, None]
+    """
+    firsts = accumulate(lengths, initial=0)
+    return [first if first < num_rows else None for first, _ in zip(firsts, lengths, strict=False)]
+
+
+class TokenLog:
+    """One rank's part of the log; zero in the rows of tokens of other ranks, and of masked ones.
+
+    `logprob` and `entropy` are the current policy's, `ratio` is that over the old policy, and `gap`
+    the difference of trainer and engine under the policy that generated. `loss_weight` is what the
+    objective of the token is multiplied with, importance weights and masks included. `clipped` is
+    -1 at the lower bound and 1 at the upper one.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
+        # The last row takes the tokens without one.
+        self._values = torch.zeros(num_rows + 1, len(VALUES), device=device)
+
+    @property
+    def values(self) -> Tensor:
+        """[rows, values] float32."""
+        return self._values[:-1]
+
+    def add(self, rows: Tensor, tokens: LossTokens, loss: GRPOLoss, gap: Tensor) -> None:
+        """Fill in the `rows` [K] of tokens that this rank predicted; others are -1."""
+        weight = tokens.weights
+        if loss.rollout_weight is not None:
+            weight = weight * loss.rollout_weight
+        if loss.off_policy is not None:
+            weight = weight.masked_fill(loss.off_policy, 0.0)
+        if tokens.high_entropy is not None:
+            weight = weight.masked_fill(~tokens.high_entropy, 0.0)
+        values = {
+            "logprob": tokens.logprobs,
+            "gap": gap,
+            "ratio": loss.log_ratio.exp(),
+            "entropy": tokens.entropy,
+            "loss_weight": weight,
+            "clipped": loss.clipped_high.int() - loss.clipped_low.int(),
+        }
+        found = torch.stack([values[name].detach().float() for name in VALUES], dim=1)
+        nowhere = len(self._values) - 1
+        has_row = (rows >= 0) & (rows < nowhere)
+        self._values.index_copy_(0, rows.where(has_row, nowhere), found)

@@ -1,0 +1,138 @@
+"""The completions of an optimizer step, and their tokens, as rows for JSON."""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.token_log import VALUES, first_rows
+from megatron_grpo.data.rows import logged_columns
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.reporting.metrics import StepReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DIGITS = 5
+"""Significant digits of values of tokens: a value takes 9 bytes, and rounding stays invisible."""
+
+
+def completion_rows(
+    step: int,
+    experience: Experience,
+    indices: Sequence[int],
+    report: StepReport,
+    prompt_column: str,
+    tokenizer: "PreTrainedTokenizerBase",
+) -> list[dict[str, Any]]:
+    """One row for each completion in `indices`, the ones that `report` covers.
+
+    `prompt_index` is the row of the data, and `columns` are its others. `turns` are in the rows of
+    dialogues alone. Unknown values are null: the score of a reward that failed and the sum of all,
+    and entropy and gap of a completion without counted tokens.
+    """
+    return [
+        {
+            "step": step,
+            "prompt_index": sample.prompt.index,
+            "sample_index": sample.sample_index,
+            "prompt": sample.prompt.text,
+            "completion": sample.text,
+            "num_tokens": sample.num_sampled,
+            "reward": _known(float(experience.totals[i])),
+            "rewards": {name: _known(value) for name, value in experience.rewards[i].items()},
+            "advantage": float(experience.advantages[i]),
+            "entropy": _known(entropy),
+            "logprob_gap": _known(gap),
+            "finish_reason": sample.finish_reason,
+            "policy_version": sample.policy_version,
+            "columns": logged_columns(sample.prompt.row, prompt_column),
+            **({"turns": turns_of(sample, tokenizer)} if sample.step_rewards else {}),
+        }
+        for i, entropy, gap in zip(indices, report.entropy, report.rollout_gap, strict=True)
+        for sample in [experience.samples[i]]
+    ]
+
+
+def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]:
+    """What the model and the environment said in a dialogue, special tokens included.
+
+    `reward` is that of the environment's step after a turn of the model; null for observations.
+    """
+    rewards = dict(sample.step_rewards)
+    turns, start = [], 0
+    for is_sampled, tokens in groupby(sample.loss_mask):
+        stop = start + len(list(tokens))
+        turns.append(
+            {
+                "role": "assistant" if is_sampled else "environment",
+                "text": tokenizer.decode(list(sample.completion_ids[start:stop])),
+                "reward": rewards.get(stop - 1),
+            }
+        )
+        start = stop
+    return turns
+
+
+def token_rows(
+    step: int,
+    experience: Experience,
+    indices: Sequence[int],
+    values: Tensor,
+    tokenizer: "PreTrainedTokenizerBase",
+) -> list[dict[str, Any]]:
+    """One row for each completion that has rows in the step's `TokenLog`, whose `values` they are.
+
+    `indices` are the completions of the optimizer batch. Every list has one entry per token of the
+    completion, or of its beginning if the log had no room for more. `mask` is 1 for tokens that the
+    model sampled; observations have no values. Values that are not finite are null.
+    """
+    samples = [experience.samples[i] for i in indices]
+    firsts = first_rows([len(sample.completion_ids) for sample in samples], len(values))
+    rows = []
+    for i, sample, first in zip(indices, samples, firsts, strict=True):
+        if first is None:
+            continue
+        ids = list(sample.completion_ids[: len(values) - first])
+        found = values[first : first + len(ids)].T.tolist()
+        advantages = [float(experience.advantages[i])] * len(ids)
+        if experience.token_advantages:
+            advantages = experience.token_advantages[i][: len(ids)].tolist()
+        rows.append(
+            {
+                "step": step,
+                "prompt_index": sample.prompt.index,
+                "sample_index": sample.sample_index,
+                "policy_version": sample.policy_version,
+                "tokens": token_texts(ids, tokenizer),
+                "token_ids": ids,
+                "mask": list(sample.loss_mask[: len(ids)]),
+                "rollout_logprob": [_rounded(x) for x in sample.logprobs[: len(ids)]],
+                "advantage": [_rounded(x) for x in advantages],
+                **{
+                    name: [_rounded(x) for x in column]
+                    for name, column in zip(VALUES, found, strict=True)
+                },
+            }
+        )
+    return rows
+
+
+def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """The text of each token; a character of several tokens is at the last of them."""
+    if not tokenizer.is_fast:  # of a SentencePiece model: its pieces are whole characters
+        return [tokenizer.decode([token]) for token in ids]
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None

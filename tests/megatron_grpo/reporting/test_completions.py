@@ -1,0 +1,111 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.token_log import VALUES
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.reporting.completions import completion_rows, token_rows, token_texts
+from megatron_grpo.reporting.metrics import StepReport
+
+ROW = {"question": "What is 7 + 5?", "answer": "12", "tests": "x" * 3000, "level": 2}
+REWARDS = [1.0, math.nan, 0.0]
+
+
+@pytest.fixture
+def tokenizer(tied_model: Path) -> Any:
+    return load_tokenizer(tied_model)
+
+
+def experience(**options: Any) -> Experience:
+    """Three completions of one prompt, whose advantages are twice the rewards less 1."""
+    prompt = Prompt(index=4, token_ids=(1, 2), text="What is 7 + 5?", row=ROW)
+    samples = [
+        Sample(
+            prompt=prompt,
+            sample_index=i,
+            **{
+                "completion_ids": (33, 34),
+                "logprobs": (-0.5, -0.1),
+                "finish_reason": "stop",
+                "text": "żółw 12",
+                "policy_version": 6,
+            }
+            | options,
+        )
+        for i in range(len(REWARDS))
+    ]
+    totals = torch.tensor(REWARDS, dtype=torch.float64)
+    advantages = (2 * totals - 1).nan_to_num()
+    scores = [{"exact": reward} for reward in REWARDS]
+    return Experience(samples, scores, totals, torch.zeros(3), advantages)
+
+
+def rows(tokenizer: Any, made: Experience) -> list[dict[str, Any]]:
+    report = StepReport({}, [math.nan, 1.5, 2.5], [0.01] * 3, torch.zeros(0))
+    return completion_rows(7, made, range(3), report, "question", tokenizer)
+
+
+def test_a_row_has_all_that_is_known_of_a_completion_and_null_for_the_rest(tokenizer: Any) -> None:
+    first, failed, last = rows(tokenizer, experience())
+    assert first == {
+        "step": 7,
+        "prompt_index": 4,
+        "sample_index": 0,
+        "prompt": "What is 7 + 5?",
+        "completion": "żółw 12",
+        "num_tokens": 2,
+        "reward": 1.0,
+        "rewards": {"exact": 1.0},
+        "advantage": 1.0,
+        "entropy": None,  # no token of it counts
+        "logprob_gap": 0.01,
+        "finish_reason": "stop",
+        "policy_version": 6,
+        # The prompt is there as it was sent, and long values are cut.
+        "columns": {"answer": "12", "tests": '"' + "x" * 1999 + "…", "level": 2},
+    }
+    assert (failed["sample_index"], failed["reward"]) == (1, None)
+    assert failed["rewards"] == {"exact": None}
+    assert (last["advantage"], last["entropy"]) == (-1.0, 2.5)
+
+
+def test_the_turns_of_a_dialogue_have_their_special_tokens_and_rewards(tokenizer: Any) -> None:
+    eos = tokenizer.eos_token_id
+    made = experience(
+        completion_ids=(33, eos, 40, 41, 34, eos),
+        logprobs=[0.0] * 6,
+        loss_mask=(1, 1, 0, 0, 1, 1),
+        step_rewards=((1, 0.25), (5, 1.0)),
+    )
+    assert rows(tokenizer, made)[0]["turns"] == [
+        {"role": "assistant", "text": tokenizer.decode([33, eos]), "reward": 0.25},
+        {"role": "environment", "text": tokenizer.decode([40, 41]), "reward": None},
+        {"role": "assistant", "text": tokenizer.decode([34, eos]), "reward": 1.0},
+    ]
+
+
+def test_the_values_of_tokens_stand_beside_their_texts_as_far_as_the_log_has_rows(
+    tokenizer: Any,
+) -> None:
+    values = torch.arange(3.0).view(3, 1) + torch.arange(len(VALUES)) / 10
+    values[1, VALUES.index("gap")] = torch.nan
+    found = token_rows(7, experience(), [2, 0, 1], values, tokenizer)
+    assert [(row["sample_index"], len(row["token_ids"])) for row in found] == [(2, 2), (0, 1)]
+    first, second = found
+    assert first["tokens"] == [tokenizer.decode([33]), tokenizer.decode([34])]
+    assert (first["logprob"], second["logprob"]) == ([0.0, 1.0], [2.0])
+    assert first["gap"] == [0.1, None]
+    assert first["rollout_logprob"] == [-0.5, -0.1]
+    assert (first["advantage"], second["advantage"]) == ([-1.0, -1.0], [1.0])
+
+
+def test_the_texts_of_tokens_add_up_to_the_text(tokenizer: Any) -> None:
+    text = "12 + żółw = 🐢"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert "".join(token_texts(ids, tokenizer)) == text
