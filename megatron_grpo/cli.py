@@ -1,4 +1,4 @@
-"""Command line: `megatron-grpo train | check | eval | serve | place | plan | doctor | report`."""
+"""Command line: `megatron-grpo train | check | eval | serve | place | plan | doctor | ...`."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ from megatron_grpo.launch.process import (
     silence_libraries,
 )
 from megatron_grpo.launch.run_dir import check_token, take_token
-from megatron_grpo.reporting.commands import report
+from megatron_grpo.reporting.commands import report, show
 
 Overrides = Annotated[
     list[str] | None,
@@ -369,6 +369,7 @@ def doctor(
 
 
 app.command()(report)
+app.command()(show)
 
 
 def main() -> None:

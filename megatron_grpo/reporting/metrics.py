@@ -134,7 +134,8 @@ class TrainMetrics:
         """
         all_reduce(self.sums, dist.ReduceOp.SUM)
         all_reduce(self.maxima, dist.ReduceOp.MAX)
-        all_reduce(self.token_log.values, dist.ReduceOp.SUM)
+        if len(self.token_log.values):
+            all_reduce(self.token_log.values, dist.ReduceOp.SUM)
         sums = dict(zip(_BY_SEQUENCE, self._by_sequence.cpu().T, strict=True))
         found = self.maxima.masked_fill(self.maxima.isneginf(), 0.0)
         maxima = dict(zip(_MAXIMA, found.tolist(), strict=True))

@@ -1,9 +1,15 @@
 import io
+import time
 
 import pytest
 from rich.console import Console
 
-from megatron_grpo.reporting.progress import ProgressBar, evaluation_line, step_line
+from megatron_grpo.reporting.progress import (
+    ProgressBar,
+    completions_table,
+    evaluation_line,
+    step_line,
+)
 
 METRICS = {
     "reward": 0.3125,
@@ -36,6 +42,25 @@ def test_the_line_of_a_step_names_what_it_shows() -> None:
     )
     assert "kl 0.0123" in step_line(3, 15, METRICS | {"kl": 0.01234})
     assert step_line(3, 15, METRICS | {"skipped_steps": 1.0}).endswith("18.4 s  skipped")
+
+
+def test_the_line_of_a_step_says_what_a_sum_and_a_mean_would_hide() -> None:
+    line = step_line(
+        3,
+        15,
+        METRICS
+        | {
+            "reward/math/mean": 0.25,
+            "reward/math/std": 0.1,
+            "reward/format/mean": 0.0625,
+            "frac_reward_zero_std": 0.75,
+            "completions/clipped_ratio": 0.94,
+        },
+    )
+    assert line == (
+        "step  3/15  reward 0.312 ± 0.210  (math 0.250, format 0.062)  75% of groups equal  "
+        "length 12.3 (4-16)  94% cut  1312 tokens/s  18.4 s"
+    )
 
 
 EVALUATION = {
@@ -85,6 +110,36 @@ def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert "32/64 ━━" in told[True] and "64/64" not in told[True].split("\r")[-1]
 
 
+def test_a_bar_shows_the_phase_that_runs_and_since_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    bar = ProgressBar(2, 15, console)
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    bar.enter("generate")
+    clock[0] = 107.2
+    bar._bar.refresh()
+    bar.close()
+    assert isinstance(console.file, io.StringIO)
+    assert "generate 7 s" in console.file.getvalue()
+
+
+def test_a_completion_is_printed_as_it_is_with_the_scores_of_each_function() -> None:
+    row = {
+        "step": 3,
+        "prompt": "[b]How much[/b] is 7 + 5?",
+        "completion": "[12]",
+        "rewards": {"math": 1.0, "format": None},
+        "reward": None,
+        "advantage": 0.0,
+        "finish_reason": "stop",
+    }
+    console = Console(file=io.StringIO(), width=120)
+    console.print(completions_table([row]))
+    assert isinstance(console.file, io.StringIO)
+    cells = [cell.strip() for cell in console.file.getvalue().splitlines()[-2].split("│")[1:-1]]
+    assert cells == [row["prompt"], "[12]", "1.000", "failed", "failed", "0.000", "stop"]
+
+
 def test_without_a_terminal_every_step_is_one_plain_line_however_narrow() -> None:
     lines = shown(terminal=False).splitlines()
     assert [line.split("  reward")[0] for line in lines] == ["step  3/15", "step  4/15"]
@@ -95,4 +150,3 @@ def test_without_a_terminal_every_step_is_one_plain_line_however_narrow() -> Non
 def test_on_a_terminal_a_bar_stands_at_the_last_step() -> None:
     bar = shown(terminal=True).split("\r")[-1]
     assert " 4/15 ━━" in bar
-    assert "…" in bar  # the phases are cut to the width, the counters are not

@@ -1,0 +1,58 @@
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megatron_grpo.cli import app
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run of two steps, with four completions in each: of prompts 0 and 1."""
+    rows = [
+        {
+            "step": step,
+            "prompt_index": i // 2,
+            "prompt": "What?",
+            "completion": f"step {step} number {i}",
+            "rewards": {"exact": reward},
+            "reward": reward,
+            "advantage": 0.0,
+            "finish_reason": "stop",
+        }
+        for step in (1, 2)
+        for i, reward in enumerate((0.5, 1.0, None, 0.0))
+    ]
+    (tmp_path / "completions.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    return tmp_path
+
+
+def show(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["show", *arguments], env={"COLUMNS": "120"})
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ([], [0, 1, 2, 3]),
+        (["--worst", "2"], [2, 3]),
+        (["--best", "1"], [1]),
+        (["--worst", "3", "--best", "3"], [2, 3, 0, 1]),
+        (["--prompt", "1", "--best", "1"], [3]),
+    ],
+)
+def test_show_prints_the_completions_of_a_step_that_were_asked_for(
+    run_dir: Path, options: list[str], numbers: list[int]
+) -> None:
+    for step, asked in ((2, []), (1, ["--step", "1"])):
+        lines = show(str(run_dir), *asked, *options).output.splitlines()
+        shown = [line.split("│")[2].strip() for line in lines if "What?" in line]
+        assert shown == [f"step {step} number {number}" for number in numbers]
+
+
+def test_show_says_what_there_is_if_there_is_nothing_to_show(run_dir: Path) -> None:
+    missing = show(str(run_dir), "--step", "3").exception
+    assert str(missing).endswith("no completions in step 3; the last step is 2")
+    assert "give the train.run_dir of a run" in str(show(str(run_dir.parent)).exception)
