@@ -48,6 +48,8 @@ CHANGEABLE = (
     "train.max_skipped_steps",
     "train.log_tokens",
     "train.print_completions",
+    "train.profile_steps",
+    "train.profile_ranks",
     "train.tensorboard",
     "parallel.",
     "rollout.engine",
@@ -99,7 +101,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> No
     _check_transformer(cfg, shape)
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts
 
-    check_prompts(cfg, shape)
+    check_prompts(cfg, shape, shows_sample=not starts_here)
     if cfg.eval.named_sets:
         check_evaluation(cfg, shape)
 

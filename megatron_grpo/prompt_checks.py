@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_prompts(cfg: Config, shape: ModelShape) -> None:
-    """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on."""
+def check_prompts(cfg: Config, shape: ModelShape, *, shows_sample: bool = False) -> None:
+    """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on.
+
+    `shows_sample`: whether the first prompt is printed, as the model will see it.
+    """
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(RewardPool(cfg.reward)))
         tokenizer = load_tokenizer(cfg.model.path)
@@ -47,6 +50,21 @@ def check_prompts(cfg: Config, shape: ModelShape) -> None:
             environments.wait_ready(rows)
         elif cfg.data.apply_chat_template:
             _check_end_of_turn(cfg, tokenizer, ends)
+        if shows_sample:
+            print(_described(prompts[0], tokenizer, ends, cfg))
+
+
+def _described(
+    prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int], cfg: Config
+) -> str:
+    ended = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends)
+    observed = "" if cfg.environment.name is None else ", but for what the environment says"
+    return (
+        f"row {prompt.index} of the data becomes {len(prompt.token_ids)} tokens, which do not "
+        f"enter the loss:\n{tokenizer.decode(list(prompt.token_ids))}\n"
+        f"and the model's, which do{observed}: at most {cfg.rollout.max_completion_length}, up to "
+        f"{ended}"
+    )
 
 
 def check_evaluation(cfg: Config, shape: ModelShape) -> None:

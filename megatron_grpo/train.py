@@ -25,6 +25,7 @@ from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
+from megatron_grpo.reporting.profiler import profiled_step
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE
 from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
 from megatron_grpo.rollout.probe import probe_logprobs
@@ -239,7 +240,7 @@ class Trainer:
 
     def update(self, minibatch: list[PackedBatch]) -> StepReport:
         """One optimizer step."""
-        with self.timer.phase("train"):
+        with profiled_step(self.cfg.train, self.step + 1, self.timer), self.timer.phase("train"):
             report = train_step(
                 self.policy, minibatch, self.cfg, self.run.groups, self.skipped, self.beta
             )

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from checkpoint_convert import megatron_layout, read_shape
+from docs.make_api import PAGE, page
 from helpers.published_models import write_config
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
@@ -102,3 +103,7 @@ def test_the_overrides_of_quoted_commands_are_legal():
     for command, overrides in in_jobs + in_demos:
         config = re.search(r"configs/\w+\.yaml", (ROOT / command).read_text())
         load_config(ROOT / config[0], overrides.split())
+
+
+def test_the_page_of_pieces_to_import_is_that_of_the_docstrings_and_its_examples_run():
+    assert PAGE.read_text() == page(), "run python docs/make_api.py"

@@ -9,7 +9,7 @@ here need the config alone; `preflight.py` also checks it against the model and 
 from collections.abc import Sequence
 from typing import Any, Self
 
-from pydantic import NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
@@ -40,6 +40,12 @@ class WandbConfig(Section):
     """Project to log to; null: nothing is logged to wandb."""
     name: str | None = None
     """Name of the run; null: wandb chooses one."""
+    entity: str | None = None
+    """Team or user whose project it is; null: the default of the API key."""
+    group: str | None = None
+    """Group of the run, such as the sweep that it is part of."""
+    tags: tuple[str, ...] = Field(default=(), strict=False)
+    """Labels of the run."""
     num_completions: NonNegativeInt = 16
     """Maximum completions per step in wandb's table; `completions.jsonl` has all of them."""
 

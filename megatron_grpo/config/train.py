@@ -68,6 +68,10 @@ class TrainConfig(Section):
     to tokens.jsonl, for `megatron-grpo view`; 0: none."""
     print_completions: NonNegativeInt = 0
     """Completions of each step to print, with their rewards."""
+    profile_steps: tuple[PositiveInt, ...] = Field(default=(), strict=False)
+    """Steps, counted from 1, that torch's profiler records, to `profile` in run_dir."""
+    profile_ranks: tuple[NonNegativeInt, ...] = Field(default=(0,), strict=False)
+    """Ranks whose profiles are recorded."""
     tensorboard: bool = False
     """Whether metrics are also written for TensorBoard, to `tensorboard` in run_dir; this needs the
     extra `tensorboard`."""

@@ -163,11 +163,13 @@ def test_wandb_runs_offline_says_so_keeps_its_id_and_gets_so_many_completions_of
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    cfg = WandbConfig(project="adds", num_completions=2)
+    cfg = WandbConfig(project="adds", entity="us", group="sweep", tags=["a"], num_completions=2)
     for first_step in (0, 1):
         tracking = Tracking(tmp_path, first_step, cfg, {"seed": 42})
         tracking.log(first_step + 1, {"reward": 0.5}, rows_of(first_step + 1, [1.0, 0.0, 0.5]))
+        run = tracking._wandb._run
         tracking.close()
+    assert (run.entity, run.project, run.group, run.tags) == ("us", "adds", "sweep", ("a",))
     assert f"wandb sync {tmp_path}" in capsys.readouterr().err
     wandb_id = (tmp_path / "wandb_id").read_text()
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
