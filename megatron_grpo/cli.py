@@ -93,9 +93,12 @@ def train(
 
 def _preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> None:
     silence_libraries()
+    from rich.console import Console
+
     from megatron_grpo.preflight import preflight  # httpx and more, which `--help` does not need
 
-    preflight(cfg, token, starts_here=starts_here)
+    with Console(stderr=True).status("checking settings, model, data and rewards"):
+        preflight(cfg, token, starts_here=starts_here)
 
 
 @app.command()

@@ -39,11 +39,22 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     watchdog = Watchdog(
         place, store, Limits.from_config(cfg), cfg.train.run_dir / "logs" / "stacks.txt"
     )
+    if place.rank == 0:
+        print(_beginning(cfg), flush=True)
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
     with watchdog, lock:
         device = setup_device(place.local_rank)
         with process_groups(cfg, place, store) as groups:
             train(Run(cfg, groups, device, place.num_hosts, token, watchdog))
+
+
+def _beginning(cfg: Config) -> str:
+    if cfg.rollout.base_urls:
+        engines = f"engines at {', '.join(cfg.rollout.base_urls)}"
+    else:
+        logs = cfg.train.run_dir / "logs"
+        engines = f"{cfg.rollout.num_engines} engines start meanwhile, logs in {logs}"
+    return f"{cfg.model.path} is loaded on {cfg.dims.world_size} ranks, {cfg.dims}; {engines}"
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What rank 0 alone has of a run: the engines, the prompts, the rewards, and the log."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
+from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 from megatron_grpo.rollout.generate import Rollouter
 from megatron_grpo.rollout.rollouts import RolloutRunner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
@@ -83,6 +84,17 @@ class RankZero:
             evaluated = self.rollouter.evaluations.run(step, timer, self.log.bar.evaluation.show)
         with timer.phase("eval", "log"):
             self.log.evaluation(step, evaluated, self.cfg.eval, timer.metrics()["time/eval"])
+
+    def log_replaced(self, step: int, groups: Iterable[ScoredGroup]) -> None:
+        """Log the groups that dynamic sampling replaced in the generation that `step` begins."""
+        self.log.replaced(
+            step,
+            (
+                scored
+                for group in groups
+                for scored in zip(group.samples, group.rewards, group.totals, strict=True)
+            ),
+        )
 
     def log_step(
         self,

@@ -217,6 +217,8 @@ class Trainer:
         if batch := self.rollouts.take_ready():
             self.experience = batch.experience
             self._unlogged |= batch.metrics
+            if self.zero:
+                self.zero.log_replaced(self.step + 1, batch.replaced)
 
     def _prepare(self, cursor: Cursor) -> None:
         """Compute what is needed once for all steps that train on the generation."""

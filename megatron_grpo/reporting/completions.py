@@ -1,7 +1,7 @@
 """The completions of an optimizer step, and their tokens, as rows for JSON."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -38,24 +38,33 @@ def completion_rows(
     return [
         {
             "step": step,
-            "prompt_index": sample.prompt.index,
-            "sample_index": sample.sample_index,
-            "prompt": sample.prompt.text,
-            "completion": sample.text,
-            "num_tokens": sample.num_sampled,
-            "reward": _known(float(experience.totals[i])),
-            "rewards": {name: _known(value) for name, value in experience.rewards[i].items()},
+            **sample_row(sample, experience.rewards[i], float(experience.totals[i]), prompt_column),
             "advantage": float(experience.advantages[i]),
             "entropy": _known(entropy),
             "logprob_gap": _known(gap),
-            "finish_reason": sample.finish_reason,
-            "policy_version": sample.policy_version,
-            "columns": logged_columns(sample.prompt.row, prompt_column),
             **({"turns": turns_of(sample, tokenizer)} if sample.step_rewards else {}),
         }
         for i, entropy, gap in zip(indices, report.entropy, report.rollout_gap, strict=True)
         for sample in [experience.samples[i]]
     ]
+
+
+def sample_row(
+    sample: Sample, scores: Mapping[str, float], total: float, prompt_column: str
+) -> dict[str, Any]:
+    """What is known of a scored sample without any training on it."""
+    return {
+        "prompt_index": sample.prompt.index,
+        "sample_index": sample.sample_index,
+        "prompt": sample.prompt.text,
+        "completion": sample.text,
+        "num_tokens": sample.num_sampled,
+        "reward": _known(total),
+        "rewards": {name: _known(value) for name, value in scores.items()},
+        "finish_reason": sample.finish_reason,
+        "policy_version": sample.policy_version,
+        "columns": logged_columns(sample.prompt.row, prompt_column),
+    }
 
 
 def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]:

@@ -17,6 +17,9 @@ METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 TOKENS_FILE = "tokens.jsonl"
 EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
+REPLACED_FILE = "replaced_completions.jsonl"
+RECORDS = (METRICS_FILE, COMPLETIONS_FILE, TOKENS_FILE, EVAL_COMPLETIONS_FILE, REPLACED_FILE)
+"""Files of JSON lines with ascending steps."""
 WANDB_ID_FILE = "wandb_id"
 TENSORBOARD_DIR = "tensorboard"
 BLOCK_BYTES = 2**20
@@ -43,7 +46,7 @@ class Tracking:
         tensorboard: bool = False,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS_FILE, COMPLETIONS_FILE, TOKENS_FILE, EVAL_COMPLETIONS_FILE):
+        for name in RECORDS:
             drop_records_after(run_dir / name, first_step or -1)
         self._run_dir = run_dir
         self._metrics = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
@@ -75,13 +78,20 @@ class Tracking:
         if self._tensorboard:
             self._tensorboard.log(step, metrics)
 
+    def log_replaced(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record completions that dynamic sampling replaced, before the step that is in `rows`."""
+        if rows:
+            self._append(REPLACED_FILE, rows)
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        with (self._run_dir / name).open("a", encoding="utf-8") as file:
+            for row in rows:
+                print(json.dumps(row, ensure_ascii=False), file=file)
+
     def log_evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record the completions of the evaluation after `step`, replacing earlier ones of it."""
-        path = self._run_dir / EVAL_COMPLETIONS_FILE
-        drop_records_after(path, step - 1)
-        with path.open("a", encoding="utf-8") as file:
-            for row in rows:
-                print(json.dumps({"step": step, **row}, ensure_ascii=False), file=file)
+        drop_records_after(self._run_dir / EVAL_COMPLETIONS_FILE, step - 1)
+        self._append(EVAL_COMPLETIONS_FILE, [{"step": step, **row} for row in rows])
 
     def has_metrics(self, step: int, names: Iterable[str]) -> bool:
         """Whether the last record is of `step` and contains these metrics."""

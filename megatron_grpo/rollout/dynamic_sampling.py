@@ -101,6 +101,10 @@ class DynamicSampler:
         """The groups of the generation, one per prompt; the last ones may have equal rewards."""
         return [*self._found, *self._equal][: self._stream.batch_size]
 
+    def replaced(self) -> list[ScoredGroup]:
+        """The groups that are not part of the generation."""
+        return [*self._found, *self._equal][self._stream.batch_size :]
+
     def _others(self, count: int) -> list[Prompt]:
         """Up to `count` prompts that were not tried yet."""
         untried = [prompt for prompt in self._stream.prompts if prompt.index not in self._tried]

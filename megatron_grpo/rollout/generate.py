@@ -49,6 +49,8 @@ class RolloutBatch:
     experience: Experience
     metrics: dict[str, float]
     """Metrics of how it was made, logged by the first step that trains on it."""
+    replaced: Sequence[ScoredGroup] = ()
+    """The groups that dynamic sampling replaced; not known of a generation from a checkpoint."""
 
 
 class Rollouter:
@@ -248,4 +250,4 @@ class Rollout:
         if self._cfg.grpo.dynamic_sample:
             metrics["rollout/num_resampled_prompts"] = sampler.num_replaced
             metrics |= {f"unfiltered/{name}": value for name, value in sampler.unfiltered.items()}
-        return RolloutBatch(experience, metrics)
+        return RolloutBatch(experience, metrics, sampler.replaced())

@@ -56,6 +56,8 @@ def test_prompts_without_spread_are_replaced_by_as_many_that_were_not_tried():
         assert len(following) == BATCH_SIZE - len(useful_so_far)
     assert len(found(sampler)) == BATCH_SIZE
     assert sampler.num_replaced == len(tried) - BATCH_SIZE
+    replaced = [group.samples[0].index for group in sampler.replaced()]
+    assert sorted(replaced + found(sampler)) == sorted(tried)
 
 
 def test_after_the_last_round_groups_of_equal_rewards_fill_the_generation():
