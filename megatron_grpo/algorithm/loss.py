@@ -34,7 +34,7 @@ class LossTokens:
     """Under the policy that generated; None if that is the current policy."""
     ref_logprobs: Tensor | None
     high_entropy: Tensor | None
-    """bool: the tokens that the objective is restricted to; None for all."""
+    """Entropies of the tokens that the objective is restricted to, -inf of others; None: all."""
     entropy_weights: Tensor | None
     """Weight of each token's entropy in the bonus; None without a bonus."""
     sequences: SequenceMeans
@@ -171,7 +171,7 @@ def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
         )
         per_token = per_token.masked_fill(off_policy, 0.0)
     if tokens.high_entropy is not None:
-        per_token = per_token.masked_fill(~tokens.high_entropy, 0.0)
+        per_token = per_token.masked_fill(tokens.high_entropy.isneginf(), 0.0)
     if tokens.ref_logprobs is not None:
         kl = kl_estimate(logprobs, tokens.ref_logprobs, cfg.kl_estimator)
         if not cfg.kl_in_reward:

@@ -28,7 +28,7 @@ _TOTALS = (
     "high_entropy",
     "stale_gap",
 )
-_MAXIMA = ("ratio", "rollout_gap", "rollout_weight", "negative_weight")
+_MAXIMA = ("ratio", "rollout_gap", "rollout_weight", "negative_weight", "negative_threshold")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ class TrainMetrics:
         ratios, rollout_ratios = log_ratio.exp().sum(), mismatch.exp().sum()
         weights = loss.rollout_weight
         weights = torch.ones_like(gap) if weights is None else weights.detach().double()
+        high = tokens.entropy.detach() if tokens.high_entropy is None else tokens.high_entropy
+        is_high = ~high.isneginf()
         zero, num = ratios.new_zeros(()), ratios.new_full((), len(generating))
         totals = {
             "loss": loss.per_token.sum(dtype=torch.float64),
@@ -100,7 +102,7 @@ class TrainMetrics:
             "rollout_weight": weights.sum(),
             "squared_weight": weights.square().sum(),
             "off_policy": _total(loss.off_policy, zero),
-            "high_entropy": _total(tokens.high_entropy, num),
+            "high_entropy": is_high.sum(dtype=torch.float64),
             "stale_gap": zero if self._old_is_rollout else log_ratio.abs().sum(),
         }
         self._totals += torch.stack([totals[name] for name in _TOTALS])
@@ -116,8 +118,15 @@ class TrainMetrics:
         rows = tokens.sequence_index.clamp(min=0)
         found = torch.stack([sums[name] for name in _BY_SEQUENCE], dim=1)
         self._by_sequence.index_add_(0, rows, found)
-        largest = torch.stack([log_ratio.amax().exp(), gap.amax(), weights.amax(), -weights.amin()])
-        self.maxima = torch.maximum(self.maxima, largest)
+        largest = {
+            "ratio": log_ratio.amax().exp(),
+            "rollout_gap": gap.amax(),
+            "rollout_weight": weights.amax(),
+            "negative_weight": -weights.amin(),
+            "negative_threshold": -high.where(is_high, torch.inf).amin().double(),
+        }
+        here = torch.stack([largest[name] for name in _MAXIMA])
+        self.maxima = torch.maximum(self.maxima, here)
 
     def reduce(self, all_reduce: AllReduce, grpo: GRPOConfig) -> StepReport:
         """The metrics of the whole optimizer batch, by their final names; all zero without tokens.
@@ -156,6 +165,7 @@ class TrainMetrics:
             metrics["kl"] = mean["kl"]
         if grpo.top_entropy_quantile < 1:
             metrics["entropy/high_ratio"] = mean["high_entropy"]
+            metrics["entropy/threshold"] = -maxima["negative_threshold"]
         if grpo.rollout_importance_sampling_mode:
             metrics |= _weight_metrics(mean, maxima, counted["rollout_masked"])
         if grpo.off_policy_mask_threshold is not None:

@@ -57,7 +57,10 @@ def count(members, cfg, tokens=TOKENS, old_is_rollout=False):
         batch,
         old_logprobs=per_token(3 if old_is_rollout else 1),
         ref_logprobs=per_token(2) if cfg.beta else None,
-        high_entropy=entropy >= 0.7 if cfg.top_entropy_quantile < 1 else None,
+        # The policy has moved on since: entropies have doubled.
+        high_entropy=(entropy / 2).where(entropy >= 0.7, -math.inf)
+        if cfg.top_entropy_quantile < 1
+        else None,
     )
     tokens_of_batch = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, entropy))
     loss = grpo_loss(tokens_of_batch, cfg, cfg.beta)
@@ -126,6 +129,7 @@ def test_metrics_do_not_depend_on_the_split_over_ranks(split):
         "rollout/seq_masked_fraction": 0.0,
         "rollout/stale_gap_mean": mean(abs(new - old) for new, old, _, _, _ in every),
         "entropy/high_ratio": 4 / 7,  # 0.7, 1.5, 2.5 and 0.9
+        "entropy/threshold": 0.35,
         # Of negative advantage is the second alone: the engine is ahead by 0.5 and by -0.5.
         "off_policy_mask_ratio": 0.0,
     }
@@ -141,6 +145,7 @@ def test_what_the_config_has_no_use_for_is_not_reported():
     assert not metrics.keys() & {
         "kl",
         "entropy/high_ratio",
+        "entropy/threshold",
         "rollout/weight_mean",
         "rollout/eff_sample_size",
         "off_policy_mask_ratio",
