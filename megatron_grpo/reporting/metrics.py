@@ -17,6 +17,7 @@ AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 _BY_SEQUENCE = ("tokens", "clipped_low", "clipped_high", "entropy", "rollout_gap", "rollout_masked")
 _TOTALS = (
     "loss",
+    "policy_loss",
     "ratio",
     "approx_kl",
     "kl",
@@ -90,10 +91,10 @@ class TrainMetrics:
         weights = loss.rollout_weight
         weights = torch.ones_like(gap) if weights is None else weights.detach().double()
         high = tokens.entropy.detach() if tokens.high_entropy is None else tokens.high_entropy
-        is_high = ~high.isneginf()
         zero, num = ratios.new_zeros(()), ratios.new_full((), len(generating))
         totals = {
             "loss": loss.per_token.sum(dtype=torch.float64),
+            "policy_loss": loss.policy_loss.sum(dtype=torch.float64),
             "ratio": ratios,
             "approx_kl": ratios - num - log_ratio.sum(),
             "kl": _total(loss.kl, zero),
@@ -102,7 +103,7 @@ class TrainMetrics:
             "rollout_weight": weights.sum(),
             "squared_weight": weights.square().sum(),
             "off_policy": _total(loss.off_policy, zero),
-            "high_entropy": is_high.sum(dtype=torch.float64),
+            "high_entropy": (high > -torch.inf).sum(dtype=torch.float64),
             "stale_gap": zero if self._old_is_rollout else log_ratio.abs().sum(),
         }
         self._totals += torch.stack([totals[name] for name in _TOTALS])
@@ -123,10 +124,9 @@ class TrainMetrics:
             "rollout_gap": gap.amax(),
             "rollout_weight": weights.amax(),
             "negative_weight": -weights.amin(),
-            "negative_threshold": -high.where(is_high, torch.inf).amin().double(),
+            "negative_threshold": -high.masked_fill(high.isneginf(), torch.inf).amin().double(),
         }
-        here = torch.stack([largest[name] for name in _MAXIMA])
-        self.maxima = torch.maximum(self.maxima, here)
+        self.maxima = torch.maximum(self.maxima, torch.stack([largest[name] for name in _MAXIMA]))
 
     def reduce(self, all_reduce: AllReduce, grpo: GRPOConfig) -> StepReport:
         """The metrics of the whole optimizer batch, by their final names; all zero without tokens.
@@ -163,6 +163,8 @@ class TrainMetrics:
         }
         if grpo.beta > 0:
             metrics["kl"] = mean["kl"]
+        if (grpo.beta > 0 and not grpo.kl_in_reward) or grpo.entropy_coef:
+            metrics["policy_loss"] = totals["policy_loss"]
         if grpo.top_entropy_quantile < 1:
             metrics["entropy/high_ratio"] = mean["high_entropy"]
             metrics["entropy/threshold"] = -maxima["negative_threshold"]

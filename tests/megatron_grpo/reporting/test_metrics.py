@@ -100,8 +100,10 @@ def test_metrics_do_not_depend_on_the_split_over_ranks(split):
         return math.exp(log_q - log_p) - (log_q - log_p) - 1
 
     weights = [math.exp(old - rollout) for _, old, _, rollout, _ in every]
+    penalty = sum(mean(k3(new, ref) for new, _, ref, _, _ in tokens) for tokens in TOKENS[:3]) / 4
     expected = {
         "loss": sum(total for _, total in parts),
+        "policy_loss": sum(total for _, total in parts) - 0.1 * penalty,
         "num_response_tokens": 7,
         "kl": mean(k3(new, ref) for new, _, ref, _, _ in every),
         "approx_kl": mean(k3(old, new) for new, old, _, _, _ in every),
@@ -144,6 +146,7 @@ def test_what_the_config_has_no_use_for_is_not_reported():
     metrics = count([0, 1], cfg)[0].reduce(no_peers, cfg).metrics
     assert not metrics.keys() & {
         "kl",
+        "policy_loss",
         "entropy/high_ratio",
         "entropy/threshold",
         "rollout/weight_mean",
