@@ -138,6 +138,11 @@ class GRPOConfig(Section):
     per token has fallen by more than this since they were sampled; null: keep all."""
 
     @property
+    def has_clip(self) -> bool:
+        """Whether the loss type clips ratios, rather than weigh them by a smooth function."""
+        return self.loss_type not in ("sapo", "vespo")
+
+    @property
     def needs_old_pass(self) -> bool:
         """Whether the policy runs a forward pass over a generation before training on it.
 
@@ -288,10 +293,9 @@ class GRPOConfig(Section):
         weighs = self.rollout_importance_sampling_mode is not None
         sampling = "dynamic_sample_reward", "dynamic_sample_oversampling", "max_resample_times"
         self._serve("grpo.dynamic_sample=true", self.dynamic_sample, *sampling)
-        clips = not (sapo or vespo)
-        self._serve("a grpo.loss_type that clips, such as dapo", clips, "epsilon_high")
-        clips = not (sapo or vespo or cispo)
-        self._serve("a grpo.loss_type that clips below, such as dapo", clips, "epsilon")
+        clips_below = self.has_clip and not cispo
+        self._serve("a grpo.loss_type that clips, such as dapo", self.has_clip, "epsilon_high")
+        self._serve("a grpo.loss_type that clips below, such as dapo", clips_below, "epsilon")
         self._serve("grpo.loss_type=sapo", sapo, "sapo_temperature_pos", "sapo_temperature_neg")
         self._serve("grpo.loss_type=vespo", vespo, "vespo_k_pos", "vespo_lambda_pos")
         self._serve("grpo.loss_type=vespo", vespo, "vespo_k_neg", "vespo_lambda_neg")

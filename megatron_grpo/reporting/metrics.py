@@ -151,11 +151,7 @@ class TrainMetrics:
             "approx_kl": mean["approx_kl"],
             "ratio/mean": mean["ratio"],
             "ratio/max": maxima["ratio"],
-            "clip_ratio/region_mean": mean["clipped_low"] + mean["clipped_high"],
-            "clip_ratio/low_mean": mean["clipped_low"],
-            "clip_ratio/low_min": float(counted["clipped_low"].min()),
-            "clip_ratio/high_mean": mean["clipped_high"],
-            "clip_ratio/high_max": float(counted["clipped_high"].max()),
+            **(_clip_metrics(mean, counted) if grpo.has_clip else {}),
             "entropy": mean["entropy"],
             "entropy/min": float(counted["entropy"].min()),
             "entropy/max": float(counted["entropy"].max()),
@@ -175,6 +171,17 @@ class TrainMetrics:
         return StepReport(
             metrics, by_sequence["entropy"].tolist(), by_sequence["rollout_gap"].tolist()
         )
+
+
+def _clip_metrics(mean: Mapping[str, float], counted: Mapping[str, Tensor]) -> dict[str, float]:
+    """Shares of clipped tokens: of all tokens, and the least and largest of a completion."""
+    return {
+        "clip_ratio/region_mean": mean["clipped_low"] + mean["clipped_high"],
+        "clip_ratio/low_mean": mean["clipped_low"],
+        "clip_ratio/low_min": float(counted["clipped_low"].min()),
+        "clip_ratio/high_mean": mean["clipped_high"],
+        "clip_ratio/high_max": float(counted["clipped_high"].max()),
+    }
 
 
 def _mismatch_metrics(mean: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:

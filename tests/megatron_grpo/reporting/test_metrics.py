@@ -155,6 +155,14 @@ def test_what_the_config_has_no_use_for_is_not_reported():
     }
 
 
+@pytest.mark.parametrize("loss_type", ["sapo", "vespo"])
+def test_a_loss_without_a_clip_reports_no_share_of_clipped_tokens(loss_type):
+    cfg = grpo_config(loss_type=loss_type)
+    metrics = count([0, 1], cfg)[0].reduce(no_peers, cfg).metrics
+    assert "ratio/mean" in metrics
+    assert not [name for name in metrics if name.startswith("clip_ratio")]
+
+
 def test_tokens_of_a_bad_sequence_that_the_policy_has_left_are_counted():
     cfg = grpo_config(off_policy_mask_threshold=0.1)
     # The second sequence has advantage -2; now it is behind the engine by 0.25 per token.
