@@ -164,7 +164,7 @@ class TrainMetrics:
         if grpo.top_entropy_quantile < 1:
             metrics["entropy/high_ratio"] = mean["high_entropy"]
             metrics["entropy/threshold"] = -maxima["negative_threshold"]
-        if grpo.rollout_importance_sampling_mode:
+        if grpo.rollout_importance_sampling_mode or grpo.rollout_rs:
             metrics |= _weight_metrics(mean, maxima, counted["rollout_masked"])
         if grpo.off_policy_mask_threshold is not None:
             metrics["off_policy_mask_ratio"] = mean["off_policy"]

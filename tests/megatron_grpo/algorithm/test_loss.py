@@ -422,6 +422,19 @@ OPTIONS = {
         for level in ("token", "sequence", "geometric")
         for mode in (f"{level}_truncate", f"{level}_mask")
     },
+    **{
+        f"rejection by {level}, {mode}": {
+            "rollout_importance_sampling_mode": mode,
+            "rollout_rs": level,
+            "rollout_rs_threshold": 1 + bound,
+            "rollout_rs_threshold_lower": 1 - bound,
+        }
+        for level, mode, bound in [
+            ("token", None, 0.1),
+            ("sequence", "token_truncate", 0.2),
+            ("geometric", "token_truncate", 0.05),
+        ]
+    },
     "weights of vespo": {
         "loss_type": "vespo",
         "rollout_importance_sampling_mode": "token_truncate",

@@ -262,6 +262,8 @@ REFUSED = [
         "grpo.old_logprobs=rollout + grpo.rollout_importance_sampling_mode=token_mask",
         "only one of the options",
     ),
+    ("grpo.old_logprobs=rollout + grpo.rollout_rs=token", "grpo.off_policy_mask_threshold"),
+    ("grpo.loss_type=vespo + grpo.rollout_rs=geometric", "grpo.rollout_rs geometric"),
     ("rollout.router_replay=true + model.megatron.moe_router_fusion=true", "moe_router_fusion"),
     (
         "rollout.router_replay=true + rollout.vllm.enable_prefix_caching=false",
@@ -406,6 +408,7 @@ def test_what_transformers_takes_for_itself_is_no_variable_of_a_chat_template():
             ["grpo.rollout_importance_sampling_threshold=5.0"],
             "a grpo.rollout_importance_sampling_mode",
         ),
+        (["grpo.rollout_rs_threshold_lower=0.9"], "a grpo.rollout_rs"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused_with_its_default(overrides, need):
