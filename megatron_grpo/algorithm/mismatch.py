@@ -27,7 +27,8 @@ def rollout_weights(
     With `rollout_rs`, the weight is also 0 where the ratio of that level is outside bounds of its
     own: rejection sampling, as in verl (Liu et al. 2025). Without a mode, all other weights are 1.
     """
-    mode, weights = cfg.rollout_importance_sampling_mode, None
+    mode = cfg.rollout_importance_sampling_mode
+    weights: Tensor | None = None
     if mode is not None:
         level, _, kind = mode.partition("_")
         weights = _ratio(log_mismatch, sequences, level)

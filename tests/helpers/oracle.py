@@ -202,6 +202,7 @@ def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
         return -torch.log(r)
     if estimator == "k2":
         return torch.log(r) ** 2 / 2
+    r = torch.clamp(r, max=math.exp(20))  # as in verl
     return r - 1 - torch.log(r)
 
 
