@@ -131,6 +131,25 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _clipped_totals_are_used(self) -> Self:
+        by_parts = {"multi_objective_aggregation": "normalize_then_sum", "supervision": "process"}
+        for key, value in by_parts.items():
+            if self.reward.clip_range is not None and getattr(self.grpo, key) == value:
+                raise ValueError(
+                    f"reward.clip_range clips the total reward, and grpo.{key} {value} compares "
+                    "its parts: set reward.clip_range=null"
+                )
+        for name, held_out in self.eval.named_sets.items():
+            bounds, section = (held_out.reward or self.reward).clip_range, section_of(name)
+            if bounds is not None and held_out.pass_threshold > bounds[1]:
+                raise ValueError(
+                    f"{section}.pass_threshold {held_out.pass_threshold} is above all rewards, "
+                    f"which are clipped to {[*bounds]}: lower it, or set "
+                    f"{section}.reward.clip_range=null"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _something_rewards(self) -> Self:
         rewards = {f"{section_of(n)}.reward": s.reward for n, s in self.eval.named_sets.items()}
         for section, reward in {"reward": self.reward, **rewards}.items():

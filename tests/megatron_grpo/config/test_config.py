@@ -262,6 +262,15 @@ REFUSED = [
         "grpo.old_logprobs=rollout + grpo.rollout_importance_sampling_mode=token_mask",
         "only one of the options",
     ),
+    ("reward.clip_range=[1, 0]", "the lower bound first"),
+    (
+        "reward.clip_range=[0, 1] + grpo.multi_objective_aggregation=normalize_then_sum",
+        "reward.clip_range=null",
+    ),
+    (
+        "eval.data={} + eval.pass_threshold=1 + eval.reward.clip_range=[0, 0.5]",
+        "eval.pass_threshold 1.0 is above all rewards",
+    ),
     ("grpo.old_logprobs=rollout + grpo.rollout_rs=token", "grpo.off_policy_mask_threshold"),
     ("grpo.loss_type=vespo + grpo.rollout_rs=geometric", "grpo.rollout_rs geometric"),
     ("rollout.router_replay=true + model.megatron.moe_router_fusion=true", "moe_router_fusion"),
