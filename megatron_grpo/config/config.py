@@ -74,6 +74,13 @@ class Config(Section):
                 f"optimizer.lr_warmup_steps {warmup} must be below train.num_steps {steps}: "
                 f"use at most {steps - 1}"
             )
+        decay = self.optimizer.lr_wsd_decay_steps
+        if decay is not None and decay > steps - warmup:
+            raise ValueError(
+                f"optimizer.lr_wsd_decay_steps {decay} would begin before the warm-up ends, as "
+                f"train.num_steps is {steps} and optimizer.lr_warmup_steps {warmup}: use at most "
+                f"{steps - warmup}"
+            )
         return self
 
     @model_validator(mode="after")

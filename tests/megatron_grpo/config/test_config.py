@@ -234,6 +234,14 @@ REFUSED = [
     ("optimizer.lr_warmup_steps=15", "at most 14"),
     ("optimizer.min_lr=1", "at most 3e-05"),
     ("optimizer.min_lr=1e-6", "use cosine or linear"),
+    ("optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_steps"),
+    ("optimizer.lr_wsd_decay_style=linear", "optimizer.lr_decay_style=WSD"),
+    ("optimizer.lr_wsd_decay_steps=2", "optimizer.lr_decay_style=WSD"),
+    (
+        "optimizer.lr_decay_style=WSD + optimizer.lr_warmup_steps=5 "
+        "+ optimizer.lr_wsd_decay_steps=11",
+        "use at most 10",
+    ),
     ("train.save_interval=10 + train.keep_every=25", "set it to 30"),
     ("grpo.num_generations=1", "at least 2"),
     ("grpo.loss_type=cispo", "at least 1, such as 5.0"),
