@@ -28,6 +28,8 @@ class ModelConfig(Section):
     """Hugging Face folder: config.json, safetensors, tokenizer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights in forward and backward; master weights and moments are float32."""
+    freeze_moe_router: bool = False
+    """With a mixture of experts, keep the weights of its routers as they were read."""
     megatron: dict[str, Any] = Field(default={})
     """Fields of Megatron-Core's TransformerConfig for speed, memory, rounding and the losses of
     routers; those listed above."""
