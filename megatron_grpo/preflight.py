@@ -241,6 +241,11 @@ def _check_model(cfg: Config) -> ModelShape:
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
     sidecar_files(folder)  # the files that every checkpoint and export copies
+    if cfg.model.freeze_moe_router and shape.moe is None:
+        raise ValueError(
+            "model.freeze_moe_router true needs a mixture of experts, and this model is dense: "
+            "leave it out"
+        )
     return shape
 
 

@@ -106,7 +106,7 @@ class PackedBatch:
     rollout_logprobs: Tensor  # [T]
     old_logprobs: Tensor | None = None  # [T], under the generating policy; None: the current one
     ref_logprobs: Tensor | None = None  # [T]
-    high_entropy: Tensor | None = None  # [T] bool, restricts the objective; None: all tokens
+    high_entropy: Tensor | None = None  # [T], entropies of the objective's tokens, -inf of others
     entropy_weights: Tensor | None = None  # [T], weights in the entropy bonus; None: no bonus
     log_rows: Tensor | None = None  # [T] int64, rows in the log of tokens; -1 or None: in none
     # [T, layers, topk] uint8 or int16, the experts of each token; None: the routers choose. On the
@@ -159,8 +159,8 @@ def pack(
     of_responses = ColumnMap([place for _, place in responses], total)
     floating = torch.empty(0, dtype=dtype).numpy().dtype
 
-    def response_column(name: str, dtype: DTypeLike = floating) -> Tensor:
-        return of_responses.column([getattr(each, name) for each in members], dtype)
+    def response_column(name: str) -> Tensor:
+        return of_responses.column([getattr(each, name) for each in members], floating)
 
     masks = [True if each.response_mask is None else each.response_mask for each in members]
     loss_mask = of_responses.column(masks, bool)
@@ -182,7 +182,7 @@ def pack(
         routed_experts=_routed_experts(segments, starts, total),
         prefixes=_prefixes(segments, starts) if share_prompts else None,
         **{
-            name: response_column(name, bool if name == "high_entropy" else floating)
+            name: response_column(name)
             for name in CACHED_VALUES
             if name in known or any(getattr(each, name) is not None for each in members)
         },

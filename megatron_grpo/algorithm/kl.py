@@ -7,6 +7,8 @@ from torch import Tensor
 
 from megatron_grpo.config.grpo import KLEstimator
 
+LOG_BOUND = 20.0
+"""Largest log q - log p in k3: e**20 is 5e8, and e**89 is infinite in float32."""
 MAX_ERROR = 0.2
 """Bound on the relative error ``kl / target - 1``; larger errors are clipped."""
 
@@ -20,7 +22,10 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator
       reward it is the only one of the three that gives the gradient of the divergence;
     - k2: d**2 / 2, biased, but as a loss term its gradient is that of the divergence (arXiv
       2510.01555);
-    - k3: exp(-d) + d - 1, unbiased and never negative (DeepSeekMath, arXiv 2402.03300, eq. 4).
+    - k3: exp(-d) + d - 1, unbiased and never negative (DeepSeekMath, arXiv 2402.03300, eq. 4),
+      with -d clamped to at most 20, as in verl: a token that is far likelier under q would make the
+      gradient of the whole batch infinite. verl also clamps the estimate to 10, and so has no
+      gradient for tokens that are 14 times as likely under q; here they have one.
 
     `logprobs` and `other_logprobs` are log p and log q of the drawn tokens, in any common shape.
     """
@@ -33,7 +38,7 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator
 
 def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """The k3 estimate, which is unbiased and never negative; see `kl_estimate`."""
-    difference = other_logprobs - logprobs
+    difference = (other_logprobs - logprobs).clamp(max=LOG_BOUND)
     return torch.expm1(difference) - difference
 
 

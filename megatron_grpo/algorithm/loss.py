@@ -34,7 +34,7 @@ class LossTokens:
     """Under the policy that generated; None if that is the current policy."""
     ref_logprobs: Tensor | None
     high_entropy: Tensor | None
-    """bool: the tokens that the objective is restricted to; None for all."""
+    """Entropies of the tokens that the objective is restricted to, -inf of others; None: all."""
     entropy_weights: Tensor | None
     """Weight of each token's entropy in the bonus; None without a bonus."""
     sequences: SequenceMeans
@@ -127,6 +127,7 @@ class GRPOLoss:
 
     total: Tensor  # scalar: this microbatch's part of the loss of the whole batch
     per_token: Tensor  # weighted; sums to `total`
+    policy_loss: Tensor  # the same without KL penalty and entropy bonus
     log_ratio: Tensor  # log(new policy / old policy)
     clipped_low: Tensor  # bool: the lower clip removed the gradient
     clipped_high: Tensor  # bool: the upper clip removed the gradient or bounded the weight
@@ -174,7 +175,8 @@ def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
         )
         per_token = per_token.masked_fill(off_policy, 0.0)
     if tokens.high_entropy is not None:
-        per_token = per_token.masked_fill(~tokens.high_entropy, 0.0)
+        per_token = per_token.masked_fill(tokens.high_entropy.isneginf(), 0.0)
+    policy_loss = (tokens.weights * per_token).detach()
     if tokens.ref_logprobs is not None:
         kl = kl_estimate(logprobs, tokens.ref_logprobs, cfg.kl_estimator)
         if not cfg.kl_in_reward:
@@ -185,6 +187,7 @@ def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
     return GRPOLoss(
         total=per_token.sum(),
         per_token=per_token.detach(),
+        policy_loss=policy_loss,
         log_ratio=log_ratio.detach(),
         clipped_low=found.clipped_low,
         clipped_high=found.clipped_high,

@@ -4,6 +4,7 @@ Engine and trainer compute different log-probabilities from the same weights: ke
 and the choice of experts differ. A completion may also be older than the policy.
 """
 
+import torch
 from torch import Tensor
 
 from megatron_grpo.config.grpo import GRPOConfig
@@ -13,7 +14,7 @@ from parallel.sequences import SequenceMeans
 def rollout_weights(
     log_mismatch: Tensor, sequences: SequenceMeans, cfg: GRPOConfig
 ) -> Tensor | None:
-    """Importance weight [K] of the trainer's policy over the engine's; None if not corrected.
+    """Importance weight [K] of the trainer's policy over the engine's; None if nothing corrects it.
 
     With d = `log_mismatch` [K], the trainer's log-probability of the token minus the engine's, and
     the bounds ``rollout_importance_sampling_min`` <= w <= ``.._threshold``:
@@ -22,20 +23,35 @@ def rollout_weights(
       training", Yao et al. 2025); sequence: exp of the sum of d over the sequence (MIS, Liu et al.
       2025); geometric: exp of the mean of d, which does not grow with the length;
     - truncate: w is clamped to the bounds; mask: w is 0 outside them (IcePop, arXiv 2510.18855).
+
+    With `rollout_rs`, the weight is also 0 where the ratio of that level is outside bounds of its
+    own: rejection sampling, as in verl (Liu et al. 2025). Without a mode, all other weights are 1.
     """
     mode = cfg.rollout_importance_sampling_mode
-    if mode is None:
-        return None
-    level, _, kind = mode.partition("_")
+    weights: Tensor | None = None
+    if mode is not None:
+        level, _, kind = mode.partition("_")
+        weights = _ratio(log_mismatch, sequences, level)
+        low, high = cfg.rollout_importance_sampling_min, cfg.rollout_importance_sampling_threshold
+        if kind == "truncate":
+            weights = weights.clamp(low, high)
+        else:
+            weights = weights.where((weights >= low) & (weights <= high), 0.0)
+    if cfg.rollout_rs is None:
+        return weights
+    ratio = _ratio(log_mismatch, sequences, cfg.rollout_rs)
+    is_kept = (ratio >= cfg.rollout_rs_threshold_lower) & (ratio <= cfg.rollout_rs_threshold)
+    weights = torch.ones_like(ratio) if weights is None else weights
+    return weights.where(is_kept, 0.0)
+
+
+def _ratio(log_mismatch: Tensor, sequences: SequenceMeans, level: str) -> Tensor:
+    """The ratio of trainer over engine [K] of each token, of its sequence, or geometric mean."""
     if level == "sequence":
         log_mismatch = sequences.sum(log_mismatch)
     elif level == "geometric":
         log_mismatch = sequences.mean(log_mismatch)
-    weights = log_mismatch.exp()
-    low, high = cfg.rollout_importance_sampling_min, cfg.rollout_importance_sampling_threshold
-    if kind == "truncate":
-        return weights.clamp(low, high)
-    return weights.where((weights >= low) & (weights <= high), 0.0)
+    return log_mismatch.exp()
 
 
 def on_policy_mask(

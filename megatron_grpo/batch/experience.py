@@ -47,7 +47,7 @@ def compute_advantages(
 ) -> Experience:
     """Compute the advantages of scored samples; a group is all samples of one prompt."""
     terms = cfg.reward_terms
-    totals = torch.tensor(total_rewards(rewards, terms), dtype=torch.float64)
+    totals = torch.tensor(total_rewards(rewards, terms, cfg.reward.clip_range), dtype=torch.float64)
     group_ids = torch.tensor([sample.prompt.index for sample in samples])
     if cfg.grpo.multi_objective_aggregation == "normalize_then_sum":
         scores = torch.tensor(

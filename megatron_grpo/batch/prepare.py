@@ -101,7 +101,7 @@ def keep_high_entropy(
     fraction: float,
     data_group: dist.ProcessGroup,
 ) -> list[PackedBatch]:
-    """Mark the response tokens with an entropy of at least their (1 - `fraction`) quantile.
+    """Keep the entropies of response tokens that are at least their (1 - `fraction`) quantile.
 
     arXiv 2506.01939. The quantile is exact over the whole optimizer batch: `entropies` [T] are of
     this rank's `batches`, and the ranks of `data_group` hold the others.
@@ -109,7 +109,7 @@ def keep_high_entropy(
     masked = [entropy[batch.loss_mask] for batch, entropy in zip(batches, entropies, strict=True)]
     threshold = quantile(torch.cat(masked), 1 - fraction, data_group)
     return [
-        replace(batch, high_entropy=(entropy.float() >= threshold) & batch.loss_mask)
+        replace(batch, high_entropy=entropy.where(entropy.float() >= threshold, -torch.inf))
         for batch, entropy in zip(batches, entropies, strict=True)
     ]
 
@@ -122,7 +122,8 @@ def with_entropy_weights(
     The mean is over the tokens of the objective, whatever the loss type, as in TRL.
     """
     chosen = [
-        batch.loss_mask if batch.high_entropy is None else batch.high_entropy for batch in batches
+        b.loss_mask if b.high_entropy is None else b.loss_mask & ~b.high_entropy.isneginf()
+        for b in batches
     ]
     count = torch.stack([mask.sum() for mask in chosen]).sum()
     dist.all_reduce(count, group=data_group)

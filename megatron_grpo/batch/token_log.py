@@ -55,7 +55,7 @@ class TokenLog:
         if loss.off_policy is not None:
             weight = weight.masked_fill(loss.off_policy, 0.0)
         if tokens.high_entropy is not None:
-            weight = weight.masked_fill(~tokens.high_entropy, 0.0)
+            weight = weight.masked_fill(tokens.high_entropy.isneginf(), 0.0)
         values = {
             "logprob": tokens.logprobs,
             "gap": gap,

@@ -80,6 +80,13 @@ class Config(Section):
                 f"optimizer.lr_warmup_steps {warmup} must be below train.num_steps {steps}: "
                 f"use at most {steps - 1}"
             )
+        decay = self.optimizer.lr_wsd_decay_steps
+        if decay is not None and decay > steps - warmup:
+            raise ValueError(
+                f"optimizer.lr_wsd_decay_steps {decay} would begin before the warm-up ends, as "
+                f"train.num_steps is {steps} and optimizer.lr_warmup_steps {warmup}: use at most "
+                f"{steps - warmup}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -134,6 +141,25 @@ class Config(Section):
             if "pass_threshold" not in held_out.model_fields_set:
                 terms = self._terms_of(held_out.reward or self.reward)
                 _check_judges(terms, held_out.pass_threshold, section_of(name))
+        return self
+
+    @model_validator(mode="after")
+    def _clipped_totals_are_used(self) -> Self:
+        by_parts = {"multi_objective_aggregation": "normalize_then_sum", "supervision": "process"}
+        for key, value in by_parts.items():
+            if self.reward.clip_range is not None and getattr(self.grpo, key) == value:
+                raise ValueError(
+                    f"reward.clip_range clips the total reward, and grpo.{key} {value} compares "
+                    "its parts: set reward.clip_range=null"
+                )
+        for name, held_out in self.eval.named_sets.items():
+            bounds, section = (held_out.reward or self.reward).clip_range, section_of(name)
+            if bounds is not None and held_out.pass_threshold > bounds[1]:
+                raise ValueError(
+                    f"{section}.pass_threshold {held_out.pass_threshold} is above all rewards, "
+                    f"which are clipped to {[*bounds]}: lower it, or set "
+                    f"{section}.reward.clip_range=null"
+                )
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ ScaleRewards = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token"]
 KLEstimator = Literal["k1", "k2", "k3"]
+MismatchLevel = Literal["token", "sequence", "geometric"]
 MismatchMode = Literal[
     "token_truncate",
     "token_mask",
@@ -133,9 +134,23 @@ class GRPOConfig(Section):
     """Upper bound of the rollout importance weights, above 1."""
     rollout_importance_sampling_min: float = Field(default=0.0, ge=0, lt=1)
     """Lower bound of the rollout importance weights, below 1."""
+    rollout_rs: MismatchLevel | None = None
+    """Leave out of the objective tokens whose ratio of trainer over engine, by token, sequence or
+    geometric mean, is beyond bounds of its own, whatever weighs the others; null: none."""
+    rollout_rs_threshold: float = Field(default=2.0, gt=1)
+    """Upper bound of the ratios that rollout_rs compares, above 1."""
+    rollout_rs_threshold_lower: float = Field(
+        default_factory=lambda data: 1 / data["rollout_rs_threshold"], ge=0, lt=1
+    )
+    """Lower bound of the ratios that rollout_rs compares, below 1; default: 1 over the upper."""
     off_policy_mask_threshold: PositiveFloat | None = None
     """Leave out of the objective completions with a negative advantage whose mean log-probability
     per token has fallen by more than this since they were sampled; null: keep all."""
+
+    @property
+    def has_clip(self) -> bool:
+        """Whether the loss type clips ratios, rather than weigh them by a smooth function."""
+        return self.loss_type not in ("sapo", "vespo")
 
     @property
     def needs_old_pass(self) -> bool:
@@ -185,6 +200,11 @@ class GRPOConfig(Section):
                 f"grpo.rollout_importance_sampling_mode {mode}: vespo multiplies token weights "
                 "into its own sequence weight, use token_truncate or token_mask"
             )
+        if self.loss_type == "vespo" and self.rollout_rs:
+            raise ValueError(
+                f"grpo.rollout_rs {self.rollout_rs}: vespo has a weight of the whole sequence of "
+                "its own, which is next to 0 for a far one: use null"
+            )
         return self
 
     @model_validator(mode="after")
@@ -232,6 +252,12 @@ class GRPOConfig(Section):
                 f"grpo.rollout_importance_sampling_mode {self.rollout_importance_sampling_mode} "
                 "compares the trainer's old log-probabilities with those of the engines, and "
                 "grpo.old_logprobs=rollout uses the latter for both: use only one of the options"
+            )
+        if self.old_logprobs == "rollout" and self.rollout_rs:
+            raise ValueError(
+                f"grpo.rollout_rs {self.rollout_rs} compares the trainer's old log-probabilities "
+                "with those of the engines, and grpo.old_logprobs=rollout uses the latter for "
+                "both: use only one of the options, or grpo.off_policy_mask_threshold"
             )
         if self.use_bias_correction_kl and (self.kl_in_reward or self.beta == 0):
             raise ValueError(
@@ -288,10 +314,9 @@ class GRPOConfig(Section):
         weighs = self.rollout_importance_sampling_mode is not None
         sampling = "dynamic_sample_reward", "dynamic_sample_oversampling", "max_resample_times"
         self._serve("grpo.dynamic_sample=true", self.dynamic_sample, *sampling)
-        clips = not (sapo or vespo)
-        self._serve("a grpo.loss_type that clips, such as dapo", clips, "epsilon_high")
-        clips = not (sapo or vespo or cispo)
-        self._serve("a grpo.loss_type that clips below, such as dapo", clips, "epsilon")
+        clips_below = self.has_clip and not cispo
+        self._serve("a grpo.loss_type that clips, such as dapo", self.has_clip, "epsilon_high")
+        self._serve("a grpo.loss_type that clips below, such as dapo", clips_below, "epsilon")
         self._serve("grpo.loss_type=sapo", sapo, "sapo_temperature_pos", "sapo_temperature_neg")
         self._serve("grpo.loss_type=vespo", vespo, "vespo_k_pos", "vespo_lambda_pos")
         self._serve("grpo.loss_type=vespo", vespo, "vespo_k_neg", "vespo_lambda_neg")
@@ -303,6 +328,8 @@ class GRPOConfig(Section):
         self._serve("grpo.kl_target", self.kl_target is not None, "kl_horizon")
         bounds = "rollout_importance_sampling_threshold", "rollout_importance_sampling_min"
         self._serve("a grpo.rollout_importance_sampling_mode", weighs, *bounds)
+        bounds = "rollout_rs_threshold", "rollout_rs_threshold_lower"
+        self._serve("a grpo.rollout_rs", self.rollout_rs is not None, *bounds)
         return self
 
     def _serve(self, need: str, is_met: bool, *names: str) -> None:

@@ -38,6 +38,9 @@ class RewardConfig(Section):
 
     functions: tuple[RewardFunction, ...] = Field(default=(), strict=False)
     """Reward functions: a name, or a table with name, weight and arguments."""
+    clip_range: tuple[float, float] | None = Field(default=None, strict=False)
+    """Bounds of the total reward, such as [-10, 10], which is clipped to them; null: it is not. To
+    scale a function, set its weight."""
     timeout: PositiveFloat = 60.0
     """Seconds within which a function must score all completions of one prompt."""
     max_failed_fraction: float = Field(default=0.1, ge=0, lt=1)
@@ -57,6 +60,16 @@ class RewardConfig(Section):
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError("reward.functions is a list: write [exact] or - name: exact")
         return [{"name": item} if isinstance(item, str) else item for item in value]
+
+    @field_validator("clip_range", mode="after")
+    @classmethod
+    def _bounds_are_ordered(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and value[0] >= value[1]:
+            raise ValueError(
+                f"reward.clip_range {[*value]} would make all rewards equal: give the lower bound "
+                "first, such as [-10, 10]"
+            )
+        return value
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -28,6 +28,8 @@ class ModelConfig(Section):
     """Hugging Face folder: config.json, safetensors, tokenizer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the weights in forward and backward; master weights and moments are float32."""
+    freeze_moe_router: bool = False
+    """With a mixture of experts, keep the weights of its routers as they were read."""
     megatron: dict[str, Any] = Field(default={})
     """Fields of Megatron-Core's TransformerConfig for speed, memory, rounding and the losses of
     routers; those listed above."""
@@ -96,8 +98,13 @@ class OptimizerConfig(Section):
     """Learning rate at the end of the decay, one step after the last step; at most lr."""
     lr_warmup_steps: NonNegativeInt = 0
     """Linear warm-up steps from 0: step 1 has learning rate 0, step lr_warmup_steps + 1 has lr."""
-    lr_decay_style: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape of the decay from lr to min_lr, from the end of the warm-up to train.num_steps."""
+    lr_decay_style: Literal["constant", "cosine", "linear", "WSD"] = "constant"
+    """Shape of the decay from lr to min_lr, from the end of the warm-up to train.num_steps; `WSD`:
+    only in the last lr_wsd_decay_steps."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the decay at the end of WSD."""
+    lr_wsd_decay_steps: PositiveInt | None = None
+    """Optimizer steps of the decay at the end of WSD, which must be given."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay rate of the first moment."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -121,6 +128,25 @@ class OptimizerConfig(Section):
                 f"optimizer.min_lr {self.min_lr} does nothing with optimizer.lr_decay_style "
                 "constant: use cosine or linear, or optimizer.min_lr=0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _wsd_is_whole(self) -> Self:
+        steps, style = self.lr_wsd_decay_steps, self.lr_wsd_decay_style
+        if self.lr_decay_style == "WSD":
+            if steps is None:
+                raise ValueError(
+                    "optimizer.lr_decay_style WSD decays in the last steps: say in how many, as "
+                    "optimizer.lr_wsd_decay_steps"
+                )
+            return self
+        default = type(self).model_fields["lr_wsd_decay_style"].default
+        for name, value, idle in ("steps", steps, None), ("style", style, default):
+            if value != idle:
+                raise ValueError(
+                    f"optimizer.lr_wsd_decay_{name} {value} does nothing without "
+                    "optimizer.lr_decay_style=WSD: set that, or leave it out"
+                )
         return self
 
 

@@ -176,7 +176,8 @@ class Evaluation:
             num_failed = sum(any(map(math.isnan, scores.values())) for scores in self._scores)
             check_failed(num_failed, size, self._view.reward)
             show(len(self._samples) // num_samples, len(self.prompts))
-        totals = total_rewards(self._scores, self._view.reward_terms)
+        clip_range = self._view.reward.clip_range
+        totals = total_rewards(self._scores, self._view.reward_terms, clip_range)
         evaluated = Evaluated(self._samples, self._scores, totals)
         self._samples, self._scores = [], []
         return evaluated

@@ -52,6 +52,8 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     _freeze_expert_biases(chunks)
     for chunk in chunks:
         _mark_experts(chunk)
+        if cfg.model.freeze_moe_router:
+            _freeze_routers(chunk)
         if chunk.post_process:
             chunk.output_layer.forward = _pass_hidden_states
         chunk.rotary_pos_emb = packed_rotary
@@ -75,6 +77,16 @@ def _freeze_expert_biases(chunks: Sequence[GPTModel]) -> None:
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 module.enable_expert_bias = False
+
+
+def _freeze_routers(chunk: GPTModel) -> None:
+    """Keep the routers' weights: without gradients, they have no buffers and no moments either.
+
+    Their scores still weight the outputs of experts, through which layers before have gradients.
+    """
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            module.requires_grad_(False)
 
 
 def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:

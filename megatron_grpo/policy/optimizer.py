@@ -121,7 +121,7 @@ def _make_loadable(adam: torch.optim.Optimizer) -> None:
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:
-    """Warm-up from 0 in the first step to `lr`, then decay to `min_lr` after `num_steps`.
+    """Warm-up from 0 in the first step to `lr`, and a decay to `min_lr` after `num_steps`.
 
     ``step(increment=1)`` advances it by one optimizer step.
     """
@@ -133,6 +133,8 @@ def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> Opti
         lr_warmup_steps=cfg.lr_warmup_steps,
         lr_decay_steps=num_steps,
         lr_decay_style=cfg.lr_decay_style,
+        wsd_decay_steps=cfg.lr_wsd_decay_steps,
+        lr_wsd_decay_style=cfg.lr_wsd_decay_style,
         start_wd=cfg.weight_decay,
         end_wd=cfg.weight_decay,
         wd_incr_steps=num_steps,

@@ -18,6 +18,7 @@ AllReduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 _BY_SEQUENCE = ("tokens", "clipped_low", "clipped_high", "entropy", "rollout_gap", "rollout_masked")
 _TOTALS = (
     "loss",
+    "policy_loss",
     "ratio",
     "approx_kl",
     "kl",
@@ -29,7 +30,7 @@ _TOTALS = (
     "high_entropy",
     "stale_gap",
 )
-_MAXIMA = ("ratio", "rollout_gap", "rollout_weight", "negative_weight")
+_MAXIMA = ("ratio", "rollout_gap", "rollout_weight", "negative_weight", "negative_threshold")
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,11 @@ class TrainMetrics:
         ratios, rollout_ratios = log_ratio.exp().sum(), mismatch.exp().sum()
         weights = loss.rollout_weight
         weights = torch.ones_like(gap) if weights is None else weights.detach().double()
+        high = tokens.entropy.detach() if tokens.high_entropy is None else tokens.high_entropy
         zero, num = ratios.new_zeros(()), ratios.new_full((), len(generating))
         totals = {
             "loss": loss.per_token.sum(dtype=torch.float64),
+            "policy_loss": loss.policy_loss.sum(dtype=torch.float64),
             "ratio": ratios,
             "approx_kl": ratios - num - log_ratio.sum(),
             "kl": _total(loss.kl, zero),
@@ -105,7 +108,7 @@ class TrainMetrics:
             "rollout_weight": weights.sum(),
             "squared_weight": weights.square().sum(),
             "off_policy": _total(loss.off_policy, zero),
-            "high_entropy": _total(tokens.high_entropy, num),
+            "high_entropy": (high > -torch.inf).sum(dtype=torch.float64),
             "stale_gap": zero if self._old_is_rollout else log_ratio.abs().sum(),
         }
         self._totals += torch.stack([totals[name] for name in _TOTALS])
@@ -123,8 +126,14 @@ class TrainMetrics:
         self._by_sequence.index_add_(0, rows, found)
         if tokens.log_rows is not None:
             self.token_log.add(tokens.log_rows, tokens, loss, generating - tokens.rollout_logprobs)
-        largest = torch.stack([log_ratio.amax().exp(), gap.amax(), weights.amax(), -weights.amin()])
-        self.maxima = torch.maximum(self.maxima, largest)
+        largest = {
+            "ratio": log_ratio.amax().exp(),
+            "rollout_gap": gap.amax(),
+            "rollout_weight": weights.amax(),
+            "negative_weight": -weights.amin(),
+            "negative_threshold": -high.masked_fill(high.isneginf(), torch.inf).amin().double(),
+        }
+        self.maxima = torch.maximum(self.maxima, torch.stack([largest[name] for name in _MAXIMA]))
 
     def reduce(self, all_reduce: AllReduce, grpo: GRPOConfig) -> StepReport:
         """The metrics of the whole optimizer batch, by their final names; all zero without tokens.
@@ -151,11 +160,7 @@ class TrainMetrics:
             "approx_kl": mean["approx_kl"],
             "ratio/mean": mean["ratio"],
             "ratio/max": maxima["ratio"],
-            "clip_ratio/region_mean": mean["clipped_low"] + mean["clipped_high"],
-            "clip_ratio/low_mean": mean["clipped_low"],
-            "clip_ratio/low_min": float(counted["clipped_low"].min()),
-            "clip_ratio/high_mean": mean["clipped_high"],
-            "clip_ratio/high_max": float(counted["clipped_high"].max()),
+            **(_clip_metrics(mean, counted) if grpo.has_clip else {}),
             "entropy": mean["entropy"],
             "entropy/min": float(counted["entropy"].min()),
             "entropy/max": float(counted["entropy"].max()),
@@ -163,9 +168,12 @@ class TrainMetrics:
         }
         if grpo.beta > 0:
             metrics["kl"] = mean["kl"]
+        if (grpo.beta > 0 and not grpo.kl_in_reward) or grpo.entropy_coef:
+            metrics["policy_loss"] = totals["policy_loss"]
         if grpo.top_entropy_quantile < 1:
             metrics["entropy/high_ratio"] = mean["high_entropy"]
-        if grpo.rollout_importance_sampling_mode:
+            metrics["entropy/threshold"] = -maxima["negative_threshold"]
+        if grpo.rollout_importance_sampling_mode or grpo.rollout_rs:
             metrics |= _weight_metrics(mean, maxima, counted["rollout_masked"])
         if grpo.off_policy_mask_threshold is not None:
             metrics["off_policy_mask_ratio"] = mean["off_policy"]
@@ -175,6 +183,17 @@ class TrainMetrics:
             by_sequence["rollout_gap"].tolist(),
             self.token_log.values.cpu(),
         )
+
+
+def _clip_metrics(mean: Mapping[str, float], counted: Mapping[str, Tensor]) -> dict[str, float]:
+    """Shares of clipped tokens: of all tokens, and the least and largest of a completion."""
+    return {
+        "clip_ratio/region_mean": mean["clipped_low"] + mean["clipped_high"],
+        "clip_ratio/low_mean": mean["clipped_low"],
+        "clip_ratio/low_min": float(counted["clipped_low"].min()),
+        "clip_ratio/high_mean": mean["clipped_high"],
+        "clip_ratio/high_max": float(counted["clipped_high"].max()),
+    }
 
 
 def _mismatch_metrics(mean: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:

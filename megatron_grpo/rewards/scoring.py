@@ -143,12 +143,19 @@ def add_environment_rewards(
 
 
 def total_rewards(
-    scores: Sequence[Mapping[str, float]], functions: Sequence[RewardFunction]
+    scores: Sequence[Mapping[str, float]],
+    functions: Sequence[RewardFunction],
+    clip_range: tuple[float, float] | None = None,
 ) -> list[float]:
-    """Weighted sum over the functions, one per completion; `scores` are keyed by function label.
+    """Weighted sum over the functions, clipped to `clip_range` if given, one per completion.
 
-    NaN if any function's score is NaN, whatever its weight: such a completion counts as unscored.
+    `scores` are keyed by function label. NaN if any function's score is NaN, whatever its weight:
+    such a completion counts as unscored.
     """
-    return [
+    totals = [
         sum(function.weight * score[function.label] for function in functions) for score in scores
     ]
+    if clip_range is None:
+        return totals
+    low, high = clip_range
+    return [total if isnan(total) else min(max(total, low), high) for total in totals]

@@ -152,7 +152,7 @@ class Rollouter:
         rewards = self.rewards.score(samples, num_completions=size)
         if self.environments:
             add_environment_rewards(rewards, samples)
-        totals = total_rewards(rewards, self.cfg.reward_terms)
+        totals = total_rewards(rewards, self.cfg.reward_terms, self.cfg.reward.clip_range)
         size = self.cfg.grpo.num_generations
         return [
             ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])

@@ -44,6 +44,9 @@ class OracleLoss:
     rollout_importance_sampling_mode: str | None = None
     rollout_importance_sampling_threshold: float = 2.0
     rollout_importance_sampling_min: float = 0.0
+    rollout_rs: str | None = None
+    rollout_rs_threshold: float = 2.0
+    rollout_rs_threshold_lower: float = 0.5
     off_policy_mask_threshold: float | None = None
     temperature: float = 1.0
 
@@ -199,6 +202,7 @@ def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
         return -torch.log(r)
     if estimator == "k2":
         return torch.log(r) ** 2 / 2
+    r = torch.clamp(r, max=math.exp(20))  # as in verl
     return r - 1 - torch.log(r)
 
 
@@ -304,24 +308,32 @@ class _Sequence:
         return w**k * math.exp(lam * (1 - w)) * a * self.new[t]
 
     def rollout_weight(self, t: int) -> float:
-        """The ratio of trainer over engine for the weights that generated, truncated or masked."""
+        """The ratio of trainer over engine for the weights that generated, truncated or masked; 0
+        for a token that is rejected for another ratio."""
         cfg = self.cfg
+        if cfg.rollout_rs is not None:
+            ratio = self.rollout_ratio(t, cfg.rollout_rs)
+            if ratio < cfg.rollout_rs_threshold_lower or ratio > cfg.rollout_rs_threshold:
+                return 0.0
         if cfg.rollout_importance_sampling_mode is None:
             return 1.0
-        ratios = [
-            math.exp(old) / math.exp(rollout)
-            for old, rollout in zip(self.old, self.rollout, strict=True)
-        ]
         level, kind = cfg.rollout_importance_sampling_mode.split("_")
-        weight = {
-            "token": ratios[t],
-            "sequence": math.prod(ratios),
-            "geometric": math.prod(ratios) ** (1 / len(ratios)),
-        }[level]
+        weight = self.rollout_ratio(t, level)
         low, high = cfg.rollout_importance_sampling_min, cfg.rollout_importance_sampling_threshold
         if kind == "truncate":
             return min(max(weight, low), high)
         return weight if low <= weight <= high else 0.0
+
+    def rollout_ratio(self, t: int, level: str) -> float:
+        ratios = [
+            math.exp(old) / math.exp(rollout)
+            for old, rollout in zip(self.old, self.rollout, strict=True)
+        ]
+        return {
+            "token": ratios[t],
+            "sequence": math.prod(ratios),
+            "geometric": math.prod(ratios) ** (1 / len(ratios)),
+        }[level]
 
     def stays(self, t: int) -> float:
         """DeepSeek-V3.2, arXiv 2512.02556: 0 for a token of negative advantage in a sequence that

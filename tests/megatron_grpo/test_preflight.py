@@ -108,6 +108,7 @@ def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path)
         (["parallel.tensor_parallel_size=3"], ["tensor(3)", "num_attention_heads(4)", "[1, 2, 4]"]),
         (["parallel.expert_parallel_size=2"], ["expert(2)", "qwen3 has none", "set 1"]),
         (["rollout.router_replay=true"], ["needs a mixture of experts", "dense: leave it out"]),
+        (["model.freeze_moe_router=true"], ["needs a mixture of experts", "dense: leave it out"]),
         (
             ["rollout.engine=vllm", "rollout.tensor_parallel_size=3"],
             ["tensor_parallel_size(3)", "[1, 2, 4]"],

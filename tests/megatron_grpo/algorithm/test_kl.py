@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from helpers.oracle import divergence
 from megatron_grpo.algorithm.kl import adapted_beta, beta_after, kl_estimate
 
 
@@ -55,6 +56,18 @@ def test_in_the_loss_k1_has_none_unless_the_ratio_is_before_it(policies):
     ratio = (logprobs - logprobs.detach()).exp()
     (gradient,) = torch.autograd.grad((drawn * ratio * k1).sum(), p)
     assert towards_the_reference(gradient, policies) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("gap", [-95.0, -21.0, 19.0, 21.0, 95.0])
+def test_k3_is_finite_however_far_the_reference_is_and_has_no_gradient_beyond_its_bound(gap):
+    values = {}
+    for dtype, estimate in [(torch.float32, kl_estimate), (torch.float64, divergence)]:
+        p = torch.tensor(-100.0, dtype=dtype, requires_grad=True)
+        value = estimate(p, (p + gap).detach(), "k3")
+        value.backward()
+        values[dtype] = (value.item(), p.grad.item())
+    assert values[torch.float32] == pytest.approx(values[torch.float64], rel=1e-5)
+    assert (values[torch.float32][1] == 0) == (gap > 20)
 
 
 @pytest.mark.parametrize(

@@ -334,16 +334,16 @@ def assert_equals_oracle(options, advantages, expected_advantages, packings, alo
     cfg = OracleLoss(
         max_completion_length=MAX_COMPLETION_LENGTH, temperature=TEMPERATURE, **options
     )
-    expected = oracle_loss(
-        new,
-        expected_advantages,
-        cfg,
+    values = (
         [logprobs.detach() for logprobs in olds] if off_policy else None,
         [logprobs.detach() for logprobs in refs],
         [logprobs.detach() for logprobs in rollout],
         entropies,
     )
+    expected = oracle_loss(new, expected_advantages, cfg, *values)
     (expected_grad,) = torch.autograd.grad(expected, policy.table)
+    objective_alone = replace(cfg, beta=0.0, entropy_coef=0.0)
+    expected_policy_loss = oracle_loss(new, expected_advantages, objective_alone, *values).item()
 
     config = grpo_config(**{"kl_in_reward": False, "scale_rewards": "none"} | options)
     for packing in packings:
@@ -362,13 +362,15 @@ def assert_equals_oracle(options, advantages, expected_advantages, packings, alo
                 batches = keep_high_entropy(batches, found, config.top_entropy_quantile, alone)
             if config.entropy_coef:
                 batches = with_entropy_weights(batches, alone)
-        policy.table.grad, total = None, 0.0
+        policy.table.grad, total, policy_loss = None, 0.0, 0.0
         for batch in batches:
             logprobs, entropy = policy.of_packed(batch)
             loss = loss_of(logprobs, batch, config, entropy)
             loss.total.backward()
             total += loss.total.item()
+            policy_loss += loss.policy_loss.sum().item()
         assert total == pytest.approx(expected.item(), rel=1e-10, abs=1e-14)
+        assert policy_loss == pytest.approx(expected_policy_loss, rel=1e-10, abs=1e-14)
         torch.testing.assert_close(policy.table.grad, expected_grad, rtol=1e-10, atol=1e-13)
 
 
@@ -419,6 +421,19 @@ OPTIONS = {
         }
         for level in ("token", "sequence", "geometric")
         for mode in (f"{level}_truncate", f"{level}_mask")
+    },
+    **{
+        f"rejection by {level}, {mode}": {
+            "rollout_importance_sampling_mode": mode,
+            "rollout_rs": level,
+            "rollout_rs_threshold": 1 + bound,
+            "rollout_rs_threshold_lower": 1 - bound,
+        }
+        for level, mode, bound in [
+            ("token", None, 0.1),
+            ("sequence", "token_truncate", 0.2),
+            ("geometric", "token_truncate", 0.05),
+        ]
     },
     "weights of vespo": {
         "loss_type": "vespo",

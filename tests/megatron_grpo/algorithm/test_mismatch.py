@@ -28,6 +28,24 @@ def test_a_bound_is_within_the_bounds_and_what_is_beyond_is_cut_or_nothing(level
     assert rollout_weights(mismatch, one_each, cfg).tolist() == weights
 
 
+def test_a_rejected_sequence_has_no_weight_and_any_other_its_token_weights():
+    cfg = GRPOConfig(
+        generation_batch_size=8,
+        rollout_importance_sampling_mode="token_truncate",
+        rollout_importance_sampling_threshold=3.0,
+        rollout_rs="geometric",
+        rollout_rs_threshold=2.0,
+    )
+    assert cfg.rollout_rs_threshold_lower == 0.5
+    # Their geometric means are just within the bounds and just beyond them.
+    ratios = torch.tensor([3.9, 1.0, 3.9, 1.1, 0.26, 1.0, 0.26, 0.9], dtype=torch.float64)
+    sequences = SequenceMeans(torch.full((4,), 2), None)
+    weights = rollout_weights(ratios.log(), sequences, cfg)
+    assert weights.tolist() == pytest.approx([3.0, 1.0, 0.0, 0.0, 0.26, 1.0, 0.0, 0.0])
+    alone = cfg.model_copy(update={"rollout_importance_sampling_mode": None})
+    assert rollout_weights(ratios.log(), sequences, alone).tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+
+
 def test_of_an_off_policy_sequence_tokens_of_negative_advantage_alone_are_left_out():
     sequence = SequenceMeans(torch.tensor([3]), None)
     kept = on_policy_mask(

@@ -76,6 +76,13 @@ def test_a_sample_without_a_score_has_no_token_in_the_loss():
     assert found[0][1].tolist() == pytest.approx([1 / (4 * 3)] * 3)
 
 
+def test_rewards_are_clipped_before_they_are_compared():
+    cfg = config("grpo.scale_rewards=none", "reward.clip_range=[-1, 2]")
+    experience = compute_advantages(samples(), scores(9, 0, -5, 1), cfg)
+    assert experience.totals.tolist() == [2, 0, -1, 1]
+    assert experience.advantages.tolist() == [1, -1, -1, 1]
+
+
 def test_what_is_packed_has_the_bits_that_torch_makes_of_the_samples():
     logprobs = [tuple(-1 / (3 + i + k) for k in range(length)) for i, length in enumerate(LENGTHS)]
     masks = [tuple(k % 2 == 0 for k in range(length)) for length in LENGTHS]

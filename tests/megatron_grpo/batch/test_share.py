@@ -36,7 +36,7 @@ def sequences(
                 rollout_logprobs=values(),
                 response_mask=values() > 0,
                 old_logprobs=values() if has_known else None,
-                high_entropy=values() > 0 if has_known else None,
+                high_entropy=values() if has_known else None,
                 routed_experts=routes if has_routes else None,
             )
         )

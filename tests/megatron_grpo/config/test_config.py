@@ -234,6 +234,14 @@ REFUSED = [
     ("optimizer.lr_warmup_steps=15", "at most 14"),
     ("optimizer.min_lr=1", "at most 3e-05"),
     ("optimizer.min_lr=1e-6", "use cosine or linear"),
+    ("optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_steps"),
+    ("optimizer.lr_wsd_decay_style=linear", "optimizer.lr_decay_style=WSD"),
+    ("optimizer.lr_wsd_decay_steps=2", "optimizer.lr_decay_style=WSD"),
+    (
+        "optimizer.lr_decay_style=WSD + optimizer.lr_warmup_steps=5 "
+        "+ optimizer.lr_wsd_decay_steps=11",
+        "use at most 10",
+    ),
     ("train.save_interval=10 + train.keep_every=25", "set it to 30"),
     ("grpo.num_generations=1", "at least 2"),
     ("grpo.loss_type=cispo", "at least 1, such as 5.0"),
@@ -262,6 +270,17 @@ REFUSED = [
         "grpo.old_logprobs=rollout + grpo.rollout_importance_sampling_mode=token_mask",
         "only one of the options",
     ),
+    ("reward.clip_range=[1, 0]", "the lower bound first"),
+    (
+        "reward.clip_range=[0, 1] + grpo.multi_objective_aggregation=normalize_then_sum",
+        "reward.clip_range=null",
+    ),
+    (
+        "eval.data={} + eval.pass_threshold=1 + eval.reward.clip_range=[0, 0.5]",
+        "eval.pass_threshold 1.0 is above all rewards",
+    ),
+    ("grpo.old_logprobs=rollout + grpo.rollout_rs=token", "grpo.off_policy_mask_threshold"),
+    ("grpo.loss_type=vespo + grpo.rollout_rs=geometric", "grpo.rollout_rs geometric"),
     ("rollout.router_replay=true + model.megatron.moe_router_fusion=true", "moe_router_fusion"),
     (
         "rollout.router_replay=true + rollout.vllm.enable_prefix_caching=false",
@@ -406,6 +425,7 @@ def test_what_transformers_takes_for_itself_is_no_variable_of_a_chat_template():
             ["grpo.rollout_importance_sampling_threshold=5.0"],
             "a grpo.rollout_importance_sampling_mode",
         ),
+        (["grpo.rollout_rs_threshold_lower=0.9"], "a grpo.rollout_rs"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused_with_its_default(overrides, need):

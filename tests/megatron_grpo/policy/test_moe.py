@@ -31,6 +31,7 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
 from parallel import ParallelDims
@@ -201,6 +202,29 @@ def test_a_loss_that_routers_do_not_have_is_not_reported(cases, overrides, names
     folder = cases["qwen3_moe"].folder
     (found,) = run_ranks(1, reported_losses, folder, ParallelDims(), *given)
     assert list(found) == names
+
+
+def changed_by_a_step(rank: int, folder: Path, dims: ParallelDims, frozen: str) -> dict[str, bool]:
+    """Whether a step has changed each parameter of this rank."""
+    policy, groups = start_policy(rank, folder, dims, frozen, "optimizer.weight_decay=0.1")
+    before = {name: values.detach().clone() for name, values in policy.parameters().items()}
+    accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
+    apply_gradient(policy.optimizer, gradient_norm(policy.optimizer))
+    return {name: not torch.equal(of, before[name]) for name, of in policy.parameters().items()}
+
+
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(tensor=2, expert_tensor=1), ParallelDims(data=2, expert=2)], ids=str
+)
+def test_frozen_routers_have_no_gradient_and_stay_while_all_else_is_trained(cases, dims):
+    case, frozen = cases["qwen3_moe"], "model.freeze_moe_router=true"
+    expected = {name: g for name, g in case.gradients.items() if ".mlp.gate." not in name}
+    assert len(expected) < len(case.gradients)
+    folders = {"": case.folder}
+    ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS, frozen)
+    check_gradients([rank[""] for rank in ranks], expected)
+    for changed in run_ranks(dims.world_size, changed_by_a_step, case.folder, dims, frozen):
+        assert changed == {name: ".router." not in name for name in changed}
 
 
 def train_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> None:

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,13 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.config.train import OptimizerConfig
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.optimizer import (
     _make_loadable,
     apply_gradient,
     gradient_norm,
+    make_scheduler,
     set_steps_taken,
     steps_taken,
 )
@@ -175,6 +178,39 @@ def test_a_warm_up_begins_at_zero_and_a_decay_would_end_after_the_last_step(fold
     [found] = run_ranks(1, learning_rates, folder, schedules)
     for rates, (name, wanted) in zip(found, expected.items(), strict=True):
         assert rates == pytest.approx(wanted), name
+
+
+@pytest.mark.parametrize(
+    ("style", "decay"),
+    {
+        "exponential": lambda done: 2 * 0.5**done - 1,
+        "linear": lambda done: 1 - done,
+        "cosine": lambda done: 0.5 * (math.cos(math.pi * done) + 1),
+        "minus_sqrt": lambda done: 1 - done**0.5,
+    }.items(),
+)
+@pytest.mark.parametrize("resumed_at", [0, 3])
+def test_wsd_stays_at_its_peak_until_the_last_steps_of_the_run(style, decay, resumed_at):
+    cfg = OptimizerConfig(
+        lr=1.0,
+        min_lr=0.2,
+        lr_warmup_steps=2,
+        lr_decay_style="WSD",
+        lr_wsd_decay_style=style,
+        lr_wsd_decay_steps=3,
+    )
+    optimizer = SimpleNamespace(param_groups=[{}])
+    shorter = make_scheduler(optimizer, cfg, 5)
+    shorter.step(resumed_at)
+    scheduler = make_scheduler(optimizer, cfg, 7)  # goes on for longer
+    scheduler.load_state_dict(shorter.state_dict())
+    rates = []
+    for _ in range(resumed_at, 7):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(1)
+    expected = [0, 0.5, 1, 1, 1, 0.2 + 0.8 * decay(1 / 3), 0.2 + 0.8 * decay(2 / 3)]
+    assert rates == pytest.approx(expected[resumed_at:])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
 
 
 class FusedAdam(torch.optim.SGD):

@@ -60,7 +60,10 @@ def count(members, cfg, tokens=TOKENS, old_is_rollout=False, num_logged_tokens=0
         batch,
         old_logprobs=per_token(3 if old_is_rollout else 1),
         ref_logprobs=per_token(2) if cfg.beta else None,
-        high_entropy=entropy >= 0.7 if cfg.top_entropy_quantile < 1 else None,
+        # The policy has moved on since: entropies have doubled.
+        high_entropy=(entropy / 2).where(entropy >= 0.7, -math.inf)
+        if cfg.top_entropy_quantile < 1
+        else None,
     )
     tokens_of_batch = LossTokens.select(batch, chosen_tokens(batch.loss_mask, logprobs, entropy))
     loss = grpo_loss(tokens_of_batch, cfg, cfg.beta)
@@ -105,8 +108,10 @@ def test_metrics_do_not_depend_on_the_split_over_ranks(split):
         return math.exp(log_q - log_p) - (log_q - log_p) - 1
 
     weights = [math.exp(old - rollout) for _, old, _, rollout, _ in every]
+    penalty = sum(mean(k3(new, ref) for new, _, ref, _, _ in tokens) for tokens in TOKENS[:3]) / 4
     expected = {
         "loss": sum(total for _, total in parts),
+        "policy_loss": sum(total for _, total in parts) - 0.1 * penalty,
         "num_response_tokens": 7,
         "kl": mean(k3(new, ref) for new, _, ref, _, _ in every),
         "approx_kl": mean(k3(old, new) for new, old, _, _, _ in every),
@@ -134,6 +139,7 @@ def test_metrics_do_not_depend_on_the_split_over_ranks(split):
         "rollout/seq_masked_fraction": 0.0,
         "rollout/stale_gap_mean": mean(abs(new - old) for new, old, _, _, _ in every),
         "entropy/high_ratio": 4 / 7,  # 0.7, 1.5, 2.5 and 0.9
+        "entropy/threshold": 0.35,
         # Of negative advantage is the second alone: the engine is ahead by 0.5 and by -0.5.
         "off_policy_mask_ratio": 0.0,
     }
@@ -148,11 +154,21 @@ def test_what_the_config_has_no_use_for_is_not_reported():
     metrics = count([0, 1], cfg)[0].reduce(no_peers, cfg).metrics
     assert not metrics.keys() & {
         "kl",
+        "policy_loss",
         "entropy/high_ratio",
+        "entropy/threshold",
         "rollout/weight_mean",
         "rollout/eff_sample_size",
         "off_policy_mask_ratio",
     }
+
+
+@pytest.mark.parametrize("loss_type", ["sapo", "vespo"])
+def test_a_loss_without_a_clip_reports_no_share_of_clipped_tokens(loss_type):
+    cfg = grpo_config(loss_type=loss_type)
+    metrics = count([0, 1], cfg)[0].reduce(no_peers, cfg).metrics
+    assert "ratio/mean" in metrics
+    assert not [name for name in metrics if name.startswith("clip_ratio")]
 
 
 def test_tokens_of_a_bad_sequence_that_the_policy_has_left_are_counted():

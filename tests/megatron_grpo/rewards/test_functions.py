@@ -424,7 +424,7 @@ def test_wanted_columns_are_those_that_neither_call_nor_config_gives(tmp_path):
     assert load_function(RewardFunction(name=name, arguments={"b": 1})).wanted_columns == ["a", "d"]
 
 
-def test_total_is_the_weighted_sum_and_nan_with_a_failed_score_whatever_its_weight():
+def test_total_is_the_weighted_sum_in_its_bounds_and_nan_with_a_failed_score_whatever_its_weight():
     functions = [
         RewardFunction(name="exact", weight=0.0),
         RewardFunction(name="f.py:f", weight=2.0),
@@ -432,3 +432,5 @@ def test_total_is_the_weighted_sum_and_nan_with_a_failed_score_whatever_its_weig
     scores = [{"exact": 1.0, "f": 2.0}, {"exact": 3.0, "f": -1.0}, {"exact": math.nan, "f": 1.0}]
     *totals, failed = total_rewards(scores, functions)
     assert totals == [4.0, -2.0] and math.isnan(failed)
+    *totals, failed = total_rewards(scores, functions, (-1.5, 3.0))
+    assert totals == [3.0, -1.5] and math.isnan(failed)
