@@ -316,6 +316,7 @@ def plan(
         if options[alone] and others:
             raise typer.BadParameter(f"{alone} cannot be combined with {', '.join(others)}")
     cfg = load_config(config, overrides or [])
+    cfg.model.check_folder(only_config=True)
     if instantiate:
         _instantiate(cfg)
     elif reshard:

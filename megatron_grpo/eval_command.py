@@ -139,8 +139,7 @@ def _check(cfg: Config) -> ModelShape:
             "rollout.vllm.load_format dummy makes engines start with random weights, which eval "
             "does not replace: leave it out, or set rollout.vllm.load_format=hf"
         )
-    if not cfg.model.path.is_dir():
-        raise ValueError(f"model.path {cfg.model.path} is not a folder: give a model's folder")
+    cfg.model.check_folder()
     shape = read_shape(cfg.model.path)
     check_weights(cfg.model.path, shape)
     check_engines(cfg.rollout, shape, None)

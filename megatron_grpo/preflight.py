@@ -224,8 +224,7 @@ def _check_same_model(kept: Path, folder: Path, but_for: Collection[str] = ()) -
 
 def _check_model(cfg: Config) -> ModelShape:
     folder = cfg.model.path
-    if not folder.is_dir():
-        raise ValueError(f"model.path {folder} is not a folder: give a downloaded model")
+    cfg.model.check_folder()
     run_dir = cfg.train.run_dir
     for exported in [run_dir / "hf", *run_dir.glob("hf_step_*")]:
         if folder.resolve().is_relative_to(exported.resolve()):

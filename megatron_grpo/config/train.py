@@ -5,6 +5,7 @@ by the model, the mesh or the trainer, would change what the model computes, hav
 not supported here.
 """
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,6 +21,9 @@ from pydantic import (
 from megatron_grpo.config.section import Section
 from parallel import ParallelDims
 
+HUB_NAME = re.compile(r"(?!models/)[\w.-]+/[\w.-]+")
+"""OWNER/NAME; the shipped configs have their models in `models`."""
+
 
 class ModelConfig(Section):
     """The model to train."""
@@ -31,6 +35,26 @@ class ModelConfig(Section):
     megatron: dict[str, Any] = Field(default={})
     """Fields of Megatron-Core's TransformerConfig for speed, memory, rounding and the losses of
     routers; those listed above."""
+
+    def check_folder(self, only_config: bool = False) -> None:
+        """Raise ValueError, with the command that downloads the model, if it is not in `path`.
+
+        `only_config`: of its files, config.json is enough.
+        """
+        if only_config and not (self.path / "config.json").is_file():
+            problem = "has no config.json: plan needs only this file of a model"
+        elif not self.path.is_dir():
+            problem = "is not a folder: download the model first"
+        else:
+            return
+        is_name = HUB_NAME.fullmatch(str(self.path)) and not self.path.exists()
+        name = self.path if is_name else "OWNER/NAME"
+        folder = Path("models", self.path.name) if is_name else self.path
+        raise ValueError(
+            f"model.path {self.path.absolute()} {problem}, "
+            f"`hf download {name}{' config.json' if only_config else ''} --local-dir {folder}`"
+            + (f", and set model.path={folder}" if is_name else "")
+        )
 
 
 class TrainConfig(Section):

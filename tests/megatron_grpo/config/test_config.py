@@ -217,6 +217,33 @@ def test_a_password_in_an_address_is_refused_and_not_repeated():
     assert "geheim" not in message
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`, and set model.path="),
+        ("models/Qwen3-0.6B", "OWNER/NAME --local-dir models/Qwen3-0.6B`"),
+    ],
+    ids=["a name on the hub", "a folder"],
+)
+def test_a_model_that_is_not_there_comes_with_the_command_that_fetches_it(
+    path, told, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    model = load_config(DEMO, [f"model.path={path}"]).model
+    with pytest.raises(ValueError, match="is not a folder") as refused:
+        model.check_folder()
+    assert str(refused.value).startswith(f"model.path {tmp_path / path} ")
+    assert f"hf download {told}" in str(refused.value)
+
+
+def test_a_plan_needs_the_config_of_a_model_alone(tmp_path):
+    model = load_config(DEMO, [f"model.path={tmp_path}"]).model
+    with pytest.raises(ValueError, match=r"only this file.*OWNER/NAME config\.json --local-dir"):
+        model.check_folder(only_config=True)
+    (tmp_path / "config.json").touch()
+    model.check_folder(only_config=True)
+
+
 def test_missing_key_is_named_with_its_meaning(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(DEMO.read_text().replace("  num_steps: 15\n", ""))
