@@ -347,15 +347,19 @@ def doctor(
         Path | None, typer.Argument(help="YAML file of the run, for its directory and packages.")
     ] = None,
     overrides: Overrides = None,
+    as_report: Annotated[
+        bool,
+        typer.Option("--report", help="Also print every check, as a block for bug reports."),
+    ] = False,
 ) -> None:
     """Check whether this machine can train, and what is missing.
 
     Takes a few seconds and checks packages, GPUs, network, limits, Slurm, the container, and the
     file system of the run directory (without CONFIG: of the working directory), where it writes
-    about 60 MB and deletes it again. Each problem is shown with the command that fixes it. Under
-    srun or torchrun it examines every host and compares their clocks, and rank 0 prints one table
-    for all. The output ends with a block to paste into a bug report. The exit code is 1 if
-    something is missing that training needs, else 0.
+    about 60 MB and deletes it again. Problems come first, each with the command that fixes it; what
+    is well is one line per section. Under srun or torchrun it examines every host and compares
+    their clocks, and rank 0 prints one table for all. The exit code is 1 if something is missing
+    that training needs, else 0.
 
     \b
     Example, with MASTER_ADDR (the first node's name) and MASTER_PORT (a free
@@ -365,7 +369,7 @@ def doctor(
     from megatron_grpo.doctor.command import diagnose
 
     cfg = load_config(config, overrides or []) if config else None
-    if not diagnose(cfg, rank_place(os.environ)):
+    if not diagnose(cfg, rank_place(os.environ), as_report=as_report):
         raise typer.Exit(1)
 
 
