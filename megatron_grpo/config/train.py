@@ -106,7 +106,7 @@ class OptimizerConfig(Section):
     """AdamW and its learning rate schedule."""
 
     lr: PositiveFloat
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW, at most 1."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay, one step after the last step; at most lr."""
     lr_warmup_steps: NonNegativeInt = 0
@@ -123,6 +123,15 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum global norm of the gradients; larger ones are scaled down to it."""
+
+    @model_validator(mode="after")
+    def _lr_is_a_step(self) -> Self:
+        if self.lr > 1:
+            raise ValueError(
+                f"optimizer.lr {self.lr:g}: AdamW would move each weight by about as much in every "
+                "step: use at most 1, and for a language model something like 1e-6"
+            )
+        return self
 
     @model_validator(mode="after")
     def _decay_goes_down(self) -> Self:

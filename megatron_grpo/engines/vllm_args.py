@@ -209,10 +209,11 @@ def check_engine_arguments(table: Mapping[str, Any]) -> None:
             raise ValueError(f"rollout.vllm.{name} cannot be set: {RESERVED[name]}")
         known = engine_argument_names()
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"rollout.vllm.{name} is not an engine argument of vLLM: did you mean {nearest}?"
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            hint = (
+                f": did you mean {nearest[0]}?" if nearest else "; `vllm serve --help` lists them"
             )
+            raise ValueError(f"rollout.vllm.{name} is not an engine argument of vLLM{hint}")
 
 
 def engine_number(table: Mapping[str, Any], name: str) -> int | None:

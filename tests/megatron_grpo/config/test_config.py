@@ -172,9 +172,13 @@ def test_what_one_set_needs_alone_is_no_mistake_of_the_defaults():
         ("eval.data.splt", "eval.data.split"),
         ("eval.sets.a.data.splt", "eval.sets.a.data.split"),
         ("eval.sets.a.interval", "eval.interval"),
+        ("grpo.eps", "section grpo has no such key"),
+        ("train.num_epochs", "section train has no such key"),
+        ("lora.r", "the sections are model, data, train, "),
+        ("num_layers", "the sections are model, data, train, "),
     ],
 )
-def test_unknown_key_is_answered_with_the_nearest_known_one(wrong, nearest):
+def test_unknown_key_is_answered_with_what_was_meant_or_what_there_is(wrong, nearest):
     message = refusal(f"{wrong}=1")
     assert f"{wrong!r}" in message
     assert nearest in message
@@ -183,9 +187,27 @@ def test_unknown_key_is_answered_with_the_nearest_known_one(wrong, nearest):
 
 def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(DEMO.read_text() + "wandbb:\n  project: x\nseeed: 1\n")
-    assert "'wandbb.project'" in refusal(path=path)
+    path.write_text(DEMO.read_text() + "wandbb:\n  project: x\nseed: 1\n")
+    assert "did you mean 'wandb.project'" in refusal(path=path)
     assert "did you mean 'train.seed'" in refusal(path=path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "# nothing yet\n",
+            "is empty: a config needs the sections model, data, train, optimizer, ",
+        ),
+        ("- model\n", "holds list, no sections: a config needs the sections model, data, "),
+        ("model:\n  path: a\n  dtype: b\n  path: c\n", "line 4, column 3"),
+    ],
+    ids=["empty", "a list", "a key given twice"],
+)
+def test_a_file_without_a_table_or_with_a_key_twice_is_refused(text, told, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert told in refusal(path=path)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +280,7 @@ REFUSED = [
         "parallel.num_layers_in_first_pipeline_stage=1 + parallel.pipeline_parallel_size=1",
         "set num_layers_in_first_pipeline_stage=null",
     ),
+    ("optimizer.lr=1e5", "optimizer.lr 100000: AdamW"),
     ("optimizer.lr_warmup_steps=15", "at most 14"),
     ("optimizer.min_lr=1", "at most 3e-05"),
     ("optimizer.min_lr=1e-6", "use cosine or linear"),
