@@ -163,7 +163,9 @@ def check_same_run(cfg: Config) -> None:
     if differing:
         raise ValueError(
             f"train.run_dir {cfg.train.run_dir} holds a run with another config: set what differs "
-            "as before, choose another folder, or remove this one.\n  " + "\n  ".join(differing)
+            "as before, or remove it. To go on from its weights with what differs, start a run in "
+            f"another train.run_dir with train.init_from={cfg.train.run_dir}\n  "
+            + "\n  ".join(differing)
         )
     if before["model.path"] != now["model.path"]:
         _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)

@@ -210,9 +210,7 @@ def check_engine_arguments(table: Mapping[str, Any]) -> None:
         known = engine_argument_names()
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            hint = (
-                f": did you mean {nearest[0]}?" if nearest else "; `vllm serve --help` lists them"
-            )
+            hint = f": did you mean {nearest[0]}?" if nearest else ": `vllm serve --help` has all"
             raise ValueError(f"rollout.vllm.{name} is not an engine argument of vLLM{hint}")
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.launch.parent_death import die_with_parent
-from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, make_folder
 from parallel import ParallelDims
 
 LAUNCHER_VARIABLE = "MEGATRON_GRPO_LAUNCHER"
@@ -83,7 +83,7 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     """
     num_ranks = cfg.dims.world_size
     logs = Path(cfg.train.run_dir) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    make_folder(logs)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),

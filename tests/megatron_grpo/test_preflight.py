@@ -376,6 +376,7 @@ def test_another_config_is_refused_key_by_key_once_there_is_a_checkpoint(
     assert told in str(refused.value)
     assert "optimizer.lr: 0.001 before, 0.0001 now" in str(refused.value)
     assert "num_steps" not in str(refused.value)
+    assert f"another train.run_dir with train.init_from={tmp_path / 'run'}" in str(refused.value)
     rmtree(tmp_path / "run" / "checkpoints")
     check_same_run(config(change))
 

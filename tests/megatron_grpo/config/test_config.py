@@ -195,10 +195,7 @@ def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (
-            "# nothing yet\n",
-            "is empty: a config needs the sections model, data, train, optimizer, ",
-        ),
+        ("# nothing yet\n", "is empty: a config needs the sections model, data, train, optimizer"),
         ("- model\n", "holds list, no sections: a config needs the sections model, data, "),
         ("model:\n  path: a\n  dtype: b\n  path: c\n", "line 4, column 3"),
     ],
