@@ -58,7 +58,7 @@ def test_a_folder_of_links_to_a_models_files_is_that_model(is_cached, model, tmp
     shutil.copytree(model, source)
     if is_cached:
         (tmp_path / "blobs").mkdir()
-        for number, file in enumerate(source.iterdir()):
+        for number, file in enumerate(list(source.iterdir())):
             blob = shutil.move(file, tmp_path / "blobs" / str(number))
             file.symlink_to(blob)
     for folder in (links, out):
