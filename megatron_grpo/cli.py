@@ -15,12 +15,13 @@ from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, rank_place, start_ran
 from megatron_grpo.launch.launch import place as place_job
 from megatron_grpo.launch.process import (
     allow_open_files,
+    exit_when_interrupted,
     exit_when_preempted,
     is_user_error,
     outlive_readers,
     silence_libraries,
 )
-from megatron_grpo.launch.run_dir import check_token, take_token
+from megatron_grpo.launch.run_dir import check_token, interrupted_text, take_token
 from megatron_grpo.reporting.commands import report
 
 Overrides = Annotated[
@@ -72,6 +73,8 @@ def train(
     cfg = load_config(config, overrides or [])
     token = take_token(os.environ)
     place = rank_place(os.environ)
+    is_silent = place is not None and place.rank > 0
+    exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
     if place is None:
         with exit_when_preempted():
             _preflight(cfg, token)
@@ -152,6 +155,7 @@ def evaluate(
     allow_open_files()
     take_token(os.environ)  # nothing that is started here needs it
     cfg = load_config(config, overrides or [])
+    exit_when_interrupted(lambda: "interrupted, stopping the engines")
     silence_libraries()
     from rich.console import Console
 

@@ -136,9 +136,15 @@ class EngineServers:
         return self._engines[self.base_urls.index(url)]
 
     def close(self) -> None:
-        """Terminate all engines; kill them after some seconds, and whatever they left running."""
+        """Terminate all engines; kill them after some seconds, and whatever they left running.
+
+        One that still starts is killed at once: it would not listen for seconds.
+        """
         for engine in self._engines:
-            engine.process.terminate()
+            if is_healthy(engine.url):
+                engine.process.terminate()
+            else:
+                engine.child.kill()
         deadline = time.monotonic() + TERMINATE_TIMEOUT
         for engine in self._engines:
             with suppress(TimeoutExpired):

@@ -5,6 +5,7 @@ scripts.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
     if token is not None:
         for_ranks[TOKEN_VARIABLE] = token
+    # Until torchrun can tell of it: it first imports torch, which takes seconds.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execve(sys.executable, command, {**environment, **os.environ, **for_ranks})
 
 

@@ -56,6 +56,19 @@ def _decoded(field: str) -> str:
     return OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
 
 
+POINTER = "LATEST"
+"""File in `checkpoints` with the name of the newest, such as step_20."""
+
+
+def interrupted_text(run_dir: Path) -> str:
+    """What an interrupted run says: where the same command resumes it."""
+    pointer = run_dir / "checkpoints" / POINTER
+    if not pointer.is_file():
+        return "interrupted: run the same command to begin from the start"
+    step = pointer.read_text().strip().removeprefix("step_")
+    return f"interrupted: run the same command to resume from step {step}"
+
+
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of a file system mounted without locks: the first is Lustre's, the second NFS's."""
 REMEDY = (

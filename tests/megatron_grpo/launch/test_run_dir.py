@@ -14,6 +14,7 @@ from megatron_grpo.launch import run_dir
 from megatron_grpo.launch.run_dir import (
     Mount,
     check_token,
+    interrupted_text,
     make_folder,
     new_token,
     run_lock,
@@ -51,6 +52,13 @@ def test_run_directory_is_for_one_process_until_that_is_killed(tmp_path):
 def test_a_run_directory_that_cannot_be_made_is_named_with_its_key():
     with pytest.raises(ValueError, match=r"train\.run_dir: the folder /proc/x cannot be made"):
         make_folder(Path("/proc/x"))
+
+
+def test_an_interrupted_run_says_where_the_same_command_resumes_it(tmp_path):
+    assert interrupted_text(tmp_path).endswith("run the same command to begin from the start")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "LATEST").write_text("step_20\n")
+    assert interrupted_text(tmp_path).endswith("run the same command to resume from step 20")
 
 
 def test_lock_that_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):

@@ -360,7 +360,9 @@ def test_sigint_to_any_rank_ends_all(ranks):
         world.wait_for(*ALL_READY)
         world.kill(1, signal.SIGINT)
         assert world.exit_codes(30) == [130] * 4
-    assert printed(world) == ["megatron-grpo: interrupted"]
+    assert printed(world) == [
+        "megatron-grpo: interrupted: run the same command to begin from the start"
+    ]
 
 
 def test_server_of_one_host_listens_on_loopback():
