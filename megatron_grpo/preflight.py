@@ -21,8 +21,8 @@ from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import PERFORMANCE_FIELDS
 from megatron_grpo.engines.layouts import engine_dims
-from megatron_grpo.engines.server import num_gpus
-from megatron_grpo.engines.vllm_args import CPU_HEAD_SIZES, check_engine_arguments
+from megatron_grpo.engines.server import check_cpu_kernels
+from megatron_grpo.engines.vllm_args import check_engine_arguments
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.reporting.tracking import last_step
 
@@ -119,28 +119,6 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
                 "requirements/gpu.sh`), or set rollout.engine=transformers"
             )
         check_engine_arguments(rollout.vllm)
-
-
-def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError if vLLM, started here, would need kernels that it lacks for this CPU.
-
-    An engine would start all the same, and die at its first request.
-    """
-    if num_gpus() or rollout.engine != "vllm" or rollout.base_urls:
-        return
-    import torch
-
-    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
-        raise ValueError(
-            "rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: set "
-            "rollout.engine=transformers"
-        )
-    if shape.latent is None and shape.head_dim not in CPU_HEAD_SIZES:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU needs heads of size "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: set "
-            "rollout.engine=transformers"
-        )
 
 
 def check_same_run(cfg: Config) -> None:

@@ -14,11 +14,14 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import NoReturn
 
+from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.access import check_host
 from megatron_grpo.engines.http import EngineError, is_healthy
 from megatron_grpo.engines.vllm_args import (
+    CPU_HEAD_SIZES,
+    CPU_LATENT_SIZE,
     ONE_NODE,
     EngineNode,
     check_engine_arguments,
@@ -163,6 +166,34 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError if vLLM, started here, would need kernels that it lacks for this CPU.
+
+    An engine would start all the same, and die at its first request.
+    """
+    if num_gpus() or rollout.engine != "vllm" or rollout.base_urls:
+        return
+    import torch  # see above
+
+    instead = "set rollout.engine=transformers"
+    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
+        raise ValueError(
+            f"rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: {instead}"
+        )
+    if shape.latent is not None:
+        size = shape.latent.rank + shape.latent.rotary_dim
+        if size != CPU_LATENT_SIZE:
+            raise ValueError(
+                "rollout.engine vllm without a GPU needs a latent and rotated part (kv_lora_rank + "
+                f"qk_rope_head_dim) of {CPU_LATENT_SIZE} together, not {size}: {instead}"
+            )
+    elif shape.head_dim not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU needs heads of size "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: {instead}"
+        )
+
+
 def share_gpus(rollout: RolloutConfig, num_devices: int, num_ranks: int) -> bool:
     """Whether `num_ranks` trainer ranks, one per GPU, leave too few GPUs for the engines."""
     wanted = rollout.num_engines * rollout.tensor_parallel_size
@@ -273,6 +304,8 @@ def serve(
         )
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)
+    model.check_folder()
+    check_cpu_kernels(rollout.model_copy(update={"base_urls": ()}), read_shape(model.path))
     # vLLM takes the visible GPUs of a node for its workers there.
     size = rollout.tensor_parallel_size // node.nnodes
     part = rollout.model_copy(update={"num_engines": 1, "tensor_parallel_size": size})
