@@ -294,8 +294,8 @@ def plan(
     """Estimate memory, time and traffic of CONFIG; nothing is started.
 
     Reads only CONFIG and the model's config.json. Shows, for each pipeline stage, the memory of a
-    GPU in its worst phase; and microbatches, operations, bytes over each link, and lower bounds of
-    the time of a step and of a generation. Weights, gradients, optimizer and push are exact, the
+    GPU in the phase that needs most; and microbatches, operations, bytes over each link, and lower
+    bounds of the time of a step and of a generation. Weights, gradients, optimizer and push are exact, the
     rest are estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does not fit, it
     says what would, and the exit code is 2.
 
