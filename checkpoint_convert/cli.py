@@ -97,9 +97,9 @@ def import_(
 ) -> None:
     """Convert Hugging Face weights to a Megatron checkpoint.
 
-    The checkpoint (torch_dist) loads at any parallel sizes. When it is loaded with the same --tp, each rank
-    reads exactly its own bytes, at any --pp, --vpp and --ep: these are only checked to be able to
-    split the model.
+    The checkpoint (torch_dist) loads at any parallel sizes. When it is loaded with the same --tp,
+    each rank reads exactly its own bytes, at any --pp, --vpp and --ep: these are only checked to be
+    able to split the model.
 
     \b
     Example:
@@ -205,8 +205,8 @@ def inspect(
 ) -> None:
     """Show what PATH holds, and how its tensors are split.
 
-    Prints family, sizes and dtypes. Only headers are read, except for a tied model that also stores its head: then the embedding
-    and the head are read and compared.
+    Prints family, sizes and dtypes. Only headers are read, except for a tied model that also stores
+    its head: then the embedding and the head are read and compared.
 
     The exit code is 2 when the model is not supported, when it cannot be split over the given
     sizes, or when a tensor is missing, unexpected or does not have the shape config.json implies.

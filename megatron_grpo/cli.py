@@ -295,9 +295,9 @@ def plan(
 
     Reads only CONFIG and the model's config.json. Shows, for each pipeline stage, the memory of a
     GPU in the phase that needs most; and microbatches, operations, bytes over each link, and lower
-    bounds of the time of a step and of a generation. Weights, gradients, optimizer and push are exact, the
-    rest are estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does not fit, it
-    says what would, and the exit code is 2.
+    bounds of the time of a step and of a generation. Weights, gradients, optimizer and push are
+    exact, the rest are estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does
+    not fit, it says what would, and the exit code is 2.
 
     --instantiate compares the plan with Megatron-Core's own modules; the exit code is 1 if they
     differ. --instantiate and --reshard cannot be combined with other options.
