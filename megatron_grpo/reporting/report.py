@@ -230,9 +230,8 @@ def _curve(records: Sequence[Record], name: str) -> tuple[Curve, Curve]:
 
 def _line(axis: Axes, steps: Curve, values: Curve, color: str, label: str | None = None) -> None:
     if len(values) < SMOOTHED_STEPS:
-        # Whole also at an edge, such as a norm of 0.
-        style = {"color": color, "lw": 2, "marker": "o", "ms": 3.5, "clip_on": False}
-        axis.plot(steps, values, label=label, **style)
+        # Not clipped, so that a point at an edge is whole, such as a norm of 0.
+        axis.plot(steps, values, color=color, lw=2, marker="o", ms=3.5, label=label, clip_on=False)
         return
     axis.plot(steps, values, color=color, lw=0.8, alpha=0.35)
     width = len(values) // 20
