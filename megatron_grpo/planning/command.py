@@ -48,7 +48,7 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
     """The fastest layouts, and the command-line overrides for the first of them."""
     rows = [
         f"{'tp':>3}{'pp':>4}{'vp':>4}{'cp':>4}{'dp':>5}{'ep':>4}  {'recompute':<10}"
-        f"{'memory':>9}{'step':>9}{'bubble':>8}{'links':>8}"
+        f"{'memory':>9}{'step':>9}{'bubble':>8}{'traffic':>9}"
     ]
     for each in suggestions[:SHOWN_SUGGESTIONS]:
         dims = each.cfg.dims
@@ -56,7 +56,7 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
             f"{dims.tensor:>3}{dims.pipeline:>4}{dims.virtual_pipeline:>4}{dims.context:>4}"
             f"{dims.data:>5}{dims.expert:>4}  {'full' if each.recomputes else 'none':<10}"
             f"{each.memory.total / 1e9:>6.1f} GB{each.time.estimate:>7.1f} s"
-            f"{each.time.bubble:>8.3f}{each.time.waits:>6.1f} s"
+            f"{each.time.bubble:>8.3f}{each.time.waits:>7.1f} s"
         )
     return "\n".join(
         [
