@@ -33,14 +33,16 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # as of megatron-grpo: the same style for both programs
     help="""Convert weights between Hugging Face folders and Megatron-Core checkpoints.
 
     No tensor is gathered: processes copy boxes of tensors from file to file, 4 MiB at a time.
 
     \b
-    checkpoint-convert import --hf Qwen3-8B --out qwen3_8b --tp 8
-    checkpoint-convert verify Qwen3-8B qwen3_8b
-    checkpoint-convert export --megatron qwen3_8b --out Qwen3-8B-again
+    Example:
+      checkpoint-convert import --hf Qwen3-8B --out qwen3_8b --tp 8
+      checkpoint-convert verify Qwen3-8B qwen3_8b
+      checkpoint-convert export --megatron qwen3_8b --out Qwen3-8B-again
     """,
 )
 
@@ -50,7 +52,7 @@ NUM_WORKERS = min(8, os.cpu_count() or 1)
 
 Dtype = Annotated[
     Literal["bf16", "fp16", "fp32"] | None,
-    typer.Option(help="Convert all weights; by default each keeps its dtype."),
+    typer.Option(help="Dtype of all weights. Default: each keeps its own."),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Number of worker processes.")]
 TensorSize = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")]
@@ -93,11 +95,15 @@ def import_(
     dtype: Dtype = None,
     workers: Workers = NUM_WORKERS,
 ) -> None:
-    """Hugging Face weights -> a Megatron-Core checkpoint (torch_dist).
+    """Convert Hugging Face weights to a Megatron checkpoint.
 
-    The checkpoint loads at any parallel sizes. When it is loaded with the same --tp, each rank
-    reads exactly its own bytes, at any --pp, --vpp and --ep: these are only checked to be able to
-    split the model.
+    The checkpoint (torch_dist) loads at any parallel sizes. When it is loaded with the same --tp,
+    each rank reads exactly its own bytes, at any --pp, --vpp and --ep: these are only checked to be
+    able to split the model.
+
+    \b
+    Example:
+      checkpoint-convert import --hf Qwen3-8B --out qwen3_8b --tp 8
     """
     start = time.monotonic()
     with _progress("import") as progress:
@@ -127,9 +133,13 @@ def export(
     dtype: Dtype = None,
     workers: Workers = NUM_WORKERS,
 ) -> None:
-    """A Megatron-Core checkpoint (torch_dist) -> a Hugging Face folder.
+    """Convert a Megatron checkpoint to a Hugging Face folder.
 
     The hashes in the manifest of a run's checkpoint are not verified; a resumed run does that.
+
+    \b
+    Example:
+      checkpoint-convert export --megatron runs/math/checkpoints/step_20 --out math_20
     """
     max_shard_bytes = _num_bytes(max_shard_size)
     start = time.monotonic()
@@ -152,16 +162,20 @@ def verify(
     b: Annotated[Path, typer.Argument(help="Another one, in the same format or not.")],
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Largest absolute difference; by default bytes are compared."),
+        typer.Option(min=0.0, help="Largest absolute difference. Default: bytes are compared."),
     ] = None,
     hf_config: HfConfig = None,
     workers: Workers = NUM_WORKERS,
 ) -> None:
-    """Compare two sets of weights tensor by tensor and list the tensors that differ.
+    """List the tensors in which two sets of weights differ.
 
     Config fields with which the same weights would compute something else are compared too.
-    Exit codes: 0 when both are the same, 1 when they differ, 2 for invalid arguments or files,
-    3 when a worker process was killed, 4 for an internal error.
+    The exit code is 0 when both are the same, 1 when they differ, 2 for invalid arguments or
+    files, 3 when a worker process was killed, and 4 for an internal error.
+
+    \b
+    Example:
+      checkpoint-convert verify Qwen3-8B qwen3_8b
     """
     with _progress("verify") as progress:
         differences = verify_weights(
@@ -189,13 +203,17 @@ def inspect(
     vpp: VirtualSize = 1,
     ep: ExpertSize = 1,
 ) -> None:
-    """Show what PATH holds: family, sizes, dtypes and how tensors are split.
+    """Show what PATH holds, and how its tensors are split.
 
-    Only headers are read, except for a tied model that also stores its head: then the embedding
-    and the head are read and compared.
+    Prints family, sizes and dtypes. Only headers are read, except for a tied model that also stores
+    its head: then the embedding and the head are read and compared.
 
     The exit code is 2 when the model is not supported, when it cannot be split over the given
     sizes, or when a tensor is missing, unexpected or does not have the shape config.json implies.
+
+    \b
+    Example:
+      checkpoint-convert inspect Qwen3-8B --tp 8
     """
     print_inspection(Console(), path, hf_config, _dims(tp, pp, vpp, ep))
 

@@ -87,7 +87,7 @@ def main_dtype(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> str:
 def sidecar_files(folder: Path) -> list[Path]:
     """The files in `folder` that belong to its model besides the weights.
 
-    Raises ValueError for a link out of the folder: its target may not be meant to be shared.
+    Raises ValueError for a link to what is no model's file: it may not be meant to be shared.
     """
     files = [
         file
@@ -97,7 +97,7 @@ def sidecar_files(folder: Path) -> list[Path]:
         and file.is_file()
     ]
     for file in files:
-        _check_inside(folder, file)
+        _check_link(folder, file)
     return files
 
 
@@ -122,10 +122,14 @@ def copy_sidecar_files(source: Path, folder: Path, dtype: str) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _check_inside(folder: Path, file: Path) -> None:
-    """Links into `blobs`, two levels up, are fine: that is how the Hub's cache stores files."""
-    target, home = file.resolve(), folder.resolve()
-    if not (target.is_relative_to(home) or target.parent == home.parent.parent / "blobs"):
+def _check_link(folder: Path, file: Path) -> None:
+    """A link may lead to the same file of another model's folder, or to where the Hub's cache
+    stores files: `blobs`, beside `snapshots`."""
+    target = file.resolve()
+    is_cached = target.parent.name == "blobs" and target.parent.with_name("snapshots").is_dir()
+    models = [parent for parent in target.parents[:2] if (parent / "config.json").is_file()]
+    is_of_a_model = target.name == file.name and bool(models)
+    if not (target.is_relative_to(folder.resolve()) or is_cached or is_of_a_model):
         raise ValueError(
             f"{file} is a link to {target}, outside of {folder}: replace it with a copy of the file"
         )

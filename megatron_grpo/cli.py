@@ -15,12 +15,13 @@ from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, rank_place, start_ran
 from megatron_grpo.launch.launch import place as place_job
 from megatron_grpo.launch.process import (
     allow_open_files,
+    exit_when_interrupted,
     exit_when_preempted,
     is_user_error,
     outlive_readers,
     silence_libraries,
 )
-from megatron_grpo.launch.run_dir import check_token, take_token
+from megatron_grpo.launch.run_dir import check_token, interrupted_text, take_token
 from megatron_grpo.reporting.commands import report, show
 
 Overrides = Annotated[
@@ -72,6 +73,8 @@ def train(
     cfg = load_config(config, overrides or [])
     token = take_token(os.environ)
     place = rank_place(os.environ)
+    is_silent = place is not None and place.rank > 0
+    exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
     if place is None:
         with exit_when_preempted():
             _preflight(cfg, token)
@@ -155,6 +158,7 @@ def evaluate(
     allow_open_files()
     take_token(os.environ)  # nothing that is started here needs it
     cfg = load_config(config, overrides or [])
+    exit_when_interrupted(lambda: "interrupted, stopping the engines")
     silence_libraries()
     from rich.console import Console
 
@@ -293,10 +297,10 @@ def plan(
     """Estimate memory, time and traffic of CONFIG; nothing is started.
 
     Reads only CONFIG and the model's config.json. Shows, for each pipeline stage, the memory of a
-    GPU in its worst phase; and microbatches, operations, bytes over each link, and lower bounds of
-    the time of a step and of a generation. Weights, gradients, optimizer and push are exact, the
-    rest are estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does not fit, it
-    says what would, and the exit code is 2.
+    GPU in the phase that needs most; and microbatches, operations, bytes over each link, and lower
+    bounds of the time of a step and of a generation. Weights, gradients, optimizer and push are
+    exact, the rest are estimates; docs/sizing.md has the formulas. If CONFIG cannot work or does
+    not fit, it says what would, and the exit code is 2.
 
     --instantiate compares the plan with Megatron-Core's own modules; the exit code is 1 if they
     differ. --instantiate and --reshard cannot be combined with other options.
@@ -319,6 +323,7 @@ def plan(
         if options[alone] and others:
             raise typer.BadParameter(f"{alone} cannot be combined with {', '.join(others)}")
     cfg = load_config(config, overrides or [])
+    cfg.model.check_folder(only_config=True)
     if instantiate:
         _instantiate(cfg)
     elif reshard:
@@ -349,15 +354,19 @@ def doctor(
         Path | None, typer.Argument(help="YAML file of the run, for its directory and packages.")
     ] = None,
     overrides: Overrides = None,
+    as_report: Annotated[
+        bool,
+        typer.Option("--report", help="Also print every check, as a block for bug reports."),
+    ] = False,
 ) -> None:
     """Check whether this machine can train, and what is missing.
 
     Takes a few seconds and checks packages, GPUs, network, limits, Slurm, the container, and the
     file system of the run directory (without CONFIG: of the working directory), where it writes
-    about 60 MB and deletes it again. Each problem is shown with the command that fixes it. Under
-    srun or torchrun it examines every host and compares their clocks, and rank 0 prints one table
-    for all. The output ends with a block to paste into a bug report. The exit code is 1 if
-    something is missing that training needs, else 0.
+    about 60 MB and deletes it again. Problems come first, each with the command that fixes it; what
+    is well is one line per section. Under srun or torchrun it examines every host and compares
+    their clocks, and rank 0 prints one table for all. The exit code is 1 if something is missing
+    that training needs, else 0.
 
     \b
     Example, with MASTER_ADDR (the first node's name) and MASTER_PORT (a free
@@ -367,7 +376,7 @@ def doctor(
     from megatron_grpo.doctor.command import diagnose
 
     cfg = load_config(config, overrides or []) if config else None
-    if not diagnose(cfg, rank_place(os.environ)):
+    if not diagnose(cfg, rank_place(os.environ), as_report=as_report):
         raise typer.Exit(1)
 
 

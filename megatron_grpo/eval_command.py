@@ -17,6 +17,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines import EnginePool, EngineServers, NoServingEngine, RolloutClient
 from megatron_grpo.engines.http import EngineDown
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
+from megatron_grpo.engines.server import check_cpu_kernels
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
@@ -25,7 +26,7 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     metrics_of,
 )
-from megatron_grpo.preflight import check_cpu_kernels, check_engines
+from megatron_grpo.preflight import check_engines
 from megatron_grpo.prompt_checks import check_evaluation
 from megatron_grpo.reporting.progress import EvaluationBar, progress_bar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
@@ -139,8 +140,7 @@ def _check(cfg: Config) -> ModelShape:
             "rollout.vllm.load_format dummy makes engines start with random weights, which eval "
             "does not replace: leave it out, or set rollout.vllm.load_format=hf"
         )
-    if not cfg.model.path.is_dir():
-        raise ValueError(f"model.path {cfg.model.path} is not a folder: give a model's folder")
+    cfg.model.check_folder()
     shape = read_shape(cfg.model.path)
     check_weights(cfg.model.path, shape)
     check_engines(cfg.rollout, shape, None)

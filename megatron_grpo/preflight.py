@@ -21,8 +21,8 @@ from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import PERFORMANCE_FIELDS
 from megatron_grpo.engines.layouts import engine_dims
-from megatron_grpo.engines.server import num_gpus
-from megatron_grpo.engines.vllm_args import CPU_HEAD_SIZES, check_engine_arguments
+from megatron_grpo.engines.server import check_cpu_kernels
+from megatron_grpo.engines.vllm_args import check_engine_arguments
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_token
 from megatron_grpo.reporting.tracking import last_step
 
@@ -125,28 +125,6 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
         check_engine_arguments(rollout.vllm)
 
 
-def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError if vLLM, started here, would need kernels that it lacks for this CPU.
-
-    An engine would start all the same, and die at its first request.
-    """
-    if num_gpus() or rollout.engine != "vllm" or rollout.base_urls:
-        return
-    import torch
-
-    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
-        raise ValueError(
-            "rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: set "
-            "rollout.engine=transformers"
-        )
-    if shape.latent is None and shape.head_dim not in CPU_HEAD_SIZES:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU needs heads of size "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: set "
-            "rollout.engine=transformers"
-        )
-
-
 def check_same_run(cfg: Config) -> None:
     """Raise ValueError if `train.run_dir` holds a different run from the one that `cfg` describes.
 
@@ -167,7 +145,9 @@ def check_same_run(cfg: Config) -> None:
     if differing:
         raise ValueError(
             f"train.run_dir {cfg.train.run_dir} holds a run with another config: set what differs "
-            "as before, choose another folder, or remove this one.\n  " + "\n  ".join(differing)
+            "as before, or remove it. To go on from its weights with what differs, start a run in "
+            f"another train.run_dir with train.init_from={cfg.train.run_dir}\n  "
+            + "\n  ".join(differing)
         )
     if before["model.path"] != now["model.path"]:
         _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)
@@ -228,8 +208,7 @@ def _check_same_model(kept: Path, folder: Path, but_for: Collection[str] = ()) -
 
 def _check_model(cfg: Config) -> ModelShape:
     folder = cfg.model.path
-    if not folder.is_dir():
-        raise ValueError(f"model.path {folder} is not a folder: give a downloaded model")
+    cfg.model.check_folder()
     run_dir = cfg.train.run_dir
     for exported in [run_dir / "hf", *run_dir.glob("hf_step_*")]:
         if folder.resolve().is_relative_to(exported.resolve()):

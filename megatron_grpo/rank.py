@@ -36,9 +36,7 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     if place.rank == 0:
         timeout = timedelta(seconds=cfg.rollout.startup_timeout)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-    watchdog = Watchdog(
-        place, store, Limits.from_config(cfg), cfg.train.run_dir / "logs" / "stacks.txt"
-    )
+    watchdog = Watchdog(place, store, Limits.from_config(cfg), cfg.train.run_dir)
     if place.rank == 0:
         print(_beginning(cfg), flush=True)
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()

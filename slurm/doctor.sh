@@ -16,4 +16,4 @@ MASTER_ADDR=$(address_of "$SLURMD_NODENAME")  # this script runs on the first no
 MASTER_PORT=$(first_port)
 export MASTER_ADDR MASTER_PORT
 step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
-    megatron-grpo doctor "$@"
+    megatron-grpo doctor --report "$@"

@@ -11,6 +11,7 @@ import yaml
 from checkpoint_convert import megatron_layout, read_shape
 from docs.make_api import PAGE, page
 from helpers.published_models import write_config
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.grpo import GRPOConfig
@@ -30,6 +31,13 @@ def test_links_and_commands_exist(document):
         assert (ROOT / config).exists(), config
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert set(re.findall(r"megatron-grpo (?=[a-z])(\w+)", text)) <= commands
+
+
+def test_the_config_that_the_readme_shows_can_be_used(tmp_path):
+    file = tmp_path / "config.yaml"
+    (shown,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    file.write_text(shown)
+    BatchSchedule.of(load_config(file).grpo)
 
 
 def test_the_table_of_faults_names_tests_that_are_there():

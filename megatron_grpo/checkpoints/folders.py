@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 
 from checkpoint_convert.new_folder import sync, sync_tree
+from megatron_grpo.launch.run_dir import POINTER
 
-POINTER = "LATEST"
 PARTIAL = ".partial"
 REPLACED = ".replaced"
 

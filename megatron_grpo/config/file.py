@@ -32,16 +32,22 @@ EXPECTED = {
 }
 
 
+NEAR = 0.75
+"""Likeness from which a key is taken for a misspelling of another: num_epochs and num_steps have
+0.74."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 with two fixes: `3e-5` is a number, and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
+        keys = []
+        for key, _ in node.value:
+            if key.value in keys:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", node.start_mark
+                    None, None, f"key {key.value!r} is given twice", key.start_mark
                 )
+            keys.append(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -56,13 +62,15 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML config and apply overrides such as `optimizer.lr=1e-6` (values are YAML).
 
     Relative paths in it are relative to the current directory. Raises ValueError, one line per
-    mistake, for unknown keys (with the nearest known one), wrong types and conflicting sizes.
+    mistake, for unknown keys (with what was meant), wrong types and conflicting sizes.
     """
     if not path.is_file():
         raise ValueError(f"config file {path} does not exist")
     table = _parse_yaml(path.read_text(), str(path))
     if not isinstance(table, dict):
-        raise ValueError(f"{path} holds {type(table).__name__}, not a table of sections")
+        held = "is empty" if table is None else f"holds {type(table).__name__}, no sections"
+        needed = [name for name, field in Config.model_fields.items() if field.is_required()]
+        raise ValueError(f"{path} {held}: a config needs the sections {', '.join(needed)}")
     for override in overrides:
         _apply_override(table, override)
     return parse_config(table)
@@ -75,10 +83,7 @@ def parse_config(table: dict[str, Any]) -> Config:
     unknown = [key for key in _leaves(table) if not _is_known(key, known)]
     if unknown:
         raise ValueError(
-            "\n".join(
-                f"unknown config key {key!r}: did you mean {nearest_key(key, known)!r}?"
-                for key in unknown
-            )
+            "\n".join(f"unknown config key {key!r}: {_instead_of(key, known)}" for key in unknown)
         )
     try:
         return Config.model_validate(table)
@@ -91,18 +96,31 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def nearest_key(key: str, known: Sequence[str]) -> str:
-    """The known key most similar to `key`, compared in full and by its last part."""
+def _instead_of(key: str, known: Sequence[str]) -> str:
+    """What may have been meant by a key that is not known, or else which sections there are."""
+    section = key.partition(".")[0]
+    if keys := _nearest_keys(key, known):
+        return f"did you mean {' or '.join(map(repr, keys))}?"
+    if "." in key and section in Config.model_fields:
+        return f"section {section} has no such key; docs/config.md lists all"
+    return f"the sections are {', '.join(Config.model_fields)}"
 
-    def likeness(candidate: str) -> float:
-        last, candidate_last = key.rpartition(".")[2], candidate.rpartition(".")[2]
-        return _ratio(key, candidate) + _ratio(last, candidate_last)
 
-    return max(known, key=likeness)
+def _nearest_keys(key: str, known: Sequence[str]) -> Sequence[str]:
+    """The known key that is spelt almost alike in each part, or those with the same last part."""
+    section, _, name = key.rpartition(".")
+    likeness = {each: _likeness((section, name), each) for each in known}
+    nearest = max(known, key=lambda each: likeness[each])
+    if likeness[nearest] >= NEAR:
+        return [nearest]
+    return [each for each in known if each.rpartition(".")[2] == name]
 
 
-def _ratio(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
+def _likeness(parts: tuple[str, str], candidate: str) -> float:
+    """From 0 to 1, that of the part that is less alike: the section, or the name in it."""
+    section, _, name = candidate.rpartition(".")
+    pairs = zip(parts, (section, name), strict=True)
+    return min(difflib.SequenceMatcher(None, a, b).ratio() for a, b in pairs)
 
 
 def _parse_yaml(text: str, source: str) -> Any:
@@ -178,8 +196,10 @@ def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
     if detail["type"] == "missing":
         return f"config key {key} is missing. {descriptions.get(key, '')}".rstrip()
     if detail["type"] == "extra_forbidden":  # in a list, which `_leaves` does not descend into
-        nearest = nearest_key(str(detail["loc"][-1]), list(RewardFunction.model_fields))
-        return f"unknown config key {key!r}: did you mean {nearest!r}?"
+        fields = list(RewardFunction.model_fields)
+        nearest = _nearest_keys(str(detail["loc"][-1]), fields)
+        told = f"did you mean {nearest[0]!r}?" if nearest else f"use {', '.join(fields)}"
+        return f"unknown config key {key!r}: {told}"
     if detail["type"] == "value_error":
         return f"{_held_out(detail['loc'])}{detail['ctx']['error']}"
     message = EXPECTED.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])

@@ -5,6 +5,7 @@ by the model, the mesh or the trainer, would change what the model computes, hav
 not supported here.
 """
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,6 +21,9 @@ from pydantic import (
 from megatron_grpo.config.section import Section
 from parallel import ParallelDims
 
+HUB_NAME = re.compile(r"(?!models/)[\w.-]+/[\w.-]+")
+"""OWNER/NAME; the shipped configs have their models in `models`."""
+
 
 class ModelConfig(Section):
     """The model to train."""
@@ -33,6 +37,26 @@ class ModelConfig(Section):
     megatron: dict[str, Any] = Field(default={})
     """Fields of Megatron-Core's TransformerConfig for speed, memory, rounding and the losses of
     routers; those listed above."""
+
+    def check_folder(self, only_config: bool = False) -> None:
+        """Raise ValueError, with the command that downloads the model, if it is not in `path`.
+
+        `only_config`: of its files, config.json is enough.
+        """
+        if only_config and not (self.path / "config.json").is_file():
+            problem = "has no config.json: plan needs only this file of a model"
+        elif not self.path.is_dir():
+            problem = "is not a folder: download the model first"
+        else:
+            return
+        is_name = HUB_NAME.fullmatch(str(self.path)) and not self.path.exists()
+        name = self.path if is_name else "OWNER/NAME"
+        folder = Path("models", self.path.name) if is_name else self.path
+        raise ValueError(
+            f"model.path {self.path.absolute()} {problem}, "
+            f"`hf download {name}{' config.json' if only_config else ''} --local-dir {folder}`"
+            + (f", and set model.path={folder}" if is_name else "")
+        )
 
 
 class TrainConfig(Section):
@@ -93,7 +117,7 @@ class OptimizerConfig(Section):
     """AdamW and its learning rate schedule."""
 
     lr: PositiveFloat
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW, at most 1."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay, one step after the last step; at most lr."""
     lr_warmup_steps: NonNegativeInt = 0
@@ -115,6 +139,15 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum global norm of the gradients; larger ones are scaled down to it."""
+
+    @model_validator(mode="after")
+    def _lr_is_a_step(self) -> Self:
+        if self.lr > 1:
+            raise ValueError(
+                f"optimizer.lr {self.lr:g}: AdamW would move each weight by about as much in every "
+                "step: use at most 1, and for a language model something like 1e-6"
+            )
+        return self
 
     @model_validator(mode="after")
     def _decay_goes_down(self) -> Self:

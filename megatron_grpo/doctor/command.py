@@ -5,9 +5,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ MAX_SKEW_SECONDS = 1.0
 """Above this, logs of several hosts cannot be read side by side."""
 TIMEOUT = timedelta(seconds=600)
 """Generous: on a shared file system, a first start with cold caches takes minutes per host."""
-STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red"}
+STYLES = {"ok": "green", "not needed": "dim", "warning": "yellow", "missing": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,12 @@ class HostReport:
     clock: float = 0.0
 
 
-def diagnose(cfg: Config | None, place: RankPlace | None) -> bool:
-    """Examine this host, or all hosts of the job that `place` belongs to, and print the checks.
+def diagnose(cfg: Config | None, place: RankPlace | None, *, as_report: bool) -> bool:
+    """Examine this host, or all hosts of the job that `place` belongs to, and print what is found.
 
-    Returns whether training can start on all of them; ranks other than 0 print nothing and return
-    True. Raises ValueError if not all ranks join.
+    `as_report`: also print all checks as a block for bug reports. Returns whether training can
+    start on all of them; ranks other than 0 print nothing and return True. Raises ValueError if not
+    all ranks join.
     """
     run_dir = cfg.train.run_dir if cfg else Path()
     if place is None:
@@ -75,6 +77,11 @@ def diagnose(cfg: Config | None, place: RankPlace | None) -> bool:
             return True
     common = [check_clocks(reports), *compare_hosts(reports)]
     show(reports, common)
+    if as_report:
+        print("\nFor a bug report (no names of users or hosts, no paths, no secrets):\n")
+        print(markdown(reports, common))
+    else:
+        print("For a bug report, and to see every check: the same command with --report")
     return all(can_train(report.checks) for report in reports)
 
 
@@ -180,7 +187,7 @@ def compare_hosts(reports: Sequence[HostReport]) -> Iterator[Check]:
 
 
 def show(reports: Sequence[HostReport], common: Sequence[Check]) -> None:
-    """Print the tables, the verdict and the block for bug reports."""
+    """Print the tables and the verdict."""
     # No markup: it would swallow [gpu] in a command. A log file has no terminal width: use 160.
     width = None if sys.stdout.isatty() else 160
     console = Console(markup=False, emoji=False, highlight=False, width=width)
@@ -189,21 +196,28 @@ def show(reports: Sequence[HostReport], common: Sequence[Check]) -> None:
         console.print(_hosts_table(reports))
     everything = [check for report in reports for check in report.checks]
     console.print(_verdict([*everything, *common]))
-    print("\nFor a bug report (no names of users or hosts, no paths, no secrets):\n")
-    print(_markdown(reports, common))
 
 
-def _checks_table(checks: Iterable[Check]) -> Table:
-    """A row per check, a rule between sections."""
+def _checks_table(checks: Sequence[Check]) -> Table:
+    """A row per problem, the worst first; then one for each section with what is well."""
     table = Table("", "what", "found", "how to fix it", title="this host", title_justify="left")
-    section = None
-    for check in checks:
-        if section not in (None, check.section):
-            table.add_section()
-        section = check.section
-        remedy = "" if check.status == "ok" else check.remedy
-        table.add_row(Text(check.status, STYLES[check.status]), check.name, check.value, remedy)
+    problems = [check for check in checks if check.is_problem]
+    for check in sorted(problems, key=lambda check: check.status == "warning"):
+        table.add_row(_colored(check.status), check.name, check.value, check.remedy)
+    if problems:
+        table.add_section()
+    well = [check for check in checks if check.status == "ok"]
+    for section, group in groupby(well, key=lambda check: check.section):
+        first, *others = group
+        more = f"; {len(others)} more" if others else ""
+        table.add_row(_colored("ok"), section, f"{first.name}: {first.value}{more}", "")
+    if unneeded := [check.name for check in checks if check.status == "not needed"]:
+        table.add_row(_colored("not needed"), "not installed", ", ".join(unneeded), "")
     return table
+
+
+def _colored(status: str) -> Text:
+    return Text(status, STYLES[status])
 
 
 def _hosts_table(reports: Sequence[HostReport]) -> Table:
@@ -211,7 +225,7 @@ def _hosts_table(reports: Sequence[HostReport]) -> Table:
     table = Table("host", "clock, ms", "GPUs", "run directory", "problems", title="all hosts")
     for number, report in enumerate(reports):
         values = {check.name: check.value for check in report.checks}
-        problems = [check for check in report.checks if check.status != "ok"]
+        problems = [check for check in report.checks if check.is_problem]
         table.add_row(
             f"{number} {report.host}",
             f"{(report.clock - reports[0].clock) * 1e3:+.1f}",
@@ -232,11 +246,11 @@ def _verdict(checks: Sequence[Check]) -> str:
     return f"Training cannot start here: {', '.join(missing)} missing; {warnings}."
 
 
-def _markdown(reports: Sequence[HostReport], common: Sequence[Check]) -> str:
-    """A table of all checks of host 0 and, of the other hosts, those that are not ok."""
+def markdown(reports: Sequence[HostReport], common: Sequence[Check]) -> str:
+    """A table of all checks of host 0 and, of the other hosts, of their problems."""
     rows = [("0", check) for check in reports[0].checks]
     for number, report in enumerate(reports[1:], 1):
-        rows += [(str(number), check) for check in report.checks if check.status != "ok"]
+        rows += [(str(number), check) for check in report.checks if check.is_problem]
     rows += [("all", check) for check in common]
     cells = [(where, check.status, check.name, check.value) for where, check in rows]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in cells]

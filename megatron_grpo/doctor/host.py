@@ -23,16 +23,22 @@ class Check:
 
     section: str
     name: str
-    status: Literal["ok", "warning", "missing"]
-    """`missing`: training cannot start; `warning`: it can, but slower or less safely."""
+    status: Literal["ok", "not needed", "warning", "missing"]
+    """`missing`: training cannot start; `warning`: it can, but slower or less safely; `not needed`:
+    it is not there, and only some runs would use it."""
     value: str
     remedy: str = ""
-    """The command that fixes it, shown unless the status is `ok`."""
+    """The command that fixes it, for `warning` and `missing`."""
 
     @classmethod
     def warn_if(cls, remedy: str, section: str, name: str, value: str) -> "Check":
         """A warning if there is a remedy, else `ok`."""
         return cls(section, name, "warning" if remedy else "ok", value, remedy)
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether there is something to fix."""
+        return self.status in ("warning", "missing")
 
 
 def can_train(checks: Iterable[Check]) -> bool:

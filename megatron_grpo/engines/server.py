@@ -14,11 +14,14 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import NoReturn
 
+from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.access import check_host
 from megatron_grpo.engines.http import EngineError, is_healthy
 from megatron_grpo.engines.vllm_args import (
+    CPU_HEAD_SIZES,
+    CPU_LATENT_SIZE,
     ONE_NODE,
     EngineNode,
     check_engine_arguments,
@@ -136,9 +139,15 @@ class EngineServers:
         return self._engines[self.base_urls.index(url)]
 
     def close(self) -> None:
-        """Terminate all engines; kill them after some seconds, and whatever they left running."""
+        """Terminate all engines; kill them after some seconds, and whatever they left running.
+
+        One that still starts is killed at once: it would not listen for seconds.
+        """
         for engine in self._engines:
-            engine.process.terminate()
+            if is_healthy(engine.url):
+                engine.process.terminate()
+            else:
+                engine.child.kill()
         deadline = time.monotonic() + TERMINATE_TIMEOUT
         for engine in self._engines:
             with suppress(TimeoutExpired):
@@ -155,6 +164,34 @@ def num_gpus() -> int:
     import torch  # takes seconds, and checks of config and address do not need it
 
     return torch.cuda.device_count()
+
+
+def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError if vLLM, started here, would need kernels that it lacks for this CPU.
+
+    An engine would start all the same, and die at its first request.
+    """
+    if num_gpus() or rollout.engine != "vllm" or rollout.base_urls:
+        return
+    import torch  # see above
+
+    instead = "set rollout.engine=transformers"
+    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
+        raise ValueError(
+            f"rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: {instead}"
+        )
+    if shape.latent is not None:
+        size = shape.latent.rank + shape.latent.rotary_dim
+        if size != CPU_LATENT_SIZE:
+            raise ValueError(
+                "rollout.engine vllm without a GPU needs a latent and rotated part (kv_lora_rank + "
+                f"qk_rope_head_dim) of {CPU_LATENT_SIZE} together, not {size}: {instead}"
+            )
+    elif shape.head_dim not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU needs heads of size "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: {instead}"
+        )
 
 
 def share_gpus(rollout: RolloutConfig, num_devices: int, num_ranks: int) -> bool:
@@ -267,6 +304,8 @@ def serve(
         )
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)
+    model.check_folder()
+    check_cpu_kernels(rollout.model_copy(update={"base_urls": ()}), read_shape(model.path))
     # vLLM takes the visible GPUs of a node for its workers there.
     size = rollout.tensor_parallel_size // node.nnodes
     part = rollout.model_copy(update={"num_engines": 1, "tensor_parallel_size": size})

@@ -75,6 +75,8 @@ RESERVED = {
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those for which vLLM 0.32 has an attention kernel for CPUs."""
+CPU_LATENT_SIZE = 576
+"""The one size of what is cached of a token with latent attention for which it has one."""
 
 
 @dataclass(frozen=True)
@@ -209,10 +211,9 @@ def check_engine_arguments(table: Mapping[str, Any]) -> None:
             raise ValueError(f"rollout.vllm.{name} cannot be set: {RESERVED[name]}")
         known = engine_argument_names()
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"rollout.vllm.{name} is not an engine argument of vLLM: did you mean {nearest}?"
-            )
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            hint = f": did you mean {nearest[0]}?" if nearest else ": `vllm serve --help` has all"
+            raise ValueError(f"rollout.vllm.{name} is not an engine argument of vLLM{hint}")
 
 
 def engine_number(table: Mapping[str, Any], name: str) -> int | None:

@@ -5,6 +5,7 @@ scripts.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import NoReturn
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.launch.parent_death import die_with_parent
-from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, make_folder
 from parallel import ParallelDims
 
 LAUNCHER_VARIABLE = "MEGATRON_GRPO_LAUNCHER"
@@ -83,7 +84,7 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     """
     num_ranks = cfg.dims.world_size
     logs = Path(cfg.train.run_dir) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    make_folder(logs)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -101,6 +102,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
     if token is not None:
         for_ranks[TOKEN_VARIABLE] = token
+    # Until torchrun can tell of it: it first imports torch, which takes seconds.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execve(sys.executable, command, {**environment, **os.environ, **for_ranks})
 
 

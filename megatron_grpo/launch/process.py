@@ -19,6 +19,9 @@ from typing import Any
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL: nothing has failed, and the same command resumes the run."""
 
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""As a shell reports Ctrl-C."""
+
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they reclaim the machine."""
 
@@ -35,6 +38,25 @@ def exit_when_preempted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def exit_when_interrupted(text: Callable[[], str] | None) -> None:
+    """From now on Ctrl-C prints the line `text()` and ends this process, closing what is open.
+
+    None: it ends at once, without a word. Nothing changes where it was started to ignore Ctrl-C.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        return
+    if text is None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return
+
+    def end(*_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would cut the closing short
+        os.write(STDERR, f"megatron-grpo: {text()}\n".encode())  # print may be at work already
+        sys.exit(EXIT_INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
 
 
 class Preempted(Exception):
@@ -74,7 +96,7 @@ def is_user_error(error: BaseException) -> bool:
     return isinstance(error, ValueError)
 
 
-STDOUT = 1
+STDOUT, STDERR = 1, 2
 
 
 def outlive_readers() -> None:

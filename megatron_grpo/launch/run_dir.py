@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_grpo.launch.process import is_user_error
+
 MOUNTS = Path("/proc/mounts")
 OCTAL = re.compile(r"\\([0-7]{3})")
 LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
@@ -54,6 +56,19 @@ def _decoded(field: str) -> str:
     return OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
 
 
+POINTER = "LATEST"
+"""File in `checkpoints` with the name of the newest, such as step_20."""
+
+
+def interrupted_text(run_dir: Path) -> str:
+    """What an interrupted run says: where the same command resumes it."""
+    pointer = run_dir / "checkpoints" / POINTER
+    if not pointer.is_file():
+        return "interrupted: run the same command to begin from the start"
+    step = pointer.read_text().strip().removeprefix("step_")
+    return f"interrupted: run the same command to resume from step {step}"
+
+
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Errors of a file system mounted without locks: the first is Lustre's, the second NFS's."""
 REMEDY = (
@@ -62,13 +77,25 @@ REMEDY = (
 )
 
 
+def make_folder(folder: Path) -> None:
+    """Make the run directory or a folder in it; ValueError, naming the key, if it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if not is_user_error(error):
+            raise
+        raise ValueError(
+            f"train.run_dir: the folder {folder} cannot be made ({error.strerror}): set another"
+        ) from None
+
+
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
     """Lock the run directory; raises ValueError if another process holds it or it has no locks.
 
     The kernel releases the lock when the process ends, however it ends.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     if option := Mount.holding(run_dir.resolve()).local_locks:
         raise ValueError(
             f"{run_dir} cannot be locked: other hosts do not see locks with {option}; {REMEDY}"

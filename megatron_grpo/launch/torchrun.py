@@ -24,7 +24,14 @@ from torch.distributed import DistError, TCPStore, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_grpo.launch.process import EXIT_PREEMPTED, PREEMPTION_SIGNALS, allow_open_files
+from megatron_grpo.launch.launch import LAUNCHER_VARIABLE
+from megatron_grpo.launch.process import (
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    PREEMPTION_SIGNALS,
+    allow_open_files,
+)
+from megatron_grpo.launch.run_dir import interrupted_text
 
 RENDEZVOUS_SECONDS = 600
 """Time in which the torchruns of all hosts must come."""
@@ -43,6 +50,7 @@ def main() -> None:
     forwarded = _forward_preemption()
     logging.disable(logging.ERROR)  # torchrun's own failure report; ours is below
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `start_ranks`
         # torch's rendezvous takes the store that this process has at the port.
         store = _first_store(arguments) if arguments.node_rank == 0 else _further_store(arguments)
         arguments.master_port = store.port
@@ -55,8 +63,13 @@ def main() -> None:
         if report := _failure_report(error.failures, Path(arguments.log_dir)):
             print(report, file=sys.stderr)
         sys.exit(next((code for code in codes if code > 0), 1))
-    except KeyboardInterrupt:  # before torch handles signals
-        sys.exit(128 + signal.SIGINT)
+    except KeyboardInterrupt:  # before torch handles signals, and before there is a rank to tell it
+        if LAUNCHER_VARIABLE in os.environ:
+            print(
+                f"megatron-grpo: {interrupted_text(Path(arguments.log_dir).parent)}",
+                file=sys.stderr,
+            )
+        sys.exit(EXIT_INTERRUPTED)
     except SignalException as ended:
         sys.exit(128 + ended.sigval)
     except DistError:

@@ -32,7 +32,8 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
     rollout = cfg.rollout
     lines = [
         f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
-        f"{rollout.num_engines} engines of {rollout.tensor_parallel_size}, {where}",
+        f"{_count(rollout.num_engines, 'engine')} of "
+        f"{_count(rollout.tensor_parallel_size, 'GPU')}, {where}",
         "",
         *_memory_rows(plan),
         "",
@@ -47,7 +48,7 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
     """The fastest layouts, and the command-line overrides for the first of them."""
     rows = [
         f"{'tp':>3}{'pp':>4}{'vp':>4}{'cp':>4}{'dp':>5}{'ep':>4}  {'recompute':<10}"
-        f"{'memory':>9}{'step':>9}{'bubble':>8}{'links':>8}"
+        f"{'memory':>9}{'step':>9}{'bubble':>8}{'traffic':>9}"
     ]
     for each in suggestions[:SHOWN_SUGGESTIONS]:
         dims = each.cfg.dims
@@ -55,11 +56,12 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
             f"{dims.tensor:>3}{dims.pipeline:>4}{dims.virtual_pipeline:>4}{dims.context:>4}"
             f"{dims.data:>5}{dims.expert:>4}  {'full' if each.recomputes else 'none':<10}"
             f"{each.memory.total / 1e9:>6.1f} GB{each.time.estimate:>7.1f} s"
-            f"{each.time.bubble:>8.3f}{each.time.waits:>6.1f} s"
+            f"{each.time.bubble:>8.3f}{each.time.waits:>7.1f} s"
         )
     return "\n".join(
         [
-            f"{len(suggestions)} layouts fit on {num_gpus} {gpu}, the fastest by estimate first:",
+            f"layouts that fit on {num_gpus} {gpu}: {len(suggestions)}, the fastest by estimate "
+            "first:",
             "",
             *rows,
             *(f"{key}: {NOT_COUNTED}" for key in not_counted(suggestions[0].cfg)),
@@ -75,7 +77,7 @@ def _memory_rows(plan: JobPlan) -> list[str]:
     """Rows for the first stages, the last, and the fullest."""
     rows = [
         f"{'stage':>5}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'reference':>11}"
-        f"{'buffers':>12}{'engine':>8}{'at worst':>10}  {'in phase':<18}{'sum':>8}"
+        f"{'buffers':>12}{'engine':>8}{'temporary':>11}  {'most in phase':<18}{'sum':>8}"
     ]
     last = plan.stages[-1]
     shown = [*plan.stages[:SHOWN_STAGES], plan.fullest, last]
@@ -84,7 +86,7 @@ def _memory_rows(plan: JobPlan) -> list[str]:
     limit, most = plan.memory_limit / 1e9, plan.fullest.total / 1e9
     verdict = f"{limit - most:.1f} GB free" if plan.fits else f"{most - limit:.1f} GB too much"
     left_out = len(plan.stages) - len(numbers)
-    others = f"; {left_out} stages between need no more" if left_out else ""
+    others = f"; {_count(left_out, 'stage')} between: no more" if left_out else ""
     return [*rows, f"all in GB; a GPU may use {limit:.1f}: {verdict}{others}"]
 
 
@@ -96,25 +98,26 @@ def _memory_row(stage: StageMemory) -> str:
         f"{stage.stage:>5}"
         + "".join(f"{size / 1e9:>{width}.3f}" for size, width in zip(exact, widths, strict=True))
         + f"{stage.buffers / 1e9:>12.1f}{stage.engine / 1e9:>8.1f}"
-        + f"{stage.phases[stage.worst] / 1e9:>10.2f}  {stage.worst:<18}{stage.total / 1e9:>8.1f}"
+        + f"{stage.phases[stage.worst] / 1e9:>11.2f}  {stage.worst:<18}{stage.total / 1e9:>8.1f}"
     )
 
 
 def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
     work, time, lines = plan.work, plan.time, []
     lines.append(
-        f"an optimizer step: {len(work.lengths):,} sequences, {work.computed.tokens:,} tokens "
-        f"in {work.microbatches} microbatches per model copy, "
+        f"an optimizer step: {_count(len(work.lengths), 'sequence')}, {work.computed.tokens:,} "
+        f"tokens in {_count(work.microbatches, 'microbatch')} per model copy, "
         f"{work.computed.tokens / work.room:.1%} full, "
         f"{work.padding:,} tokens of padding"
     )
-    if len(plan.shared_prompts) == 2:
+    if plan.shares_tokens:
         lines.append(_sharing_line(cfg, plan.shared_prompts[False], plan.shared_prompts[True]))
     lines += [f"{key}: {NOT_COUNTED}" for key in plan.not_counted]
     lines.append(
         f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
-        f"estimate at {time.attainable:g} of it, with a bubble of {time.bubble:.3f} and no traffic "
-        f"hidden, at {ATTAINABLE_OF_LINK:g} of the links' rates: {time.estimate:.1f} s"
+        f"estimate {time.estimate:.1f} s, at {time.attainable:g} of the peak and "
+        f"{ATTAINABLE_OF_LINK:g} of the links' rates, with a pipeline bubble of {time.bubble:.3f} "
+        "and no traffic hidden"
     )
     if plan.engine:
         lines.append(
@@ -147,14 +150,15 @@ def _rollout_line(cfg: Config, time: RolloutTime) -> str:
         bound += f", and its nodes add up hidden states for {time.network_seconds:.1f} s"
     steps = BatchSchedule.of(cfg.grpo).updates_per_generation
     return (
-        f"a generation, for {steps} {'step' if steps == 1 else 'steps'}: "
-        f"{time.completions:,} completions, {time.tokens:,} tokens, by "
-        f"{cfg.rollout.num_engines} engines: at least {time.seconds:.1f} s, in which {bound}"
+        f"a generation, for {_count(steps, 'step')}: "
+        f"{_count(time.completions, 'completion')}, {time.tokens:,} tokens, by "
+        f"{_count(cfg.rollout.num_engines, 'engine')}: at least {time.seconds:.1f} s, in which "
+        f"{bound}"
     )
 
 
 def _link_rows(cfg: Config, plan: JobPlan) -> list[str]:
-    rows = [f"{'per step and GPU':<18}{'bytes':>12}  {'over':<10}{'at least':>10}"]
+    rows = [f"{'per step and GPU':<18}{'bytes':>12}  {'over':<10}{'least time':>10}"]
     rows += [_link_row(use.purpose, use) for use in plan.time.links]
     if plan.push:
         updates = BatchSchedule.of(cfg.grpo).updates_per_generation
@@ -166,6 +170,11 @@ def _link_rows(cfg: Config, plan: JobPlan) -> list[str]:
 def _link_row(label: str, use: LinkUse) -> str:
     over = "NVLink" if use.in_node else "network"
     return f"{label:<18}{use.num_bytes / 1e9:>9.2f} GB  {over:<10}{use.seconds:>8.2f} s"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural}"
 
 
 def print_plan(

@@ -66,6 +66,12 @@ class JobPlan:
         """Whether no GPU runs out of memory."""
         return self.fullest.total <= self.memory_limit
 
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether `grpo.shared_prompts` makes, or would make, a step shorter."""
+        filled = [step.filled_tokens for step in self.shared_prompts.values()]
+        return min(filled) < max(filled)
+
     def as_json(self) -> dict[str, Any]:
         """All figures for scripts, in bytes, seconds and operations."""
         return {

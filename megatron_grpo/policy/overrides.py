@@ -79,7 +79,7 @@ def _check_field(name: str, decided: Mapping[str, Any]) -> None:
         )
     free = (*PERFORMANCE_FIELDS, *ROUTER_LOSS_FIELDS)
     if name not in free:
-        nearest = difflib.get_close_matches(name, free, n=1)
+        nearest = difflib.get_close_matches(name, free, n=1, cutoff=0.75)
         hint = f": did you mean {nearest[0]}?" if nearest else "."
         raise ValueError(
             f"model.megatron.{name} is not supported{hint} Fields that change only speed, memory "

@@ -1,7 +1,7 @@
 """Plots of a run: `curves.png`, drawn from `metrics.jsonl`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 
@@ -22,12 +22,28 @@ Curve = np.ndarray[tuple[int], np.dtype[np.float64]]
 INK, FAINT, GRID = "#22303c", "#8595a5", "#e6ebf0"
 BLUE, RED, GREEN, PURPLE, ORANGE = "#2f6fb5", "#c8483c", "#2e8f6b", "#7a5ab5", "#d98a2b"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, RED, "#4fa9c4", "#a8792f", "#6b7a89", "#c58bb4")
+PHASES = {
+    "generate": BLUE,
+    "wait_rollout": "#9dbfe3",
+    "score": ORANGE,
+    "pack": "#c58bb4",
+    "logprobs": GREEN,
+    "train": PURPLE,
+    "push": RED,
+    "await_engines": "#e8b0aa",
+    "verify_weights": "#8c2f26",
+    "load": "#b9a8dd",
+    "sleep": "#6b7a89",
+    "save": "#4fa9c4",
+    "log": "#a8792f",
+}
+"""The colour of each phase of a step, the same in every picture."""
 SMOOTHED_STEPS = 60
 """From this many steps on, a moving average is drawn over the values."""
 
 
 def draw_curves(run_dir: Path) -> Path:
-    """Draw reward, KL, lengths, log-probability gap, gradient norm and time; returns the PNG.
+    """Draw reward, lengths, entropy, shares, KL, gap, gradient norm and time; returns the PNG.
 
     Raises ValueError without a `metrics.jsonl`, or if it has no steps yet.
     """
@@ -41,17 +57,23 @@ def draw_curves(run_dir: Path) -> Path:
     if not _of_steps(records):
         raise ValueError(f"{run_dir / METRICS_FILE} has no steps yet: only an evaluation")
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.05)
-    figure = Figure(figsize=(13.5, 7.2), layout=layout, facecolor="white")
+    figure = Figure(figsize=(16, 7.2), layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 3)
-    panels = (draw_reward, draw_kl, draw_lengths, draw_gap, draw_grad_norm, draw_time)
-    for axis, draw in zip(axes.flat, panels, strict=True):
+    for draw, axis in figure.subplot_mosaic(_panels(records)).items():
         _dress(axis, records)
         draw(axis, records)
     figure.suptitle(_title(run_dir, records), x=0.012, ha="left", fontsize=14, color=INK)
     path = run_dir / CURVES_FILE
     figure.savefig(path, dpi=130)
     return path
+
+
+def _panels(records: Sequence[Record]) -> list[list[Callable[[Axes, Sequence[Record]], None]]]:
+    """The grid; without a reference there is no KL, and the last panel is twice as wide."""
+    has_kl = len(_curve(records, "kl")[1]) > 0
+    first = [draw_reward, draw_lengths, draw_shares, draw_entropy]
+    second = [draw_gap, draw_grad_norm, draw_time]
+    return [first, [draw_kl, *second] if has_kl else [*second, draw_time]]
 
 
 def _read_records(path: Path) -> list[Record]:
@@ -97,9 +119,6 @@ def draw_kl(axis: Axes, records: Sequence[Record]) -> None:
     """KL to the reference per response token, by `grpo.kl_estimator`."""
     _name(axis, "KL to the reference (nats per token)")
     steps, kl = _curve(records, "kl")
-    if not len(kl):
-        _note(axis, "grpo.beta is 0: no reference model")
-        return
     _line(axis, steps, kl, PURPLE)
     if kl.min() >= 0:  # k1 can be negative
         axis.set_ylim(bottom=0)
@@ -114,6 +133,22 @@ def draw_lengths(axis: Axes, records: Sequence[Record]) -> None:
     _line(axis, *_curve(records, "completions/mean_length"), GREEN, "mean, shortest to longest")
     axis.set_ylim(bottom=0)
     _legend(axis)
+
+
+def draw_shares(axis: Axes, records: Sequence[Record]) -> None:
+    """Which part of the completions was cut off, and of the groups has equal rewards."""
+    _name(axis, "Shares of completions and groups")
+    _line(axis, *_curve(records, "completions/clipped_ratio"), ORANGE, "completions cut off")
+    _line(axis, *_curve(records, "frac_reward_zero_std"), INK, "groups without signal")
+    axis.set_ylim(0, 1)
+    _legend(axis)
+
+
+def draw_entropy(axis: Axes, records: Sequence[Record]) -> None:
+    """Mean entropy of the policy over the tokens of completions."""
+    _name(axis, "Entropy (nats per token)")
+    _line(axis, *_curve(records, "entropy"), BLUE)
+    axis.set_ylim(bottom=0)
 
 
 def draw_gap(axis: Axes, records: Sequence[Record]) -> None:
@@ -157,15 +192,17 @@ def draw_time(axis: Axes, records: Sequence[Record]) -> None:
     steps = [record["step"] for record in records]
     edges = [steps[0] - 0.5, *(step + 0.5 for step in steps)]
     below = np.zeros(len(records))
-    for name, color in zip(phases, cycle(PALETTE), strict=False):
+    for name in phases:
         above = below + [
             0.0 if is_beside(name, record) else record.get(name, 0.0) for record in records
         ]
         label = name.removeprefix("time/")
+        color = PHASES.get(label, FAINT)
         axis.stairs(above, edges, baseline=below, fill=True, color=color, alpha=0.85, label=label)
         below = above
-    num_columns = min(3, len(phases) // 2 + 1)  # as wide as the panel
-    axis.set_ylim(0, (1.1 + 0.08 * len(phases) / num_columns) * below.max())
+    width = len(axis.get_subplotspec().colspan)  # type: ignore[union-attr]  # of a grid, always
+    num_columns = min(3 * width - 1, len(phases) // 2 + 1)  # as wide as the panel
+    axis.set_ylim(0, (1.1 + 0.1 * len(phases) / num_columns) * below.max())
     _legend(axis, num_columns)
 
 
@@ -193,7 +230,8 @@ def _curve(records: Sequence[Record], name: str) -> tuple[Curve, Curve]:
 
 def _line(axis: Axes, steps: Curve, values: Curve, color: str, label: str | None = None) -> None:
     if len(values) < SMOOTHED_STEPS:
-        axis.plot(steps, values, color=color, lw=2, marker="o", ms=3.5, label=label)
+        # Not clipped, so that a point at an edge is whole, such as a norm of 0.
+        axis.plot(steps, values, color=color, lw=2, marker="o", ms=3.5, label=label, clip_on=False)
         return
     axis.plot(steps, values, color=color, lw=0.8, alpha=0.35)
     width = len(values) // 20
@@ -220,12 +258,6 @@ def _name(axis: Axes, name: str) -> None:
 
 def _legend(axis: Axes, num_columns: int = 1) -> None:
     axis.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=num_columns)
-
-
-def _note(axis: Axes, text: str) -> None:
-    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=FAINT)
-    axis.set_yticks([])
-    axis.grid(visible=False, which="both")
 
 
 def _title(run_dir: Path, records: Sequence[Record]) -> str:

@@ -12,6 +12,7 @@ only when all calls of the other kind are answered.
 
 import asyncio
 import json
+import re
 import sys
 from dataclasses import asdict
 from multiprocessing.connection import Connection
@@ -20,6 +21,12 @@ from typing import Any
 from megatron_grpo.rewards.functions import Answer, LoadedFunction, NoScores, load_function
 from megatron_grpo.workers.supervised import begin_worker, forks_end_here
 from megatron_grpo.workers.user_file import MAX_TEXT, error_text
+
+OF_STRINGS = re.compile(r"string indices must be integers|'str' object has no attribute 'get'")
+"""What Python says of `completion[0]["content"]`, as functions for TRL's chats have it."""
+COMPLETIONS_ARE_STRINGS = (
+    "completions are strings here, where TRL has lists of messages: see docs/rewards.md"
+)
 
 
 class RewardWorker:
@@ -112,7 +119,10 @@ class RewardWorker:
         if isinstance(error, NoScores):
             return Answer(None, str(error), is_misuse=True)
         is_out_of_memory = isinstance(error, MemoryError)
-        return Answer(None, error_text(error, self._limit), is_out_of_memory=is_out_of_memory)
+        text = error_text(error, self._limit)
+        if isinstance(error, TypeError | AttributeError) and OF_STRINGS.search(str(error)):
+            text += f"\n{COMPLETIONS_ARE_STRINGS}"
+        return Answer(None, text, is_out_of_memory=is_out_of_memory)
 
     def _next_call(self) -> Any:
         try:

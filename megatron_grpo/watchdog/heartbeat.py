@@ -15,11 +15,10 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from megatron_grpo.launch.launch import RankPlace
-from megatron_grpo.launch.process import PREEMPTION_SIGNALS
+from megatron_grpo.launch.process import EXIT_INTERRUPTED, PREEMPTION_SIGNALS
 from megatron_grpo.watchdog.job import EXIT_FAILURE, End, Intervals, Position, main_stack
 from megatron_grpo.watchdog.server import KillTimer, LineReader, ServerAddress, encode_line
 
-INTERRUPTED = End(130, "megatron-grpo: interrupted")  # as a shell reports SIGINT
 UNWIND = signal.SIGRTMIN
 """Interrupts rank 0's main thread. Not SIGINT, which processes started by `nohup` or a script's
 `&` inherit as ignored."""
@@ -41,8 +40,9 @@ def connect(address: ServerAddress, rank: int, timeout: float) -> socket.socket:
 class Heartbeat:
     """Sends heartbeats with the main thread's `position()`, and passes on its messages.
 
-    `preempt` is called when any rank of the job was told to stop. Unless all ranks succeed, this
-    thread ends the process when the job is over.
+    `preempt` is called when any rank of the job was told to stop; `interrupted()` is what a job
+    says that Ctrl-C ends. Unless all ranks succeed, this thread ends the process when the job is
+    over.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class Heartbeat:
         intervals: Intervals,
         position: Callable[[], Position],
         preempt: Callable[[], None],
+        interrupted: Callable[[], str],
     ) -> None:
         self._socket, self._place, self._intervals = connection, place, intervals
-        self._position, self._preempt = position, preempt
+        self._position, self._preempt, self._interrupted = position, preempt, interrupted
         self._rank_0, self._rank_0_position = rank_0, Position()
         self._unsent = SimpleQueue[bytes]()
         self._waker, self._woken = socket.socketpair()
@@ -73,6 +74,8 @@ class Heartbeat:
         main thread is doing.
         """
         signal.signal(UNWIND, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         faulthandler.enable(self._crash_file)
         self._thread.start()
@@ -137,7 +140,8 @@ class Heartbeat:
         while not self._unsent.empty():
             self._send_now(self._unsent.get())
         if signal.SIGINT in numbers:
-            self._send_now(encode_line(stop=asdict(INTERRUPTED)))
+            end = End(EXIT_INTERRUPTED, f"megatron-grpo: {self._interrupted()}")
+            self._send_now(encode_line(stop=asdict(end)))
         if not set(PREEMPTION_SIGNALS).isdisjoint(numbers):
             self._send_now(encode_line(preempt=True))
 

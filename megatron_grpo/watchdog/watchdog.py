@@ -28,6 +28,7 @@ from megatron_grpo.launch.process import (
     Preempted,
     is_user_error,
 )
+from megatron_grpo.launch.run_dir import interrupted_text
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.watchdog.heartbeat import Heartbeat, connect
 from megatron_grpo.watchdog.job import (
@@ -57,8 +58,8 @@ class Watchdog:
     a death, a hang, SIGINT. The process then exits inside the context with the job's exit code,
     and rank 0 prints the reason. The context is left only when all ranks have reached its end.
 
-    After a hang, `stacks_file` holds the stacks of all ranks; after an error reported in one line,
-    its traceback.
+    After a hang, logs/stacks.txt in `run_dir` holds the stacks of all ranks; after an error
+    reported in one line, its traceback.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Watchdog:
         place: RankPlace,
         store: Store,
         limits: Limits,
-        stacks_file: Path,
+        run_dir: Path,
         intervals: Intervals = INTERVALS,
     ) -> None:
         self._place = place
@@ -77,12 +78,19 @@ class Watchdog:
         self._server = None
         host = server_host(place, store)
         if place.rank == 0:
-            self._server = WatchdogServer(host, place.world_size, limits, stacks_file, intervals)
+            stacks = run_dir / "logs" / "stacks.txt"
+            self._server = WatchdogServer(host, place.world_size, limits, stacks, intervals)
             store.set(STORE_KEY, json.dumps(asdict(self._server.address)))
         address = ServerAddress(**json.loads(store.get(STORE_KEY)))
         connection = connect(address, place.rank, intervals.silence)
         self._heartbeat = Heartbeat(
-            connection, address.rank_0, place, intervals, lambda: self._position, self._preempt
+            connection,
+            address.rank_0,
+            place,
+            intervals,
+            lambda: self._position,
+            self._preempt,
+            lambda: interrupted_text(run_dir),
         )
 
     def __enter__(self) -> "Watchdog":

@@ -31,11 +31,24 @@ MAX_TEXT = 4000
 """Characters kept of an error: its end, where a traceback says what happened."""
 
 
+PACKAGE = Path(__file__).parents[1]
+CALLERS = ("worker.py", "functions.py", "user_file.py")
+"""Files of this package that call user code, and import it."""
+
+
 def error_text(error: BaseException, limit: str) -> str:
-    """The text of an exception that user code has raised."""
+    """The text of an exception that user code has raised, with the traceback from there on."""
     if isinstance(error, MemoryError):
         return f"more memory than {limit} allows"
-    return "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
+    trace = error.__traceback__
+    while trace is not None and _is_on_the_way(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()[-MAX_TEXT:]
+
+
+def _is_on_the_way(file: str) -> bool:
+    is_caller = Path(file).is_relative_to(PACKAGE) and Path(file).name in CALLERS
+    return is_caller or file.startswith("<frozen importlib")
 
 
 def death_text(code: int | None, limit: str) -> str:

@@ -52,6 +52,23 @@ def test_licences_and_named_templates_are_carried_and_code_is_not(model, tmp_pat
     assert not any((out / name).exists() for name in left_out)
 
 
+@pytest.mark.parametrize("is_cached", [False, True], ids=["of a folder", "of the Hub's cache"])
+def test_a_folder_of_links_to_a_models_files_is_that_model(is_cached, model, tmp_path):
+    source, links, out = tmp_path / "snapshots" / "main", tmp_path / "links", tmp_path / "out"
+    shutil.copytree(model, source)
+    if is_cached:
+        (tmp_path / "blobs").mkdir()
+        for number, file in enumerate(list(source.iterdir())):
+            blob = shutil.move(file, tmp_path / "blobs" / str(number))
+            file.symlink_to(blob)
+    for folder in (links, out):
+        folder.mkdir()
+    for file in source.iterdir():
+        (links / file.name).symlink_to(file)
+    copy_sidecar_files(links, out, "BF16")
+    assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
 def test_a_link_out_of_the_folder_is_refused_and_one_within_the_hubs_cache_is_not(model, tmp_path):
     snapshot = tmp_path / "snapshots" / "main"
     shutil.copytree(model, snapshot)

@@ -52,7 +52,7 @@ class World:
 
     @property
     def stacks(self) -> str:
-        return (self.folder / "stacks.txt").read_text()
+        return (self.folder / "logs" / "stacks.txt").read_text()
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def _rank_main(
     store = dist.FileStore(str(folder / "store"), world_size)
     place = RankPlace(rank, rank, world_size, num_hosts=1)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as in a run: a rank may die before others connect
-    with Watchdog(place, store, LIMITS, folder / "stacks.txt", INTERVALS) as watchdog:
+    with Watchdog(place, store, LIMITS, folder, INTERVALS) as watchdog:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
         )

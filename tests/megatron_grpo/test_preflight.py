@@ -15,11 +15,13 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from checkpoint_convert import read_shape
 from helpers.environments import write_environments
 from helpers.models import character_tokenizer, servable_model, tiny_model
 from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.engines.server import check_cpu_kernels
 from megatron_grpo.preflight import check_same_run, preflight
 
 REPOSITORY = Path(__file__).parents[2]
@@ -212,6 +214,9 @@ def test_what_the_kernels_of_an_engine_on_cpus_cannot_do_is_refused(config, tmp_
     message = refusal(config(f"model.path={other_heads}"))
     assert "heads of size 32, 64, 80," in message and "not 48" in message
     preflight(config(f"model.path={other_heads}", "rollout.engine=transformers"), None)
+    latents = read_shape(tiny_model(tmp_path / "latents", "deepseek_v3"))
+    with pytest.raises(ValueError, match=r"of 576 together, not \d\d: set rollout\.engine"):
+        check_cpu_kernels(config().rollout, latents)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
     assert "needs AVX2" in refusal(config())
 
@@ -377,6 +382,7 @@ def test_another_config_is_refused_key_by_key_once_there_is_a_checkpoint(
     assert told in str(refused.value)
     assert "optimizer.lr: 0.001 before, 0.0001 now" in str(refused.value)
     assert "num_steps" not in str(refused.value)
+    assert f"another train.run_dir with train.init_from={tmp_path / 'run'}" in str(refused.value)
     rmtree(tmp_path / "run" / "checkpoints")
     check_same_run(config(change))
 

@@ -100,9 +100,19 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_all_the_same(
     assert latest_step(tmp_path / "run" / "checkpoints") == len(read_metrics(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_that_is_preempted_while_it_is_checked_can_be_queued_again(
-    number: signal.Signals, arguments: list[str], tmp_path: Path
+FROM_THE_START = "megatron-grpo: interrupted: run the same command to begin from the start\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [
+        (signal.SIGTERM, 75, ""),
+        (signal.SIGUSR1, 75, ""),
+        (signal.SIGINT, 130, FROM_THE_START),
+    ],
+)
+def test_a_run_that_is_told_to_stop_while_it_is_checked_can_be_started_again(
+    number: signal.Signals, code: int, told: str, arguments: list[str], tmp_path: Path
 ) -> None:
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
@@ -115,7 +125,7 @@ def test_a_run_that_is_preempted_while_it_is_checked_can_be_queued_again(
     assert wait_until((tmp_path / "loading").exists, 60)
     run.send_signal(number)
     output, _ = run.communicate(timeout=20)
-    assert (run.returncode, output) == (75, "")
+    assert (run.returncode, output) == (code, told)
 
 
 @pytest.mark.slow
@@ -138,4 +148,5 @@ def test_ctrl_c_ends_everything_at_once(arguments: list[str], tmp_path: Path) ->
         run.send_signal(signal.SIGINT)
         output, _ = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert last_line(output) == "megatron-grpo: interrupted" and "Traceback" not in output
+    assert output.count("megatron-grpo: interrupted") == 1 and "Traceback" not in output
+    assert "run the same command to " in last_line(output)

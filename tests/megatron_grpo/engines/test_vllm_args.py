@@ -9,6 +9,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.vllm_args import (
     CPU_HEAD_SIZES,
+    CPU_LATENT_SIZE,
     RESERVED,
     EngineNode,
     check_engine_arguments,
@@ -101,6 +102,8 @@ def test_the_head_sizes_of_cpus_are_those_of_the_installed_vllm():
     (folder,) = find_spec("vllm").submodule_search_locations
     attention = Path(folder) / "v1" / "attention" / "backends" / "cpu_attn.py"
     assert f"return {list(CPU_HEAD_SIZES)}" in attention.read_text()
+    for name in ("cpu_mla.py", "amx_mla.py"):
+        assert f"return [{CPU_LATENT_SIZE}]" in (attention.parent / "mla" / name).read_text()
 
 
 @pytest.mark.parametrize(

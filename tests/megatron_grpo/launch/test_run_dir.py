@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.launch import run_dir
-from megatron_grpo.launch.run_dir import Mount, check_token, new_token, run_lock, take_token
+from megatron_grpo.launch.run_dir import (
+    Mount,
+    check_token,
+    interrupted_text,
+    make_folder,
+    new_token,
+    run_lock,
+    take_token,
+)
 
 HOLD = """
 import sys, time
@@ -39,6 +47,18 @@ def test_run_directory_is_for_one_process_until_that_is_killed(tmp_path):
     with run_lock(tmp_path):
         pass
     assert (tmp_path / "lock").read_text().startswith(f"pid {os.getpid()} on ")
+
+
+def test_a_run_directory_that_cannot_be_made_is_named_with_its_key():
+    with pytest.raises(ValueError, match=r"train\.run_dir: the folder /proc/x cannot be made"):
+        make_folder(Path("/proc/x"))
+
+
+def test_an_interrupted_run_says_where_the_same_command_resumes_it(tmp_path):
+    assert interrupted_text(tmp_path).endswith("run the same command to begin from the start")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "LATEST").write_text("step_20\n")
+    assert interrupted_text(tmp_path).endswith("run the same command to resume from step 20")
 
 
 def test_lock_that_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What our torchrun does differently from torch's; the ranks are shell scripts."""
 
+import os
 import resource
 import signal
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from helpers.engines import wait_until
 from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.launch.launch import LAUNCHER_VARIABLE
 
 ONE_HOST = ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=0"]
 TORCHRUN = ["-m", "megatron_grpo.launch.torchrun"]
@@ -129,6 +131,21 @@ def test_signal_that_ends_a_run_is_its_exit_code(torchrun, tmp_path, number):
     run.send_signal(number)
     _, told = run.communicate(timeout=20)
     assert run.returncode == 128 + number and told == ""
+
+
+def test_an_interrupt_before_there_are_ranks_is_told_by_the_launcher(start, tmp_path):
+    """It waits until torch is imported: the process that became this one has blocked it."""
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    options = [*ONE_HOST, "--nproc-per-node=1", f"--log-dir={tmp_path / 'run' / 'logs'}"]
+    run = start("touch started", *options, prepare=block, env=os.environ | {LAUNCHER_VARIABLE: "1"})
+    run.send_signal(signal.SIGINT)
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == 130
+    line = "megatron-grpo: interrupted: run the same command to begin from the start\n"
+    assert told == line and not (tmp_path / "started").exists()
 
 
 def test_signals_that_it_was_started_to_ignore_end_nothing(start, tmp_path):

@@ -40,8 +40,8 @@ def test_the_table_has_memory_work_and_links(cfg, capsys):
     print_plan(cfg(), **DEFAULTS)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(
-        "llama in bfloat16 on 64 h100: trainer tp(8) * pp(4) * cp(1) * dp(2); 8 engines of 8, "
-        "on the same GPUs"
+        "llama in bfloat16 on 64 h100: trainer tp(8) * pp(4) * cp(1) * dp(2); 8 engines of 8 "
+        "GPUs, on the same GPUs"
     )
     first = next(line for line in lines if line.startswith("    0 "))
     assert first.split()[:5] == ["0", "4.542", "9.083", "13.625", "0.000"]
@@ -68,12 +68,16 @@ def test_on_one_node_a_push_does_not_cross_the_network(tmp_path):
 
 def test_with_shared_prompts_the_figures_are_those_of_the_computed_tokens(cfg, capsys):
     room = "train.max_tokens_per_microbatch=16384"
+    print_plan(cfg(), **DEFAULTS)
+    assert "grpo.shared_prompts" not in capsys.readouterr().out, "no microbatch has two completions"
 
     def figures(*overrides: str) -> dict[str, Any]:
         print_plan(cfg(room, *overrides), **DEFAULTS | {"as_json": True})
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 
+    print_plan(cfg(room), **DEFAULTS)
+    assert "with grpo.shared_prompts=true it would be " in capsys.readouterr().out
     off, on = figures(), figures("grpo.shared_prompts=true")
     assert off["fits"] and off["is_shared"] and off["num_gpus"] == 64
     assert off["push"]["seconds"] == pytest.approx(0.353, abs=0.001)

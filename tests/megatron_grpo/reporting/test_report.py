@@ -49,7 +49,7 @@ def test_curves_are_a_picture_of_a_run_of_any_length(tmp_path: Path, num_steps: 
     path = draw_curves(tmp_path)
     assert path == tmp_path / "curves.png"
     picture = imread(path)
-    assert picture.shape == (936, 1755, 4)
+    assert picture.shape == (936, 2080, 4)
     assert picture[..., :3].std() > 0.05  # something is drawn
 
 
@@ -74,14 +74,12 @@ def test_a_run_without_a_step_or_with_a_damaged_line_is_refused(
 
 
 @pytest.mark.parametrize("first", [0.01, -0.02])  # k1 may be negative
-def test_the_curve_of_kl_begins_at_zero_unless_a_value_is_below_or_there_is_none(first) -> None:
-    panel, empty = axis(), axis()
+def test_the_curve_of_kl_begins_at_zero_unless_a_value_is_below(first) -> None:
+    panel = axis()
     draw_kl(panel, [record(5, kl=first), record(6, kl=0.03)])
     (line,) = panel.get_lines()
     assert line.get_xydata().tolist() == [[5, first], [6, 0.03]]
     assert panel.get_ylim()[0] == 0 if first > 0 else panel.get_ylim()[0] < first
-    draw_kl(empty, [record(1)])
-    assert not empty.get_lines() and "beta is 0" in empty.texts[0].get_text()
 
 
 @pytest.mark.parametrize(
@@ -102,6 +100,17 @@ def test_phases_are_stacked_up_to_their_sum(first, second, tops) -> None:
     draw_time(panel, [record(1, **first), record(2, **second)])
     found = {patch.get_label(): patch.get_data().values.tolist() for patch in panel.patches}
     assert found == tops
+
+
+def test_a_phase_has_one_colour_whatever_other_phases_there_are() -> None:
+    panels = axis(), axis()
+    draw_time(panels[0], [record(1)])
+    draw_time(panels[1], [{"time/push": 1.0, **record(1)}])
+    colours = [
+        {patch.get_label(): patch.get_facecolor() for patch in panel.patches} for panel in panels
+    ]
+    assert colours[1].items() > colours[0].items()
+    assert len(set(colours[1].values())) == 3
 
 
 def test_evaluations_have_curves_beside_the_reward_from_before_the_first_step(

@@ -39,6 +39,7 @@ def hang(completions, prompts, **_):
     return [0] * len(completions)
 def fail(completions, **_): return [1 / 0 for _ in completions]
 def refuse(completions, **_): raise ValueError("cannot read this")
+def messages(completions, **_): return [each[0]["content"] for each in completions]
 def die(completions, **_): os.kill(os.getpid(), signal.SIGKILL)
 def leave(completions, **_): os._exit(3)
 def interrupt(completions, **_): raise KeyboardInterrupt
@@ -271,6 +272,7 @@ MEMORY = "more memory than reward.memory_megabytes 512 allows"
 FAILURES = {  # what happens on one prompt: the cause reported, and whether the process is replaced
     "fail(['a'])": ("ZeroDivisionError: division by zero", False),
     "refuse([])": ("cannot read this", False),
+    "messages(['a'])": ("completions are strings here, where TRL has lists of messages", False),
     "sys.exit('enough')": ("SystemExit: enough", False),
     "interrupt([])": ("KeyboardInterrupt", False),
     "end_of_file([])": ("EOFError: no more", False),
@@ -299,6 +301,7 @@ def test_failed_call_costs_the_scores_of_its_prompt_and_no_others(
     printed = capfd.readouterr().err
     assert printed.count("reward function one_of_many on prompt 2 ('prompt 2'): ") == 1
     assert cause in printed
+    assert str(REPOSITORY / "megatron_grpo") not in printed, "a traceback begins in the function"
 
 
 @pytest.mark.parametrize(
