@@ -1,4 +1,4 @@
-"""Command line: `megatron-grpo train | check | eval | serve | place | plan | doctor | report`."""
+"""Command line: `megatron-grpo train | check | eval | serve | place | plan | doctor | report | view`."""
 
 import os
 import sys
@@ -22,6 +22,7 @@ from megatron_grpo.launch.process import (
 )
 from megatron_grpo.launch.run_dir import check_token, take_token
 from megatron_grpo.reporting.commands import report
+from megatron_grpo.viewer.command import view
 
 Overrides = Annotated[
     list[str] | None,
@@ -369,6 +370,7 @@ def doctor(
 
 
 app.command()(report)
+app.command()(view)
 
 
 def main() -> None:
