@@ -1,4 +1,4 @@
-"""Command line: `megatron-grpo train | check | eval | serve | place | plan | doctor | report | view`."""
+"""Command line: `megatron-grpo train | check | eval | serve | place | plan | doctor | ...`."""
 
 import os
 import sys

@@ -119,7 +119,7 @@ function rowElement(row) {
     row.reward === null && "failed", isStale(row) && "stale",
     hasTokens(state.shown, row) && "tokens",
   ].filter(Boolean).map((text) => h("i", { className: `badge ${text}` }, text));
-  const element = h("div", { className: "row", onclick: () => read(row) },
+  const element = h("div", { className: "row", onclick: () => choose(row) },
     h("b", { className: "reward" }, short(row.reward, 3)),
     h("span", { className: "length" }, row.num_tokens === undefined ? "" : `${row.num_tokens} tokens`),
     h("span", {}, row.finish_reason), ...badges,
@@ -138,6 +138,6 @@ function markSelected() {
 function readNext(direction) {
   const next = state.listed[state.listed.indexOf(state.row) + direction];
   if (!next) return;
-  read(next);
+  choose(next);
   document.querySelector("#list .row.selected").scrollIntoView({ block: "nearest" });
 }

@@ -1,11 +1,17 @@
 "use strict";
 /* One completion to read, and beside it one of the same prompt at another step. */
 
-/* Show `row` of a step's `rows`, which stand in state.shown. */
+/* Read a completion that the user has chosen: a step that comes in must not take it away. */
+function choose(row) {
+  byId("follow").checked = false;
+  return read(row);
+}
+
+/* Show one of the rows in state.shown. */
 async function read(row) {
   state.row = row;
   markSelected();
-  await fillPane(byId("pane"), state.shown, row, read);
+  await fillPane(byId("pane"), state.shown, row, choose);
   await readOther();
 }
 
@@ -36,13 +42,13 @@ async function withTokens(kind, step) {
 
 const hasTokens = (shown, row) => shown.tokenKeys.has(`${row.prompt_index}/${row.sample_index}`);
 
-async function fillPane(pane, shown, row, choose) {
+async function fillPane(pane, shown, row, onChoice) {
   const tokens = hasTokens(shown, row)
     ? await source.tokens(state.run, shown.step, row.prompt_index, row.sample_index) : null;
   const group = shown.rows.filter((other) => groupKey(other) === groupKey(row));
   const samples = group.map((other) => h("button", {
     className: other === row ? "chip selected" : "chip",
-    onclick: () => choose(other),
+    onclick: () => onChoice(other),
   }, `${other.sample_index ?? "–"}: ${short(other.reward, 3)}`));
   pane.replaceChildren(
     h("h2", {}, `step ${row.step}, ${titleOf(row)}`),
