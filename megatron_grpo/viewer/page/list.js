@@ -104,7 +104,7 @@ function countText(numFound, numRows) {
 }
 
 function groupElement(rows) {
-  const all = state.shown.rows.filter((row) => groupKey(row) === groupKey(rows[0]));
+  const all = groupOf(rows[0], state.shown.rows);
   const scores = all.map((row) => row.reward).filter((reward) => reward !== null);
   const mean = scores.length ? short(scores.reduce((a, b) => a + b) / scores.length, 3) : "–";
   const few = rows.length < all.length ? `${rows.length} of ${all.length}` : `${all.length}`;

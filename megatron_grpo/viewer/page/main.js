@@ -77,6 +77,7 @@ const currentRun = () => state.runs[state.run];
 async function selectStep(step) {
   const steps = currentRun().records.map((record) => record.step);
   if (!steps.length) return;
+  byId("last").textContent = `of ${steps.at(-1)}`;
   byId("follow").checked = false;
   await showStep(Math.min(Math.max(step, steps[0]), steps.at(-1)));
 }

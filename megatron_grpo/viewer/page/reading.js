@@ -15,23 +15,29 @@ async function read(row) {
   await readOther();
 }
 
-/* The second pane, if a step to compare with is given. */
-async function readOther(chosen = null) {
+/* The second pane, if a step to compare with is given: there the completion at the same position
+   among those of the prompt, or at the one that was chosen. */
+async function readOther(position = groupOf(state.row, state.shown.rows).indexOf(state.row)) {
   const pane = byId("other-pane");
   const step = numberIn("other-step");
   pane.hidden = step === null || !state.row;
   if (pane.hidden) return;
-  const rows = await source.rows(state.run, state.shown.kind, step);
-  const group = rows.filter((row) => groupKey(row) === groupKey(state.row));
-  const shown = { ...(await withTokens(state.shown.kind, step)), rows };
+  const { kind } = state.shown;
+  const rows = await source.rows(state.run, kind, step);
+  const group = groupOf(state.row, rows);
   if (!group.length) {
-    const held = source.heldSteps(state.run, state.shown.kind);
+    const held = source.heldSteps(state.run, kind);
     pane.replaceChildren(h("p", { className: "hint" },
       `step ${step} has no completions of this prompt${held ? ` (${held})` : ""}`));
     return;
   }
-  const sample = chosen ?? group.find((row) => row.sample_index === state.row.sample_index) ?? group[0];
-  await fillPane(pane, shown, sample, readOther);
+  const shown = { ...(await withTokens(kind, step)), rows };
+  await fillPane(pane, shown, group[position] ?? group[0], (_, chosen) => readOther(chosen));
+}
+
+/* The rows of the same prompt. */
+function groupOf(row, rows) {
+  return row ? rows.filter((other) => groupKey(other) === groupKey(row)) : [];
 }
 
 /* What is known of a step besides its rows: which of them have tokens. */
@@ -43,12 +49,13 @@ async function withTokens(kind, step) {
 const hasTokens = (shown, row) => shown.tokenKeys.has(`${row.prompt_index}/${row.sample_index}`);
 
 async function fillPane(pane, shown, row, onChoice) {
+  pane.wanted = row;
   const tokens = hasTokens(shown, row)
     ? await source.tokens(state.run, shown.step, row.prompt_index, row.sample_index) : null;
-  const group = shown.rows.filter((other) => groupKey(other) === groupKey(row));
-  const samples = group.map((other) => h("button", {
+  if (pane.wanted !== row) return;  // another was chosen meanwhile
+  const samples = groupOf(row, shown.rows).map((other, position) => h("button", {
     className: other === row ? "chip selected" : "chip",
-    onclick: () => onChoice(other),
+    onclick: () => onChoice(other, position),
   }, `${other.sample_index ?? "–"}: ${short(other.reward, 3)}`));
   pane.replaceChildren(
     h("h2", {}, `step ${row.step}, ${titleOf(row)}`),
