@@ -92,6 +92,8 @@ def test_a_step_is_one_metrics_line_and_one_line_per_completion(tmp_path: Path) 
         "finish_reason": "stop",
         "policy_version": 6,
     }
+    # By these `view` finds a row, without decoding it.
+    assert list(first)[:3] == ["step", "prompt_index", "sample_index"]
     assert (failed["sample_index"], failed["reward"]) == (1, None)
     assert failed["rewards"] == {"exact": None}
     assert (last["advantage"], last["entropy"]) == (-1.0, 2.5)
