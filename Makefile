@@ -22,7 +22,7 @@ MEGATRON := $(addprefix tests/,parallel checkpoint_convert test_project.py) \
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm check bench bench-convert bench-reshard bench-peers
+.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm test-view check bench bench-convert bench-reshard bench-peers
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
@@ -65,7 +65,7 @@ test: check
 	@failed=0; log=$$(mktemp); \
 	$(BIN)/pytest $(WAITS) >$$log 2>&1 & waits=$$!; \
 	trap 'kill $$waits; wait $$waits; rm $$log; exit 130' INT TERM; \
-	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) $(WAITS) tests/slurm) || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) $(WAITS) tests/slurm tests/viewer_browser) || failed=1; \
 	wait $$waits || failed=1; \
 	cat $$log; rm $$log; \
 	$(BIN)/pytest $(TIMED) || failed=1; \
@@ -94,6 +94,11 @@ test-slurm: setup
 	@PATH=$$PATH:/usr/sbin:/sbin; for p in slurmctld slurmd sbatch munged shellcheck; do command -v $$p >/dev/null || \
 		{ echo "make test-slurm needs $$p: apt-get install slurmctld slurmd slurm-client munge shellcheck"; exit 1; }; done
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/slurm
+
+# The page of `megatron-grpo view` in a browser without a window: half a minute.
+test-view: setup
+	@command -v chromium >/dev/null || { echo "make test-view needs chromium: apt-get install chromium"; exit 1; }
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/viewer_browser
 
 bench: demo-data
 	$(BIN)/python benchmarks/bench_demo.py $(ARGS)

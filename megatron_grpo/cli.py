@@ -23,6 +23,7 @@ from megatron_grpo.launch.process import (
 )
 from megatron_grpo.launch.run_dir import check_token, interrupted_text, take_token
 from megatron_grpo.reporting.commands import report, show
+from megatron_grpo.viewer.command import view
 
 Overrides = Annotated[
     list[str] | None,
@@ -380,8 +381,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-app.command()(report)
-app.command()(show)
+for command in (report, show, view):
+    app.command()(command)
 
 
 def main() -> None:

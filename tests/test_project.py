@@ -51,7 +51,7 @@ def test_the_docs_explain_every_config_key() -> None:
 def test_the_lock_holds_every_dependency_at_an_allowed_version(python: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    locked_extras = ("cpu", "wandb", "tensorboard", "demo", "test", "dev")
+    locked_extras = ("cpu", "wandb", "tensorboard", "view", "demo", "test", "dev")
     wanted = project["dependencies"] + [line for name in locked_extras for line in extras[name]]
     locked = {
         canonicalize_name(pin.name): pin.specifier for pin in applying(locked_lines(), python)

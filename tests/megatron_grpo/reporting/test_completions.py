@@ -70,6 +70,8 @@ def test_a_row_has_all_that_is_known_of_a_completion_and_null_for_the_rest(token
         # The prompt is there as it was sent, and long values are cut.
         "columns": {"answer": "12", "tests": '"' + "x" * 1999 + "…", "level": 2},
     }
+    # By these `view` finds a row, without decoding it.
+    assert list(first)[:3] == ["step", "prompt_index", "sample_index"]
     assert (failed["sample_index"], failed["reward"]) == (1, None)
     assert failed["rewards"] == {"exact": None}
     assert (last["advantage"], last["entropy"]) == (-1.0, 2.5)

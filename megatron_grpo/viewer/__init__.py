@@ -1,0 +1,1 @@
+"""A local page to look into runs: curves, completions, tokens."""

@@ -1,0 +1,52 @@
+"""The command `view`; `cli` registers it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def view(
+    run_dirs: Annotated[
+        list[Path],
+        typer.Argument(help="Run directories with a metrics.jsonl; several are compared."),
+    ],
+    port: Annotated[
+        int, typer.Option(help="Port of 127.0.0.1 for the page.", min=1, max=65535)
+    ] = 8808,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write the page to this file, to send it to somebody, and end."),
+    ] = None,
+) -> None:
+    """Show runs in the browser: curves, completions, tokens, evaluations, timeline, config.
+
+    A click on a curve selects a step, and its completions are shown, the worst first if you like; a
+    completion's tokens are coloured by log-probability gap, ratio, advantage, entropy, loss weight
+    or policy version. The page follows a run that is running. It is served on this host alone and
+    changes nothing, until Ctrl-C.
+
+    --html writes all metrics, the timeline and the config, and the completions and tokens of the
+    newest steps, into one file that needs neither this command nor a network.
+
+    \b
+    Examples (the second compares two runs, the third is for a run on another host):
+      megatron-grpo view runs/demo_smollm2_135m
+      megatron-grpo view runs/math runs/math_with_kl --html math.html
+      ssh -L 8808:127.0.0.1:8808 HOST megatron-grpo view runs/math
+    """
+    from megatron_grpo.viewer.html_file import write_html
+    from megatron_grpo.viewer.run import RunFiles, run_names
+    from megatron_grpo.viewer.server import HOST, Server
+
+    runs = dict(zip(run_names(run_dirs), map(RunFiles, run_dirs), strict=True))
+    if html:
+        write_html(runs, html)
+        print(html)
+        return
+    with Server(runs, port) as server:
+        print(f"http://{HOST}:{port}   Ctrl-C ends this", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()

@@ -1,0 +1,59 @@
+"""The page with its runs as one file, which needs no server and no network."""
+
+import json
+import re
+from pathlib import Path
+
+from megatron_grpo.reporting.tracking import COMPLETIONS_FILE, EVAL_COMPLETIONS_FILE, METRICS_FILE
+from megatron_grpo.viewer.page_files import PAGE, plotly_file
+from megatron_grpo.viewer.rows import NO_LIMIT, newest_rows, rows_of
+from megatron_grpo.viewer.run import TOKENS_FILE, RunFiles, array
+
+BYTES = 8_000_000
+"""Of completions, of evaluated completions and of tokens, each, of all runs."""
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
+"""The browser loads nothing else, whatever the file contains."""
+
+
+def write_html(runs: dict[str, RunFiles], path: Path) -> None:
+    """Write the page of `runs`, by name, to one file.
+
+    It contains all metrics, the configs and the timelines, and as many of the newest steps'
+    completions and tokens as fit into `BYTES`, or at least one step of each.
+    """
+    parts = [_embedded(name, run, BYTES // len(runs)) for name, run in runs.items()]
+    # JSON has < in strings only. Without it, no text can end the element.
+    data = array(parts).replace(b"<", rb"\u003c").decode()
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    page = re.sub(r'<link rel="stylesheet" href="([\w.]+)">', _style, page)
+    page = re.sub(r'<script src="([\w.]+)"></script>', _script, page)
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    embedded = f'<script type="application/json" id="embedded">{data}</script>'
+    page = page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{policy}', 1)
+    path.write_text(page.replace("<body>", f"<body>\n{embedded}", 1), encoding="utf-8")
+
+
+def _embedded(name: str, run: RunFiles, num_bytes: int) -> bytes:
+    folder = run.run_dir
+    parts = {
+        "name": json.dumps(name).encode(),
+        "config": run.config(),
+        "records": array(rows_of(folder / METRICS_FILE, 0, NO_LIMIT)),
+        "completions": array(newest_rows(folder / COMPLETIONS_FILE, num_bytes)),
+        "eval_completions": array(newest_rows(folder / EVAL_COMPLETIONS_FILE, num_bytes)),
+        "tokens": array(newest_rows(folder / TOKENS_FILE, num_bytes)),
+        "timeline": run.timeline(0, NO_LIMIT),
+    }
+    return b"{" + b",".join(b'"%s":%s' % (key.encode(), part) for key, part in parts.items()) + b"}"
+
+
+def _style(link: re.Match[str]) -> str:
+    return f"<style>{(PAGE / link[1]).read_text(encoding='utf-8')}</style>"
+
+
+def _script(element: re.Match[str]) -> str:
+    file = plotly_file() if element[1] == plotly_file().name else PAGE / element[1]
+    code = file.read_text(encoding="utf-8").replace("</script", r"<\/script")
+    return f"<script>{code}</script>"

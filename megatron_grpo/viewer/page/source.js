@@ -1,0 +1,80 @@
+"use strict";
+/* Where the page has its data from: the server, or what is embedded in the file. */
+
+const embedded = document.getElementById("embedded");
+const source = embedded ? fileSource(JSON.parse(embedded.textContent)) : serverSource();
+
+function serverSource() {
+  const ask = async (question, args = {}) => {
+    const answer = await fetch(`api/${question}?${new URLSearchParams(args)}`);
+    if (!answer.ok) throw new Error(`${question}: ${answer.status} ${answer.statusText}`);
+    return answer.json();
+  };
+  return {
+    isLive: true,
+    runs: () => ask("runs"),
+    config: (run) => ask("config", { run }),
+    metrics: (run, offset, step) => ask("metrics", { run, offset, step }),
+    rows: (run, kind, step) => ask(kind, { run, step }),
+    tokenKeys: (run, step) => ask("token_keys", { run, step }),
+    tokens: (run, step, prompt_index, sample_index) =>
+      ask("tokens", { run, step, prompt_index, sample_index }),
+    stepsOfPrompt: (run, prompt_index) => ask("steps_of_prompt", { run, prompt_index }),
+    timeline: (run, first, last) => ask("timeline", { run, first, last }),
+    heldSteps: () => "",
+  };
+}
+
+/* The same questions, answered from the runs in the file. */
+function fileSource(runs) {
+  const at = (run, kind, step) => runs[run][kind].filter((row) => row.step === step);
+  return {
+    isLive: false,
+    runs: async () => runs.map((run) => run.name),
+    config: async (run) => runs[run].config,
+    metrics: async (run) => ({ records: runs[run].records, offset: 0, starts_again: true }),
+    rows: async (run, kind, step) => at(run, kind, step),
+    tokenKeys: async (run, step) =>
+      at(run, "tokens", step).map((row) => [row.prompt_index, row.sample_index]),
+    tokens: async (run, step, prompt, sample) =>
+      at(run, "tokens", step).find(
+        (row) => row.prompt_index === prompt && row.sample_index === sample) ?? null,
+    stepsOfPrompt: async (run, prompt) => [...new Set(runs[run].completions
+      .filter((row) => row.prompt_index === prompt).map((row) => row.step))],
+    timeline: async (run, first, last) => eventsOf(runs[run].timeline, first, last),
+    heldSteps: (run, kind) => {
+      const rows = runs[run][kind];
+      return rows.length ? `this file holds those of steps ${rows[0].step} to ${rows.at(-1).step}`
+        : "this file holds none";
+    },
+  };
+}
+
+/* Events of the steps `first` to `last`; those without a step belong to the one before them. */
+function eventsOf(events, first, last) {
+  let step = -1;
+  return events.filter((event) => {
+    step = event.args.step ?? step;
+    return event.ph === "M" || (first <= step && step <= last);
+  });
+}
+
+/* A new element: h("p", {className: "hint"}, "text", another). */
+function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name in element) element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+const byId = (id) => document.getElementById(id);
+const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/* A number in few characters; – for what is not known. */
+function short(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  return typeof value === "number" ? String(Number(value.toPrecision(digits))) : String(value);
+}

@@ -1,0 +1,113 @@
+"""What the page asks of a run directory. Nothing is kept: every answer is read when asked for."""
+
+import json
+from collections.abc import Iterable
+from inspect import signature
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_grpo.reporting.tracking import (
+    COMPLETIONS_FILE,
+    EVAL_COMPLETIONS_FILE,
+    METRICS_FILE,
+)
+from megatron_grpo.timing import TIMELINE_FILE
+from megatron_grpo.viewer.rows import (
+    NO_LIMIT,
+    identity_of,
+    row_with,
+    rows_of,
+    rows_since,
+    steps_of_prompt,
+)
+
+TOKENS_FILE = "tokens.jsonl"
+CONFIG_FILE = "config.yaml"
+
+
+class RunFiles:
+    """The files of a run directory. Every answer is JSON."""
+
+    QUESTIONS = (
+        "config",
+        "metrics",
+        "completions",
+        "eval_completions",
+        "token_keys",
+        "tokens",
+        "steps_of_prompt",
+        "timeline",
+    )
+    """The methods that a page may call."""
+
+    def __init__(self, run_dir: Path) -> None:
+        if not (run_dir / METRICS_FILE).is_file():
+            raise ValueError(
+                f"{run_dir} has no {METRICS_FILE}: give the folder of a run (its train.run_dir)"
+            )
+        self.run_dir = run_dir
+
+    def answer(self, question: str, arguments: dict[str, int]) -> bytes | None:
+        """The answer of the method `question`; None if there is none with these arguments."""
+        if question not in self.QUESTIONS:
+            return None
+        method = getattr(self, question)
+        if arguments.keys() != signature(method).parameters.keys():
+            return None
+        answer: bytes = method(**arguments)
+        return answer
+
+    def config(self) -> bytes:
+        """The config as nested tables, with the values as they stand in the file."""
+        path = self.run_dir / CONFIG_FILE
+        table: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return json.dumps(table, default=str).encode()
+
+    def metrics(self, offset: int, step: int) -> bytes:
+        """The records since the one at `offset`, of `step`; see `rows_since`."""
+        offset, rows, starts_again = rows_since(self.run_dir / METRICS_FILE, offset, step)
+        head = json.dumps({"offset": offset, "starts_again": starts_again})
+        return head[:-1].encode() + b', "records": ' + array(rows) + b"}"
+
+    def completions(self, step: int) -> bytes:
+        """The completions that were logged with a step."""
+        return array(rows_of(self.run_dir / COMPLETIONS_FILE, step, step))
+
+    def eval_completions(self, step: int) -> bytes:
+        """The completions of the evaluation after a step."""
+        return array(rows_of(self.run_dir / EVAL_COMPLETIONS_FILE, step, step))
+
+    def token_keys(self, step: int) -> bytes:
+        """Of which completions a step has tokens: prompt_index and sample_index."""
+        rows = rows_of(self.run_dir / TOKENS_FILE, step, step)
+        return json.dumps([key[1:] for row in rows if (key := identity_of(row))]).encode()
+
+    def tokens(self, step: int, prompt_index: int, sample_index: int) -> bytes:
+        """The tokens of a completion, or null."""
+        identity = (step, prompt_index, sample_index)
+        return row_with(self.run_dir / TOKENS_FILE, identity) or b"null"
+
+    def steps_of_prompt(self, prompt_index: int) -> bytes:
+        """The steps that have completions of a prompt."""
+        return json.dumps(steps_of_prompt(self.run_dir / COMPLETIONS_FILE, prompt_index)).encode()
+
+    def timeline(self, first: int, last: int) -> bytes:
+        """The events of the steps `first` to `last`, after those that name the rows."""
+        path = self.run_dir / TIMELINE_FILE
+        names = takewhile(lambda event: b'"ph": "M"' in event, rows_of(path, 0, NO_LIMIT))
+        events = rows_of(path, first, last)
+        return array([*names, *(event for event in events if b'"ph": "M"' not in event)])
+
+
+def array(objects: Iterable[bytes]) -> bytes:
+    """A JSON array of objects that are JSON already."""
+    return b"[" + b",".join(objects) + b"]"
+
+
+def run_names(run_dirs: list[Path]) -> list[str]:
+    """How to call these runs: by the names of their folders, if no two have the same."""
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    return names if len(set(names)) == len(names) else [str(run_dir) for run_dir in run_dirs]

@@ -1,0 +1,106 @@
+"""The server of the page, on this host alone.
+
+Python's own http.server suffices: it answers GET and nothing else, it never writes a file, and it
+listens on the loopback interface, for the one who looks at the page.
+"""
+
+import json
+import sys
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from megatron_grpo.viewer.page_files import CONTENT_TYPES, PAGE, plotly_file
+from megatron_grpo.viewer.run import RunFiles
+
+HOST = "127.0.0.1"
+OUR_NAMES = {HOST, "localhost"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
+    "img-src data: blob:"
+)
+"""What the page may load, whatever a completion contains. plotly.js makes style elements."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page of `runs`, by name. Raises ValueError if the port is taken."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: dict[str, RunFiles], port: int) -> None:
+        self.runs = runs
+        self.files = {file.name: file for file in [*PAGE.iterdir(), plotly_file()]}
+        try:
+            super().__init__((HOST, port), Handler)
+        except OSError as error:
+            raise ValueError(
+                f"port {port} of {HOST} cannot be used ({error.strerror}): choose another --port"
+            ) from None
+
+    def answer(self, url: str) -> tuple[str, bytes] | None:
+        """Content type and body of what a URL names; None if there is no such thing."""
+        parts = urlsplit(url)
+        name = parts.path.removeprefix("/") or "index.html"
+        if name == "api/runs":
+            return CONTENT_TYPES[".json"], json.dumps(list(self.runs)).encode()
+        if name.startswith("api/"):
+            body = self._ask(name.removeprefix("api/"), parts.query)
+            return (CONTENT_TYPES[".json"], body) if body is not None else None
+        if name in self.files:
+            return CONTENT_TYPES[Path(name).suffix], self.files[name].read_bytes()
+        return None
+
+    def _ask(self, question: str, query: str) -> bytes | None:
+        try:
+            arguments = {name: int(value) for name, value in parse_qsl(query)}
+            run = list(self.runs.values())[arguments.pop("run")]
+        except (ValueError, KeyError, IndexError):
+            return None
+        return run.answer(question, arguments)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a page that was closed before it had its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET; http.server refuses every other method."""
+
+    server: Server
+
+    def do_GET(self) -> None:
+        """Answer with a file of the page or a part of a run."""
+        if not is_ours(self.headers.get("Host", "")):
+            self.send_error(HTTPStatus.FORBIDDEN, "This page is served on this host alone")
+            return
+        answer = self.server.answer(self.path)
+        if answer is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        content_type, body = answer
+        self.send_response(HTTPStatus.OK)
+        for name, value in {
+            "Content-Type": content_type,
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not worth a line in the terminal."""
+
+
+def is_ours(host: str) -> bool:
+    """Whether a Host header names this host.
+
+    Another name may be that of a page elsewhere, whose owner lets it resolve to 127.0.0.1 so that
+    its scripts can read ours. The port may differ: `ssh -L` has its own.
+    """
+    return host.rpartition(":")[0] in OUR_NAMES if ":" in host else host in OUR_NAMES

@@ -1,0 +1,232 @@
+"""The page of `megatron-grpo view` in a headless Chromium: from the server, and from a file."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from helpers.browser import Browser
+from helpers.run_dirs import completions, metrics, write_run
+from megatron_grpo.viewer.html_file import write_html
+from megatron_grpo.viewer.run import RunFiles
+from megatron_grpo.viewer.server import Server
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFiles]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        "math": RunFiles(write_run(folder / "math")),
+        "faster": RunFiles(write_run(folder / "faster", lr=3e-6, seed=1)),
+    }
+
+
+@pytest.fixture(scope="module")
+def address(runs: dict[str, RunFiles]) -> Iterator[str]:
+    with Server(runs, port=0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(params=["server", "file"])
+def page(
+    request: pytest.FixtureRequest,
+    browser: Browser,
+    runs: dict[str, RunFiles],
+    address: str,
+    tmp_path: Path,
+) -> Iterator[Browser]:
+    """The page, open at the newest step; afterwards nothing has failed or come from elsewhere."""
+    home = address
+    if request.param == "file":
+        write_html(runs, tmp_path / "runs.html")
+        home = (tmp_path / "runs.html").as_uri()
+    browser.open(home)
+    browser.wait_for("document.querySelectorAll('#plots .cursor-shape, #plots .shapelayer').length")
+    browser.wait_for("document.querySelector('#pane h2')?.textContent.startsWith('step 12,')")
+    yield browser
+    assert browser.problems() == []
+    assert {u for u in browser.requested() if not u.startswith((home, "data:", "blob:"))} == set()
+
+
+def go_to(page: Browser, step: int) -> None:
+    page.type("#step", str(step))
+    page.wait_for(f"document.querySelector('#pane h2')?.textContent.startsWith('step {step},')")
+
+
+def rows(runs: dict[str, RunFiles], name: str, step: int) -> list[dict]:
+    path = runs["math"].run_dir / f"{name}.jsonl"
+    return [row for row in map(json.loads, path.read_text().splitlines()) if row["step"] == step]
+
+
+def test_a_click_on_a_curve_and_the_arrow_keys_select_a_step(page: Browser) -> None:
+    assert page.texts("#plots figcaption")[0] == "reward"
+    page.wait_for("document.querySelector('#plots .nsewdrag')")
+    page.click("#plots .nsewdrag")
+    page.wait_for("document.querySelector('#pane h2').textContent.startsWith('step 6,')")
+    assert not page.run("byId('follow').checked")
+    page.press("ArrowRight")
+    page.wait_for("document.querySelector('#pane h2').textContent.startsWith('step 7,')")
+    assert page.run("document.querySelector('#plots .plot').layout.shapes[0].x0") == 7
+
+
+def test_the_worst_completion_shows_which_of_its_tokens_were_clipped(
+    page: Browser, runs: dict[str, RunFiles]
+) -> None:
+    go_to(page, 5)
+    page.choose("#sort", "worst")
+    logged = rows(runs, "completions", 5)
+    least = min(row["reward"] for row in logged if row["reward"] is not None)
+    shown = [float(text) for text in page.texts("#list .row .reward") if text != "–"]
+    assert len(shown) < len(logged) and shown == sorted(shown) and shown[0] == least
+    page.click("#list .row:has(.tokens)")
+    page.wait_for("document.querySelector('#pane .token')")
+    read = page.run("[state.row.prompt_index, state.row.sample_index]")
+    assert page.run("state.row.reward") == least
+    [row] = [
+        row for row in rows(runs, "tokens", 5) if [row["prompt_index"], row["sample_index"]] == read
+    ]
+    sides = page.run("[...document.querySelectorAll('#pane .token')].map((t) => t.dataset.clipped)")
+    names = {-1: "low", 0: None, 1: "high"}
+    assert sides == [names[side] for side in row["clipped"]] and "high" in sides
+    assert [text.replace("↵", "") for text in page.texts("#pane .token")] == row["tokens"]
+    colour_of_clipped = (
+        "[...document.querySelectorAll('#pane .token[data-clipped=high]')]"
+        ".map((t) => t.style.backgroundColor)"
+    )
+    for colouring in ("clipped", "ratio"):
+        page.choose("#colouring", colouring)
+        page.wait_for(f"{colour_of_clipped}.every((c) => c.startsWith('rgba(214, 69, 60, 0.8'))")
+    page.move_to("#pane .token[data-clipped=high]")
+    page.wait_for("!byId('values').hidden")
+    facts = dict(zip(page.texts("#values th"), page.texts("#values td"), strict=True))
+    assert float(facts["ratio"]) == 1.35 and facts["clipped"] == "1"
+
+
+def test_completions_are_found_by_text_length_and_fate(
+    page: Browser, runs: dict[str, RunFiles]
+) -> None:
+    go_to(page, 5)
+    logged = rows(runs, "completions", 5)
+
+    def count(holds) -> str:
+        return f"{sum(map(holds, logged))} of {len(logged)}"
+
+    def listed(expected: str) -> None:
+        page.wait_for(f"byId('count').textContent.startsWith({json.dumps(expected)})")
+
+    page.type("#search", "check this ONCE more")
+    listed(count(lambda row: "check this once more" in row["completion"]))
+    page.type("#search", "")
+    page.type("#min-length", "20")
+    listed(count(lambda row: row["num_tokens"] >= 20))
+    page.type("#min-length", "")
+    page.type("#max-reward", "0.5")
+    listed(count(lambda row: row["reward"] is not None and row["reward"] <= 0.5))
+    page.type("#max-reward", "")
+    page.choose("#finish", "length")
+    listed(count(lambda row: row["finish_reason"] == "length"))
+    page.choose("#finish", "")
+    for box, holds in {
+        "failed": lambda row: row["reward"] is None,
+        "stale": lambda row: row["policy_version"] < row["step"] - 1,
+    }.items():
+        page.click(f"#{box}")
+        listed(count(holds))
+        page.click(f"#{box}")
+    listed("16 of 16")
+
+
+def test_a_prompt_is_compared_at_two_steps(page: Browser) -> None:
+    go_to(page, 8)
+    page.click("#find-steps")
+    page.wait_for("document.querySelectorAll('#found-steps .chip').length")
+    assert page.texts("#found-steps .chip") == ["2", "5", "11"]
+    page.click("#found-steps .chip:nth-child(2)")
+    page.wait_for("document.querySelector('#other-pane .token, #other-pane .completion')")
+    ours, theirs = page.texts("#panes h2")
+    assert (ours, theirs) == ("step 8, prompt 8", "step 5, prompt 8")
+    assert page.texts("#pane .text")[0] == page.texts("#other-pane .text")[0]  # the prompt
+    page.type("#other-step", "7")
+    page.wait_for("byId('other-pane').textContent.includes('no completions of this prompt')")
+
+
+def test_turns_of_a_dialogue_are_told_apart_and_observations_masked(page: Browser) -> None:
+    go_to(page, 5)
+    page.click("#list .group:nth-child(2) .row:has(.tokens)")
+    page.wait_for("document.querySelectorAll('#pane .turn').length === 3")
+    assert page.texts("#pane .turn .role") == ["assistant", "environment", "assistant"]
+    assert "The result is" in page.texts("#pane .turn.environment .text")[0]
+    assert page.run(
+        "[...document.querySelectorAll('#pane .token')].every((t) =>"
+        " t.classList.contains('masked') === Boolean(t.closest('.environment')))"
+    )
+
+
+def test_evaluations_timeline_and_configs_have_tables(page: Browser) -> None:
+    page.click("[data-tab=config]")
+    rows = page.texts("#config tbody tr")
+    assert "optimizer.lr0.0000010.000003" in rows[0].replace("1e-6", "0.000001").replace(
+        "3e-6", "0.000003"
+    )
+    assert len(rows) == 2  # the rate and the folder
+    page.click("[data-tab=timeline]")
+    page.wait_for("document.querySelectorAll('#timeline .bars .point').length >= 15")
+    page.click("[data-tab=evaluations]")
+    assert len(page.texts("#evaluations tbody tr")) == 6
+    page.click("#evaluations tbody tr:nth-child(2)")
+    page.wait_for("byId('count').textContent.startsWith('8 of 8')")
+    assert page.run("[state.step, state.row.step, byId('kind').value]") == [
+        8,
+        8,
+        "eval_completions",
+    ]
+
+
+def test_a_metric_is_chosen(page: Browser) -> None:
+    page.click("#chooser summary")
+    page.type("#metric-search", "version_lag")
+    page.click("#metric-groups label:not([hidden]) input")
+    page.wait_for(
+        "document.querySelector('[data-metric=\"rollout/version_lag_mean\"] .scatterlayer')"
+    )
+    traces = "document.querySelector('[data-metric=reward] .plot').data"
+    assert page.run(f"{traces}.map((trace) => trace.name)") == ["math", "faster"]
+    page.click("#chooser summary")
+
+
+def test_a_running_run_is_followed(browser: Browser, tmp_path: Path) -> None:
+    import random
+
+    run_dir = write_run(tmp_path / "run", num_steps=3)
+    with Server({"run": RunFiles(run_dir)}, port=0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        browser.open(f"http://127.0.0.1:{server.server_port}/")
+        shows = "document.querySelector('#pane h2')?.textContent.startsWith('step {},')"
+        browser.wait_for(shows.format(3))
+        rows = completions(4, random.Random(4))
+        with (run_dir / "completions.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics(4, rows, random.Random(4))) + "\n")
+        browser.wait_for(shows.format(4))
+        browser.wait_for(
+            "document.querySelector('[data-metric=reward] .plot').data[0].x.length === 4"
+        )
+        assert browser.problems() == []
+        browser.open("about:blank")
+        server.shutdown()
+        thread.join()
