@@ -112,11 +112,10 @@ def check(
 ) -> None:
     """Check that CONFIG can start, without starting it.
 
-    Runs the checks that train runs before it starts a rank: the model folder and the headers of its
-    weights, the parallel layout, and an earlier run in train.run_dir. It encodes every row of the
-    data, which takes minutes for a large data set, calls the reward functions for the first row,
-    and loads the environment. It needs no GPU and checks none; use plan and doctor for that. A
-    mistake is reported in one message with exit code 2.
+    Runs the checks that train runs before it starts a rank: of the model's folder and headers of
+    weights, the layout, and an earlier run in train.run_dir. It encodes every row of the data,
+    which takes minutes for a large data set, calls the reward functions for the first row, and
+    prints its prompt. It needs no GPU; use plan and doctor for those. Exit code 2 is for a mistake.
 
     \b
     Example:
