@@ -1,7 +1,7 @@
 """Plots of a run: `curves.png`, drawn from `metrics.jsonl`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
@@ -59,21 +59,25 @@ def draw_curves(run_dir: Path) -> Path:
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.05)
     figure = Figure(figsize=(16, 7.2), layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    for draw, axis in figure.subplot_mosaic(_panels(records)).items():
+    has_kl = len(_curve(records, "kl")[1]) > 0
+    panels = {
+        "r": draw_reward,
+        "l": draw_lengths,
+        "s": draw_shares,
+        "e": draw_entropy,
+        "k": draw_kl,
+        "g": draw_gap,
+        "n": draw_grad_norm,
+        "t": draw_time,
+    }
+    # Without a reference there is no KL, and time is twice as wide.
+    for name, axis in figure.subplot_mosaic("rlse;kgnt" if has_kl else "rlse;gntt").items():
         _dress(axis, records)
-        draw(axis, records)
+        panels[name](axis, records)
     figure.suptitle(_title(run_dir, records), x=0.012, ha="left", fontsize=14, color=INK)
     path = run_dir / CURVES_FILE
     figure.savefig(path, dpi=130)
     return path
-
-
-def _panels(records: Sequence[Record]) -> list[list[Callable[[Axes, Sequence[Record]], None]]]:
-    """The grid; without a reference there is no KL, and the last panel is twice as wide."""
-    has_kl = len(_curve(records, "kl")[1]) > 0
-    first = [draw_reward, draw_lengths, draw_shares, draw_entropy]
-    second = [draw_gap, draw_grad_norm, draw_time]
-    return [first, [draw_kl, *second] if has_kl else [*second, draw_time]]
 
 
 def _read_records(path: Path) -> list[Record]:
@@ -230,8 +234,9 @@ def _curve(records: Sequence[Record], name: str) -> tuple[Curve, Curve]:
 
 def _line(axis: Axes, steps: Curve, values: Curve, color: str, label: str | None = None) -> None:
     if len(values) < SMOOTHED_STEPS:
-        # Not clipped, so that a point at an edge is whole, such as a norm of 0.
-        axis.plot(steps, values, color=color, lw=2, marker="o", ms=3.5, label=label, clip_on=False)
+        (line,) = axis.plot(steps, values, color=color, lw=2, marker="o", ms=3.5, label=label)
+        line.set_clip_on(False)  # a point at an edge is drawn whole, such as a norm of 0
+        line.set_in_layout(False)
         return
     axis.plot(steps, values, color=color, lw=0.8, alpha=0.35)
     width = len(values) // 20
