@@ -131,7 +131,7 @@ def test_when_all_samples_failed_loss_and_gradient_are_zero(
     dims = ParallelDims(context=2, data=2)
     runs = _every_second(case.recipes, 0)
     for result in on_ranks(case, dims, case.experience([]), runs):
-        for loss, boxes in result.values():
+        for loss, boxes, _ in result.values():
             assert loss == 0
             assert not any(values.any() for _, _, values in boxes)
 

@@ -4,6 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.batch.experience import Experience
@@ -107,7 +112,11 @@ def test_the_values_of_tokens_stand_beside_their_texts_as_far_as_the_log_has_row
     assert (first["advantage"], second["advantage"]) == ([-1.0, -1.0], [1.0])
 
 
-def test_the_texts_of_tokens_add_up_to_the_text(tokenizer: Any) -> None:
-    text = "12 + żółw = 🐢"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert "".join(token_texts(ids, tokenizer)) == text
+def test_a_character_of_several_tokens_is_at_the_last_of_them() -> None:
+    letters = sorted(ByteLevel.alphabet())
+    of_bytes = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
+    of_bytes.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    of_bytes.decoder = ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_bytes)
+    ids = tokenizer("1 🐢!")["input_ids"]
+    assert token_texts(ids, tokenizer) == ["1", " ", "", "", "", "🐢", "!"]
