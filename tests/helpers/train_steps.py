@@ -131,6 +131,15 @@ RECIPES[PROCESS] = {
     "loss_type": "grpo",
     "importance_sampling_level": "sequence_token",
 }
+RECIPES["token weights, rejected sequences"] = {
+    **CLIPS,
+    "loss_type": "dapo",
+    "rollout_importance_sampling_mode": "token_truncate",
+    "rollout_importance_sampling_threshold": 1.1,
+    "rollout_rs": "geometric",
+    "rollout_rs_threshold": 1.04,
+    "rollout_rs_threshold_lower": 0.98,
+}
 
 Gradients = dict[str, torch.Tensor]
 

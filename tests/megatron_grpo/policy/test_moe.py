@@ -227,8 +227,8 @@ def test_frozen_routers_have_no_gradient_and_stay_while_all_else_is_trained(case
         assert changed == {name: ".router." not in name for name in changed}
 
 
-def train_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> None:
-    policy, groups = start_policy(rank, folder, dims)
+def train_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: str) -> None:
+    policy, groups = start_policy(rank, folder, dims, *overrides)
     for _ in range(2):
         accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
         policy.optimizer.step()
@@ -236,8 +236,10 @@ def train_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> No
     save_checkpoint(run, 2, policy, folder, dims)
 
 
-def load_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path, again: Path) -> None:
-    policy, _ = start_policy(rank, folder, dims)
+def load_and_save(
+    rank: int, folder: Path, dims: ParallelDims, run: Path, again: Path, *overrides: str
+) -> None:
+    policy, _ = start_policy(rank, folder, dims, *overrides)
     state = checkpoints_of(run, policy, folder, dims).load()
     save_checkpoint(again, state.step, policy, folder, dims)
 
@@ -297,3 +299,17 @@ def test_a_checkpoint_loads_at_another_layout_bit_by_bit(cases, tmp_path, name):
             wanted = weights[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
             assert torch.equal(bias, wanted) and bias.any()
         assert not any("expert_bias" in key for key in before)
+
+
+def test_a_checkpoint_has_frozen_routers_without_moments_and_loads_at_another_layout(
+    cases, tmp_path
+):
+    folder, frozen = cases["qwen3_moe"].folder, "model.freeze_moe_router=true"
+    run, again = tmp_path / "run", tmp_path / "again"
+    run_ranks(2, train_and_save, folder, ParallelDims(data=2, expert=2), run, frozen)
+    other = ParallelDims(tensor=2, expert_tensor=1)
+    run_ranks(2, load_and_save, folder, other, run, again, frozen)
+    before, after = (read_checkpoint(at / "checkpoints" / "step_2") for at in (run, again))
+    assert [key for key in before if "router" in key] == ["decoder.layers.mlp.router.weight"]
+    assert before.keys() == after.keys()
+    assert [key for key, values in before.items() if not torch.equal(values, after[key])] == []
