@@ -1,6 +1,7 @@
 """The page of `megatron-grpo view` in a headless Chromium: from the server, and from a file."""
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -9,6 +10,7 @@ import pytest
 
 from helpers.browser import Browser
 from helpers.run_dirs import completions, metrics, write_run
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.viewer.html_file import write_html
 from megatron_grpo.viewer.run import RunFiles
 from megatron_grpo.viewer.server import Server
@@ -124,6 +126,7 @@ def test_the_worst_completion_shows_which_of_its_tokens_were_clipped(
     assert float(facts["ratio"]) == 1.35 and facts["clipped"] == "1"
 
 
+@pytest.mark.parametrize("page", ["server"], indirect=True)
 def test_completions_are_found_by_text_length_and_fate(
     page: Browser, runs: dict[str, RunFiles]
 ) -> None:
@@ -204,6 +207,20 @@ def test_evaluations_timeline_and_configs_have_tables(page: Browser) -> None:
     ]
 
 
+@pytest.mark.parametrize("page", ["server"], indirect=True)
+def test_a_step_that_repeats_a_generation_shows_its_completions(page: Browser) -> None:
+    sizes = {"steps_per_generation": 2, "num_iterations": 3}
+    schedule = BatchSchedule(num_generations=4, generation_batch_size=16, **sizes)
+    first: dict[tuple[int, int], int] = {}
+    expected = []
+    for step in range(1, 15):
+        cursor = schedule.cursor(step - 1)
+        expected.append(first.setdefault((cursor.generation, cursor.minibatch), step))
+    page.run(f"state.runs[0].config.grpo = {json.dumps(sizes)}")
+    assert page.run("Array.from({length: 14}, (_, k) => stepOfCompletions(k + 1))") == expected
+
+
+@pytest.mark.parametrize("page", ["server"], indirect=True)
 def test_a_metric_is_chosen(page: Browser) -> None:
     page.click("#chooser summary")
     page.type("#metric-search", "version_lag")
@@ -217,8 +234,6 @@ def test_a_metric_is_chosen(page: Browser) -> None:
 
 
 def test_a_running_run_is_followed(browser: Browser, tmp_path: Path) -> None:
-    import random
-
     run_dir = write_run(tmp_path / "run", num_steps=3)
     with Server({"run": RunFiles(run_dir)}, port=0) as server:
         thread = Thread(target=server.serve_forever)
