@@ -5,13 +5,13 @@ import json
 import shutil
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
 from websockets.sync.client import connect
 
-SECONDS = 20.0
+SECONDS = 10.0
 """Within which a page must show what is waited for, on a machine that has other things to do."""
 
 
@@ -25,7 +25,10 @@ class Browser:
         self._process = subprocess.Popen(
             [*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        self._socket = connect(_page_address(profile), max_size=None, proxy=None)
+        self._closing = ExitStack()
+        self._socket = self._closing.enter_context(
+            connect(_page_address(profile), max_size=None, proxy=None)
+        )
         self._last_id = 0
         self.events: list[dict] = []
         """What the browser has told of the page since it was opened."""
@@ -33,7 +36,7 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def close(self) -> None:
-        self._socket.close()
+        self._closing.close()
         self._process.terminate()
         self._process.wait(timeout=SECONDS)
 
@@ -62,7 +65,7 @@ class Browser:
 
     def wait_for(self, condition: str) -> None:
         end = time.monotonic() + SECONDS
-        while not self.run(condition):
+        while not self.run(f"Boolean({condition})"):
             assert time.monotonic() < end, f"not within {SECONDS:.0f} s: {condition}"
             time.sleep(0.05)
 

@@ -60,21 +60,23 @@ def completion(
     )
     has_failed = index % NUM_PROMPTS == 0 and sample == 3
     is_dialogue = index % NUM_PROMPTS == 1
-    if sample == 2:
-        text += " " + "Let me check this once more. " * 4
+    text += " Let me check this once more." * (
+        chance.randint(3, 5) if sample == 2 else chance.randint(0, 1)
+    )
     reward = None if has_failed else float(said == a + b) + 0.2 * (sample != 2)
     turns = [
         {"role": "assistant", "text": f"<tool>add({a}, {b})</tool>", "reward": 0.0},
         {"role": "environment", "text": f"\nThe result is {a + b}.\n", "reward": None},
         {"role": "assistant", "text": text, "reward": reward},
     ]
+    said_by_policy = turns[::2] if is_dialogue else turns[2:]
     return {
         "step": step,
         "prompt_index": index,
         "sample_index": sample,
         "prompt": f"<|user|>\nWhat is {a} + {b}? Think step by step.\n<|assistant|>\n",
         "completion": "".join(turn["text"] for turn in turns) if is_dialogue else text,
-        "num_tokens": len(pieces(text)),
+        "num_tokens": sum(len(pieces(turn["text"])) for turn in said_by_policy),
         "reward": reward,
         "rewards": {"exact": None if has_failed else float(said == a + b), "format": 1.0},
         "advantage": 0.0 if has_failed else round((reward or 0) - skill, 4),
@@ -108,7 +110,7 @@ def token_row(row: dict, chance: random.Random) -> dict:
     for k in range(4, len(parts), 9):
         clipped[k] = 1 if k % 2 == 0 else -1
         ratio[k] = 1.35 if clipped[k] > 0 else 0.7
-    engine = [-abs(chance.gauss(0, 0.5)) for _ in parts]
+    engine = [-0.4 - abs(chance.gauss(0, 0.5)) for _ in parts]
     gap = [chance.gauss(0, 0.02) for _ in parts]
     values = {
         "logprob": [a + b + math.log(r) for a, b, r in zip(engine, gap, ratio, strict=True)],

@@ -1,6 +1,7 @@
 """The page of `megatron-grpo view` in a headless Chromium: from the server, and from a file."""
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -9,6 +10,7 @@ import pytest
 
 from helpers.browser import Browser
 from helpers.run_dirs import completions, metrics, write_run
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.viewer.html_file import write_html
 from megatron_grpo.viewer.run import RunFiles
 from megatron_grpo.viewer.server import Server
@@ -54,7 +56,7 @@ def page(
         write_html(runs, tmp_path / "runs.html")
         home = (tmp_path / "runs.html").as_uri()
     browser.open(home)
-    browser.wait_for("document.querySelectorAll('#plots .cursor-shape, #plots .shapelayer').length")
+    browser.wait_for("document.querySelectorAll('#plots .shapelayer').length")
     browser.wait_for("document.querySelector('#pane h2')?.textContent.startsWith('step 12,')")
     yield browser
     assert browser.problems() == []
@@ -74,12 +76,16 @@ def rows(runs: dict[str, RunFiles], name: str, step: int) -> list[dict]:
 def test_a_click_on_a_curve_and_the_arrow_keys_select_a_step(page: Browser) -> None:
     assert page.texts("#plots figcaption")[0] == "reward"
     page.wait_for("document.querySelector('#plots .nsewdrag')")
+    page.move_to("#plots .nsewdrag")
+    page.wait_for("document.querySelector('#plots .hoverlayer').children.length")
     page.click("#plots .nsewdrag")
-    page.wait_for("document.querySelector('#pane h2').textContent.startsWith('step 6,')")
-    assert not page.run("byId('follow').checked")
+    page.wait_for("!byId('follow').checked")
+    step = page.run("state.step")
+    assert step in (6, 7)  # in the middle of 12
+    page.wait_for(f"document.querySelector('#pane h2').textContent.startsWith('step {step},')")
     page.press("ArrowRight")
-    page.wait_for("document.querySelector('#pane h2').textContent.startsWith('step 7,')")
-    assert page.run("document.querySelector('#plots .plot').layout.shapes[0].x0") == 7
+    page.wait_for(f"document.querySelector('#pane h2').textContent.startsWith('step {step + 1},')")
+    assert page.run("document.querySelector('#plots .plot').layout.shapes[0].x0") == step + 1
 
 
 def test_the_worst_completion_shows_which_of_its_tokens_were_clipped(
@@ -89,15 +95,20 @@ def test_the_worst_completion_shows_which_of_its_tokens_were_clipped(
     page.choose("#sort", "worst")
     logged = rows(runs, "completions", 5)
     least = min(row["reward"] for row in logged if row["reward"] is not None)
-    shown = [float(text) for text in page.texts("#list .row .reward") if text != "–"]
-    assert len(shown) < len(logged) and shown == sorted(shown) and shown[0] == least
+    groups = page.run(
+        "[...document.querySelectorAll('#list .group')].map((g) => "
+        "[...g.querySelectorAll('.row')].map((e) => e.row.reward ?? 99))"
+    )
+    assert sum(map(len, groups)) == len(logged)
+    assert groups == sorted(map(sorted, groups), key=lambda rewards: rewards[0])
+    assert groups[0][0] == least
     page.click("#list .row:has(.tokens)")
-    page.wait_for("document.querySelector('#pane .token')")
     read = page.run("[state.row.prompt_index, state.row.sample_index]")
     assert page.run("state.row.reward") == least
     [row] = [
         row for row in rows(runs, "tokens", 5) if [row["prompt_index"], row["sample_index"]] == read
     ]
+    page.wait_for(f"document.querySelectorAll('#pane .token').length === {len(row['tokens'])}")
     sides = page.run("[...document.querySelectorAll('#pane .token')].map((t) => t.dataset.clipped)")
     names = {-1: "low", 0: None, 1: "high"}
     assert sides == [names[side] for side in row["clipped"]] and "high" in sides
@@ -115,6 +126,7 @@ def test_the_worst_completion_shows_which_of_its_tokens_were_clipped(
     assert float(facts["ratio"]) == 1.35 and facts["clipped"] == "1"
 
 
+@pytest.mark.parametrize("page", ["server"], indirect=True)
 def test_completions_are_found_by_text_length_and_fate(
     page: Browser, runs: dict[str, RunFiles]
 ) -> None:
@@ -195,6 +207,20 @@ def test_evaluations_timeline_and_configs_have_tables(page: Browser) -> None:
     ]
 
 
+@pytest.mark.parametrize("page", ["server"], indirect=True)
+def test_a_step_that_repeats_a_generation_shows_its_completions(page: Browser) -> None:
+    sizes = {"steps_per_generation": 2, "num_iterations": 3}
+    schedule = BatchSchedule(num_generations=4, generation_batch_size=16, **sizes)
+    first: dict[tuple[int, int], int] = {}
+    expected = []
+    for step in range(1, 15):
+        cursor = schedule.cursor(step - 1)
+        expected.append(first.setdefault((cursor.generation, cursor.minibatch), step))
+    page.run(f"state.runs[0].config.grpo = {json.dumps(sizes)}")
+    assert page.run("Array.from({length: 14}, (_, k) => stepOfCompletions(k + 1))") == expected
+
+
+@pytest.mark.parametrize("page", ["server"], indirect=True)
 def test_a_metric_is_chosen(page: Browser) -> None:
     page.click("#chooser summary")
     page.type("#metric-search", "version_lag")
@@ -208,8 +234,6 @@ def test_a_metric_is_chosen(page: Browser) -> None:
 
 
 def test_a_running_run_is_followed(browser: Browser, tmp_path: Path) -> None:
-    import random
-
     run_dir = write_run(tmp_path / "run", num_steps=3)
     with Server({"run": RunFiles(run_dir)}, port=0) as server:
         thread = Thread(target=server.serve_forever)

@@ -8,6 +8,7 @@ const IMPORTANT = [
 ];
 const RUN_COLOURS = ["#2f7fd6", "#e08a2c", "#2e9e74", "#d0493e", "#8561c5", "#4fa9c4", "#a8792f"];
 const POINTS_WITH_MARKERS = 60;
+const runColour = (run) => RUN_COLOURS[run % RUN_COLOURS.length];
 
 const curves = { chosen: null, names: [] };
 
@@ -52,7 +53,7 @@ function drawCurve(figure) {
       x: records.map((record) => record.step),
       y: records.map((record) => record[name]),
       mode: records.length < POINTS_WITH_MARKERS ? "lines+markers" : "lines",
-      line: { width: 1.6, color: RUN_COLOURS[i % RUN_COLOURS.length] },
+      line: { width: 1.6, color: runColour(i) },
       marker: { size: 4 },
       hovertemplate: state.runs.length > 1 ? `%{y:.5g} ${escaped(run.name)}<extra></extra>`
         : "step %{x}: %{y:.5g}<extra></extra>",
@@ -74,14 +75,18 @@ function escaped(text) {
 function plotLayout() {
   const axis = {
     gridcolor: cssColour("--line"), zerolinecolor: cssColour("--line"), automargin: true,
-    tickfont: { size: 10 }, nticks: 5,
+    tickfont: { size: 10 }, nticks: 4,
   };
   return {
-    height: 150,
+    height: 118,
     margin: { l: 8, r: 8, t: 4, b: 20 },
     showlegend: false,
     hovermode: state.runs.length > 1 ? "x unified" : "x",
     hoverdistance: -1,  // a click selects the nearest step wherever it is
+    hoverlabel: {
+      bgcolor: cssColour("--card"), bordercolor: cssColour("--line"),
+      font: { color: cssColour("--ink"), size: 11 },
+    },
     uirevision: "keep",  // what was zoomed stays so while steps come in
     paper_bgcolor: "transparent",
     plot_bgcolor: "transparent",

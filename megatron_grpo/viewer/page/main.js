@@ -17,6 +17,8 @@ async function start() {
     ({ name, config: await source.config(run), records: [], offset: 0 })));
   byId("run").replaceChildren(...names.map((name, run) => h("option", { value: run }, name)));
   byId("run").hidden = names.length === 1;
+  byId("run-names").replaceChildren(...names.map((name, run) =>
+    h("span", { style: `--colour: ${runColour(run)}` }, name)));
   byId("following").hidden = !source.isLive;
   byId("only-differences").checked = names.length > 1;
   document.title = `${names.join(", ")}: megatron-grpo`;

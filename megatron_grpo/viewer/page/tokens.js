@@ -90,7 +90,7 @@ function legend(row, colouring, range) {
   bar.style.backgroundImage = `linear-gradient(to right, ${start}, ${end})`;
   const clipped = (row.clipped ?? []).filter((side) => side).length;
   return h("p", { className: "legend" },
-    ...(colouring === "none" ? [] : [short(from, 2), bar, short(to, 2)]),
+    ...(colouring === "none" ? [] : [short(from, 3), bar, short(to, 3)]),
     h("span", { className: "masked" }, " masked"),
     h("span", {}, ` ${clipped} of ${row.tokens.length} tokens `),
     h("span", { "data-clipped": "high" }, "clipped"));

@@ -110,5 +110,7 @@ def test_metrics_of_a_resumed_run_come_from_the_start(tmp_path: Path) -> None:
     path.write_text(line(1, 0) + line(2, 0, "repeated") + line(3, 0))
     _, news, starts_again = rows_since(path, offset, 3)
     assert len(news) == 3 and starts_again
+    path.write_text("".join(line(step, 0) for step in (1, 2, 4)))  # another row at that place
+    assert rows_since(path, offset, 3)[2]
     path.write_text(line(1, 0))
     assert rows_since(path, offset, 3) == (0, [line(1, 0).strip().encode()], True)
