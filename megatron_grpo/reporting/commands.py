@@ -1,5 +1,6 @@
 """The commands that look into a run directory; `cli` registers them."""
 
+import json
 import math
 from pathlib import Path
 from typing import Annotated
@@ -50,14 +51,15 @@ def show(
     from rich.console import Console
 
     from megatron_grpo.reporting.progress import completions_table
-    from megatron_grpo.reporting.records import rows_of_step
+    from megatron_grpo.reporting.rows import rows_of
     from megatron_grpo.reporting.tracking import COMPLETIONS_FILE, last_step
 
     path = run_dir / COMPLETIONS_FILE
     if not path.is_file():
         raise ValueError(f"{run_dir} has no {COMPLETIONS_FILE}: give the train.run_dir of a run")
     step = last_step(run_dir) if step is None else step
-    rows = [row for row in rows_of_step(path, step) if prompt in (None, row["prompt_index"])]
+    rows = [json.loads(line) for line in rows_of(path, step, step)]
+    rows = [row for row in rows if prompt in (None, row["prompt_index"])]
     if not rows:
         of_prompt = "" if prompt is None else f" of prompt {prompt}"
         raise ValueError(

@@ -4,10 +4,15 @@ import json
 import re
 from pathlib import Path
 
-from megatron_grpo.reporting.tracking import COMPLETIONS_FILE, EVAL_COMPLETIONS_FILE, METRICS_FILE
+from megatron_grpo.reporting.rows import NO_LIMIT, newest_rows, rows_of
+from megatron_grpo.reporting.tracking import (
+    COMPLETIONS_FILE,
+    EVAL_COMPLETIONS_FILE,
+    METRICS_FILE,
+    TOKENS_FILE,
+)
 from megatron_grpo.viewer.page_files import PAGE, plotly_file
-from megatron_grpo.viewer.rows import NO_LIMIT, newest_rows, rows_of
-from megatron_grpo.viewer.run import TOKENS_FILE, RunFiles, array
+from megatron_grpo.viewer.run import RunFiles, array
 
 BYTES = 8_000_000
 """Of completions, of evaluated completions and of tokens, each, of all runs."""

@@ -9,13 +9,7 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo.reporting.tracking import (
-    COMPLETIONS_FILE,
-    EVAL_COMPLETIONS_FILE,
-    METRICS_FILE,
-)
-from megatron_grpo.timing import TIMELINE_FILE
-from megatron_grpo.viewer.rows import (
+from megatron_grpo.reporting.rows import (
     NO_LIMIT,
     identity_of,
     row_with,
@@ -23,8 +17,14 @@ from megatron_grpo.viewer.rows import (
     rows_since,
     steps_of_prompt,
 )
+from megatron_grpo.reporting.tracking import (
+    COMPLETIONS_FILE,
+    EVAL_COMPLETIONS_FILE,
+    METRICS_FILE,
+    TOKENS_FILE,
+)
+from megatron_grpo.timing import TIMELINE_FILE
 
-TOKENS_FILE = "tokens.jsonl"
 CONFIG_FILE = "config.yaml"
 
 

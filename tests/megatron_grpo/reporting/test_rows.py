@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.viewer import rows
-from megatron_grpo.viewer.rows import (
+from megatron_grpo.reporting import rows
+from megatron_grpo.reporting.rows import (
     newest_rows,
     row_with,
     rows_of,
