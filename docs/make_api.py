@@ -101,10 +101,9 @@ torch.manual_seed(0)
 hidden, weight = torch.randn(4, 16), torch.randn(32, 16)  # [tokens, size], [vocabulary, size]
 tokens = torch.tensor([3, 1, 4, 1])
 targets = torch.tensor([1, 2, 3, -1])  # each position predicts the next token
-chosen = chosen_logprobs(
-    hidden, weight, tokens, targets, torch.tensor([False, True, True, True]),
-    temperature=1.0, vocab_size=32, tensor_group=None,
-)
+select = torch.tensor([False, True, True, True])
+options = {"temperature": 1.0, "vocab_size": 32, "tensor_group": None}
+chosen = chosen_logprobs(hidden, weight, tokens, targets, select, **options)
 logits = torch.log_softmax(hidden @ weight.T, dim=-1)
 print(torch.allclose(chosen.logprobs, logits[[0, 1, 2], tokens[1:]], atol=1e-5))
 """
@@ -126,9 +125,8 @@ completion = TokenSequence(
 )
 batch = pack([completion], [0], Alignment(sequence=1, total=1))
 logprobs = torch.tensor([-0.5, -2.0, -0.6], requires_grad=True)
-chosen = ChosenTokens(
-    positions=torch.tensor([1, 2, 3]), logprobs=logprobs, entropy=torch.zeros(3)
-)
+positions = torch.tensor([1, 2, 3])
+chosen = ChosenTokens(positions=positions, logprobs=logprobs, entropy=torch.zeros(3))
 cfg = GRPOConfig(generation_batch_size=8, loss_type="grpo")
 loss = grpo_loss(LossTokens.select(batch, chosen), cfg, beta=0.0)
 loss.total.backward()
