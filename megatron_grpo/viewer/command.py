@@ -9,31 +9,31 @@ import typer
 def view(
     run_dirs: Annotated[
         list[Path],
-        typer.Argument(help="Run directories with a metrics.jsonl; several are compared."),
+        typer.Argument(help="Run directories with a metrics.jsonl."),
     ],
     port: Annotated[
         int, typer.Option(help="Port of 127.0.0.1 for the page.", min=1, max=65535)
     ] = 8808,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write the page to this file, to send it to somebody, and end."),
+        typer.Option(help="Write the page to this file, to send it, and serve nothing."),
     ] = None,
 ) -> None:
-    """Show runs in the browser: curves, completions, tokens, evaluations, timeline, config.
+    """Look into runs in the browser: why a curve bends, what is said.
 
-    A click on a curve selects a step, and its completions are shown, the worst first if you like; a
-    completion's tokens are coloured by log-probability gap, ratio, advantage, entropy, loss weight
-    or policy version. The page follows a run that is running. It is served on this host alone and
-    changes nothing, until Ctrl-C.
+    Shows curves, completions, tokens, evaluations, timeline and config. A click on a curve selects
+    a step, and its completions can be read, the worst first; their tokens are coloured by
+    log-probability gap, ratio, advantage, entropy, loss weight or policy version. With several runs
+    their curves are drawn together, and their configs compared. The page follows a run that is
+    running. It is served on this host alone, changes nothing, and ends with Ctrl-C.
 
-    --html writes all metrics, the timeline and the config, and the completions and tokens of the
-    newest steps, into one file that needs neither this command nor a network.
+    --html writes all metrics, evaluations, timeline and config, and the completions and tokens of
+    the newest steps, into one file that needs neither this command nor a network.
 
     \b
-    Examples (the second compares two runs, the third is for a run on another host):
+    Example, and from your machine for a run on another HOST:
       megatron-grpo view runs/demo_smollm2_135m
-      megatron-grpo view runs/math runs/math_with_kl --html math.html
-      ssh -L 8808:127.0.0.1:8808 HOST megatron-grpo view runs/math
+      ssh -t -L 8808:127.0.0.1:8808 HOST megatron-grpo view runs/math
     """
     from megatron_grpo.viewer.html_file import write_html
     from megatron_grpo.viewer.run import RunFiles, run_names

@@ -10,6 +10,8 @@ import yaml
 NUM_PROMPTS, NUM_GENERATIONS = 4, 4
 """Completions of a step: four of each of four prompts, which recur after three steps."""
 PERIOD = 3
+MAX_TOKENS = 32
+"""Of a completion, whose values are recorded."""
 
 
 def write_run(run_dir: Path, num_steps: int = 12, lr: float = 1e-6, seed: int = 0) -> Path:
@@ -104,6 +106,7 @@ def token_row(row: dict, chance: random.Random) -> dict:
             for turn in row["turns"]
             for piece in pieces(turn["text"])
         ]
+    parts = parts[:MAX_TOKENS]
     mask = [each for _, each in parts]
     ratio = [math.exp(chance.gauss(0, 0.05)) for _ in parts]
     clipped = [0] * len(parts)

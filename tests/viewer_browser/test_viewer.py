@@ -208,6 +208,20 @@ def test_evaluations_timeline_and_configs_have_tables(page: Browser) -> None:
 
 
 @pytest.mark.parametrize("page", ["server"], indirect=True)
+def test_of_a_completion_that_was_cut_the_whole_text_can_be_read(
+    page: Browser, runs: dict[str, RunFiles]
+) -> None:
+    go_to(page, 5)
+    page.type("#search", "What is 41 + 61")  # no dialogue
+    page.choose("#sort", "longest")
+    page.click("#list .row:has(.tokens)")
+    page.wait_for("byId('pane').textContent.includes('sampled tokens were recorded')")
+    assert len(page.texts("#pane .token")) == 32
+    [whole] = page.texts("#pane .completion")
+    assert whole in {row["completion"] for row in rows(runs, "completions", 5)}
+
+
+@pytest.mark.parametrize("page", ["server"], indirect=True)
 def test_a_step_that_repeats_a_generation_shows_its_completions(page: Browser) -> None:
     sizes = {"steps_per_generation": 2, "num_iterations": 3}
     schedule = BatchSchedule(num_generations=4, generation_batch_size=16, **sizes)

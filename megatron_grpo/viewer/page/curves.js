@@ -75,7 +75,7 @@ function escaped(text) {
 function plotLayout() {
   const axis = {
     gridcolor: cssColour("--line"), zerolinecolor: cssColour("--line"), automargin: true,
-    tickfont: { size: 10 }, nticks: 4,
+    tickfont: { size: 10 }, nticks: 4, exponentformat: "e",
   };
   return {
     height: 118,
