@@ -95,14 +95,14 @@ def train(
     run_rank(cfg, place, token)
 
 
-def _preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> None:
+def _preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> str:
     silence_libraries()
     from rich.console import Console
 
     from megatron_grpo.preflight import preflight  # httpx and more, which `--help` does not need
 
     with Console(stderr=True).status("checking settings, model, data and rewards"):
-        preflight(cfg, token, starts_here=starts_here)
+        return preflight(cfg, token, starts_here=starts_here)
 
 
 @app.command()
@@ -123,7 +123,7 @@ def check(
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
-    _preflight(cfg, take_token(os.environ), starts_here=False)
+    print(_preflight(cfg, take_token(os.environ), starts_here=False))
     print(f"{config} can start: no mistakes in settings, model, run directory, data or rewards")
 
 

@@ -75,12 +75,13 @@ CHANGEABLE = (
 )
 
 
-def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> None:
+def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> str:
     """Raise ValueError, with the numbers and a legal value, if `cfg` cannot run on this machine.
 
     Reads the headers of the weights, not the weights, tokenizes the data, loads the reward
     functions in their own process, and checks that engines given by address are healthy and accept
     `token`. `starts_here`: whether the run is about to start on this host, so that its CPU matters.
+    Returns the first prompt for people, as the model will see it.
     """
     BatchSchedule.of(cfg.grpo)
     shape = _check_model(cfg)
@@ -101,9 +102,10 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> No
     _check_transformer(cfg, shape)
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts
 
-    check_prompts(cfg, shape, shows_sample=not starts_here)
+    sample = check_prompts(cfg, shape)
     if cfg.eval.named_sets:
         check_evaluation(cfg, shape)
+    return sample
 
 
 def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) -> None:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_prompts(cfg: Config, shape: ModelShape, *, shows_sample: bool = False) -> None:
+def check_prompts(cfg: Config, shape: ModelShape) -> str:
     """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on.
 
-    `shows_sample`: whether the first prompt is printed, as the model will see it.
+    Returns the first prompt for people, as the model will see it.
     """
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(RewardPool(cfg.reward)))
@@ -50,8 +50,7 @@ def check_prompts(cfg: Config, shape: ModelShape, *, shows_sample: bool = False)
             environments.wait_ready(rows)
         elif cfg.data.apply_chat_template:
             _check_end_of_turn(cfg, tokenizer, ends)
-        if shows_sample:
-            print(_described(prompts[0], tokenizer, ends, cfg))
+        return _described(prompts[0], tokenizer, ends, cfg)
 
 
 def _described(

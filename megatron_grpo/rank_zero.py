@@ -89,11 +89,11 @@ class RankZero:
         """Log the groups that dynamic sampling replaced in the generation that `step` begins."""
         self.log.replaced(
             step,
-            (
+            [
                 scored
                 for group in groups
                 for scored in zip(group.samples, group.rewards, group.totals, strict=True)
-            ),
+            ],
         )
 
     def log_step(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_grpo.algorithm.loss import GRPOLoss, LossTokens
 
-VALUES = ("logprob", "gap", "ratio", "entropy", "loss_weight", "clipped")
+VALUES = ("mask", "logprob", "gap", "ratio", "entropy", "loss_weight", "clipped")
 """The columns of a `TokenLog`."""
 
 
@@ -32,10 +32,10 @@ def first_rows(lengths: Sequence[int], num_rows: int) -> list[int | None]:
 class TokenLog:
     """One rank's part of the log; zero in the rows of tokens of other ranks, and of masked ones.
 
-    `logprob` and `entropy` are the current policy's, `ratio` is that over the old policy, and `gap`
-    the difference of trainer and engine under the policy that generated. `loss_weight` is what the
-    objective of the token is multiplied with, importance weights and masks included. `clipped` is
-    -1 at the lower bound and 1 at the upper one.
+    `mask` is 1 in the rows that are filled in. `logprob` and `entropy` are the current policy's,
+    `ratio` is that over the old policy, and `gap` the difference of trainer and engine under the
+    policy that generated. `loss_weight` is what the objective of the token is multiplied with,
+    importance weights and masks included. `clipped` is -1 at the lower bound and 1 at the upper.
     """
 
     def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
@@ -57,6 +57,7 @@ class TokenLog:
         if tokens.high_entropy is not None:
             weight = weight.masked_fill(tokens.high_entropy.isneginf(), 0.0)
         values = {
+            "mask": torch.ones_like(weight),
             "logprob": tokens.logprobs,
             "gap": gap,
             "ratio": loss.log_ratio.exp(),

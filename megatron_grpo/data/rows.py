@@ -30,14 +30,17 @@ MOST_CHARACTERS = 2000
 def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
     """The columns of a row, as values of JSON, but for the prompt, which is logged as it was sent.
 
-    Values without a form in JSON become text.
+    Values without a form in JSON become text or, if they are not finite, null.
     """
     return {name: _logged(value) for name, value in row.items() if name != prompt_column}
 
 
 def _logged(value: Any) -> Any:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return json.loads(text) if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair has no UTF-8
+    if len(text) > MOST_CHARACTERS:
+        return f"{text[:MOST_CHARACTERS]}…"
+    return text if isinstance(value, str) else json.loads(text, parse_constant=lambda _: None)
 
 
 @dataclass(frozen=True)

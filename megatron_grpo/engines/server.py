@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -143,11 +144,10 @@ class EngineServers:
 
         One that still starts is killed at once: it would not listen for seconds.
         """
-        for engine in self._engines:
-            if is_healthy(engine.url):
-                engine.process.terminate()
-            else:
-                engine.child.kill()
+        with ThreadPoolExecutor(
+            len(self._engines) or 1
+        ) as pool:  # one that hangs holds up no other
+            list(pool.map(_terminate, self._engines))
         deadline = time.monotonic() + TERMINATE_TIMEOUT
         for engine in self._engines:
             with suppress(TimeoutExpired):
@@ -157,6 +157,13 @@ class EngineServers:
         for reserved in self._ports:
             reserved.close()
         self._engines.clear()
+
+
+def _terminate(engine: EngineProcess) -> None:
+    if is_healthy(engine.url):
+        engine.process.terminate()
+    else:
+        engine.child.kill()
 
 
 def num_gpus() -> int:

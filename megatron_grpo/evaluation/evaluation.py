@@ -274,6 +274,8 @@ def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[s
     `prompt_index` is the row of the data, and `columns` are its others.
     """
     prompt_column = cfg.data.prompt_column if cfg.data else ""
+    rows = {sample.prompt.index: sample.prompt.row for sample in evaluated.samples}
+    columns = {index: logged_columns(row, prompt_column) for index, row in rows.items()}
     return [
         {
             **({"set": name} if name else {}),
@@ -285,7 +287,7 @@ def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[s
             "reward": _or_none(total),
             "passed": None if math.isnan(total) else passes(total, cfg),
             "finish_reason": sample.finish_reason,
-            "columns": logged_columns(sample.prompt.row, prompt_column),
+            "columns": columns[sample.prompt.index],
         }
         for sample, scores, total in zip(
             evaluated.samples, evaluated.rewards, evaluated.totals, strict=True

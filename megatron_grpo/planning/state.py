@@ -17,6 +17,8 @@ GRADIENT_BYTES = 4
 MOMENTS = 2
 START_MULTIPLE, BUCKET_MULTIPLE = 64, 128
 """Elements to which Megatron-Core aligns parameters and buckets in its gradient buffers."""
+ROUTER_WEIGHT = ".router.weight"
+"""Suffix of what `model.freeze_moe_router` keeps from being trained."""
 
 
 _Parameter = tuple[int, str, int]
@@ -48,7 +50,10 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     weights = expert_weights = gradients = owned = 0
     at = cfg.dims.coordinates(rank)
     parameters = list(_parameters(shape, cfg.dims, at))
-    biases = sum(size for _, name, size in parameters if not _is_trained(name))
+    biases = sum(size for _, name, size in parameters if name.endswith(EXPERT_BIAS))
+    if cfg.model.freeze_moe_router:  # weights without gradients and moments
+        weights = sum(size for _, name, size in parameters if name.endswith(ROUTER_WEIGHT))
+        parameters = [each for each in parameters if not each[1].endswith(ROUTER_WEIGHT)]
     for bucket in _buckets(parameters, shape, cfg.dims, at):
         weights += sum(bucket.sizes)
         expert_weights += sum(bucket.sizes) if bucket.is_expert else 0
@@ -124,7 +129,7 @@ def _buckets(
     buckets: dict[tuple[int, bool, bool], list[int]] = {}
     for chunk, name, size in parameters:
         is_shared = is_tied_over_stages and ("word_embeddings" in name or "output_layer" in name)
-        if _is_trained(name):
+        if not name.endswith(EXPERT_BIAS):
             buckets.setdefault((chunk, ".experts." in name, is_shared), []).append(size)
     for (_, is_expert, _), sizes in buckets.items():
         if is_expert:
@@ -137,11 +142,6 @@ def _buckets(
 def expert_shards(dims: ParallelDims) -> int:
     """Number of ranks that hold copies of the same experts and share their optimizer state."""
     return dims.stage_size // (dims.expert * dims.expert_tensor)
-
-
-def _is_trained(name: str) -> bool:
-    """All but the float32 biases by which a router chooses experts: they have no gradient."""
-    return not name.endswith(EXPERT_BIAS)
 
 
 def _parameters(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[_Parameter]:

@@ -1,7 +1,7 @@
 """The completions of an optimizer step, and their tokens, as rows for JSON."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,11 @@ def completion_rows(
     dialogues alone. Unknown values are null: the score of a reward that failed and the sum of all,
     and entropy and gap of a completion without counted tokens.
     """
+    columns = columns_by_prompt([experience.samples[i] for i in indices], prompt_column)
     return [
         {
             "step": step,
-            **sample_row(sample, experience.rewards[i], float(experience.totals[i]), prompt_column),
+            **sample_row(sample, experience.rewards[i], float(experience.totals[i]), columns),
             "advantage": float(experience.advantages[i]),
             "entropy": _known(entropy),
             "logprob_gap": _known(gap),
@@ -49,8 +50,18 @@ def completion_rows(
     ]
 
 
+Columns = dict[int, dict[str, Any]]
+"""By row of the data, its columns but for the prompt."""
+
+
+def columns_by_prompt(samples: Iterable[Sample], prompt_column: str) -> Columns:
+    """The columns of the samples' prompts: made once for each, as they may be large."""
+    rows = {sample.prompt.index: sample.prompt.row for sample in samples}
+    return {index: logged_columns(row, prompt_column) for index, row in rows.items()}
+
+
 def sample_row(
-    sample: Sample, scores: Mapping[str, float], total: float, prompt_column: str
+    sample: Sample, scores: Mapping[str, float], total: float, columns: Columns
 ) -> dict[str, Any]:
     """What is known of a scored sample without any training on it."""
     return {
@@ -63,7 +74,7 @@ def sample_row(
         "rewards": {name: _known(value) for name, value in scores.items()},
         "finish_reason": sample.finish_reason,
         "policy_version": sample.policy_version,
-        "columns": logged_columns(sample.prompt.row, prompt_column),
+        "columns": columns[sample.prompt.index],
     }
 
 
@@ -97,8 +108,9 @@ def token_rows(
     """One row for each completion that has rows in the step's `TokenLog`, whose `values` they are.
 
     `indices` are the completions of the optimizer batch. Every list has one entry per token of the
-    completion, or of its beginning if the log had no room for more. `mask` is 1 for tokens that the
-    model sampled; observations have no values. Values that are not finite are null.
+    completion, or of its beginning if the log had no room for more. `mask` is 1 for tokens that
+    enter the loss: the others, such as observations, have no values of the policy. Those and values
+    that are not finite are null.
     """
     samples = [experience.samples[i] for i in indices]
     firsts = first_rows([len(sample.completion_ids) for sample in samples], len(values))
@@ -107,7 +119,8 @@ def token_rows(
         if first is None:
             continue
         ids = list(sample.completion_ids[: len(values) - first])
-        found = values[first : first + len(ids)].T.tolist()
+        found = dict(zip(VALUES, values[first : first + len(ids)].T.tolist(), strict=True))
+        mask = [int(counts) for counts in found.pop("mask")]
         advantages = [float(experience.advantages[i])] * len(ids)
         if experience.token_advantages:
             advantages = experience.token_advantages[i][: len(ids)].tolist()
@@ -119,12 +132,14 @@ def token_rows(
                 "policy_version": sample.policy_version,
                 "tokens": token_texts(ids, tokenizer),
                 "token_ids": ids,
-                "mask": list(sample.loss_mask[: len(ids)]),
+                "mask": mask,
                 "rollout_logprob": [_rounded(x) for x in sample.logprobs[: len(ids)]],
                 "advantage": [_rounded(x) for x in advantages],
                 **{
-                    name: [_rounded(x) for x in column]
-                    for name, column in zip(VALUES, found, strict=True)
+                    name: [
+                        _rounded(x) if counts else None for x, counts in zip(of, mask, strict=True)
+                    ]
+                    for name, of in found.items()
                 },
             }
         )
@@ -135,8 +150,15 @@ def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> lis
     """The text of each token; a character of several tokens is at the last of them."""
     if not tokenizer.is_fast:  # of a SentencePiece model: its pieces are whole characters
         return [tokenizer.decode([token]) for token in ids]
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]
+    stream, texts = DecodeStream(skip_special_tokens=False), []
+    for token in ids:
+        try:
+            text = stream.step(tokenizer.backend_tokenizer, token)
+        except Exception:  # of no class of its own, where bytes are no character: begin anew
+            stream = DecodeStream(skip_special_tokens=False)
+            text = stream.step(tokenizer.backend_tokenizer, token)
+        texts.append(text or "")
+    return texts
 
 
 def _rounded(value: float) -> float | None:

@@ -23,13 +23,13 @@ def profiled_step(train: TrainConfig, step: int, timer: PhaseTimer) -> Iterator[
         yield
         return
     rank = dist.get_rank()
-    if rank not in train.profile_ranks:
-        yield
-    else:
-        with profile() as recorded:
-            yield
+    recorded = profile() if rank in train.profile_ranks else None
+    if recorded:
+        recorded.start()
+    yield
     with timer.phase("save"):
-        if rank in train.profile_ranks:
+        if recorded:
+            recorded.stop()  # evaluates all events: of a large step, for a minute or more
             folder = train.run_dir / FOLDER
             folder.mkdir(exist_ok=True)
             recorded.export_chrome_trace(str(folder / f"step_{step}_rank_{rank}.json.gz"))

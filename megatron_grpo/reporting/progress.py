@@ -91,17 +91,17 @@ class ProgressBar:
         """Print the line of a finished step (counted from 1) and update the bar."""
         line, phases = step_line(step, self._num_steps, metrics), phase_line(metrics)
         if self._console.is_terminal:
-            self._console.print(line)
+            self._print(line)
             self._bar.update(self._task, completed=step)
         else:
             # For log files and grep: everything in one line, whatever its width.
-            self._console.print(f"{line}: {phases}", soft_wrap=True)
+            self._print(f"{line}: {phases}", soft_wrap=True)
 
     def show_evaluation(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
         """Print the line of the evaluation of the set `name` after `step`."""
         width = len(str(self._num_steps))
         line = f"step {step:>{width}}/{self._num_steps}  {evaluation_line(name, metrics)}"
-        self._console.print(line, soft_wrap=True)
+        self._print(line, soft_wrap=True)
 
     def show_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print completions, given as rows of `completion_rows`."""
@@ -110,7 +110,7 @@ class ProgressBar:
 
     def tell(self, line: str) -> None:
         """Print a line about the run."""
-        self._console.print(line, soft_wrap=True)
+        self._print(line, soft_wrap=True)
 
     def enter(self, phase: str) -> None:
         """Show that the run is in `phase`, and for how long, until the next call."""
@@ -126,6 +126,10 @@ class ProgressBar:
         yield
         self.enter("")
         self.tell(f"{what}: {time.monotonic() - began:.0f} s")
+
+    def _print(self, line: str, *, soft_wrap: bool = False) -> None:
+        # No markup: paths and names may have brackets and colons.
+        self._console.print(line, soft_wrap=soft_wrap, markup=False, emoji=False)
 
     def close(self) -> None:
         """Stop the bar, leaving its last state on the terminal."""
@@ -171,16 +175,19 @@ def completions_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for column in ("prompt", "completion"):
         table.add_column(column, overflow="fold", ratio=1)
     for column in ([*names] if len(names) > 1 else []) + ["reward", "advantage", "end"]:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(Text(column), justify="right", no_wrap=True)
     for row in rows:
         scores = [row["rewards"][name] for name in names] if len(names) > 1 else []
         numbers = [*scores, row["reward"], row["advantage"]]
         shown = ["failed" if number is None else f"{number:.3f}" for number in numbers]
-        # Not markup: a completion may have brackets.
-        table.add_row(
-            Text(row["prompt"]), Text(row["completion"]), *shown, str(row["finish_reason"])
-        )
+        texts = [_as_it_is(row[name]) for name in ("prompt", "completion")]
+        table.add_row(*texts, *shown, row["finish_reason"])
     return table
+
+
+def _as_it_is(text: str) -> Text:
+    """Text without effect on the terminal: neither markup nor an escape sequence of a model's."""
+    return Text(text.replace("\x1b", "␛"))
 
 
 def evaluation_title(name: str) -> str:

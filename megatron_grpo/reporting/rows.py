@@ -3,7 +3,8 @@
 Every file here has one JSON object per line, with its `step` near the start of the line, in
 ascending order. So the first line of a step is found by bisection over byte offsets, in about 20
 reads, and no index has to be written. A line without a newline at its end is still being written,
-and is not there yet.
+and is not there yet. In a timeline, a resumed run goes back to the steps that it repeats: one of
+the repetitions is found.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,12 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     metric_prefix,
 )
-from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
+from megatron_grpo.reporting.completions import (
+    columns_by_prompt,
+    completion_rows,
+    sample_row,
+    token_rows,
+)
 from megatron_grpo.reporting.metrics import StepReport, reward_metrics
 from megatron_grpo.reporting.progress import ProgressBar
 from megatron_grpo.reporting.symptoms import Symptoms
@@ -101,13 +106,11 @@ class RunLog:
         self.bar.show_completions(rows[: self._num_printed])
         self.symptoms.check(step, metrics)
 
-    def replaced(self, step: int, scored: Iterable[tuple[Sample, dict[str, float], float]]) -> None:
+    def replaced(self, step: int, scored: Sequence[tuple[Sample, dict[str, float], float]]) -> None:
         """Log samples, with their scores and the sums, that are not trained on in `step`."""
+        columns = columns_by_prompt((sample for sample, _, _ in scored), self._prompt_column)
         self.tracking.log_replaced(
-            [
-                {"step": step, **sample_row(sample, scores, total, self._prompt_column)}
-                for sample, scores, total in scored
-            ]
+            [{"step": step, **sample_row(*of_sample, columns)} for of_sample in scored]
         )
 
     def _tokens_per_second(self, num_tokens: int, seconds: float) -> float:

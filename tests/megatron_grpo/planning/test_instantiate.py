@@ -90,6 +90,7 @@ def test_odd_layouts_of_every_family_are_as_planned(elsewhere, tmp_path, family,
         f"parallel.{name}" if name.startswith("num_") else f"parallel.{name}_parallel_size": value
         for name, value in sizes.items()
     }
+    values["model.freeze_moe_router"] = family == "mixtral"
     assert elsewhere(instantiate, config(folder, **values)).faults == []
 
 

@@ -46,7 +46,7 @@ def test_a_reference_that_follows_the_policy_has_its_float32_mixture_beside_it(t
     assert bytes_per_weight("float32", follows) == pytest.approx(4)
 
 
-def test_biases_of_routers_are_float32_and_not_trained(tmp_path):
+def test_biases_of_routers_are_float32_and_not_trained_nor_are_frozen_routers(tmp_path):
     folder = write_config(tmp_path, "GLM-4.5-Air")
     shape = read_shape(folder)
     biases = 45 * 128
@@ -64,6 +64,11 @@ def test_biases_of_routers_are_float32_and_not_trained(tmp_path):
     assert half.optimizer == 12 * trained
     assert (full.weights, full.reference) == (4 * (trained + biases), 4 * (trained + biases))
     assert full.optimizer == 8 * trained
+    routers = 45 * 128 * 4096
+    frozen = state("bfloat16", *follows, "model.freeze_moe_router=true")
+    assert (frozen.weights, frozen.reference) == (half.weights, half.reference)
+    assert frozen.gradients == 4 * (trained - routers)
+    assert frozen.optimizer == 12 * (trained - routers)
 
 
 def test_a_stage_is_not_taken_for_one_with_other_layers(tmp_path):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Sequence
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -18,7 +19,13 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.reporting.completions import completion_rows, token_rows, token_texts
 from megatron_grpo.reporting.metrics import StepReport
 
-ROW = {"question": "What is 7 + 5?", "answer": "12", "tests": "x" * 3000, "level": 2}
+ROW = {
+    "question": "What is 7 + 5?",
+    "answer": "12",
+    "tests": "x" * 3000,
+    "level": math.nan,
+    "source": "cut in \ud83d",
+}
 REWARDS = [1.0, math.nan, 0.0]
 
 
@@ -73,7 +80,12 @@ def test_a_row_has_all_that_is_known_of_a_completion_and_null_for_the_rest(token
         "finish_reason": "stop",
         "policy_version": 6,
         # The prompt is there as it was sent, and long values are cut.
-        "columns": {"answer": "12", "tests": '"' + "x" * 1999 + "…", "level": 2},
+        "columns": {
+            "answer": "12",
+            "tests": "x" * 2000 + "…",
+            "level": None,
+            "source": "cut in ?",
+        },
     }
     # By these `view` finds a row, without decoding it.
     assert list(first)[:3] == ["step", "prompt_index", "sample_index"]
@@ -100,13 +112,16 @@ def test_the_turns_of_a_dialogue_have_their_special_tokens_and_rewards(tokenizer
 def test_the_values_of_tokens_stand_beside_their_texts_as_far_as_the_log_has_rows(
     tokenizer: Any,
 ) -> None:
-    values = torch.arange(3.0).view(3, 1) + torch.arange(len(VALUES)) / 10
-    values[1, VALUES.index("gap")] = torch.nan
+    values = torch.zeros(3, len(VALUES))
+    columns = {"mask": [1.0, 1.0, 0.0], "logprob": [-0.25, -1.0, 0.0], "gap": [0.1, torch.nan, 0.0]}
+    for name, column in columns.items():
+        values[:, VALUES.index(name)] = torch.tensor(column)
     found = token_rows(7, experience(), [2, 0, 1], values, tokenizer)
     assert [(row["sample_index"], len(row["token_ids"])) for row in found] == [(2, 2), (0, 1)]
     first, second = found
     assert first["tokens"] == [tokenizer.decode([33]), tokenizer.decode([34])]
-    assert (first["logprob"], second["logprob"]) == ([0.0, 1.0], [2.0])
+    assert (first["mask"], second["mask"]) == ([1, 1], [0])
+    assert (first["logprob"], second["logprob"]) == ([-0.25, -1.0], [None])
     assert first["gap"] == [0.1, None]
     assert first["rollout_logprob"] == [-0.5, -0.1]
     assert (first["advantage"], second["advantage"]) == ([-1.0, -1.0], [1.0])
@@ -120,3 +135,14 @@ def test_a_character_of_several_tokens_is_at_the_last_of_them() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_bytes)
     ids = tokenizer("1 🐢!")["input_ids"]
     assert token_texts(ids, tokenizer) == ["1", " ", "", "", "", "🐢", "!"]
+
+
+def test_bytes_that_are_no_character_stop_nothing() -> None:
+    """A decoder of pieces, with bytes for the rest, gives up a character that it has returned."""
+    pieces = ["a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    of_pieces = Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    of_pieces.decoder = Sequence([ByteFallback(), Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_pieces)
+    turtle = [1 + byte for byte in "🐢".encode()]
+    texts = token_texts([*turtle, 1 + 0x80, 0], tokenizer)
+    assert texts[3] == "🐢" and texts[-1].endswith("a")
