@@ -103,8 +103,9 @@ def test_check_says_that_a_config_can_start_and_starts_nothing(
     good = [f"model.path={tied_model}", f"data.path={sums}", f"train.run_dir={run_dir}"]
     result = run_check(*good)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"{TINY_CONFIG} can start: ")
-    assert len(result.stdout.splitlines()) == 1
+    sample, _, last = result.stdout.rstrip("\n").rpartition("\n")
+    assert last.startswith(f"{TINY_CONFIG} can start: ")
+    assert sample.startswith("row 0 of the data becomes ") and "What is 0 + 1?" in sample
     assert not run_dir.exists()
 
 

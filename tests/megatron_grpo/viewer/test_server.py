@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from threading import Thread
@@ -137,9 +138,15 @@ def test_ctrl_c_ends_it_quietly(run_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "megatron_grpo.cli", "view", str(run_dir), f"--port={port}"]
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as view:
+    # What is started in the background by a shell script would ignore the signal.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    view = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, preexec_fn=heeds)
+    try:
         assert view.stdout.readline().startswith(f"http://127.0.0.1:{port} ")
         assert request(port, "/api/runs").status == 200
         view.send_signal(signal.SIGINT)
         _, errors = view.communicate(timeout=20)
-    assert (view.returncode, errors) == (0, "")
+        assert (view.returncode, errors) == (0, "")
+    finally:
+        view.kill()
+        view.communicate()
