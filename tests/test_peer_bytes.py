@@ -53,6 +53,7 @@ def num_mlps(shape: ModelShape) -> int:
     return shape.num_layers if has_shared else shape.num_dense_layers
 
 
+@pytest.mark.slow
 def test_m2n_brings_every_worker_what_vllm_itself_plans(tmp_path):
     cases = []
     for number, family in enumerate(FAMILIES):

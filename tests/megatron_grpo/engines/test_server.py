@@ -58,7 +58,7 @@ def short_folder() -> Iterator[str]:
     [
         ("transformers", 1, "started"),
         ("vllm", 1, "started"),
-        ("vllm", 1, "ready"),
+        pytest.param("vllm", 1, "ready", marks=pytest.mark.slow),
         pytest.param("vllm", 2, "ready", marks=pytest.mark.slow),
     ],
 )

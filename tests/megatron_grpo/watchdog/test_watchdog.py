@@ -259,7 +259,7 @@ def test_hang_is_reported_where_the_stacks_cannot_be_written(make, ranks, tmp_pa
 
 def test_rank_that_never_releases_the_gil_is_named_with_its_stack(ranks):
     with ranks(hold_the_gil) as world:
-        assert world.exit_codes(15) == [1, 1, -9, 1]
+        assert world.exit_codes(30) == [1, 1, -9, 1]
     output = "\n".join(printed(world))
     assert "rank 2 on " in output and "has not answered for 3 s" in output
     assert "in hold_the_gil" in output
