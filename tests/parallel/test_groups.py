@@ -71,6 +71,7 @@ def test_a_fake_rank_of_a_large_job_is_in_the_groups_of_the_real_one(elsewhere):
 
 
 def connections_before_and_after_a_collective(rank: int, dims: ParallelDims) -> tuple[int, int]:
+    dist.barrier()  # a rank that is still connecting would find the others gone
     dist.destroy_process_group()  # `run_ranks` has made it without a device
     setup_device(rank)
     size = dims.world_size
