@@ -50,8 +50,8 @@ def _beginning(cfg: Config) -> str:
     if cfg.rollout.base_urls:
         engines = f"engines at {', '.join(cfg.rollout.base_urls)}"
     else:
-        logs = cfg.train.run_dir / "logs"
-        engines = f"{cfg.rollout.num_engines} engines start meanwhile, logs in {logs}"
+        count = "an engine starts" if (n := cfg.rollout.num_engines) == 1 else f"{n} engines start"
+        engines = f"{count} meanwhile, logs in {cfg.train.run_dir / 'logs'}"
     return f"{cfg.model.path} is loaded on {cfg.dims.world_size} ranks, {cfg.dims}; {engines}"
 
 

@@ -145,8 +145,7 @@ def pack(
     of weights, advantages and log-probabilities.
     """
     segments = _segments(sequences, indices, alignment, share_prompts)
-    lengths = [round_up(len(segment.tokens), alignment.sequence) for segment in segments]
-    lengths = lengths or [alignment.total]
+    lengths = [round_up(len(s.tokens), alignment.sequence) for s in segments] or [alignment.total]
     lengths[-1] += -sum(lengths) % alignment.total
     starts = [0, *accumulate(lengths)]
     total = starts.pop()

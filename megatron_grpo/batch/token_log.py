@@ -47,8 +47,11 @@ class TokenLog:
         """[rows, values] float32."""
         return self._values[:-1]
 
-    def add(self, rows: Tensor, tokens: LossTokens, loss: GRPOLoss, gap: Tensor) -> None:
-        """Fill in the `rows` [K] of tokens that this rank predicted; others are -1."""
+    def add(self, tokens: LossTokens, loss: GRPOLoss, gap: Tensor) -> None:
+        """Fill in the rows of the tokens of a microbatch that this rank predicted."""
+        rows = tokens.log_rows
+        if rows is None:
+            return
         weight = tokens.weights
         if loss.rollout_weight is not None:
             weight = weight * loss.rollout_weight

@@ -3,12 +3,14 @@
 import hashlib
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from megatron_grpo.data.rows import logged_columns
 
 if TYPE_CHECKING:
     from megatron_grpo.data.prompts import Prompt
@@ -72,6 +74,16 @@ class Sample:
         if self.finish_reason == "failed":
             return math.nan
         return math.fsum(reward for _, reward in self.step_rewards)
+
+
+Columns = dict[int, dict[str, Any]]
+"""By row of the data, its columns but for the prompt, as values of JSON."""
+
+
+def columns_by_prompt(samples: Iterable[Sample], prompt_column: str) -> Columns:
+    """The columns of the samples' prompts, for logs: made once for each, as they may be large."""
+    rows = {sample.prompt.index: sample.prompt.row for sample in samples}
+    return {index: logged_columns(row, prompt_column) for index, row in rows.items()}
 
 
 def first_seed(seed: int, series: int, position: int) -> int:

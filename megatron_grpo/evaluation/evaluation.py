@@ -13,8 +13,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import EvalSet, section_of
 from megatron_grpo.config.reward import ENVIRONMENT_TERM
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
-from megatron_grpo.data.rows import logged_columns
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.sampling_params import SamplingParams
@@ -274,8 +273,7 @@ def eval_rows(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> list[dict[s
     `prompt_index` is the row of the data, and `columns` are its others.
     """
     prompt_column = cfg.data.prompt_column if cfg.data else ""
-    rows = {sample.prompt.index: sample.prompt.row for sample in evaluated.samples}
-    columns = {index: logged_columns(row, prompt_column) for index, row in rows.items()}
+    columns = columns_by_prompt(evaluated.samples, prompt_column)
     return [
         {
             **({"set": name} if name else {}),

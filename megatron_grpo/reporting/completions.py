@@ -1,7 +1,7 @@
 """The completions of an optimizer step, and their tokens, as rows for JSON."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.token_log import VALUES, first_rows
-from megatron_grpo.data.rows import logged_columns
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Columns, Sample, columns_by_prompt
 from megatron_grpo.reporting.metrics import StepReport
 
 if TYPE_CHECKING:
@@ -48,16 +47,6 @@ def completion_rows(
         for i, entropy, gap in zip(indices, report.entropy, report.rollout_gap, strict=True)
         for sample in [experience.samples[i]]
     ]
-
-
-Columns = dict[int, dict[str, Any]]
-"""By row of the data, its columns but for the prompt."""
-
-
-def columns_by_prompt(samples: Iterable[Sample], prompt_column: str) -> Columns:
-    """The columns of the samples' prompts: made once for each, as they may be large."""
-    rows = {sample.prompt.index: sample.prompt.row for sample in samples}
-    return {index: logged_columns(row, prompt_column) for index, row in rows.items()}
 
 
 def sample_row(

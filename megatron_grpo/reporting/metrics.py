@@ -124,8 +124,7 @@ class TrainMetrics:
         rows = tokens.sequence_index.clamp(min=0)
         found = torch.stack([sums[name] for name in _BY_SEQUENCE], dim=1)
         self._by_sequence.index_add_(0, rows, found)
-        if tokens.log_rows is not None:
-            self.token_log.add(tokens.log_rows, tokens, loss, generating - tokens.rollout_logprobs)
+        self.token_log.add(tokens, loss, mismatch)
         largest = {
             "ratio": log_ratio.amax().exp(),
             "rollout_gap": gap.amax(),

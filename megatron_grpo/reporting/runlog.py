@@ -11,19 +11,14 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import EvalConfig
 from megatron_grpo.config.file import dump_config
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
     eval_metrics,
     eval_rows,
     metric_prefix,
 )
-from megatron_grpo.reporting.completions import (
-    columns_by_prompt,
-    completion_rows,
-    sample_row,
-    token_rows,
-)
+from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
 from megatron_grpo.reporting.metrics import StepReport, reward_metrics
 from megatron_grpo.reporting.progress import ProgressBar
 from megatron_grpo.reporting.symptoms import Symptoms
