@@ -28,6 +28,7 @@ def run(*arguments: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_with_a_tiny_model_it_runs_to_its_end_on_any_machine():
     found = run("--model", "tiny", "--tokens", "96", "--steps", "1")
     assert found["tokens_per_second"] == pytest.approx(96 / found["seconds"])

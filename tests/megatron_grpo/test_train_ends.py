@@ -66,6 +66,8 @@ def last_line(output: str) -> str:
     return output.splitlines()[-1]
 
 
+# What its ranks do is in test_faults.py, and the whole of it under Slurm in tests/slurm.
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(
     arguments: list[str], tmp_path: Path
 ) -> None:
