@@ -98,7 +98,7 @@ class PackedBatch:
     position_ids: Tensor  # [T] int64, within the sequence; continued through padding
     cu_seqlens: Tensor  # [n + 1] int32, cumulative segment lengths, padding included
     max_seqlen: int  # longest sequence, padding and shared prompt included
-    context_size: int  # neighbours on the context axis that split the microbatch
+    context_size: int = 1  # neighbours on the context axis that split the microbatch
     sequence_index: Tensor  # [T] int64, index in the optimizer batch; -1: shared by several
     completion_mask: Tensor  # [T] bool, tokens of completions
     loss_mask: Tensor  # [T] bool, completion tokens that count: sampled, and not masked
