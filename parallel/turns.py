@@ -163,7 +163,7 @@ class _Planner:
         count = -(-(int(best_fit(items).max()) + 1) // len(load))
         while (bins := fill(items, np.repeat(missing / count, count))) is None:
             count += 1
-        plan = [[[] for _ in range(count)] for _ in load]
+        plan: list[list[list[int]]] = [[[] for _ in range(count)] for _ in load]
         for i, bin_ in zip(own, bins.tolist(), strict=True):
             plan[bin_ // count][bin_ % count].append(i)
         return [sorted(block, key=lambda of: -self.work[of].sum()) for block in plan]
