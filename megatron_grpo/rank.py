@@ -69,6 +69,7 @@ def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator
         world_size=place.world_size,
         store=store,
     )
-    yield init_groups(cfg.dims, COLLECTIVE_TIMEOUT)
+    dynamic_context = cfg.parallel.dynamic_context_parallel
+    yield init_groups(cfg.dims, COLLECTIVE_TIMEOUT, dynamic_context=dynamic_context)
     destroy_groups()
     dist.destroy_process_group()

@@ -95,7 +95,7 @@ def accumulate_gradient(
 
     def loss_of(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
         chosen = response_logprobs(policy, hidden, batch, cfg.rollout.temperature, groups)
-        tokens = LossTokens.select(batch, chosen, groups.context)
+        tokens = LossTokens.select(batch, chosen, groups.contexts[batch.context_size])
         loss = grpo_loss(tokens, cfg.grpo, beta)
         metrics.add(tokens, loss)
         return loss.total, None

@@ -16,6 +16,7 @@ class Alignment:
 
     sequence: int = 1  # every packed sequence length is a multiple of this
     total: int = 1  # every microbatch length is a multiple of this; a multiple of `sequence`
+    context: int = 1  # ranks that split each sequence
 
     def __post_init__(self) -> None:
         assert self.total % self.sequence == 0
@@ -25,7 +26,14 @@ class Alignment:
         """The least alignment with which every rank of `dims` gets an equal part."""
         sequence = 2 * dims.context if dims.context > 1 else 1
         ranks = dims.context * (dims.tensor if sequence_parallel else 1)
-        return cls(sequence=sequence, total=math.lcm(sequence, ranks))
+        return cls(sequence=sequence, total=math.lcm(sequence, ranks), context=dims.context)
+
+    def for_context(self, size: int) -> "Alignment":
+        """That of microbatches which only `size` of the context ranks split; a divisor of them."""
+        if size == self.context:
+            return self
+        sequence = 2 * size if size > 1 else 1
+        return Alignment(sequence=sequence, total=self.total // self.context * size, context=size)
 
 
 def round_up(n: int, multiple: int) -> int:

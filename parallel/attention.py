@@ -132,6 +132,8 @@ class PackedSequences(Protocol):
     """The mask for flex attention, which is used if this is set."""
     context_order: tuple[Tensor, Tensor]
     """The result of the function `context_order`; read only with several context ranks."""
+    cp_group: ProcessGroup | None
+    """The ranks that split these sequences; None: all context ranks."""
 
 
 def packed_attention(
@@ -250,10 +252,11 @@ class PackedAttention(torch.nn.Module):
         """Takes and returns local slices: `query` [t, heads, d], others [t, kv heads, d]."""
         assert attention_mask is None, "segments are told apart by cu_seqlens, not by a mask"
         cu_seqlens = packed_seq_params.cu_seqlens_q
-        size = self.group.size()
+        group = packed_seq_params.cp_group or self.group
+        size = group.size()
         if size > 1:
             order, inverse = packed_seq_params.context_order
-            both = _GatherPacked.apply(torch.cat([key, value], dim=-1), order, inverse, self.group)
+            both = _GatherPacked.apply(torch.cat([key, value], dim=-1), order, inverse, group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         if packed_seq_params.block_mask is not None:
             return flex(query, key, value, packed_seq_params.block_mask, self.scale)
@@ -264,7 +267,7 @@ class PackedAttention(torch.nn.Module):
             value.to(dtype),
             cu_seqlens,
             prefixes=packed_seq_params.prefixes,
-            rank=self.group.rank(),
+            rank=group.rank(),
             size=size,
             scale=self.scale,
         )

@@ -4,14 +4,15 @@
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
-from parallel.dims import Coordinates, ParallelDims
+from parallel.dims import Coordinates, ParallelDims, divisors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +24,39 @@ class Groups:
     rank: int
     tensor: ProcessGroup
     pipeline: ProcessGroup
-    context: ProcessGroup
+    contexts: Mapping[int, ProcessGroup]
+    """By size, this rank's neighbours on the context axis with whom it can split a microbatch: all
+    of them, or with dynamic context parallelism as many as any divisor."""
     data: ProcessGroup
     data_gloo: ProcessGroup
     """The same ranks as `data`, over gloo: for Python objects."""
     data_context: ProcessGroup
     """Ranks that hold the same weights; gradients are summed over this group."""
+    data_context_gloo: ProcessGroup
+    """The same ranks, over gloo: for Python objects."""
     replica: ProcessGroup
     """Ranks of one model copy (tensor x context x pipeline), over gloo: for Python objects."""
 
+    def context_of(self, size: int) -> tuple[ProcessGroup, int]:
+        """The context ranks that split a microbatch over `size`, and this rank's place there."""
+        return self.contexts[size], self.coordinates.context % size
 
-def init_groups(dims: ParallelDims, timeout: timedelta = timedelta(minutes=30)) -> Groups:
+    def answers_for(self, size: int) -> bool:
+        """Whether this rank is the first of those that hold a microbatch split over `size`."""
+        return self.coordinates.context % size == 0
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether microbatches are split over different numbers of context ranks."""
+        return len(self.contexts) > 1
+
+
+def init_groups(
+    dims: ParallelDims,
+    timeout: timedelta = timedelta(minutes=30),
+    *,
+    dynamic_context: bool = False,
+) -> Groups:
     """Create every group of `dims`; collective over all ranks of the initialised default group.
 
     Raises ValueError, naming all factors, if the mesh does not match the world size.
@@ -59,10 +82,11 @@ def init_groups(dims: ParallelDims, timeout: timedelta = timedelta(minutes=30)) 
         rank=rank,
         tensor=parallel_state.get_tensor_model_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
-        context=parallel_state.get_context_parallel_group(),
+        contexts=_context_groups(dims, rank, timeout, dynamic_context),
         data=parallel_state.get_data_parallel_group(),
         data_gloo=parallel_state.get_data_parallel_group_gloo(),
         data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        data_context_gloo=parallel_state.get_data_parallel_group_gloo(with_context_parallel=True),
         replica=_replica_group(dims, dims.coordinates(rank).data, timeout),
     )
 
@@ -70,6 +94,19 @@ def init_groups(dims: ParallelDims, timeout: timedelta = timedelta(minutes=30)) 
 def destroy_groups() -> None:
     """Destroy Megatron's groups; the default group stays."""
     parallel_state.destroy_model_parallel()
+
+
+def _context_groups(
+    dims: ParallelDims, rank: int, timeout: timedelta, dynamic: bool
+) -> dict[int, ProcessGroup]:
+    groups = {dims.context: parallel_state.get_context_parallel_group()}
+    at = dims.coordinates(rank)
+    for size in divisors(dims.context)[:-1] if dynamic else ():
+        first = at.context // size * size
+        ranks = [dims.rank(replace(at, context=first + place)) for place in range(size)]
+        # Only its members create each: in a large job there are thousands.
+        groups[size] = torch.distributed.new_group(ranks, timeout, use_local_synchronization=True)
+    return groups
 
 
 def _replica_group(dims: ParallelDims, data: int, timeout: timedelta) -> ProcessGroup:

@@ -98,6 +98,7 @@ class PackedBatch:
     position_ids: Tensor  # [T] int64, within the sequence; continued through padding
     cu_seqlens: Tensor  # [n + 1] int32, cumulative segment lengths, padding included
     max_seqlen: int  # longest sequence, padding and shared prompt included
+    context_size: int = 1  # neighbours on the context axis that split the microbatch
     sequence_index: Tensor  # [T] int64, index in the optimizer batch; -1: shared by several
     completion_mask: Tensor  # [T] bool, tokens of completions
     loss_mask: Tensor  # [T] bool, completion tokens that count: sampled, and not masked
@@ -171,6 +172,7 @@ def pack(
         ),
         cu_seqlens=torch.tensor([*starts, total], dtype=torch.int32),
         max_seqlen=max(first + n for first, n in zip(firsts, lengths, strict=True)),
+        context_size=alignment.context,
         sequence_index=of_segments.column(sequence_indices, np.int64, -1),
         completion_mask=of_responses.column([True] * len(members), bool),
         loss_mask=loss_mask,

@@ -30,6 +30,16 @@ def alone():
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def one_rank(alone):
+    """The mesh of this process as its only rank."""
+    from parallel import ParallelDims
+    from parallel.groups import destroy_groups, init_groups
+
+    yield init_groups(ParallelDims())
+    destroy_groups()
+
+
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory):
     """A tiny Qwen3 with tied embeddings that vLLM can serve."""

@@ -70,19 +70,18 @@ def collect_values(
 ) -> list[list[dict[int, Tensor]]] | None:
     """Gather the `values` [T] of all completion tokens on rank 0; returns None on the other ranks.
 
-    The result holds, for each data rank and optimizer step, the float32 values [completion tokens]
-    of each sequence, by its index in the optimizer batch. Two hops, like `distribute`: from the
-    last pipeline stage, which alone has the values, to the first, and from the first rank of every
-    model replica to rank 0.
+    The result holds, for each data and context rank and optimizer step, the float32 values
+    [completion tokens] of each sequence, by its index in the optimizer batch. Two hops: from the
+    last pipeline stage, which alone has the values, to the first, and from there to rank 0.
     """
     stages = dist.get_process_group_ranks(groups.pipeline)
     mine = [_by_sequence(minibatch, values, stages[-1], groups) for minibatch in minibatches]
-    if groups.rank != groups.dims.replica_ranks(groups.coordinates.data)[0]:
+    if groups.coordinates.tensor or groups.coordinates.pipeline:
         return None
     gathered: list[list[dict[int, Tensor]]] | None = None
     if groups.rank == 0:
-        gathered = [[] for _ in range(groups.dims.data)]
-    dist.gather_object(mine, gathered, dst=0, group=groups.data_gloo)
+        gathered = [[] for _ in range(groups.dims.data * groups.dims.context)]
+    dist.gather_object(mine, gathered, dst=0, group=groups.data_context_gloo)
     return gathered
 
 
@@ -99,6 +98,8 @@ def _by_sequence(
             known = torch.empty_like(batch.rollout_logprobs)
         known = known.to(batch.rollout_logprobs.dtype)
         dist.broadcast(known, src=last_stage, group=groups.pipeline)
+        if not groups.answers_for(batch.context_size):
+            continue
         for index in batch.sequence_index[batch.completion_mask].unique().tolist():
             of_sequence = (batch.sequence_index == index) & batch.completion_mask
             found[index] = known[of_sequence].cpu()

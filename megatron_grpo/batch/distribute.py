@@ -21,9 +21,10 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
 from parallel.alignment import Alignment
 from parallel.groups import Groups
-from parallel.microbatches import CostModel, Plan, plan_microbatches
+from parallel.microbatches import CostModel, plan_microbatches
 from parallel.packing import CACHED_VALUES, PackedBatch, TokenSequence, by_prompt, pack
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
+from parallel.turns import Turn, fixed_turns, plan_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,8 @@ class DataParallelShard:
     of tokens are replayed), where a packed batch has 38, and every rank packs its own.
     """
 
-    microbatches: list[list[int]]
-    """Indices in the optimizer batch."""
+    turns: list[Turn]
+    """Their microbatches have indices in the optimizer batch."""
     columns: dict[str, list[Any] | Tensor]
     """For each field its values of all sequences, in the order of the microbatches: a list of
     them, or tensors joined."""
@@ -46,14 +47,12 @@ class DataParallelShard:
     """Those of `CACHED_VALUES` that the optimizer batch has; this shard may have no sequence."""
 
     @classmethod
-    def of(
-        cls, sequences: Sequence[TokenSequence], microbatches: list[list[int]]
-    ) -> "DataParallelShard":
-        """The shard that has these `microbatches` of an optimizer batch of `sequences`.
+    def of(cls, sequences: Sequence[TokenSequence], turns: list[Turn]) -> "DataParallelShard":
+        """The shard that has these `turns` of an optimizer batch of `sequences`.
 
         Each field must be a tensor in all `sequences` or in none.
         """
-        chosen = [sequences[i] for i in chain(*microbatches)]
+        chosen = [sequences[i] for i in _members(turns)]
         columns: dict[str, list[Any] | Tensor] = {}
         lengths: dict[str, list[int]] = {}
         for field in fields(TokenSequence):
@@ -63,18 +62,26 @@ class DataParallelShard:
                 columns[field.name] = torch.cat(values)
                 lengths[field.name] = [len(value) for value in values]
         return cls(
-            microbatches=microbatches,
+            turns=turns,
             columns=columns,
             lengths=lengths,
             known=[name for name in CACHED_VALUES if getattr(sequences[0], name) is not None],
         )
 
-    def pack(self, alignment: Alignment, *, share_prompts: bool) -> list[PackedBatch]:
-        """Pack the microbatches; see `parallel.packing.pack`."""
-        sequences = dict(zip(chain(*self.microbatches), self._sequences(), strict=True))
+    def pack(
+        self, alignment: Alignment, *, share_prompts: bool, context_rank: int = 0
+    ) -> list[PackedBatch]:
+        """Pack the microbatches of a context rank; see `parallel.packing.pack`."""
+        sequences = dict(zip(_members(self.turns), self._sequences(), strict=True))
         return [
-            pack(sequences, indices, alignment, share_prompts=share_prompts, known=self.known)
-            for indices in self.microbatches
+            pack(
+                sequences,
+                turn.microbatches[context_rank // turn.context_size],
+                alignment.for_context(turn.context_size),
+                share_prompts=share_prompts,
+                known=self.known,
+            )
+            for turn in self.turns
         ]
 
     def _sequences(self) -> Iterator[TokenSequence]:
@@ -84,6 +91,10 @@ class DataParallelShard:
         ]
         for of_sequence in zip(*values, strict=True):
             yield TokenSequence(**dict(zip(self.columns, of_sequence, strict=True)))
+
+
+def _members(turns: Sequence[Turn]) -> Iterator[int]:
+    return (i for turn in turns for i in chain(*turn.microbatches))
 
 
 def split_for_data_parallel(
@@ -98,16 +109,19 @@ def split_for_data_parallel(
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
         sequences = _sequences(experience, indices, cfg)
         plan = _plan(sequences, alignment, cost, cfg)
-        yield [DataParallelShard.of(sequences, microbatches) for microbatches in plan]
+        yield [DataParallelShard.of(sequences, turns) for turns in plan]
 
 
 def _plan(
     sequences: list[TokenSequence], alignment: Alignment, cost: CostModel, cfg: Config
-) -> Plan:
-    max_tokens = cfg.train.max_tokens_per_microbatch
+) -> list[list[Turn]]:
+    max_tokens, context = cfg.train.max_tokens_per_microbatch, cfg.dims.context
     if not cfg.grpo.shared_prompts:
         lengths = [len(sequence.tokens) for sequence in sequences]
-        return plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
+        if cfg.parallel.dynamic_context_parallel:
+            return plan_turns(lengths, max_tokens, cfg.dims, alignment, cost)
+        plan = plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
+        return fixed_turns(plan, context)
     groups = [
         PromptGroup(
             num_prompt_tokens=sequences[members[0]].num_prompt_tokens,
@@ -115,7 +129,8 @@ def _plan(
         )
         for members in by_prompt(sequences)
     ]
-    return plan_shared_prompts(groups, max_tokens, cfg.dims, alignment, cost)
+    plan = plan_shared_prompts(groups, max_tokens, cfg.dims, alignment, cost)
+    return fixed_turns(plan, context)
 
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:

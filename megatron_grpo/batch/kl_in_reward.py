@@ -25,11 +25,12 @@ def sequence_kl(minibatches: Minibatches, num_sequences: int, groups: Groups) ->
         for batch in batches:
             if batch.old_logprobs is None or batch.ref_logprobs is None:
                 continue  # only the last stage has them
+            if not groups.answers_for(batch.context_size):
+                continue  # other context ranks hold the same tokens
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")
             kl = kl.double().where(batch.loss_mask, 0.0)
             sums.index_add_(0, batch.sequence_index.clamp(min=0), kl)
-        # Tensor and context ranks hold the same tokens.
-        for group in (groups.data, groups.pipeline):
+        for group in (groups.data_context, groups.pipeline):
             dist.all_reduce(sums, group=group)
         found.append(sums)
     return found

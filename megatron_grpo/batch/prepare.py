@@ -55,8 +55,8 @@ def add_logprobs(
         return filled
     if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
         fraction = cfg.grpo.top_entropy_quantile
-        filled = keep_high_entropy(filled, entropies, fraction, groups.data)
-    return with_entropy_weights(filled, groups.data) if cfg.grpo.entropy_coef else filled
+        filled = keep_high_entropy(filled, entropies, fraction, groups)
+    return with_entropy_weights(filled, groups) if cfg.grpo.entropy_coef else filled
 
 
 def _with_old_logprobs(
@@ -99,24 +99,25 @@ def keep_high_entropy(
     batches: Sequence[PackedBatch],
     entropies: Sequence[Tensor],
     fraction: float,
-    data_group: dist.ProcessGroup,
+    groups: Groups,
 ) -> list[PackedBatch]:
     """Keep the entropies of response tokens that are at least their (1 - `fraction`) quantile.
 
     arXiv 2506.01939. The quantile is exact over the whole optimizer batch: `entropies` [T] are of
-    this rank's `batches`, and the ranks of `data_group` hold the others.
+    this rank's `batches`, and other ranks hold the others.
     """
-    masked = [entropy[batch.loss_mask] for batch, entropy in zip(batches, entropies, strict=True)]
-    threshold = quantile(torch.cat(masked), 1 - fraction, data_group)
+    masked = [
+        entropy[batch.loss_mask & groups.answers_for(batch.context_size)]
+        for batch, entropy in zip(batches, entropies, strict=True)
+    ]
+    threshold = quantile(torch.cat(masked), 1 - fraction, groups.data_context)
     return [
         replace(batch, high_entropy=entropy.where(entropy.float() >= threshold, -torch.inf))
         for batch, entropy in zip(batches, entropies, strict=True)
     ]
 
 
-def with_entropy_weights(
-    batches: Sequence[PackedBatch], data_group: dist.ProcessGroup
-) -> list[PackedBatch]:
+def with_entropy_weights(batches: Sequence[PackedBatch], groups: Groups) -> list[PackedBatch]:
     """Weight the entropies of the optimizer batch so that they sum to their mean over tokens.
 
     The mean is over the tokens of the objective, whatever the loss type, as in TRL.
@@ -125,8 +126,13 @@ def with_entropy_weights(
         b.loss_mask if b.high_entropy is None else b.loss_mask & ~b.high_entropy.isneginf()
         for b in batches
     ]
-    count = torch.stack([mask.sum() for mask in chosen]).sum()
-    dist.all_reduce(count, group=data_group)
+    count = torch.stack(
+        [
+            mask.sum() * groups.answers_for(batch.context_size)
+            for batch, mask in zip(batches, chosen, strict=True)
+        ]
+    ).sum()
+    dist.all_reduce(count, group=groups.data_context)
     return [
         replace(batch, entropy_weights=mask.to(batch.loss_weights) / count.clamp(min=1))
         for batch, mask in zip(batches, chosen, strict=True)
@@ -150,7 +156,11 @@ def packed_minibatches(
     minibatches = []
     for _ in range(cfg.grpo.steps_per_generation):
         shard = distribute(next(shards) if shards else None, groups)
-        batches = shard.pack(alignment, share_prompts=cfg.grpo.shared_prompts)
+        batches = shard.pack(
+            alignment,
+            share_prompts=cfg.grpo.shared_prompts,
+            context_rank=groups.coordinates.context,
+        )
         minibatches.append([with_own_layers(batch, groups).to(device) for batch in batches])
     return minibatches
 

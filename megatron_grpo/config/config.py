@@ -25,6 +25,7 @@ from megatron_grpo.config.reward import (
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.section import Section
 from megatron_grpo.config.train import (
+    ROUTER_LOSS_FIELDS,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -114,6 +115,25 @@ class Config(Section):
                 "rollout.vllm.enable_prefix_caching false: vLLM keeps the experts of tokens in its "
                 "prefix cache, and rollout.router_replay true needs them: leave out one of the two"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _turns_can_be_taken(self) -> Self:
+        if not self.parallel.dynamic_context_parallel:
+            return self
+        told = "parallel.dynamic_context_parallel true"
+        if self.parallel.context_parallel_size == 1:
+            raise ValueError(f"{told} needs parallel.context_parallel_size of 2 or more")
+        if self.grpo.shared_prompts:
+            raise ValueError(
+                f"{told} does not know grpo.shared_prompts true: leave out one of the two"
+            )
+        for name in ROUTER_LOSS_FIELDS:
+            if self.model.megatron.get(name):
+                raise ValueError(
+                    f"{told} would count the tokens of model.megatron.{name} by the number of "
+                    "ranks that split them: leave out one of the two"
+                )
         return self
 
     @model_validator(mode="after")

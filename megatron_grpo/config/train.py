@@ -199,6 +199,9 @@ class ParallelConfig(Section):
     possible."""
     context_parallel_size: PositiveInt = 1
     """Ranks that split every sequence."""
+    dynamic_context_parallel: bool = False
+    """Split each microbatch over as few of these ranks as its longest sequence needs, so that
+    short sequences are not exchanged; the others compute other microbatches meanwhile."""
     expert_parallel_size: PositiveInt = 1
     """Ranks that the experts of each layer are distributed over, whole; 1 for dense models."""
     expert_tensor_parallel_size: PositiveInt = Field(

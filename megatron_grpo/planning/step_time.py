@@ -184,7 +184,7 @@ def _links(
             "context",
             dims.context,
             dims.tensor * dims.context,
-            (dims.context - 1) * keys_and_values * attended,
+            work.received / work.filled * keys_and_values * attended,
         ),
         ("pipeline", dims.pipeline, dims.world_size, sends * width * share),
         ("data", shards, dims.stage_size, copied / itemsize * (GRADIENT_BYTES + itemsize)),

@@ -14,6 +14,7 @@ from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel, plan_microbatches
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
+from parallel.turns import fixed_turns, plan_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class Workload:
     """Number of microbatches of each model copy."""
     filled: int
     """Tokens of all microbatches of all copies, with those that alignment adds."""
+    received: int
+    """Tokens whose keys and values ranks receive from their context ranks, over all copies."""
     room: int
     """Tokens that all microbatches of all copies could hold."""
 
@@ -97,6 +100,7 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     dims, limit = cfg.dims, cfg.train.max_tokens_per_microbatch
     # Only these sizes affect how sequences are grouped; of expert, only whether it is above 1.
     sizes = ParallelDims(
+        context=dims.context if cfg.parallel.dynamic_context_parallel else 1,
         data=dims.data,
         pipeline=dims.pipeline,
         virtual_pipeline=dims.virtual_pipeline,
@@ -107,19 +111,21 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     if cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None:
         group = cfg.data.max_prompt_length, cfg.grpo.num_generations
         filled, computed = _packed_groups(*group, *packing)
+        received = sum(filled) * (dims.context - 1)
     else:
-        filled, computed = _packed(*packing)
+        filled, computed, received = _packed(*packing)
     return Workload(
         lengths=chosen,
         computed=computed,
         microbatches=len(filled) // dims.data,
         filled=sum(filled),
+        received=received,
         room=limit * len(filled),
     )
 
 
 Packed = tuple[list[int], Computed]
-"""Tokens of every microbatch of every model copy, alignment included; and what they compute.
+"""Tokens of every turn of every model copy, alignment included; and what they compute.
 
 Packing is cached: it takes a tenth of a second, with shared prompts up to some, and compared
 layouts often share it."""
@@ -132,14 +138,21 @@ def _packed(
     dims: ParallelDims,
     alignment: Alignment,
     hidden_size: int,
-) -> Packed:
+) -> tuple[list[int], Computed, int]:
+    """`Packed`, and the tokens that ranks receive from their context ranks."""
     cost = CostModel.transformer(hidden_size)
-    plan = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
-    filled = [
-        round_up(sum(round_up(lengths[i], alignment.sequence) for i in members), alignment.total)
-        for members in chain.from_iterable(plan)
-    ]
-    return filled, Computed.of(lengths)
+    if dims.context > 1:
+        plan = plan_turns(lengths, max_tokens, dims, alignment, cost)
+    else:
+        whole = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
+        plan = fixed_turns(whole, alignment.context)
+    filled, received = [], 0
+    for turn in chain.from_iterable(plan):
+        own = alignment.for_context(turn.context_size)
+        tokens = [sum(round_up(lengths[i], own.sequence) for i in m) for m in turn.microbatches]
+        filled.append(sum(round_up(each, own.total) for each in tokens))
+        received += filled[-1] * (turn.context_size - 1)
+    return filled, Computed.of(lengths), received
 
 
 @lru_cache(maxsize=1024)

@@ -13,6 +13,7 @@ from torch import Tensor
 from checkpoint_convert import ModelShape, padded_vocab_size
 from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
+from megatron_grpo.policy.dynamic_context import rotate_own_tokens
 from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
 from megatron_grpo.policy.packed_params import PackedRotary
 from megatron_grpo.policy.transformer import accumulate_in_products, block_spec, transformer_config
@@ -58,6 +59,8 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
             chunk.output_layer.forward = _pass_hidden_states
         chunk.rotary_pos_emb = packed_rotary
         accumulate_in_products(chunk, cfg.model.megatron)
+        if groups.is_dynamic:
+            rotate_own_tokens(chunk, groups)
     return chunks
 
 

@@ -107,7 +107,8 @@ def response_logprobs(
     `hidden` are the last stage's final hidden states (`forward`); only those at positions that
     predict response tokens are multiplied with the head.
     """
-    local = context_indices(batch.cu_seqlens, groups.coordinates.context, groups.dims.context)
+    _, rank = groups.context_of(batch.context_size)
+    local = context_indices(batch.cu_seqlens, rank, batch.context_size)
     targets = prediction_targets(batch.cu_seqlens, local)
     return chosen_logprobs(
         hidden,
@@ -132,7 +133,7 @@ def compute_logprobs(
     def collect(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         chosen = response_logprobs(model, hidden, batch, temperature, groups)
         both = torch.stack(chosen.whole(len(batch.tokens)))
-        dist.all_reduce(both, group=groups.context)
+        dist.all_reduce(both, group=groups.contexts[batch.context_size])
         return chosen.logprobs.sum(), (both[0].clone(), both[1].clone())
 
     outputs = run_schedule(model, groups, batches, collect, forward_only=True)

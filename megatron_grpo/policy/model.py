@@ -14,6 +14,7 @@ from checkpoint_convert.megatron import layout_sender
 from checkpoint_convert.weights import read_weights
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
+from megatron_grpo.policy.dynamic_context import split_dynamically
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
@@ -152,9 +153,11 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     `context_indices`, or the tensor rank's slice of it under sequence parallelism. For the others:
     what Megatron-Core sends to the next stage.
     """
-    rank, size = groups.coordinates.context, groups.dims.context
-    local = context_indices(batch.cu_seqlens, rank, size)
-    params = packed_params(batch, local, rank, size)
+    group, rank = groups.context_of(batch.context_size)
+    local = context_indices(batch.cu_seqlens, rank, batch.context_size)
+    params = packed_params(batch, local, rank, batch.context_size)
+    if groups.is_dynamic:
+        split_dynamically(params, batch, local, group)
     params.routed_experts = own_routes(batch, local, groups)
     output: Tensor = chunk(
         input_ids=batch.tokens[local].unsqueeze(0),

@@ -21,6 +21,8 @@ class PackedParams(PackedSeqParams):
     context_size: int = 1
     prefixes: Tensor | None = None
     block_mask: BlockMask | None = None
+    attention_cu_seqlens: Tensor | None = None
+    """Padded lengths for attention, where those of RoPE differ: see `dynamic_context`."""
     rope_positions: Tensor | None = None
     """[T] position of each token in its sequence, for `PackedRotary`; None without shared prompts.
     """

@@ -45,11 +45,11 @@ def probe_logprobs(
     for minibatch in packed_minibatches(experience, 0, cost, cfg, groups, device):
         computed = compute_logprobs(policy, minibatch, cfg.rollout.temperature, groups) or []
         for batch, (logprobs, _) in zip(minibatch, computed, strict=bool(computed)):
-            if batch.loss_mask.any():
+            if batch.loss_mask.any() and groups.answers_for(batch.context_size):
                 gaps = (logprobs - batch.rollout_logprobs).abs()[batch.loss_mask].double()
                 sums += torch.stack([gaps.sum(), torch.ones_like(gaps).sum()])
                 largest = torch.maximum(largest, gaps.max())
-    # Tensor and context ranks have all counted the same tokens, earlier stages none.
+    # Tensor ranks have all counted the same tokens, earlier stages none.
     for group in (groups.data_context, groups.pipeline):
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

@@ -105,8 +105,9 @@ def start_policy(
 ) -> tuple[Policy, Groups]:
     """Set up a rank up to the point where it trains."""
     setup_device(rank)
-    groups = init_groups(dims)
-    return build_policy(tiny_config(folder, dims, *overrides), read_shape(folder), groups), groups
+    cfg = tiny_config(folder, dims, *overrides)
+    groups = init_groups(dims, dynamic_context=cfg.parallel.dynamic_context_parallel)
+    return build_policy(cfg, read_shape(folder), groups), groups
 
 
 def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> None:

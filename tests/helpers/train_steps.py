@@ -299,7 +299,10 @@ def batches_of(
     """This rank's microbatches, as the trainer prepares them; the reference alone is made up."""
     [shares] = split_for_data_parallel(experience, 0, CostModel.transformer(64), cfg)
     alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
-    packed = shares[groups.coordinates.data].pack(alignment, share_prompts=cfg.grpo.shared_prompts)
+    at = groups.coordinates
+    packed = shares[at.data].pack(
+        alignment, share_prompts=cfg.grpo.shared_prompts, context_rank=at.context
+    )
     batches = add_logprobs(packed, policy, None, cfg, groups)
     if policy.is_last_stage:
         batches = [replace(batch, ref_logprobs=reference(batch.old_logprobs)) for batch in batches]
@@ -323,8 +326,9 @@ def gradients_on_rank(
     """For each recipe and budget: the loss, this rank's boxes of the whole gradient, and the log
     of tokens."""
     setup_device(rank)
-    groups = init_groups(dims)
-    policy = build_policy(next(iter(configs.values())), read_shape(folder), groups)
+    cfg = next(iter(configs.values()))
+    groups = init_groups(dims, dynamic_context=cfg.parallel.dynamic_context_parallel)
+    policy = build_policy(cfg, read_shape(folder), groups)
     results = {}
     for (name, budget), cfg in configs.items():
         by_token = experience.token_advantages if name == PROCESS else None

@@ -111,6 +111,26 @@ def test_so_they_do_where_every_tensor_rank_has_all_tokens(cases: dict[str, Case
     assert_equal(ranks, case.answers)
 
 
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(context=4),
+        ParallelDims(context=3, data=2),
+        ParallelDims(tensor=2, context=2, pipeline=2, virtual_pipeline=2),
+    ],
+    ids=case_name,
+)
+def test_so_they_do_where_fewer_ranks_split_shorter_sequences(
+    cases: dict[str, Case], dims: ParallelDims
+) -> None:
+    case = cases["llama tied"]
+    runs = [(name, BUDGETS[0]) for name in case.recipes]
+    dynamic = "parallel.dynamic_context_parallel=true"
+    ranks = on_ranks(case, dims, case.experience(), runs, dynamic)
+    assert_equal(ranks, case.answers)
+    assert_logged(ranks, case)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_whose_samples_all_failed_takes_part_with_nothing(
     cases: dict[str, Case], family: str

@@ -320,7 +320,7 @@ def packed_batches(options, advantages, rollout, packing):
     ]
 
 
-def assert_equals_oracle(options, advantages, expected_advantages, packings, alone, off_policy):
+def assert_equals_oracle(options, advantages, expected_advantages, packings, one_rank, off_policy):
     """Loss and gradient of the bigram model with `options` are the oracle's, however packed."""
     policy, old, reference = BigramModel(1), BigramModel(2 if off_policy else 1), BigramModel(3)
     engine = BigramModel(4)
@@ -359,9 +359,9 @@ def assert_equals_oracle(options, advantages, expected_advantages, packings, alo
             ]
             if config.top_entropy_quantile < 1:
                 found = [policy.of_packed(batch)[1] for batch in batches]
-                batches = keep_high_entropy(batches, found, config.top_entropy_quantile, alone)
+                batches = keep_high_entropy(batches, found, config.top_entropy_quantile, one_rank)
             if config.entropy_coef:
-                batches = with_entropy_weights(batches, alone)
+                batches = with_entropy_weights(batches, one_rank)
         policy.table.grad, total, policy_loss = None, 0.0, 0.0
         for batch in batches:
             logprobs, entropy = policy.of_packed(batch)
@@ -377,7 +377,7 @@ def assert_equals_oracle(options, advantages, expected_advantages, packings, alo
 @pytest.mark.parametrize("estimator", ADVANTAGES)
 @pytest.mark.parametrize("loss_type, level", RECIPES)
 def test_loss_and_gradient_of_any_packing_equal_the_padded_oracle(
-    loss_type, level, estimator, alone
+    loss_type, level, estimator, one_rank
 ):
     advantages, expected_advantages = (compute() for compute in ADVANTAGES[estimator])
     options = {
@@ -386,7 +386,7 @@ def test_loss_and_gradient_of_any_packing_equal_the_padded_oracle(
         "beta": 0.3,
         **clips(loss_type),
     }
-    assert_equals_oracle(options, advantages, expected_advantages, PACKINGS[1::2], alone, True)
+    assert_equals_oracle(options, advantages, expected_advantages, PACKINGS[1::2], one_rank, True)
 
 
 OPTIONS = {
@@ -456,10 +456,10 @@ OPTIONS = {
 
 @pytest.mark.parametrize("off_policy", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option_of_the_loss_equals_the_padded_oracle(name, off_policy, alone):
+def test_every_option_of_the_loss_equals_the_padded_oracle(name, off_policy, one_rank):
     options = {"loss_type": "grpo", "beta": 0.3} | OPTIONS[name]
     options = clips(options["loss_type"]) | options
-    assert_equals_oracle(options, REWARDS, REWARDS, PACKINGS, alone, off_policy)
+    assert_equals_oracle(options, REWARDS, REWARDS, PACKINGS, one_rank, off_policy)
 
 
 @pytest.mark.parametrize("completion", [[], [0], [0, 0], [7, 0]])

@@ -167,7 +167,7 @@ def of_trl(case, folder, options):
     return batch["advantages"], loss.detach(), gradient
 
 
-def of_ours(case, options, alone):
+def of_ours(case, options, one_rank):
     """The same."""
     cfg = GRPOConfig(generation_batch_size=8, num_generations=NUM_GENERATIONS, **options)
     scores, weights = torch.tensor(SCORES).double(), torch.tensor(WEIGHTS).double()
@@ -197,9 +197,9 @@ def of_ours(case, options, alone):
         ref_logprobs=case.reference.of_packed(batch)[0].detach() if cfg.beta else None,
     )
     if cfg.top_entropy_quantile < 1:
-        [batch] = keep_high_entropy([batch], [entropy.detach()], cfg.top_entropy_quantile, alone)
+        [batch] = keep_high_entropy([batch], [entropy.detach()], cfg.top_entropy_quantile, one_rank)
     if cfg.entropy_coef:
-        [batch] = with_entropy_weights([batch], alone)
+        [batch] = with_entropy_weights([batch], one_rank)
     chosen = chosen_tokens(batch.loss_mask, logprobs, entropy)
     loss = grpo_loss(LossTokens.select(batch, chosen), cfg, cfg.beta)
     (gradient,) = torch.autograd.grad(loss.total, case.policy.table)
@@ -257,8 +257,8 @@ MODES = [
 ]
 
 
-def assert_equal(case, folder, of_ours_options, of_trl_options, alone):
-    advantages, loss, gradient = of_ours(case, of_ours_options, alone)
+def assert_equal(case, folder, of_ours_options, of_trl_options, one_rank):
+    advantages, loss, gradient = of_ours(case, of_ours_options, one_rank)
     expected_advantages, expected_loss, expected_gradient = of_trl(case, folder, of_trl_options)
     torch.testing.assert_close(advantages, expected_advantages, rtol=1e-12, atol=1e-12)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-10, abs=1e-13)
@@ -276,13 +276,13 @@ def test_options_that_trl_has_by_the_same_name_have_its_defaults_but_for_one():
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_loss_and_gradient_are_those_of_trl(name, tmp_path, alone):
+def test_loss_and_gradient_are_those_of_trl(name, tmp_path, one_rank):
     options = OURS | BOTH[name]
-    assert_equal(Case(), tmp_path, options, options, alone)
+    assert_equal(Case(), tmp_path, options, options, one_rank)
 
 
 @pytest.mark.parametrize("loss_type, mode", MODES)
-def test_weights_of_trainer_over_engine_are_those_of_trl(loss_type, mode, tmp_path, alone):
+def test_weights_of_trainer_over_engine_are_those_of_trl(loss_type, mode, tmp_path, one_rank):
     common = OURS | {"loss_type": loss_type, "beta": 0.3, **CLIPS_OF.get(loss_type, CLIPS)}
     assert_equal(
         Case(),
@@ -299,5 +299,5 @@ def test_weights_of_trainer_over_engine_are_those_of_trl(loss_type, mode, tmp_pa
             "vllm_importance_sampling_clip_max": 1.125,
             "vllm_importance_sampling_clip_min": 0.9375,
         },
-        alone,
+        one_rank,
     )

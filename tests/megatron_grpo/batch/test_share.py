@@ -8,6 +8,7 @@ import torch
 from megatron_grpo.batch.distribute import DataParallelShard
 from parallel.alignment import Alignment
 from parallel.packing import PackedBatch, TokenSequence, pack
+from parallel.turns import Turn, fixed_turns
 
 ALIGNMENT = Alignment(sequence=4, total=8)
 
@@ -43,6 +44,11 @@ def sequences(
     return made
 
 
+def turns(microbatches: list[list[int]]) -> list[Turn]:
+    [of_rank] = fixed_turns([microbatches], 1)
+    return of_rank
+
+
 def assert_equal(batch: PackedBatch, expected: PackedBatch) -> None:
     for name, value in vars(expected).items():
         found = getattr(batch, name)
@@ -60,7 +66,7 @@ def test_a_share_that_was_sent_packs_as_its_sequences_do(
 ) -> None:
     given = sequences(has_known=has_known, process=process, has_routes=process)
     microbatches = [[4, 0, 1], [], [2]]
-    share = pickle.loads(pickle.dumps(DataParallelShard.of(given, microbatches)))
+    share = pickle.loads(pickle.dumps(DataParallelShard.of(given, turns(microbatches))))
     batches = share.pack(ALIGNMENT, share_prompts=share_prompts)
     known = ["old_logprobs", "high_entropy"] if has_known else []
     for batch, indices in zip(batches, microbatches, strict=True):
@@ -69,11 +75,11 @@ def test_a_share_that_was_sent_packs_as_its_sequences_do(
 
 
 def test_a_rank_with_one_sequence_or_none_has_the_values_that_its_peers_have() -> None:
-    [batch] = DataParallelShard.of(sequences(), [[]]).pack(ALIGNMENT, share_prompts=False)
+    [batch] = DataParallelShard.of(sequences(), turns([[]])).pack(ALIGNMENT, share_prompts=False)
     assert batch.old_logprobs is not None and batch.high_entropy is not None
     assert batch.ref_logprobs is None
     assert not batch.loss_mask.any()
-    [batch] = DataParallelShard.of(sequences(), [[0]]).pack(ALIGNMENT, share_prompts=False)
+    [batch] = DataParallelShard.of(sequences(), turns([[0]])).pack(ALIGNMENT, share_prompts=False)
     assert_equal(batch, pack(sequences(), [0], ALIGNMENT, known=["old_logprobs", "high_entropy"]))
 
 
@@ -87,5 +93,5 @@ def test_nine_bytes_are_sent_for_each_token_of_a_completion() -> None:
         rollout_logprobs=torch.zeros(length),
         response_mask=torch.ones(length, dtype=torch.bool),
     )
-    sent = pickle.dumps(DataParallelShard.of([long, long], [[0], [1]]))
+    sent = pickle.dumps(DataParallelShard.of([long, long], turns([[0], [1]])))
     assert 9 * 2 * length < len(sent) < 9.5 * 2 * length

@@ -117,6 +117,7 @@ def logprobs_on_rank(
         (ParallelDims(pipeline=2, data=2), []),
         (ParallelDims(tensor=2, context=2), []),
         (ParallelDims(context=2), ["grpo.shared_prompts=true"]),
+        (ParallelDims(context=4), ["parallel.dynamic_context_parallel=true"]),
     ],
     ids=str,
 )

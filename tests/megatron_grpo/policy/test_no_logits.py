@@ -28,7 +28,7 @@ def largest_tensors(rank: int, folder: Path, dims: ParallelDims) -> tuple[int, i
     """Elements of the largest tensor of the pass, and of the step."""
     cfg = tiny_config(folder, dims, *OVERRIDES)
     policy, groups = start_policy(rank, folder, dims, *OVERRIDES)
-    batches = with_entropy_weights(pack_all(LENGTHS, dims), groups.data)
+    batches = with_entropy_weights(pack_all(LENGTHS, dims), groups)
     with LargestTensor() as of_pass:
         compute_logprobs(policy, batches, 1.0, groups)
     with LargestTensor() as of_step:

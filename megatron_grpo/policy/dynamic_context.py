@@ -1,0 +1,52 @@
+"""Lets Megatron-Core's layers split each microbatch over another number of context ranks.
+
+Transformer Engine's attention takes the ranks of a microbatch from its params. RoPE does not: its
+ranks are those of the module, also when a layer is recomputed during the backward of another
+microbatch. So here RoPE is told that every rank is alone, with one sequence of its own tokens and
+the angles of each (cf. `PackedRotary`), and attention is told the boundaries of sequences apart.
+"""
+
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.transformer.attention import Attention
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
+
+from megatron_grpo.policy.packed_params import PackedParams
+from parallel.attention import PackedAttention
+from parallel.groups import Groups
+from parallel.packing import PackedBatch
+
+
+def split_dynamically(
+    params: PackedParams, batch: PackedBatch, local: Tensor, group: ProcessGroup
+) -> None:
+    """Let the ranks of `group` alone split the microbatch, of which this one holds `local`."""
+    params.cp_group = group
+    params.attention_cu_seqlens = params.cu_seqlens_q_padded
+    params.rope_positions = batch.position_ids[local]
+    own = batch.cu_seqlens.new_tensor([len(local)])
+    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = pad(own, (1, 0))
+
+
+def rotate_own_tokens(chunk: Any, groups: Groups) -> None:
+    """Let RoPE of a chunk see this rank alone, and attention the boundaries that it needs."""
+    for module in chunk.modules():
+        if isinstance(module, Attention):
+            alone = copy(module.pg_collection)
+            alone.cp = groups.contexts[1]
+            module.pg_collection = alone
+            if not isinstance(module.core_attention, PackedAttention):  # which needs no padded ones
+                module.core_attention.register_forward_pre_hook(_tell_boundaries, with_kwargs=True)
+
+
+def _tell_boundaries(
+    _attention: Any, positional: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    params = named["packed_seq_params"]
+    padded = params.attention_cu_seqlens
+    own = replace(params, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
+    return positional, named | {"packed_seq_params": own}

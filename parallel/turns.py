@@ -1,0 +1,169 @@
+"""Dynamic context parallelism: few ranks for short sequences, many for long ones.
+
+The context ranks of a replica together hold the longest sequence. If all of them split a short one,
+too, they exchange its keys and values for nothing. So they take turns: in a turn of size s each s
+neighbours split a microbatch of their own. With four ranks and microbatches a to g:
+
+            size 4   size 2   size 1
+    rank 0    a        b        d
+    rank 1    a        b        e
+    rank 2    a        c        f
+    rank 3    a        c        g
+
+A sequence is whole in its microbatch, whoever splits it, so loss and gradients are the same. Cf.
+FlexSP (arXiv 2412.01523) and ByteScale (arXiv 2502.21231).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parallel.alignment import Alignment, round_up
+from parallel.balance import Items, best_fit, fill
+from parallel.dims import ParallelDims, divisors
+from parallel.microbatches import CostModel, Plan, plan_microbatches
+from parallel.pipeline_sim import RAMPS, candidate_orders, makespan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What the context ranks of a replica compute at the same time."""
+
+    context_size: int
+    microbatches: list[list[int]]
+    """The sequences of each `context_size` neighbours; empty where they have none."""
+
+
+def fixed_turns(plan: Plan, context: int) -> list[list[Turn]]:
+    """The plan in which all `context` ranks split every microbatch: [data rank][turn]."""
+    return [
+        [Turn(context_size=context, microbatches=[microbatch]) for microbatch in rank]
+        for rank in plan
+    ]
+
+
+def plan_turns(
+    lengths: Sequence[int],
+    max_tokens: int,
+    dims: ParallelDims,
+    alignment: Alignment,
+    cost: CostModel,
+) -> list[list[Turn]]:
+    """The turns of each data rank, for sequences of `lengths` tokens.
+
+    A sequence is split over as few ranks as have memory for it: each holds `max_tokens` / context
+    tokens. All data ranks have the same number of turns, a multiple of the pipeline size under
+    interleaving. The fixed plan is taken if it is as fast, by the simulation of the pipeline.
+
+    Raises ValueError if a sequence does not fit.
+    """
+    fixed = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
+    found = fixed_turns(fixed, dims.context)
+    planner = _Planner(lengths, max_tokens, dims, alignment, cost)
+    return min((found, planner.plan()), key=planner.time)
+
+
+class _Planner:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        max_tokens: int,
+        dims: ParallelDims,
+        alignment: Alignment,
+        cost: CostModel,
+    ) -> None:
+        self.dims, self.alignment, self.cost = dims, alignment, cost
+        self.lengths = np.array(lengths, dtype=int)
+        self.work = cost.linear * self.lengths + cost.quadratic * self.lengths.astype(float) ** 2
+        totals = {size: alignment.for_context(size).total for size in divisors(dims.context)}
+        self.capacity = {
+            size: max_tokens * size // dims.context // total * total
+            for size, total in totals.items()
+        }
+        """Tokens of a microbatch by the number of ranks that split it."""
+        fits = [
+            -(-self.lengths // totals[size]) * totals[size] <= room
+            for size, room in self.capacity.items()
+        ]
+        self.size_of = np.array([*self.capacity])[np.array(fits).argmax(axis=0)]
+        """[sequences] the fewest ranks that have memory for each."""
+
+    def plan(self) -> list[list[Turn]]:
+        """The turns in descending order of size, or in that which suits the pipeline best."""
+        ranks = [self._turns(members) for members in self._by_rank()]
+        step = self.dims.pipeline if self.dims.virtual_pipeline > 1 else 1
+        count = round_up(max(1, *map(len, ranks)), step)
+        idle = Turn(context_size=1, microbatches=[[] for _ in range(self.dims.context)])
+        ranks = [[*turns, *[idle] * (count - len(turns))] for turns in ranks]
+        ramps = range(len(RAMPS) if self.dims.pipeline > 1 else 0)
+        orders = [o for ramp in ramps for o in candidate_orders(count, self.dims.pipeline, ramp)]
+        found = [ranks, *([[turns[i] for i in order] for turns in ranks] for order in orders)]
+        return min(found, key=self.time)
+
+    def time(self, ranks: list[list[Turn]]) -> float:
+        """How long the schedule takes on the slowest rank."""
+        costs = np.array(
+            [
+                [self._cost(turn, context) for turn in turns]
+                for turns in ranks
+                for context in range(self.dims.context)
+            ]
+        )
+        if self.dims.expert > 1:  # ranks meet in every layer
+            costs = costs.max(axis=0, keepdims=True)
+        return float(makespan(costs, self.dims.pipeline, self.dims.virtual_pipeline).max())
+
+    def _cost(self, turn: Turn, context: int) -> float:
+        size = turn.context_size
+        members = turn.microbatches[context // size]
+        received = self.lengths[members].sum() * (size - 1) / size
+        exchanged = self.cost.exchange * self.cost.linear * received
+        overhead = self.cost.linear * self.cost.overhead
+        return float(self.work[members].sum() / size + exchanged + overhead)
+
+    def _by_rank(self) -> list[list[int]]:
+        """The sequences of each data rank: costliest first, to the rank with least work."""
+        ranks: list[list[int]] = [[] for _ in range(self.dims.data)]
+        load = np.zeros(self.dims.data)
+        for i in np.argsort(-self.work, kind="stable").tolist():
+            rank = int(load.argmin())
+            ranks[rank].append(i)
+            load[rank] += self.work[i]
+        return ranks
+
+    def _turns(self, members: Sequence[int]) -> list[Turn]:
+        """The turns of one data rank with these `members`, costliest first."""
+        turns, load = [], np.zeros(self.dims.context)
+        for size in sorted(self.capacity, reverse=True):
+            own = [i for i in members if self.size_of[i] == size]
+            if own:
+                plan = self._filled(own, size, load[::size])
+                work = [sum(self.work[microbatch].sum() for microbatch in of) for of in plan]
+                load += np.repeat(work, size) / size
+                turns += [
+                    Turn(context_size=size, microbatches=[sorted(of[n]) for of in plan])
+                    for n in range(len(plan[0]))
+                ]
+        return turns
+
+    def _filled(self, own: list[int], size: int, load: np.ndarray) -> list[list[list[int]]]:
+        """The sequences of each block of `size` neighbours and turn, costliest microbatch first.
+
+        Blocks have equal work in the end, where there is room: they begin with a `load`.
+        """
+        multiple = self.alignment.for_context(size).sequence
+        items = Items(
+            tokens=-(-self.lengths[own] // multiple) * multiple,
+            costs=self.work[own] / size,
+            capacity=self.capacity[size],
+            overhead=self.cost.linear * self.cost.overhead,
+        )
+        missing = np.maximum((load.sum() + items.costs.sum()) / len(load) - load, 0.0)
+        count = -(-(int(best_fit(items).max()) + 1) // len(load))
+        while (bins := fill(items, np.repeat(missing / count, count))) is None:
+            count += 1
+        plan: list[list[list[int]]] = [[[] for _ in range(count)] for _ in load]
+        for i, bin_ in zip(own, bins.tolist(), strict=True):
+            plan[bin_ // count][bin_ % count].append(i)
+        return [sorted(block, key=lambda of: -self.work[of].sum()) for block in plan]
