@@ -19,7 +19,7 @@ from megatron_grpo.checkpoints.manifest import read_manifest
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.config.train import PERFORMANCE_FIELDS
+from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS, PERFORMANCE_FIELDS
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.server import check_cpu_kernels
 from megatron_grpo.engines.vllm_args import check_engine_arguments
@@ -51,6 +51,7 @@ CHANGEABLE = (
     "train.profile_steps",
     "train.profile_ranks",
     "train.tensorboard",
+    *(f"optimizer.{name}" for name in OPTIMIZER_MEMORY_KEYS),
     "parallel.",
     "rollout.engine",
     "rollout.base_urls",
@@ -99,7 +100,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> st
             "it out"
         )
     # Last, since importing Megatron-Core takes seconds, and encoding a data set takes minutes.
-    _check_transformer(cfg, shape)
+    _check_megatron(cfg, shape)
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts
 
     sample = check_prompts(cfg, shape)
@@ -244,14 +245,16 @@ def _warn_of_slow_dtype(name: str) -> None:
         )
 
 
-def _check_transformer(cfg: Config, shape: ModelShape) -> None:
+def _check_megatron(cfg: Config, shape: ModelShape) -> None:
     import torch
 
     from parallel.megatron_import import import_megatron
 
     import_megatron()
+    from megatron_grpo.policy.optimizer import check_optimizer
     from megatron_grpo.policy.transformer import transformer_config
 
+    check_optimizer(cfg.optimizer)
     transformer_config(
         shape,
         cfg.dims,

@@ -54,11 +54,12 @@ def train_step(
     report = metrics.reduce(_over_other_tokens(groups), cfg.grpo)
     lr = policy.optimizer.param_groups[0]["lr"]
     reduced = {**report.metrics, **policy.router_losses.means(), "lr": lr}
+    if grad_norm > 0 and not cause:
+        apply_gradient(policy.optimizer, grad_norm)
+    policy.optimizer.zero_grad()  # lets go of the float32 copies of gradients in bfloat16
     if cause:
         finite = {name: value for name, value in reduced.items() if math.isfinite(value)}
         return replace(report, metrics={**finite, "skipped_steps": 1.0})
-    if grad_norm > 0:
-        apply_gradient(policy.optimizer, grad_norm)
     policy.scheduler.step(increment=1)
     done = {**reduced, "grad_norm": grad_norm, "skipped_steps": 0.0}
     return replace(report, metrics=done)

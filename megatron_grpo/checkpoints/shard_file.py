@@ -20,6 +20,7 @@ from checkpoint_convert.formats.torch_dist_writer import Chunk
 from checkpoint_convert.formats.torch_values import DTYPE_NAMES, bit_view
 from checkpoint_convert.weights import ShardLoader
 from megatron_grpo.checkpoints.state import REFERENCE, StatePart
+from megatron_grpo.policy.optimizer_state import SplitFloats
 from parallel import Box, Layout, ShardMapping
 
 MAX_CHUNK_BYTES = 1 << 30  # other loaders read chunks whole
@@ -33,7 +34,7 @@ class HostMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._unpin: Callable[[], object] = lambda: None
 
-    def copy(self, tensors: Sequence[Tensor]) -> list[memoryview]:
+    def copy(self, tensors: Sequence[Tensor | SplitFloats]) -> list[memoryview]:
         """Row-major copies of the tensors, valid until the next call."""
         room = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if sum(room) > len(self._bytes):
@@ -42,7 +43,8 @@ class HostMemory:
         for tensor, offset in zip(tensors, accumulate(room, initial=0), strict=False):
             place = slice(offset, offset + tensor.nbytes)
             target = self._bytes[place].view(tensor.dtype).view(tensor.shape)
-            target.copy_(tensor, non_blocking=True)
+            values = tensor.joined() if isinstance(tensor, SplitFloats) else tensor
+            target.copy_(values, non_blocking=True)
             copies.append(whole[place])
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are made
@@ -60,9 +62,12 @@ class HostMemory:
         self._bytes = room
 
 
-def chunks_to_write(parts: Iterable[StatePart]) -> tuple[list[Chunk], list[Tensor]]:
+def chunks_to_write(
+    parts: Iterable[StatePart],
+) -> tuple[list[Chunk], list[Tensor | SplitFloats]]:
     """The chunks that this rank writes of its parts, and the values of each, as views."""
-    chunks, tensors = [], []
+    chunks: list[Chunk] = []
+    tensors: list[Tensor | SplitFloats] = []
     for part in parts:
         if part.is_replica:
             continue
@@ -105,7 +110,10 @@ def _fill(
     if loader.num_elements(name) != num_elements:
         raise ValueError(f"{folder} does not hold all of {part.key}")
     values = part.values
-    staged = values if values.is_cpu else torch.empty_like(values, device="cpu")
+    if isinstance(values, Tensor) and values.is_cpu:
+        staged = values
+    else:
+        staged = torch.empty(values.shape, dtype=values.dtype)
     if num_elements < part.box.num_elements:
         staged.zero_()  # padding of this layout
     loader.fill(name, bit_view(staged), DTYPE_NAMES[values.dtype])

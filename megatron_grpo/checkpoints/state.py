@@ -22,9 +22,14 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.policy.model import Model, Policy, unwrapped
-from megatron_grpo.policy.optimizer import set_steps_taken, steps_taken
+from megatron_grpo.policy.optimizer_state import (
+    OPTIMIZER_STATES,
+    SplitFloats,
+    set_steps_taken,
+    states_of,
+    steps_taken,
+)
 from megatron_grpo.policy.reference import Reference
 from parallel import Box, Layout, Shape, ShardMapping
 
@@ -58,8 +63,6 @@ def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
     ]
 
 
-OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
-"""The master weight and its two moments, float32, by Megatron's names."""
 REFERENCE = "reference."
 """Prefix of the keys of a reference that follows the policy."""
 
@@ -72,7 +75,7 @@ class StatePart:
     shape: Shape
     """Shape of the whole tensor."""
     box: Box
-    values: Tensor
+    values: Tensor | SplitFloats
     """[box.size], a view of the live tensor."""
     is_replica: bool
     """Whether another rank has the same part, and writes it."""
@@ -166,14 +169,9 @@ def parts_saved(policy: Policy, reference: Reference | None) -> list[StatePart]:
 
 def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:
     """This rank's share of the bytes of a checkpoint's tensors; the shares add up to the total."""
-    states = len(OPTIMIZER_STATES) * torch.float32.itemsize
-    beside = [
-        (part, 0 if part.key.endswith(EXPERT_BIAS) else states) for part in weight_parts(policy)
-    ]
-    beside += [(part, 0) for part in reference_parts(reference)]
     return sum(
-        part.box.num_elements * (part.values.itemsize + num_bytes)
-        for part, num_bytes in beside
+        part.box.num_elements * part.values.itemsize
+        for part in parts_saved(policy, reference)
         if not part.is_replica
     )
 
@@ -181,11 +179,18 @@ def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:
 def first_not_finite(parts: Sequence[StatePart]) -> str | None:
     """Key of the first part that holds NaN or infinity; None when all are finite."""
     # One pass without a mask as large as the tensor: if the bounds are finite, so are all values.
-    bounds = [torch.stack(torch.aminmax(part.values)).double() for part in parts]
+    bounds = [torch.stack(torch.aminmax(_rounded(part))).double() for part in parts]
     if not bounds:
         return None
+    # Some may be of tensors in host memory.
+    bounds = [each.to(bounds[0].device, non_blocking=True) for each in bounds]
     is_finite = torch.isfinite(torch.stack(bounds)).all(dim=1)
     return None if is_finite.all() else parts[int(is_finite.byte().argmin())].key
+
+
+def _rounded(part: StatePart) -> Tensor:
+    """The values, or what they are rounded to if that is a tensor: it is finite if they are."""
+    return part.values.weights if isinstance(part.values, SplitFloats) else part.values
 
 
 def counters(policy: Policy) -> dict[str, Any]:
@@ -260,7 +265,7 @@ def _box_within(view: Tensor, whole: Tensor) -> Box:
 def _states_of(optimizer: Any, parameter: Tensor, sharded: Any) -> Iterator[StatePart]:
     """This rank's range of a parameter's optimizer states, box by box."""
     owned = optimizer._get_model_param_range_map(parameter)["param"]
-    states = optimizer._get_main_param_and_optimizer_states(parameter)
+    states = states_of(optimizer, parameter)
     pieces, offset = list(_parts(sharded)), 0
     for box in boxes_of_range(tuple(parameter.shape), owned.start, owned.end):
         flat = slice(offset, offset + box.num_elements)
@@ -271,7 +276,7 @@ def _states_of(optimizer: Any, parameter: Tensor, sharded: Any) -> Iterator[Stat
                 continue
             inside = common.moved(box.start, (0,) * len(box.start)).slices
             for name in OPTIMIZER_STATES:
-                values = states[name].detach().view(-1)[flat].view(box.size)[inside]
+                values = states[name].view(-1)[flat].view(box.size)[inside]
                 yield StatePart(
                     key=f"optimizer.state.{name}.{part.key}",
                     shape=tuple(part.global_shape),
@@ -297,5 +302,5 @@ def _stacked(part: ShardedTensor, shape: Shape, extent: int = 1) -> Shape:
     return (extent,) * part.prepend_axis_num + shape
 
 
-def _with_stack(part: ShardedTensor, values: Tensor) -> Tensor:
+def _with_stack(part: ShardedTensor, values: Tensor | SplitFloats) -> Tensor | SplitFloats:
     return values[(None,) * part.prepend_axis_num]

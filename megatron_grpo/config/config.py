@@ -91,6 +91,21 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_have_fewer_bits(self) -> Self:
+        # Megatron-Core's optimizer for the host would not update float32 weights on the GPU.
+        for key, value in (
+            ("grad_reduce_in_fp32", False),
+            ("use_precision_aware_optimizer", True),
+            ("optimizer_cpu_offload", True),
+        ):
+            if self.model.dtype == "float32" and getattr(self.optimizer, key) == value:
+                raise ValueError(
+                    f"optimizer.{key} {str(value).lower()} is for bfloat16 weights, and "
+                    "model.dtype is float32: leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _staleness_is_corrected(self) -> Self:
         mode, old = self.grpo.rollout_importance_sampling_mode, self.grpo.old_logprobs
         if self.rollout.async_generate and old != "rollout" and mode is None:

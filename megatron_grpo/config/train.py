@@ -31,7 +31,7 @@ class ModelConfig(Section):
     path: Path = Field(strict=False)
     """Hugging Face folder: config.json, safetensors, tokenizer."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the weights in forward and backward; master weights and moments are float32."""
+    """Dtype of the weights in forward and backward; master weights are float32."""
     freeze_moe_router: bool = False
     """With a mixture of experts, keep the weights of its routers as they were read."""
     megatron: dict[str, Any] = Field(default={})
@@ -113,6 +113,20 @@ class TrainConfig(Section):
         return self
 
 
+OPTIMIZER_MEMORY_KEYS = (
+    "grad_reduce_in_fp32",
+    "use_precision_aware_optimizer",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+)
+"""Keys of `optimizer` that change only memory, speed or rounding: a resumed run may change them."""
+
+SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
+"""With a decay rate above it, some bfloat16 numbers would be rounded back to what they were."""
+
+
 class OptimizerConfig(Section):
     """AdamW and its learning rate schedule."""
 
@@ -139,6 +153,20 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum global norm of the gradients; larger ones are scaled down to it."""
+    grad_reduce_in_fp32: bool = True
+    """Whether gradients are added up in float32, over microbatches and over ranks; false: in
+    bfloat16, in half the memory and with half the traffic."""
+    use_precision_aware_optimizer: bool = False
+    """Whether only those 16 bits of float32 master weights are kept that bfloat16 weights lack,
+    which loses nothing, and moments may be bfloat16; by Transformer Engine, on a GPU."""
+    exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the first moment; bfloat16 needs use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the second moment; bfloat16 needs use_precision_aware_optimizer."""
+    optimizer_cpu_offload: bool = False
+    """Whether master weights and moments are in host memory, where the CPU updates weights."""
+    optimizer_offload_fraction: float = Field(default=1.0, gt=0, le=1)
+    """The fraction of them for which that is so; the rest is on the GPU."""
 
     @model_validator(mode="after")
     def _lr_is_a_step(self) -> Self:
@@ -147,6 +175,39 @@ class OptimizerConfig(Section):
                 f"optimizer.lr {self.lr:g}: AdamW would move each weight by about as much in every "
                 "step: use at most 1, and for a language model something like 1e-6"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _states_have_one_home(self) -> Self:
+        if self.optimizer_cpu_offload and self.use_precision_aware_optimizer:
+            raise ValueError(
+                "optimizer.optimizer_cpu_offload true has float32 states, of which "
+                "optimizer.use_precision_aware_optimizer true changes none: leave out one of the "
+                "two"
+            )
+        if not self.optimizer_cpu_offload and self.optimizer_offload_fraction != 1:
+            raise ValueError(
+                f"optimizer.optimizer_offload_fraction {self.optimizer_offload_fraction:g} does "
+                "nothing without optimizer.optimizer_cpu_offload=true: set that, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _moments_decay(self) -> Self:
+        for name, beta in ("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2"):
+            if getattr(self, f"{name}_dtype") != "bfloat16":
+                continue
+            if not self.use_precision_aware_optimizer:
+                raise ValueError(
+                    f"optimizer.{name}_dtype bfloat16 needs "
+                    "optimizer.use_precision_aware_optimizer=true: set that, or leave it out"
+                )
+            if getattr(self, beta) > SLOWEST_BFLOAT16_DECAY:
+                raise ValueError(
+                    f"optimizer.{beta} {getattr(self, beta)} takes less from a moment in a step "
+                    f"than bfloat16 resolves, and optimizer.{name}_dtype is bfloat16: use at most "
+                    f"{SLOWEST_BFLOAT16_DECAY}, or optimizer.{name}_dtype=float32"
+                )
         return self
 
     @model_validator(mode="after")

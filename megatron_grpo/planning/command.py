@@ -87,7 +87,10 @@ def _memory_rows(plan: JobPlan) -> list[str]:
     verdict = f"{limit - most:.1f} GB free" if plan.fits else f"{most - limit:.1f} GB too much"
     left_out = len(plan.stages) - len(numbers)
     others = f"; {_count(left_out, 'stage')} between: no more" if left_out else ""
-    return [*rows, f"all in GB; a GPU may use {limit:.1f}: {verdict}{others}"]
+    rows.append(f"all in GB; a GPU may use {limit:.1f}: {verdict}{others}")
+    if host := max(stage.state.host for stage in plan.stages):
+        rows.append(f"the optimizer also takes {host / 1e9:.1f} GB per GPU of its host's memory")
+    return rows
 
 
 def _memory_row(stage: StageMemory) -> str:

@@ -22,7 +22,7 @@ from checkpoint_convert import (
     read_shape,
 )
 from checkpoint_convert.megatron import checkpoint_layout, float32_tensors
-from megatron_grpo.checkpoints.state import OPTIMIZER_STATES, weight_layout
+from megatron_grpo.checkpoints.state import weight_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.planning.state import state_bytes
@@ -34,6 +34,7 @@ from megatron_grpo.policy.model import (
     build_model,
     weight_sender,
 )
+from megatron_grpo.policy.optimizer_state import SplitFloats, states_of
 from parallel import (
     Layout,
     ParallelDims,
@@ -69,7 +70,7 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
     with fake_rank(cfg.dims, rank) as groups:
         with without_memory():
             model = build_model(cfg, shape, groups)
-            add_gradients(model)
+            add_gradients(model, cfg)
             policy = add_optimizer(model, cfg)
         faults = compare(policy, saved, getattr(torch, cfg.model.dtype))
         return BuiltRank(
@@ -93,17 +94,16 @@ def gradient_bytes(policy: Policy) -> int:
 def optimizer_bytes(policy: Policy) -> int:
     """Bytes of this rank's share of master weights and moments.
 
-    Moments count even though some optimizers create them only at the first step. Float32 weights
-    are their own master weights, which therefore do not count.
+    Float32 weights are their own master weights, which therefore do not count; nor do bfloat16
+    weights as a part of theirs.
     """
-    masters = sum(
-        parameter.nbytes
+    return sum(
+        values.rest.nbytes if isinstance(values, SplitFloats) else values.nbytes
         for part in policy.optimizer.chained_optimizers
-        for group in part.optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in part.model_param_group_index_map
+        for name, values in states_of(part, parameter).items()
+        if (name, parameter.dtype) != ("param", torch.float32)
     )
-    is_copied = any(p.dtype != torch.float32 for p in policy.parameters().values())
-    return masters * (len(OPTIMIZER_STATES) - (not is_copied))
 
 
 def compare(model: Model, saved: Layout, dtype: torch.dtype) -> Iterator[str]:
@@ -207,8 +207,14 @@ def instantiate(cfg: Config) -> Instantiation:
     """Build every distinct rank of `cfg` and check what the planner says about it.
 
     Only the config.json of `cfg.model.path` is read. Raises ValueError when the mesh of the trainer
-    or an engine cannot split the model, or when Megatron-Core rejects its config.
+    or an engine cannot split the model, when Megatron-Core rejects its config, and for an optimizer
+    on the host.
     """
+    if cfg.optimizer.optimizer_cpu_offload:
+        raise ValueError(
+            "optimizer.optimizer_cpu_offload true: ranks are built without memory here, so none of "
+            "theirs can be on the host; set it to false to build the rest"
+        )
     shape, dims = read_shape(cfg.model.path), cfg.dims
     check_divisible(shape, dims)
     workers = worker_layouts(shape, cfg.rollout)

@@ -152,7 +152,9 @@ def _shared_prompts(
 def not_counted(cfg: Config) -> list[str]:
     """Keys that `cfg` turns on but figures leave out: they are those of a run without them."""
     is_counted = cfg.data.max_prompt_length is not None
-    return ["grpo.shared_prompts"] if cfg.grpo.shared_prompts and not is_counted else []
+    shared = ["grpo.shared_prompts"] if cfg.grpo.shared_prompts and not is_counted else []
+    offload = ["optimizer.optimizer_cpu_offload"] if cfg.optimizer.optimizer_cpu_offload else []
+    return shared + offload
 
 
 def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:

@@ -211,6 +211,7 @@ def stages_memory(
             + _push_buffers(cfg),
             engine=_engine_bytes_always(cfg, colocated),
             phases=_phases(cfg, shape, stage, microbatches, device)
+            | ({"update": state.update} if state.update else {})
             | _engine_phases(cfg, colocated),
         )
         for stage, state in enumerate(states)

@@ -9,12 +9,10 @@ from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import layer_kinds
 from megatron_grpo.planning.card import ITEMSIZE
+from megatron_grpo.planning.optimizer_bytes import shard_bytes
 from parallel import Coordinates, ParallelDims, pipeline_layers
 from parallel.alignment import round_up
 
-GRADIENT_BYTES = 4
-"""Gradients are summed in float32."""
-MOMENTS = 2
 START_MULTIPLE, BUCKET_MULTIPLE = 64, 128
 """Elements to which Megatron-Core aligns parameters and buckets in its gradient buffers."""
 ROUTER_WEIGHT = ".router.weight"
@@ -38,6 +36,10 @@ class StateBytes:
     reference: int
     """Weights of the reference model if `grpo.beta` > 0, and their float32 copy that
     `grpo.sync_ref_model` needs if `model.dtype` would round them."""
+    update: int
+    """Float32 copies in addition, while weights are updated."""
+    host: int
+    """What the optimizer keeps in host memory; no part of the sum."""
 
     @property
     def total(self) -> int:
@@ -45,29 +47,36 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer + self.reference
 
 
+def gradient_itemsize(cfg: Config) -> int:
+    """Bytes in which an element of a gradient is summed."""
+    return ITEMSIZE["float32" if cfg.optimizer.grad_reduce_in_fp32 else cfg.model.dtype]
+
+
 def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     """What a rank holds from the first step to the last."""
-    weights = expert_weights = gradients = owned = 0
+    weights = expert_weights = gradients = 0
     at = cfg.dims.coordinates(rank)
     parameters = list(_parameters(shape, cfg.dims, at))
     biases = sum(size for _, name, size in parameters if name.endswith(EXPERT_BIAS))
     if cfg.model.freeze_moe_router:  # weights without gradients and moments
         weights = sum(size for _, name, size in parameters if name.endswith(ROUTER_WEIGHT))
         parameters = [each for each in parameters if not each[1].endswith(ROUTER_WEIGHT)]
-    for bucket in _buckets(parameters, shape, cfg.dims, at):
+    buckets = list(_buckets(parameters, shape, cfg.dims, at))
+    for bucket in buckets:
         weights += sum(bucket.sizes)
         expert_weights += sum(bucket.sizes) if bucket.is_expert else 0
         gradients += bucket.padded
-        owned += bucket.owned
     itemsize, of_biases = ITEMSIZE[cfg.model.dtype], biases * ITEMSIZE["float32"]
-    copies = MOMENTS + (cfg.model.dtype != "float32")
+    shard = shard_bytes(cfg, _shards(buckets))
     of_reference = itemsize + (ITEMSIZE["float32"] if cfg.mixes_in_float32 else 0)
     return StateBytes(
         weights=weights * itemsize + of_biases,
         expert_weights=expert_weights * itemsize,
-        gradients=gradients * GRADIENT_BYTES,
-        optimizer=owned * copies * GRADIENT_BYTES,
+        gradients=gradients * gradient_itemsize(cfg),
+        optimizer=shard.device,
         reference=weights * of_reference + of_biases if cfg.grpo.beta > 0 else 0,
+        update=shard.update,
+        host=shard.host,
     )
 
 
@@ -92,7 +101,9 @@ def stage_states(cfg: Config, shape: ModelShape) -> list[StateBytes]:
 class _Bucket:
     """Parameters whose gradients are reduced together; each replica's rank updates one shard."""
 
+    chunk: int
     is_expert: bool
+    names: Sequence[str]
     sizes: Sequence[int]
     """Elements of each parameter, in bucket order."""
     num_shards: int
@@ -114,11 +125,11 @@ class _Bucket:
         return round_up(self._places[-1][1], lcm(self.num_shards, BUCKET_MULTIPLE))
 
     @property
-    def owned(self) -> int:
-        """Elements of parameters in this rank's shard."""
+    def owned(self) -> list[int]:
+        """Elements of each parameter in this rank's shard."""
         size = self.padded // self.num_shards
         first, last = self.shard * size, (self.shard + 1) * size
-        return sum(max(0, min(end, last) - max(start, first)) for start, end in self._places)
+        return [max(0, min(end, last) - max(start, first)) for start, end in self._places]
 
 
 def _buckets(
@@ -126,17 +137,47 @@ def _buckets(
 ) -> Iterator[_Bucket]:
     """The buckets of a rank. Experts, and an embedding tied across stages, have separate ones."""
     is_tied_over_stages = shape.tie_word_embeddings and dims.pipeline > 1
-    buckets: dict[tuple[int, bool, bool], list[int]] = {}
+    buckets: dict[tuple[int, bool, bool], list[tuple[str, int]]] = {}
     for chunk, name, size in parameters:
         is_shared = is_tied_over_stages and ("word_embeddings" in name or "output_layer" in name)
         if not name.endswith(EXPERT_BIAS):
-            buckets.setdefault((chunk, ".experts." in name, is_shared), []).append(size)
-    for (_, is_expert, _), sizes in buckets.items():
+            key = chunk, ".experts." in name, is_shared
+            buckets.setdefault(key, []).append((name, size))
+    for (chunk, is_expert, _), members in buckets.items():
         if is_expert:
             num_shards, shard = expert_shards(dims), dims.expert_place(at).data
         else:
             num_shards, shard = dims.data * dims.context, at.context + dims.context * at.data
-        yield _Bucket(is_expert=is_expert, sizes=sizes[::-1], num_shards=num_shards, shard=shard)
+        names, sizes = zip(*members[::-1], strict=True)
+        yield _Bucket(
+            chunk=chunk,
+            is_expert=is_expert,
+            names=names,
+            sizes=sizes,
+            num_shards=num_shards,
+            shard=shard,
+        )
+
+
+def _shards(buckets: Sequence[_Bucket]) -> Iterator[list[int]]:
+    """What the rank owns of each parameter, in the order of the optimizers of dense weights and of
+    experts.
+
+    Each takes matrices, then what has no weight decay, from the last of a chunk to the first.
+    """
+    in_order = sorted(buckets, key=lambda bucket: -bucket.chunk)[::-1]
+    for is_expert in (False, True):
+        owned = [
+            (_has_no_decay(name), size)
+            for bucket in in_order
+            if bucket.is_expert == is_expert
+            for name, size in zip(bucket.names, bucket.owned, strict=True)
+        ]
+        yield [size for _, size in sorted(owned, key=lambda each: each[0])]
+
+
+def _has_no_decay(name: str) -> bool:
+    return name.endswith(".bias") or "norm" in name
 
 
 def expert_shards(dims: ParallelDims) -> int:

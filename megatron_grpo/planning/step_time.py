@@ -9,7 +9,7 @@ from checkpoint_convert import ModelShape, hf_tensors
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import layer_kinds, recomputed_layers, recomputed_parts
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
-from megatron_grpo.planning.state import GRADIENT_BYTES, StateBytes, expert_shards
+from megatron_grpo.planning.state import StateBytes, expert_shards, gradient_itemsize
 from megatron_grpo.planning.workload import Computed, Workload
 from parallel import ParallelDims, pipeline_layers
 
@@ -187,7 +187,7 @@ def _links(
             work.received / work.filled * keys_and_values * attended,
         ),
         ("pipeline", dims.pipeline, dims.world_size, sends * width * share),
-        ("data", shards, dims.stage_size, copied / itemsize * (GRADIENT_BYTES + itemsize)),
+        ("data", shards, dims.stage_size, copied / itemsize * (gradient_itemsize(cfg) + itemsize)),
     ]
     if shape.moe is not None:
         # Tokens go to the ranks of their experts, to all of them if an expert is split, and back.

@@ -99,7 +99,7 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     model = build_model(cfg, shape, groups)
     if cfg.rollout.router_replay:
         add_router_replay(model.chunks)
-    add_gradients(model)
+    add_gradients(model, cfg)
     read_weights(cfg.model.path, shape, model.layout, model.parameters())
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
     return add_optimizer(model, cfg)
@@ -133,9 +133,9 @@ def describe(policy: Policy) -> str:
     )
 
 
-def add_gradients(model: Model) -> None:
+def add_gradients(model: Model, cfg: Config) -> None:
     """Give a model's chunks gradient buffers, which are summed over data and context ranks."""
-    model.chunks = [_with_gradients(chunk) for chunk in model.chunks]
+    model.chunks = [_with_gradients(chunk, cfg) for chunk in model.chunks]
 
 
 def add_optimizer(model: Model, cfg: Config) -> Policy:
@@ -168,12 +168,12 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     return output.squeeze(0) if unwrapped(chunk).post_process else output
 
 
-def _with_gradients(chunk: GPTModel) -> DistributedDataParallel:
-    """Give a chunk a float32 gradient buffer, which is summed over data and context ranks."""
+def _with_gradients(chunk: GPTModel, cfg: Config) -> DistributedDataParallel:
+    """Give a chunk a gradient buffer, which is summed over data and context ranks."""
     return DistributedDataParallel(
         chunk.config,
         DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=cfg.optimizer.grad_reduce_in_fp32,
             use_distributed_optimizer=True,
             # This check is an assert on one rank, which ends the run; `train_step` instead makes
             # all ranks skip the step.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megatron_grpo.config.train import OptimizerConfig
-
-TORCH_ADAM = torch.optim.Adam | torch.optim.AdamW
+from megatron_grpo.policy.optimizer_state import make_loadable
 
 
 def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
@@ -20,7 +21,9 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
 
     Norms and biases have no weight decay. To step, call `gradient_norm`, then `apply_gradient`: the
     optimizer's own ``step()`` does both, without a chance to look at the norm in between.
+    Raises the ValueError of `check_optimizer`.
     """
+    check_optimizer(cfg)
     model = chunks[0].config
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -35,17 +38,49 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
             bf16=model.bf16,
             params_dtype=model.params_dtype,
             use_distributed_optimizer=True,
+            **_memory_fields(cfg),
         ),
         list(chunks),
     )
     for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, TORCH_ADAM):
-            _make_loadable(part.optimizer)
-        elif part.optimizer is not None:
-            # The fused Adam of Transformer Engine and Apex has the state that Megatron expects, but
-            # only from its first step on, and a run may save before taking one.
-            part.init_state_fn(part.optimizer, part.config)
+        if part.optimizer is not None:
+            make_loadable(part.optimizer)
+    if cfg.optimizer_cpu_offload:
+        # Megatron pins copies of whole parameters before it knows this rank's ranges of them.
+        torch.accelerator.empty_host_cache()
     return optimizer
+
+
+def check_optimizer(cfg: OptimizerConfig) -> None:
+    """Raise ValueError for a key that needs what this host lacks."""
+    for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if getattr(cfg, key) and not torch.cuda.is_available():
+            raise ValueError(
+                f"optimizer.{key} true needs a GPU, and this host has none: leave it out"
+            )
+    if cfg.use_precision_aware_optimizer and not find_spec("transformer_engine"):
+        raise ValueError(
+            "optimizer.use_precision_aware_optimizer true needs Transformer Engine's FusedAdam, "
+            "which this host lacks: run `bash requirements/gpu.sh`, or leave it out"
+        )
+
+
+def _memory_fields(cfg: OptimizerConfig) -> dict[str, Any]:
+    """Fields of Megatron's config for the keys that save memory."""
+    if cfg.optimizer_cpu_offload:
+        return {
+            # Its optimizer takes gradients in the way of the precision-aware one.
+            "use_precision_aware_optimizer": True,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": cfg.optimizer_offload_fraction,
+        }
+    if cfg.use_precision_aware_optimizer:
+        return {
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": getattr(torch, cfg.exp_avg_dtype),
+            "exp_avg_sq_dtype": getattr(torch, cfg.exp_avg_sq_dtype),
+        }
+    return {}
 
 
 def gradient_norm(optimizer: Any) -> float:
@@ -63,12 +98,7 @@ def own_gradient_is_finite(optimizer: Any) -> bool:
     The norm counts shared parameters once, so it skips norms and routers on tensor ranks above 0,
     and a tied embedding on the last stage. Call between `gradient_norm` and `apply_gradient`.
     """
-    gradients = [
-        parameter.grad
-        for part in optimizer.chained_optimizers
-        for parameter in part.get_parameters()
-        if parameter.grad is not None
-    ]
+    gradients = [gradient for part in optimizer.chained_optimizers for gradient in _gradients(part)]
     return math.isfinite(torch.nn.utils.get_total_norm(gradients))
 
 
@@ -76,48 +106,22 @@ def apply_gradient(optimizer: Any, norm: float) -> None:
     """Update the weights with the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+            is_apart = _are_apart(part)
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, is_apart)
     optimizer.step_with_ready_grads()
 
 
-def steps_taken(optimizer: Any) -> int:
-    """Number of updates so far, on which Adam's bias correction depends."""
-    counts = [
-        int(holder["step"])
-        for part in optimizer.chained_optimizers
-        for holder in (*part.optimizer.param_groups, *part.optimizer.state.values())
-        if "step" in holder
-    ]
-    return max(counts, default=0)
+def _gradients(part: Any) -> list[Tensor]:
+    """The gradients that one of the chained optimizers is about to apply."""
+    name = "decoupled_grad" if _are_apart(part) else "grad"
+    found = [getattr(parameter, name, None) for parameter in part.get_parameters()]
+    return [gradient for gradient in found if gradient is not None]
 
 
-def set_steps_taken(optimizer: Any, num_steps: int) -> None:
-    """Restore `steps_taken`.
-
-    The optimizer's own ``load_state_dict`` would do it too, but Transformer Engine's allocates new
-    moments while the old ones are alive.
-    """
-    for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, TORCH_ADAM):
-            for state in part.optimizer.state.values():
-                state["step"].fill_(num_steps)
-        else:
-            for group in part.optimizer.param_groups:
-                group["step"] = num_steps
-
-
-def _make_loadable(adam: torch.optim.Optimizer) -> None:
-    """Make the state of torch's Adam, which would exist only after a first step.
-
-    Loading a checkpoint needs it before.
-    """
-    for group in adam.param_groups:
-        for parameter in group["params"]:
-            adam.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+def _are_apart(part: Any) -> bool:
+    """Whether gradients are where they may have another dtype than what they are applied to."""
+    is_apart: bool = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    return is_apart
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:

@@ -269,6 +269,13 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
     assert refusal(path=path) == "config key train.num_steps is missing. Number of optimizer steps."
 
 
+HALF = "model.dtype=bfloat16"
+SHORT_FORMS = {
+    "NORMALIZED": NORMALIZED,
+    "PROCESS": PROCESS,
+    "HALF": HALF,
+    "PRECISE": f"{HALF} + optimizer.use_precision_aware_optimizer=true",
+}
 REFUSED = [
     ("rollout.top_p=0.9", "top_p 1.0"),
     ("rollout.top_k=50", "top_k -1"),
@@ -289,6 +296,17 @@ REFUSED = [
         "+ optimizer.lr_wsd_decay_steps=11",
         "use at most 10",
     ),
+    (
+        "model.dtype=float32 + optimizer.grad_reduce_in_fp32=false",
+        "grad_reduce_in_fp32 false is for bfloat16 weights, and model.dtype is float32",
+    ),
+    ("HALF + optimizer.exp_avg_dtype=bfloat16", "use_precision_aware_optimizer=true: set that"),
+    (
+        "PRECISE + optimizer.exp_avg_sq_dtype=bfloat16 + optimizer.adam_beta2=0.999",
+        "use at most 0.99609375, or optimizer.exp_avg_sq_dtype=float32",
+    ),
+    ("PRECISE + optimizer.optimizer_cpu_offload=true", "leave out one of the two"),
+    ("HALF + optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_cpu_offload=true"),
     ("train.save_interval=10 + train.keep_every=25", "set it to 30"),
     ("grpo.num_generations=1", "at least 2"),
     ("grpo.loss_type=cispo", "at least 1, such as 5.0"),
@@ -389,7 +407,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("overrides", "word"), REFUSED)
 def test_values_that_do_not_go_together_are_refused(overrides, word):
-    for name, override in (("NORMALIZED", NORMALIZED), ("PROCESS", PROCESS)):
+    for name, override in SHORT_FORMS.items():
         overrides = overrides.replace(name, override)
     assert word in refusal(*overrides.split(" + "))
 

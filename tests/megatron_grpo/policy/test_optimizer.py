@@ -22,14 +22,8 @@ from helpers.policies import (
 from helpers.ranks import run_ranks
 from megatron_grpo.config.train import OptimizerConfig
 from megatron_grpo.policy.model import build_policy
-from megatron_grpo.policy.optimizer import (
-    _make_loadable,
-    apply_gradient,
-    gradient_norm,
-    make_scheduler,
-    set_steps_taken,
-    steps_taken,
-)
+from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm, make_scheduler
+from megatron_grpo.policy.optimizer_state import make_loadable, set_steps_taken, steps_taken
 from parallel import Box, ParallelDims
 
 NUM_STEPS = 3
@@ -225,7 +219,7 @@ def test_steps_are_restored_in_the_state_that_is_there(adam):
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     inner = adam([{"params": [weight]} for weight in weights], lr=0.1)
     if adam is torch.optim.AdamW:
-        _make_loadable(inner)
+        make_loadable(inner)
     before = [value for state in inner.state.values() for value in state.values()]
     optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)])
     assert steps_taken(optimizer) == 0

@@ -58,6 +58,9 @@ class Steps:
     def step(self, batches: list[PackedBatch] | None = None) -> dict[str, float]:
         batches, beta = batches or self.batches, self.cfg.grpo.beta
         report = train_step(self.policy, batches, self.cfg, self.groups, self.skipped, beta)
+        parts = self.policy.optimizer.chained_optimizers
+        applied = [parameter for part in parts for parameter in part.get_parameters()]
+        assert all(each.grad is None for each in applied), "a copy of gradients would stay"
         return report.metrics
 
     def bad_step(self, plant: Plant) -> dict[str, float]:

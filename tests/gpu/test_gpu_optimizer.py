@@ -1,0 +1,59 @@
+"""Transformer Engine's precision-aware optimizer, and Megatron-Core's optimizer on the host."""
+
+import pytest
+import torch
+
+from checkpoint_convert import read_shape
+from helpers.models import tiny_model
+from helpers.optimizers import (
+    BFLOAT16,
+    KINDS,
+    bytes_kept,
+    changes,
+    largest_error,
+    load_and_save,
+    train_and_save,
+    wholes,
+)
+from helpers.policies import tiny_config
+from helpers.ranks import run_ranks
+from megatron_grpo.planning.state import state_bytes
+from parallel import ParallelDims
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(600),  # the first rank compiles kernels
+]
+ONE = ParallelDims()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    size = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, **size)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "float32"])
+def test_master_weights_are_updated_as_by_default(folder, kind):
+    like = "short gradients" if "short" in kind and kind != "short gradients" else "float32"
+    expected = changes(folder, ONE, like, cuda=True)
+    # Kernels add up gradients in an order of their own; bfloat16 sums and moments are rounded.
+    bound = 2**-7 if "moments" in kind or kind == "short gradients" else 1e-3
+    assert largest_error(changes(folder, ONE, kind, cuda=True), expected) < bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_goes_on_from_what_it_saved(folder, tmp_path, kind):
+    [saved, _] = wholes(run_ranks(1, train_and_save, folder, ONE, kind, tmp_path, cuda=True))
+    again = tmp_path / "again"
+    found = run_ranks(1, load_and_save, folder, ONE, kind, tmp_path, again, cuda=True)
+    [loaded, _] = wholes(found)
+    assert all(torch.equal(loaded[key], values) for key, values in saved.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_keeps_what_the_plan_says(folder, kind):
+    state = state_bytes(tiny_config(folder, ONE, *BFLOAT16, *KINDS[kind]), read_shape(folder), 0)
+    kept = run_ranks(1, bytes_kept, folder, ONE, kind, cuda=True)
+    assert kept == [(state.optimizer, state.host, state.gradients)]

@@ -1,0 +1,64 @@
+"""What each kind of optimizer takes on its GPU and its host, by the planner and by real ranks."""
+
+import pytest
+
+from checkpoint_convert import read_shape
+from helpers.models import tiny_model
+from helpers.optimizers import BFLOAT16, KINDS, bytes_kept
+from helpers.policies import tiny_config
+from helpers.published_models import write_config
+from helpers.ranks import run_ranks
+from megatron_grpo.planning.state import state_bytes
+from parallel import ParallelDims
+
+# Bytes per element of an optimizer that one rank has alone: on the GPU, and more during an update;
+# of gradients; and of the optimizer on the host.
+PER_ELEMENT = {
+    "float32": (12, 0, 4, 0),
+    "short gradients": (12, 4, 2, 0),
+    "precise": (2 + 8, 0, 4, 0),
+    "precise, short gradients": (2 + 8, 0, 2, 0),
+    "precise, short moments": (2 + 4, 0, 2, 0),
+    "host": (0, 0, 4, 12 + 4),
+}
+
+
+@pytest.mark.parametrize("kind", PER_ELEMENT)
+def test_bytes_per_element_by_hand(tmp_path, kind):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    cfg = tiny_config(folder, ParallelDims(), *BFLOAT16, *KINDS[kind])
+    state, parameters = state_bytes(cfg, read_shape(folder), 0), 8_030_261_248
+    *of_gpu, host = PER_ELEMENT[kind]
+    found = state.optimizer, state.update, state.gradients
+    assert [size / parameters for size in found] == of_gpu
+    # Gradients on the host are page-locked, and torch takes powers of two for each.
+    assert host <= state.host / parameters <= 1.25 * host
+    assert state.total == state.weights + state.optimizer + state.gradients + state.reference
+
+
+def test_moments_of_two_dtypes_are_copied_during_an_update(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    mixed = *KINDS["precise"], "optimizer.exp_avg_dtype=bfloat16"
+    state = state_bytes(
+        tiny_config(folder, ParallelDims(), *BFLOAT16, *mixed), read_shape(folder), 0
+    )
+    assert (state.optimizer, state.update) == (8 * 8_030_261_248, 4 * 8_030_261_248)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [
+        ("qwen3", ParallelDims(tensor=2, pipeline=2)),  # its embedding is tied over stages
+        ("qwen2", ParallelDims(pipeline=2, virtual_pipeline=2)),
+        ("qwen3_moe", ParallelDims(data=2, expert=2)),
+        ("deepseek_v3", ParallelDims(data=2, expert=2)),
+    ],
+    ids=str,
+)
+def test_real_ranks_keep_what_the_plan_says(tmp_path, kind, family, dims):
+    folder = tiny_model(tmp_path, family, tied=family == "qwen3", num_hidden_layers=4)
+    cfg = tiny_config(folder, dims, *BFLOAT16, *KINDS[kind])
+    planned = [state_bytes(cfg, read_shape(folder), rank) for rank in range(dims.world_size)]
+    kept = run_ranks(dims.world_size, bytes_kept, folder, dims, kind)
+    assert kept == [(each.optimizer, each.host, each.gradients) for each in planned]

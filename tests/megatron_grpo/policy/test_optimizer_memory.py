@@ -1,0 +1,155 @@
+"""Keys of `optimizer` that save memory: same updates, and checkpoints that all of them can load.
+
+Where they need a GPU, `helpers/optimizers.py` stands in for it; `tests/gpu/test_gpu_optimizer.py`
+has a real one.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.models import tiny_model
+from helpers.optimizers import (
+    Whole,
+    assert_same,
+    changes,
+    largest_error,
+    load_and_save,
+    start_kind,
+    train_and_save,
+    wholes,
+)
+from helpers.policies import LENGTHS, accumulate, gradient_boxes, pack_all
+from helpers.ranks import run_ranks
+from megatron_grpo.config.train import OptimizerConfig
+from megatron_grpo.policy.optimizer import check_optimizer, gradient_norm
+from megatron_grpo.policy.optimizer_state import SplitFloats
+from parallel import Box, ParallelDims
+
+TENSOR_PIPELINE = ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", tied=True)
+
+
+def summed(
+    rank: int, folder: Path, dims: ParallelDims, kind: str
+) -> tuple[float, list[tuple[str, Box, Tensor]]]:
+    """Norm and boxes of the gradient."""
+    policy, groups = start_kind(rank, folder, dims, kind)
+    accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
+    norm = gradient_norm(policy.optimizer)
+    return norm, gradient_boxes(policy)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(),
+        ParallelDims(data=2),
+        ParallelDims(context=2),
+        ParallelDims(tensor=2),
+        TENSOR_PIPELINE,
+        ParallelDims(data=4),
+    ],
+    ids=str,
+)
+def test_gradients_added_up_in_bfloat16_are_rounded_once_per_sum(folder, dims):
+    # A sum rounds by at most 2^-9 of itself. An element has one for every microbatch, rank and use
+    # of a tied embedding: at most 8 here, in which errors are independent.
+    bound = 2**-9 * 8**0.5
+    exact, short = (
+        run_ranks(dims.world_size, summed, folder, dims, kind)
+        for kind in ("float32", "short gradients")
+    )
+    for (norm, boxes), (short_norm, short_boxes) in zip(exact, short, strict=True):
+        assert short_norm == pytest.approx(norm, rel=bound)
+        for (name, _, gradient), (_, _, rounded) in zip(boxes, short_boxes, strict=True):
+            assert (gradient.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+            error = float((rounded.float() - gradient).norm() / gradient.norm())
+            assert error < bound, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("dims", [ParallelDims(data=2), TENSOR_PIPELINE], ids=str)
+def test_master_weights_are_updated_as_by_default(folder, dims):
+    def error(kind: str, expected: Whole) -> float:
+        return largest_error(changes(folder, dims, kind), expected)
+
+    plain = changes(folder, dims, "float32")
+    for kind in ("precise", "host", "half on the host"):
+        assert error(kind, plain) < 1e-5, kind
+    # Theirs are clipped in bfloat16, which rounds each of them by at most 2^-9 of itself; moments,
+    # in each update, as well.
+    short = changes(folder, dims, "short gradients")
+    for kind in ("precise, short gradients", "half on the host, short gradients"):
+        assert error(kind, short) < 2**-9, kind
+    assert 1e-4 < error("precise, short moments", short) < 2**-8
+
+
+EXPERTS = ParallelDims(data=2, expert=2)
+
+
+@pytest.mark.parametrize("kind", ["precise, short moments", "half on the host", "short gradients"])
+def test_a_checkpoint_comes_back_at_any_layout_and_in_any_kind_of_optimizer(
+    mixture, tmp_path, kind
+):
+    """Each of these loads what the one before it has saved."""
+    run = tmp_path / "run"
+    saved, after = wholes(run_ranks(2, train_and_save, mixture, EXPERTS, kind, run))
+    others = [
+        (kind, EXPERTS),
+        (kind, ParallelDims(tensor=2, pipeline=2)),
+        ("float32", ParallelDims(data=2)),
+        ("precise", ParallelDims(data=2, tensor=2, expert=2, expert_tensor=1)),
+        ("host", ParallelDims(pipeline=2)),
+        (kind, EXPERTS),
+    ]
+    for number, (other, dims) in enumerate(others):
+        again = tmp_path / str(number)
+        ranks = run_ranks(dims.world_size, load_and_save, mixture, dims, other, run, again)
+        loaded, then = wholes(ranks)
+        # Where a weight was rounded to even, down from half-way: see `SplitFloats.copy_`.
+        assert_same(loaded, saved, last_bits=int(number > 0))
+        if number == 0:
+            assert_same(then, after)
+        saved, run = loaded, again
+
+
+def test_split_floats_are_the_floats_that_they_were_split_from():
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31 - 1, (100_000,), generator=generator)
+    values = bits.to(torch.int32).view(torch.float32)
+    values = torch.cat([values[values.abs() < 1e38], torch.tensor([0.0, -0.0, 1.0, -2.5e-40])])
+    values = torch.cat([values, (values[:99].view(torch.int32) & -0x8000).view(torch.float32)])
+    split = SplitFloats(values.bfloat16(), torch.zeros(values.shape, dtype=torch.int16))
+    split.copy_(values)
+    lost = split.joined().view(torch.int32) - values.view(torch.int32)
+    half_way = (values.view(torch.int32) & 0xFFFF) == 0x8000
+    assert not lost[~half_way].any()
+    assert half_way.sum() > 10 and set(lost[half_way].tolist()) == {0, -1}
+    assert torch.equal(split.view(-1)[3:7].joined(), split.joined()[3:7])
+
+
+@pytest.mark.parametrize("key", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
+def test_without_a_gpu_what_needs_one_is_refused_by_name(key, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cfg = OptimizerConfig.model_validate({"lr": 1e-6, key: True})
+    with pytest.raises(ValueError, match=f"optimizer.{key} true needs a GPU.*leave it out"):
+        check_optimizer(cfg)
+
+
+def test_without_transformer_engine_its_optimizer_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("megatron_grpo.policy.optimizer.find_spec", lambda name: None)
+    check_optimizer(OptimizerConfig(lr=1e-6, optimizer_cpu_offload=True))
+    with pytest.raises(ValueError, match=r"Transformer Engine's FusedAdam.*requirements/gpu.sh"):
+        check_optimizer(OptimizerConfig(lr=1e-6, use_precision_aware_optimizer=True))
