@@ -9,7 +9,7 @@ complete checkpoint can be found by its manifest.
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from megatron_grpo.config.file import dump_config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.reference import Reference
+from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from parallel.collectives import raise_first_failure
 
 
@@ -101,8 +102,14 @@ class Checkpoints:
     The constructor raises ValueError for a model with state that checkpoints cannot hold.
     """
 
-    def __init__(self, cfg: Config, policy: Policy, reference: Reference | None) -> None:
-        self._folder = cfg.train.run_dir / "checkpoints"
+    def __init__(
+        self,
+        cfg: Config,
+        policy: Policy,
+        reference: Reference | None,
+        residency: Residency = EVERYTHING_STAYS,
+    ) -> None:
+        self._folder, self._residency = cfg.train.run_dir / "checkpoints", residency
         self._cfg, self._policy, self._reference = cfg, policy, reference
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
@@ -151,7 +158,10 @@ class Checkpoints:
         FloatingPointError on all ranks, and writes nothing, when a tensor is not finite.
         """
         self.wait()
-        parts = megatron_state.parts_saved(self._policy, self._reference)
+        parts = [
+            replace(part, values=self._residency.readable(part.values))
+            for part in megatron_state.parts_saved(self._policy, self._reference)
+        ]
         raise_first_failure(lambda: _check_finite(parts), FloatingPointError)
         self._check_space()
         folder = self._folder / f"step_{state.step}{folders.PARTIAL}"

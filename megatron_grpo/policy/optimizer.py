@@ -9,6 +9,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megatron_grpo.config.train import OptimizerConfig
 
@@ -70,6 +71,24 @@ def own_gradient_is_finite(optimizer: Any) -> bool:
         if parameter.grad is not None
     ]
     return math.isfinite(torch.nn.utils.get_total_norm(gradients))
+
+
+def state_tensors(optimizer: Any) -> list[Tensor]:
+    """The master weights that this rank updates, and what the optimizer keeps of each.
+
+    Without the count of steps, which is not on the GPU.
+    """
+    return [
+        tensor
+        for part in optimizer.chained_optimizers
+        if part.optimizer is not None
+        for group in part.optimizer.param_groups
+        for parameter in group["params"]
+        for tensor in (
+            parameter,
+            *(value for name, value in part.optimizer.state[parameter].items() if name != "step"),
+        )
+    ]
 
 
 def apply_gradient(optimizer: Any, norm: float) -> None:
