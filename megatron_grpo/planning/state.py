@@ -7,6 +7,7 @@ from math import lcm, prod
 from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.offload import Part
 from megatron_grpo.planning.activations import layer_kinds
 from megatron_grpo.planning.card import ITEMSIZE
 from parallel import Coordinates, ParallelDims, pipeline_layers
@@ -43,6 +44,11 @@ class StateBytes:
     def total(self) -> int:
         """The sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.reference
+
+
+def part_bytes(state: StateBytes, parts: Sequence[Part]) -> int:
+    """Bytes of some parts of what a rank holds."""
+    return sum(getattr(state, part) for part in parts)
 
 
 def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
