@@ -172,8 +172,9 @@ class WeightSync:
     ) -> ConnectionError | None:
         """Returns on all ranks the error of the first rank that failed; None if none did."""
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
+        self._take_caches(timer)
         with timer.phase("push"):
-            self._bring_weights()
+            self._residency.enter("push")
             failure = first_failure(lambda: self._begin(push), ConnectionError)
             self._rendezvous = None  # all have their channels, or have failed
             if failure is not None:
@@ -194,13 +195,14 @@ class WeightSync:
                 )
         return failure or broken
 
-    def _bring_weights(self) -> None:
-        """Have this rank's weights on its device, and what a push does not use away from it."""
-        if "weights" in self._residency.away:  # engines may still have their caches in that memory
+    def _take_caches(self, timer: PhaseTimer) -> None:
+        """Let engines sleep whose caches may be where this rank's weights were. Collective."""
+        if "weights" not in self._residency.away:
+            return
+        with timer.phase("sleep"):
             if self._engines is not None:
                 self._engines.sleep()
             wait_for_rank_0()
-        self._residency.enter("push")
 
     def _ask_engines(self, ask: Callable[[RolloutClient], None]) -> ConnectionError | None:
         """`ask` the engines on rank 0; returns on all ranks the error, if any."""
