@@ -184,6 +184,8 @@ def first_not_finite(parts: Sequence[StatePart]) -> str | None:
     bounds = [torch.stack(torch.aminmax(part.values)).double() for part in parts]
     if not bounds:
         return None
+    # Some may be of tensors in host memory.
+    bounds = [each.to(bounds[0].device, non_blocking=True) for each in bounds]
     is_finite = torch.isfinite(torch.stack(bounds)).all(dim=1)
     return None if is_finite.all() else parts[int(is_finite.byte().argmin())].key
 

@@ -38,6 +38,11 @@ def parts_moved(offload: Offload) -> tuple[Part, ...]:
     return _MOVED[offload]
 
 
+def parts_copied(offload: Offload) -> list[Part]:
+    """The moved parts whose values are on the host meanwhile."""
+    return [part for part in _MOVED[offload] if part not in NOT_COPIED]
+
+
 def parts_away(offload: Offload, phase: Phase) -> tuple[Part, ...]:
     """The parts that are not on the GPU in `phase`: those unused while engines share its memory."""
     if phase not in _WITH_ENGINES:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.offload import NOT_COPIED, Part, Phase, parts_away, parts_moved
+from megatron_grpo.config.offload import NOT_COPIED, Part, Phase, parts_away, parts_copied
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.memory import RESERVE, StageMemory
 from megatron_grpo.planning.state import StateBytes, part_bytes
@@ -40,7 +40,7 @@ class HostUse:
 
 def host_use(cfg: Config, states: Sequence[StateBytes], card: GpuSpec) -> HostUse | None:
     """What `train.offload` takes of the nodes; None if nothing is moved."""
-    copied = [part for part in parts_moved(cfg.train.offload) if part not in NOT_COPIED]
+    copied = parts_copied(cfg.train.offload)
     if not copied:
         return None
     moved, state = max(((part_bytes(each, copied), each) for each in states), key=lambda m: m[0])

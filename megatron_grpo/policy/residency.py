@@ -57,7 +57,7 @@ class Residency:
     def __init__(self, offload: Offload, rooms: Sequence[Room], device: torch.device) -> None:
         self.away: tuple[Part, ...] = ()
         """The parts that are not on the GPU."""
-        self._offload, self._rooms = offload, rooms
+        self.rooms, self._offload = rooms, offload
         self._room_of = {room.values.untyped_storage(): room for room in rooms}
         # torch.cpu has the streams and events of torch.cuda, where all work is done at once.
         self._streams: Any = torch.get_device_module(device)
@@ -101,7 +101,7 @@ class Residency:
         """Copy to the host what must be kept, and give the memory of all back to the GPU."""
         for part in parts:
             self._await(part)
-        leaving = [room for room in self._rooms if room.part in parts]
+        leaving = [room for room in self.rooms if room.part in parts]
         for room in leaving:
             if room.host is not None:
                 room.host.copy_(room.values, non_blocking=True)
@@ -112,7 +112,7 @@ class Residency:
 
     def _bring(self, part: Part) -> None:
         """Allocate the storages of a part, and start to fill them beside the current stream."""
-        rooms = [room for room in self._rooms if room.part == part]
+        rooms = [room for room in self.rooms if room.part == part]
         for room in rooms:
             room.values.untyped_storage().resize_(room.values.numel())
         # What is allocated may have been freed by work that the current stream has not done yet.

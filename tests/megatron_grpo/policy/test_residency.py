@@ -24,7 +24,7 @@ from helpers.ranks import run_ranks
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.offload import PARTS, Phase, parts_away, parts_used
+from megatron_grpo.config.offload import PARTS, Phase, parts_away, parts_copied, parts_used
 from megatron_grpo.planning.state import part_bytes, state_bytes
 from megatron_grpo.policy import residency as residency_module
 from megatron_grpo.policy.export import export_model
@@ -78,7 +78,7 @@ def step(policy: Policy, groups: Groups) -> None:
 def go_through_two_generations(
     rank: int, folder: Path, dims: ParallelDims, dtype: str, offload: str, run: Path
 ) -> tuple[dict[str, int], list[Tensor]]:
-    """Bytes on the device in each phase, and log-probabilities; saves and exports in between.
+    """Bytes on the device in each phase and on the host, and log-probabilities; saves and exports.
 
     The saved and exported model is that of the phase in which the most is away.
     """
@@ -88,7 +88,8 @@ def go_through_two_generations(
     reference = build_reference(cfg, read_shape(folder), groups)
     residency = build_residency(cfg, policy, reference, CPU, num_ranks=2)
     checkpoints = Checkpoints(cfg, policy, reference, residency)
-    found, logprobs = {}, []
+    copies = [room.host for room in residency.rooms if room.host is not None]
+    found, logprobs = {"host": bytes_of(copies)}, []
     for number in (1, 2):
         for phase in PHASES:
             residency.enter(phase)
@@ -138,6 +139,8 @@ def test_a_run_whose_state_leaves_is_the_same_run_and_holds_what_the_plan_says(
             for phase in PHASES:
                 planned = state.total - part_bytes(state, parts_away(offload, phase))
                 assert found[phase] == pytest.approx(planned, rel=0.05), (offload, phase)
+            planned = part_bytes(state, parts_copied(offload))
+            assert found["host"] == pytest.approx(planned, rel=0.05), offload
 
 
 def change_and_come_back(rank: int, folder: Path) -> list[bool]:
