@@ -111,6 +111,9 @@ class Checkpoints:
     ) -> None:
         self._folder, self._residency = cfg.train.run_dir / "checkpoints", residency
         self._cfg, self._policy, self._reference = cfg, policy, reference
+        # Found while all tensors are on their device: torch cuts no views from those that are away.
+        self._parts = megatron_state.parts_saved(policy, reference)
+        self._num_bytes = megatron_state.num_bytes_saved(policy, reference)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._memory = HostMemory()
@@ -159,8 +162,7 @@ class Checkpoints:
         """
         self.wait()
         parts = [
-            replace(part, values=self._residency.readable(part.values))
-            for part in megatron_state.parts_saved(self._policy, self._reference)
+            replace(part, values=self._residency.readable(part.values)) for part in self._parts
         ]
         raise_first_failure(lambda: _check_finite(parts), FloatingPointError)
         self._check_space()
@@ -281,7 +283,7 @@ class Checkpoints:
 
     def _check_space(self) -> None:
         """Raise OSError on all ranks when the disk cannot hold one more checkpoint. Collective."""
-        total = torch.tensor(megatron_state.num_bytes_saved(self._policy, self._reference))
+        total = torch.tensor(self._num_bytes)
         dist.all_reduce(total)
 
         def check() -> None:
