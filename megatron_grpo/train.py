@@ -22,6 +22,7 @@ from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import build_policy, describe, weight_sender
 from megatron_grpo.policy.reference import build_reference
+from megatron_grpo.policy.residency import build_residency
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
@@ -107,7 +108,7 @@ class Trainer:
         self._engines_may_be_awake = False
         self._build_models(shape)
         self.checkpoints = stack.enter_context(
-            closing(Checkpoints(cfg, self.policy, self.reference))
+            closing(Checkpoints(cfg, self.policy, self.reference, self.residency))
         )
         self.state = self.checkpoints.load()
         run.watchdog.enter(START)  # all ranks have loaded
@@ -119,7 +120,9 @@ class Trainer:
         sender = weight_sender(self.policy, run.groups)
         engines = rollouter.engines if rollouter else None
         self.weight_sync = stack.enter_context(
-            closing(WeightSync(cfg, shape, sender, run.device, run.num_hosts, engines))
+            closing(
+                WeightSync(cfg, shape, sender, run.device, run.num_hosts, engines, self.residency)
+            )
         )
         self.zero: RankZero | None = None
         if rollouter is not None:
@@ -138,6 +141,8 @@ class Trainer:
         if run.groups.rank == 0:
             print(describe(self.policy))
         self.reference = build_reference(cfg, shape, run.groups) if cfg.grpo.beta > 0 else None
+        num_ranks = cfg.dims.world_size // run.num_hosts
+        self.residency = build_residency(cfg, self.policy, self.reference, run.device, num_ranks)
         for model in (self.policy, self.reference):
             for chunk in model.chunks if model else ():
                 chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
@@ -238,11 +243,13 @@ class Trainer:
             if self.zero:
                 self.zero.rollouter.engines.sleep()
             wait_for_rank_0()
+            self.residency.enter("log-probabilities")
         self._engines_may_be_awake = False
 
     def update(self, minibatch: list[PackedBatch]) -> StepReport:
         """One optimizer step."""
         with profiled_step(self.cfg.train, self.step + 1, self.timer), self.timer.phase("train"):
+            self.residency.enter("train")
             report = train_step(
                 self.policy, minibatch, self.cfg, self.run.groups, self.skipped, self.beta
             )
@@ -324,7 +331,8 @@ class Trainer:
 
     def _export(self, name: str) -> None:
         if self._exported_step < self.step:
-            export_model(self.cfg.train.run_dir / name, self.policy, self.cfg, self.run.groups)
+            folder = self.cfg.train.run_dir / name
+            export_model(folder, self.policy, self.cfg, self.run.groups, self.residency)
             self._exported_step = self.step
 
     def _checkpoint(self) -> None:

@@ -26,9 +26,10 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines import RolloutAborted, RolloutClient, WorkerSums
 from megatron_grpo.engines.layouts import shard_bytes, worker_dtypes, worker_layouts
 from megatron_grpo.launch.process import Preempted
+from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from megatron_grpo.timing import PhaseTimer
 from parallel import Layout, Sender, cut_shares, plan_shares
-from parallel.collectives import broadcast_text, first_failure, on_rank_0
+from parallel.collectives import broadcast_text, first_failure, on_rank_0, wait_for_rank_0
 from parallel.weight_transfer import (
     TIMEOUT,
     Rendezvous,
@@ -77,8 +78,10 @@ class WeightSync:
         device: torch.device,
         num_hosts: int,
         engines: RolloutClient | None,
+        residency: Residency = EVERYTHING_STAYS,
     ) -> None:
         self._sender, self._device, self._engines = sender, device, engines
+        self._residency = residency
         self._network_only = cfg.rollout.weight_transport == "network"
         # As resolved by the last rank: on rank 0's own host, its name may resolve to loopback.
         address = rendezvous_address(cfg.rollout.base_urls, num_hosts, os.environ)
@@ -169,7 +172,9 @@ class WeightSync:
     ) -> ConnectionError | None:
         """Returns on all ranks the error of the first rank that failed; None if none did."""
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
+        self._take_caches(timer)
         with timer.phase("push"):
+            self._residency.enter("push")
             failure = first_failure(lambda: self._begin(push), ConnectionError)
             self._rendezvous = None  # all have their channels, or have failed
             if failure is not None:
@@ -184,10 +189,20 @@ class WeightSync:
             failure = self._ask_engines(lambda engines: engines.check_push(push, expected))
         if failure is None and broken is None:
             with timer.phase("push"):
+                self._residency.enter("generate")  # engines in sleep mode now wake their caches
                 failure = self._ask_engines(
                     lambda engines: engines.finish_push(push, policy_version)
                 )
         return failure or broken
+
+    def _take_caches(self, timer: PhaseTimer) -> None:
+        """Let engines sleep whose caches may be where this rank's weights were. Collective."""
+        if "weights" not in self._residency.away:
+            return
+        with timer.phase("sleep"):
+            if self._engines is not None:
+                self._engines.sleep()
+            wait_for_rank_0()
 
     def _ask_engines(self, ask: Callable[[RolloutClient], None]) -> ConnectionError | None:
         """`ask` the engines on rank 0; returns on all ranks the error, if any."""

@@ -81,6 +81,11 @@ def wait_for_rank_0() -> None:
     dist.broadcast(torch.zeros(1), src=0)
 
 
+def wait_for_all() -> None:
+    """Return on all ranks when all have called this; waits on the CPU."""
+    dist.all_reduce(torch.zeros(1))
+
+
 def broadcast_text(text: str, source: int = 0) -> str:
     """The `text` of rank `source`, on all ranks of the default group; cut off after 4 kB."""
     encoded = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")

@@ -9,7 +9,7 @@ complete checkpoint can be found by its manifest.
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from megatron_grpo.config.file import dump_config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.reference import Reference
+from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from parallel.collectives import raise_first_failure
 
 
@@ -101,9 +102,18 @@ class Checkpoints:
     The constructor raises ValueError for a model with state that checkpoints cannot hold.
     """
 
-    def __init__(self, cfg: Config, policy: Policy, reference: Reference | None) -> None:
-        self._folder = cfg.train.run_dir / "checkpoints"
+    def __init__(
+        self,
+        cfg: Config,
+        policy: Policy,
+        reference: Reference | None,
+        residency: Residency = EVERYTHING_STAYS,
+    ) -> None:
+        self._folder, self._residency = cfg.train.run_dir / "checkpoints", residency
         self._cfg, self._policy, self._reference = cfg, policy, reference
+        # Found while all tensors are on their device: torch cuts no views from those that are away.
+        self._parts = megatron_state.parts_saved(policy, reference)
+        self._num_bytes = megatron_state.num_bytes_saved(policy, reference)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._memory = HostMemory()
@@ -151,7 +161,9 @@ class Checkpoints:
         FloatingPointError on all ranks, and writes nothing, when a tensor is not finite.
         """
         self.wait()
-        parts = megatron_state.parts_saved(self._policy, self._reference)
+        parts = [
+            replace(part, values=self._residency.readable(part.values)) for part in self._parts
+        ]
         raise_first_failure(lambda: _check_finite(parts), FloatingPointError)
         self._check_space()
         folder = self._folder / f"step_{state.step}{folders.PARTIAL}"
@@ -271,7 +283,7 @@ class Checkpoints:
 
     def _check_space(self) -> None:
         """Raise OSError on all ranks when the disk cannot hold one more checkpoint. Collective."""
-        total = torch.tensor(megatron_state.num_bytes_saved(self._policy, self._reference))
+        total = torch.tensor(self._num_bytes)
         dist.all_reduce(total)
 
         def check() -> None:

@@ -6,8 +6,7 @@ FileSystemWriter would not hash what it writes, and its FileSystemReader loads w
 a tensor for an eighth of its columns.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +21,7 @@ from checkpoint_convert.weights import ShardLoader
 from megatron_grpo.checkpoints.state import REFERENCE, StatePart
 from megatron_grpo.policy.optimizer_state import SplitFloats
 from parallel import Box, Layout, ShardMapping
+from parallel.page_locked import page_locked_bytes
 
 MAX_CHUNK_BYTES = 1 << 30  # other loaders read chunks whole
 _ALIGNMENT = 64
@@ -32,13 +32,13 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._unpin: Callable[[], object] = lambda: None
 
     def copy(self, tensors: Sequence[Tensor | SplitFloats]) -> list[memoryview]:
         """Row-major copies of the tensors, valid until the next call."""
         room = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if sum(room) > len(self._bytes):
-            self._make_room(sum(room))
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+            self._bytes = page_locked_bytes(sum(room))
         copies, whole = [], self._bytes.numpy().data
         for tensor, offset in zip(tensors, accumulate(room, initial=0), strict=False):
             place = slice(offset, offset + tensor.nbytes)
@@ -49,17 +49,6 @@ class HostMemory:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are made
         return copies
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Allocate memory, pinned if there is a GPU. torch would round it up to a power of two."""
-        self._unpin()
-        self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory first
-        room = torch.empty(num_bytes, dtype=torch.uint8)
-        if torch.cuda.is_available():
-            runtime, address = torch.cuda.cudart(), room.data_ptr()
-            torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
-            self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
-        self._bytes = room
 
 
 def chunks_to_write(

@@ -118,6 +118,22 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _offload_makes_room(self) -> Self:
+        offload = self.train.offload
+        if offload != "none" and not self.rollout.enable_sleep_mode:
+            raise ValueError(
+                f"train.offload {offload} makes room for engines that generate on the ranks' GPUs "
+                "while the ranks wait, and give it back: set rollout.enable_sleep_mode=true, "
+                "without rollout.async_generate, or train.offload=none"
+            )
+        if offload != "none" and self.optimizer.optimizer_cpu_offload:
+            raise ValueError(
+                f"optimizer.optimizer_cpu_offload true keeps the optimizer on the host for good, "
+                f"and train.offload {offload} would move it: leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _routers_can_replay(self) -> Self:
         if self.rollout.router_replay and self.model.megatron.get("moe_router_fusion"):
             raise ValueError(

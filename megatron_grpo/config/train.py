@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.section import Section
 from parallel import ParallelDims
 
@@ -73,6 +74,10 @@ class TrainConfig(Section):
     """Seed of the data order and of all sampling."""
     max_tokens_per_microbatch: PositiveInt = 4096
     """Maximum tokens, with alignment padding, in one forward pass of one model replica."""
+    offload: Offload = "none"
+    """Training state that is in its host's memory while engines in sleep mode have the GPU:
+    `optimizer` (moments, master weights; gradients are freed) or `all` (weights and reference,
+    too)."""
     save_interval: PositiveInt = 10
     """Optimizer steps between checkpoints; the last step always writes one."""
     export_interval: PositiveInt | None = None

@@ -22,21 +22,45 @@ class GpuSpec:
     """Rate to the other GPUs of the node (NVLink), in one direction."""
     network_rate: float
     """Rate to other nodes, by the network card of each GPU."""
+    host_rate: float
+    """Rate to and from the memory of its node (PCIe), in one direction."""
     per_node: int = 8
+    host_memory: int = 2 * 10**12
+    """Bytes of memory of a node: what NVIDIA's DGX nodes have."""
 
 
 CARDS = {
     "a100": GpuSpec(
-        memory=85 * 10**9, flops=312e12, memory_rate=2.039e12, node_rate=300e9, network_rate=25e9
+        memory=85 * 10**9,
+        flops=312e12,
+        memory_rate=2.039e12,
+        node_rate=300e9,
+        network_rate=25e9,
+        host_rate=32e9,
     ),
     "h100": GpuSpec(
-        memory=85 * 10**9, flops=989e12, memory_rate=3.35e12, node_rate=450e9, network_rate=50e9
+        memory=85 * 10**9,
+        flops=989e12,
+        memory_rate=3.35e12,
+        node_rate=450e9,
+        network_rate=50e9,
+        host_rate=64e9,
     ),
     "h200": GpuSpec(
-        memory=150 * 10**9, flops=989e12, memory_rate=4.8e12, node_rate=450e9, network_rate=50e9
+        memory=150 * 10**9,
+        flops=989e12,
+        memory_rate=4.8e12,
+        node_rate=450e9,
+        network_rate=50e9,
+        host_rate=64e9,
     ),
     "b200": GpuSpec(
-        memory=191 * 10**9, flops=2250e12, memory_rate=8e12, node_rate=900e9, network_rate=50e9
+        memory=191 * 10**9,
+        flops=2250e12,
+        memory_rate=8e12,
+        node_rate=900e9,
+        network_rate=50e9,
+        host_rate=64e9,
     ),
 }
 """SXM modules in NVIDIA HGX and DGX nodes, with one network card per GPU."""

@@ -7,7 +7,9 @@ from pathlib import Path
 from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.offload import Part, parts_away
 from megatron_grpo.planning.card import GpuSpec, card_named
+from megatron_grpo.planning.host import host_lines, too_little_host_memory
 from megatron_grpo.planning.job_plan import (
     JobPlan,
     PromptSharing,
@@ -17,6 +19,7 @@ from megatron_grpo.planning.job_plan import (
 )
 from megatron_grpo.planning.memory import StageMemory, engine_bytes
 from megatron_grpo.planning.rollout_time import RolloutTime
+from megatron_grpo.planning.state import part_bytes
 from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
 from megatron_grpo.planning.suggest import Suggestion, suggest
 from megatron_grpo.planning.workload import longest_sequence, read_lengths
@@ -35,7 +38,8 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
         f"{_count(rollout.num_engines, 'engine')} of "
         f"{_count(rollout.tensor_parallel_size, 'GPU')}, {where}",
         "",
-        *_memory_rows(plan),
+        *_memory_rows(cfg, plan),
+        *(["", *host_lines(cfg, plan.host, plan.fullest, card_named(gpu))] if plan.host else []),
         "",
         *_work_lines(cfg, plan),
         "",
@@ -73,7 +77,7 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
     )
 
 
-def _memory_rows(plan: JobPlan) -> list[str]:
+def _memory_rows(cfg: Config, plan: JobPlan) -> list[str]:
     """Rows for the first stages, the last, and the fullest."""
     rows = [
         f"{'stage':>5}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'reference':>11}"
@@ -82,9 +86,9 @@ def _memory_rows(plan: JobPlan) -> list[str]:
     last = plan.stages[-1]
     shown = [*plan.stages[:SHOWN_STAGES], plan.fullest, last]
     numbers = sorted({stage.stage for stage in shown})
-    rows += [_memory_row(plan.stages[number]) for number in numbers]
+    rows += [_memory_row(cfg, plan.stages[number]) for number in numbers]
     limit, most = plan.memory_limit / 1e9, plan.fullest.total / 1e9
-    verdict = f"{limit - most:.1f} GB free" if plan.fits else f"{most - limit:.1f} GB too much"
+    verdict = f"{limit - most:.1f} GB free" if plan.fits_gpus else f"{most - limit:.1f} GB too much"
     left_out = len(plan.stages) - len(numbers)
     others = f"; {_count(left_out, 'stage')} between: no more" if left_out else ""
     rows.append(f"all in GB; a GPU may use {limit:.1f}: {verdict}{others}")
@@ -93,9 +97,11 @@ def _memory_rows(plan: JobPlan) -> list[str]:
     return rows
 
 
-def _memory_row(stage: StageMemory) -> str:
-    state = stage.state
-    exact = [state.weights, state.gradients, state.optimizer, state.reference]
+def _memory_row(cfg: Config, stage: StageMemory) -> str:
+    """What a GPU of a stage holds in its worst phase."""
+    parts: list[Part] = ["weights", "gradients", "optimizer", "reference"]
+    away = parts_away(cfg.train.offload, stage.worst)
+    exact = [0 if part in away else part_bytes(stage.state, [part]) for part in parts]
     widths = [9, 11, 11, 11]
     return (
         f"{stage.stage:>5}"
@@ -228,11 +234,16 @@ def _less_work(cfg: Config, lengths: Sequence[int]) -> str:
 def _too_large(
     cfg: Config, shape: ModelShape, card: GpuSpec, lengths: Sequence[int], plan: JobPlan
 ) -> str:
+    if plan.host and not plan.host.fits:
+        return too_little_host_memory(cfg, plan.host)
     stage = plan.fullest
     text = (
         f"a GPU of stage {stage.stage} needs {stage.total / 1e9:.1f} GB in phase {stage.worst}, "
         f"but may use {plan.memory_limit / 1e9:.1f}"
     )
+    freed = part_bytes(stage.state, parts_away("all", stage.worst)) - stage.away[stage.worst]
+    if freed:
+        text += f", and train.offload=all would free {freed / 1e9:.1f}"
     for each in suggest(cfg, shape, card, lengths, plan.num_gpus)[:1]:
         return f"{text}; the fastest layout that fits: {' '.join(each.overrides)}"
     return (

@@ -8,6 +8,7 @@ from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.launch.launch import check_engine_size, place
 from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.host import HostUse, host_use
 from megatron_grpo.planning.memory import (
     EngineBytes,
     StageMemory,
@@ -55,6 +56,8 @@ class JobPlan:
     """The step without `grpo.shared_prompts`, and with it if the length of prompts is known."""
     not_counted: Sequence[str]
     """See `not_counted`."""
+    host: HostUse | None
+    """None if `train.offload` moves nothing."""
 
     @property
     def fullest(self) -> StageMemory:
@@ -63,6 +66,11 @@ class JobPlan:
 
     @property
     def fits(self) -> bool:
+        """Whether no GPU, and no node, runs out of memory."""
+        return self.fits_gpus and (self.host is None or self.host.fits)
+
+    @property
+    def fits_gpus(self) -> bool:
         """Whether no GPU runs out of memory."""
         return self.fullest.total <= self.memory_limit
 
@@ -95,6 +103,7 @@ class JobPlan:
             "step": asdict(self.time) | {"estimate_seconds": self.time.estimate},
             "rollout": self.rollout and asdict(self.rollout) | {"seconds": self.rollout.seconds},
             "push": self.push and asdict(self.push),
+            "host": self.host and asdict(self.host) | {"total": self.host.total},
         }
 
 
@@ -129,6 +138,7 @@ def plan_job(
         push=push_link(engine.weights, card, in_node=in_node) if engine else None,
         shared_prompts=_shared_prompts(cfg, shape, states, card, lengths),
         not_counted=not_counted(cfg),
+        host=host_use(cfg, states, card),
     )
 
 

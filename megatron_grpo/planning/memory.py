@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import engine_sizes, first_worker_layout
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.layouts import engine_dims, shard_bytes
 from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
-from megatron_grpo.planning.state import StateBytes
+from megatron_grpo.planning.state import StateBytes, part_bytes
 
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context, kernels and cuBLAS workspaces of a process."""
@@ -54,18 +55,25 @@ class StageMemory:
     """Those of NCCL (an estimate) and of the push, which both stay, and the CUDA context."""
     engine: int
     """Memory that an engine on the same GPU never releases."""
-    phases: dict[str, int]
+    phases: dict[Phase, int]
     """Additional memory of each phase of a step, at its peak."""
+    away: dict[Phase, int]
+    """Part of the state that is not on the GPU in each phase: `train.offload`."""
 
     @property
-    def worst(self) -> str:
+    def worst(self) -> Phase:
         """The phase that needs the most memory."""
-        return max(self.phases, key=lambda phase: self.phases[phase])
+        return max(self.phases, key=self.total_in)
 
     @property
     def total(self) -> int:
         """Bytes in the worst phase."""
-        return self.state.total + self.buffers + self.engine + self.phases[self.worst]
+        return self.total_in(self.worst)
+
+    def total_in(self, phase: Phase) -> int:
+        """Bytes in a phase, at its peak."""
+        always = self.state.total + self.buffers + self.engine
+        return always - self.away[phase] + self.phases[phase]
 
     def as_json(self) -> dict[str, object]:
         """All figures in bytes, for scripts."""
@@ -202,25 +210,31 @@ def stages_memory(
 
     With `device` "cpu", what a process without a GPU needs.
     """
-    return [
-        StageMemory(
+    stages = []
+    for stage, state in enumerate(states):
+        phases = (
+            _phases(cfg, shape, stage, microbatches, device)
+            | ({"update": state.update} if state.update else {})
+            | _engine_phases(cfg, colocated)
+        )
+        away = {phase: part_bytes(state, parts_away(cfg.train.offload, phase)) for phase in phases}
+        memory = StageMemory(
             stage=stage,
             state=state,
             buffers=CONTEXT_BYTES
             + COMMUNICATOR_BYTES * _num_communicators(cfg)
             + _push_buffers(cfg),
             engine=_engine_bytes_always(cfg, colocated),
-            phases=_phases(cfg, shape, stage, microbatches, device)
-            | ({"update": state.update} if state.update else {})
-            | _engine_phases(cfg, colocated),
+            phases=phases,
+            away=away,
         )
-        for stage, state in enumerate(states)
-    ]
+        stages.append(memory)
+    return stages
 
 
 def _phases(
     cfg: Config, shape: ModelShape, stage: int, microbatches: int, device: str
-) -> dict[str, int]:
+) -> dict[Phase, int]:
     """Bytes of each phase in addition to what is always allocated."""
     is_last = stage == cfg.dims.pipeline - 1
     head, backward_head = (
@@ -240,7 +254,7 @@ def _engine_bytes_always(cfg: Config, colocated: EngineBytes | None) -> int:
     return colocated.outside if cfg.rollout.enable_sleep_mode else colocated.total
 
 
-def _engine_phases(cfg: Config, colocated: EngineBytes | None) -> dict[str, int]:
+def _engine_phases(cfg: Config, colocated: EngineBytes | None) -> dict[Phase, int]:
     """The phases in which an engine in sleep mode on the same GPU is awake, with its bytes."""
     if colocated is None or not cfg.rollout.enable_sleep_mode:
         return {}

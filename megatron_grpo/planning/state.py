@@ -7,6 +7,7 @@ from math import lcm, prod
 from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.offload import Part
 from megatron_grpo.planning.activations import layer_kinds
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.optimizer_bytes import shard_bytes
@@ -50,6 +51,11 @@ class StateBytes:
 def gradient_itemsize(cfg: Config) -> int:
     """Bytes in which an element of a gradient is summed."""
     return ITEMSIZE["float32" if cfg.optimizer.grad_reduce_in_fp32 else cfg.model.dtype]
+
+
+def part_bytes(state: StateBytes, parts: Sequence[Part]) -> int:
+    """Bytes of some parts of what a rank holds."""
+    return sum(getattr(state, part) for part in parts)
 
 
 def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:

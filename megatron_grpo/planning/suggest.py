@@ -13,6 +13,7 @@ from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.host import host_use
 from megatron_grpo.planning.job_plan import min_gpus, not_counted, shares_gpus
 from megatron_grpo.planning.memory import (
     EngineBytes,
@@ -161,6 +162,9 @@ def _fitting(
     colocated: EngineBytes | None,
 ) -> list[Suggestion]:
     """`cfg` with the least recomputation with which it fits; empty if it does not fit at all."""
+    host = host_use(cfg, states, card)
+    if host is not None and not host.fits:
+        return []
     for settings in _recomputations(cfg):
         model = cfg.model.model_copy(update={"megatron": settings})
         cfg = cfg.model_copy(update={"model": model})

@@ -2,12 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from checkpoint_convert.hf_config import read_json
 from checkpoint_convert.hf_export import (
@@ -21,17 +22,25 @@ from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from parallel.collectives import raise_first_failure
 from parallel.groups import Groups
 
 
-def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> None:
+def export_model(
+    folder: Path,
+    policy: Policy,
+    cfg: Config,
+    groups: Groups,
+    residency: Residency = EVERYTHING_STAYS,
+) -> None:
     """Write the policy as Hugging Face folder `folder`, replacing an older one when complete.
 
     Every rank writes its own boxes at their offsets in one set of files, without gathering. If any
     rank has a weight that is not finite, raises FloatingPointError on all ranks and writes nothing.
     """
-    raise_first_failure(lambda: _check_finite(policy), FloatingPointError)
+    weights = {name: residency.readable(each) for name, each in policy.parameters().items()}
+    raise_first_failure(lambda: _check_finite(weights), FloatingPointError)
     partial = folder.with_name(folder.name + ".partial")
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -42,9 +51,7 @@ def export_model(folder: Path, policy: Policy, cfg: Config, groups: Groups) -> N
         create_export(partial, cfg.model.path, policy.shape, dtype, shard_bytes)
         _add_end_tokens(partial, policy.shape, cfg.rollout.stop_token_ids)
     dist.barrier()
-    written = torch.tensor(
-        write_weights(partial, policy.layout, policy.parameters(), first_file=groups.rank)
-    )
+    written = torch.tensor(write_weights(partial, policy.layout, weights, first_file=groups.rank))
     dist.all_reduce(written)  # also waits until all ranks have written
     if groups.rank == 0:
         wanted = sum(map(prod, hf_tensors(policy.shape).values()))
@@ -76,8 +83,8 @@ def _add_end_tokens(folder: Path, shape: ModelShape, stop_token_ids: Sequence[in
     file.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _check_finite(policy: Policy) -> None:
-    for name, values in policy.parameters().items():
+def _check_finite(weights: Mapping[str, Tensor]) -> None:
+    for name, values in weights.items():
         # Minimum and maximum suffice, and need no mask as large as the tensor.
         if not torch.stack(torch.aminmax(values.detach())).isfinite().all():
             raise FloatingPointError(f"{name} is not finite: nothing is exported")

@@ -102,6 +102,24 @@ def own_gradient_is_finite(optimizer: Any) -> bool:
     return math.isfinite(torch.nn.utils.get_total_norm(gradients))
 
 
+def state_tensors(optimizer: Any) -> list[Tensor]:
+    """The master weights that this rank updates, and what the optimizer keeps of each.
+
+    Without the count of steps, which is not on the GPU.
+    """
+    return [
+        tensor
+        for part in optimizer.chained_optimizers
+        if part.optimizer is not None
+        for group in part.optimizer.param_groups
+        for parameter in group["params"]
+        for tensor in (
+            parameter,
+            *(value for name, value in part.optimizer.state[parameter].items() if name != "step"),
+        )
+    ]
+
+
 def apply_gradient(optimizer: Any, norm: float) -> None:
     """Update the weights with the gradient, whose norm is `norm`, clipped to `max_grad_norm`."""
     for part in optimizer.chained_optimizers:

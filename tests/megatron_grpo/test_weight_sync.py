@@ -3,19 +3,24 @@
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
 from helpers.engines import TestEngine, largest_logprob_error, random_prompts, served_model
 from helpers.policies import start_policy, tiny_config
 from helpers.pushes import push_policy, push_whole, rollout_overrides
 from helpers.ranks import run_ranks
+from megatron_grpo.config.offload import Phase
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.policy.model import weight_sender
+from megatron_grpo.policy.residency import Residency
+from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
-from parallel import ParallelDims
+from parallel import Layout, ParallelDims, Sender
 from parallel.weight_transfer import rendezvous_address
 
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
@@ -69,6 +74,60 @@ def test_ranks_and_workers_meet_on_loopback_where_that_will_do() -> None:
     assert rendezvous_address([], 2, environ) == "127.0.0.9"
     # The address from which this host reaches the engine's: here its own, as it is the same host.
     assert rendezvous_address(["http://127.0.0.7:1"], 1, environ).startswith("127.")
+
+
+class Recorded(Residency):
+    """The residency of a rank all of whose state leaves; writes down the phases."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__("all", (), torch.device("cpu"))
+        self._events = events
+
+    def enter(self, phase: Phase) -> None:
+        self._events.append(f"ranks: {phase}")
+        super().enter(phase)
+
+
+class RecordedEngines:
+    """An engine that fails as it takes its cache back, once."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events, self._fails = events, True
+
+    def check_push(self, push: str, expected: object) -> None:
+        self._events.append("verified")
+
+    def finish_push(self, push: str, policy_version: int) -> None:
+        self._events.append("engine: cache")
+        if self._fails:
+            self._fails = False
+            raise EngineError("no memory")
+
+    def sleep(self) -> None:
+        self._events.append("engine: sleep")
+
+
+def test_weights_leave_before_engines_take_their_cache_and_are_back_before_they_are_sent_again(
+    alone: Any, tied_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    weights = load_file(tied_model / "model.safetensors")
+    layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
+    sender = Sender(0, layout, dict.fromkeys(weights, range(1)))
+    engines: Any = RecordedEngines(events)
+    cfg, cpu = tiny_config(tied_model, ParallelDims()), torch.device("cpu")
+    residency = Recorded(events)
+    sync = WeightSync(cfg, read_shape(tied_model), sender, cpu, 1, engines, residency)
+    monkeypatch.setattr(sync, "_assemble", lambda: False)
+    monkeypatch.setattr(sync, "_begin", lambda push: events.append("engine: weights"))
+    monkeypatch.setattr(sync, "_transfer", lambda parameters, push: {})
+    sync.push(weights, 1, PhaseTimer(lambda name: None))
+    one = ["ranks: push", "engine: weights", "verified", "ranks: generate", "engine: cache"]
+    assert events == [*one, "engine: sleep", *one]
+    events.clear()
+    residency.enter("train")
+    sync.push(weights, 2, PhaseTimer(lambda name: None))
+    assert events == ["ranks: train", *one]
 
 
 def address_of_meeting(rank: int, folder: Path) -> str:

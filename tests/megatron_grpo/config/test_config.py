@@ -376,6 +376,7 @@ REFUSED = [
     ("rollout.stop=['']", "empty string"),
     ("rollout.enable_sleep_mode=true + rollout.engine=transformers", "rollout.engine transformers"),
     ("rollout.enable_sleep_mode=true + rollout.async_generate=true", "rollout.async_generate true"),
+    ("train.offload=all", "set rollout.enable_sleep_mode=true"),
     ("reward.functions=[]", "name at least 1"),
     ("reward.functions=exact", "is a list"),
     ("reward.functions=[a.py:f, b.py:f]", "f 2 times"),

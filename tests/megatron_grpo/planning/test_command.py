@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,37 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(cfg, capsys):
     suggested = cfg(*shlex.split(str(refused.value).partition("that fits: ")[2]))
     plan = plan_job(suggested, read_shape(suggested.model.path), CARDS["h100"], [4096], None)
     assert plan.fits
+
+
+OFFLOADS = (*NEMO_RL, "rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.8")
+
+
+def test_a_layout_that_fits_beside_no_awake_engine_fits_with_its_state_on_the_hosts(cfg, capsys):
+    with pytest.raises(ValueError, match=r"in phase generate.*offload=all would free 40\.9") as no:
+        print_plan(cfg(*OFFLOADS), **DEFAULTS)
+    assert "115.1 GB" in str(no.value)
+    capsys.readouterr()
+    print_plan(cfg(*OFFLOADS, "train.offload=all"), **DEFAULTS)
+    lines = capsys.readouterr().out.splitlines()
+    assert "    0    0.000      0.000      0.000" in "\n".join(lines)
+    phases = lines[lines.index("train.offload all: stage 0 in each phase, in GB") + 1 :]
+    assert [line.split()[0] for line in phases[:4]] == [
+        "log-probabilities",
+        "train",
+        "push",
+        "generate",
+    ]
+    assert phases[3].endswith("weights, optimizer on the host; gradients freed")
+    # 14 bytes per parameter of the outer stages, of which four data ranks share 12; at 64 GB/s.
+    assert "copies 22.7 GB to its host" in phases[4] and "at least 0.35 s each way" in phases[4]
+    assert "holds 181.6 GB of it" in phases[5]
+
+
+def test_hosts_without_the_memory_are_refused_with_what_would_fit(cfg, capsys, monkeypatch):
+    small = replace(CARDS["h100"], host_memory=300 * 10**9)
+    monkeypatch.setitem(CARDS, "h100", small)
+    with pytest.raises(ValueError, match=r"needs 363\.\d GB of host.*use 270.*optimizer or none"):
+        print_plan(cfg(*OFFLOADS, "train.offload=all"), **DEFAULTS)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,29 @@ def test_an_engine_in_sleep_mode_takes_memory_only_while_it_is_awake(tmp_path):
     assert awake.total - asleep.total == awake.phases["train"]
 
 
+def test_what_leaves_is_counted_in_no_phase_of_engines(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    shape, options = read_shape(folder), ["model.dtype=bfloat16", "grpo.beta=0.04"]
+    options += ["rollout.vllm.gpu_memory_utilization=0.5", "rollout.enable_sleep_mode=true"]
+    stages = {}
+    for offload in ("none", "optimizer", "all"):
+        cfg = tiny_config(folder, ParallelDims(data=8), *options, f"train.offload={offload}")
+        engine, states = engine_bytes(cfg, shape, CARDS["h100"]), stage_states(cfg, shape)
+        [stages[offload]] = stages_memory(cfg, shape, states, 4, engine)
+    state, phases = stages["none"].state, ("log-probabilities", "train", "push", "generate")
+    moved = state.gradients + state.optimizer
+    assert {
+        offload: [stage.away[each] for each in phases] for offload, stage in stages.items()
+    } == {
+        "none": [0, 0, 0, 0],
+        "optimizer": [0, 0, moved, moved],
+        "all": [0, 0, moved + state.reference, state.total],
+    }
+    whole, empty = (stages[each].total_in("generate") for each in ("none", "all"))
+    assert whole - empty == state.total
+    assert stages["none"].worst == "generate" and stages["all"].worst == "train"
+
+
 def cache_and_weights(model, folder, dims):
     """Bytes that this worker would cache of a token, and those of all its parameters."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention

@@ -1,0 +1,208 @@
+"""Moves the training state to page-locked host memory while engines use the GPU: `train.offload`.
+
+A part of the state is a list of storages. To leave, a storage is copied and freed in place; to come
+back, it is allocated and filled. Its tensors stay the same objects, so whatever is a view of it
+(parameters, gradient buckets, shards, master weights) is valid again once it is back.
+
+Megatron-Core's own `offload_to_cpu` are not used: that of optimizers makes new tensors in pageable
+memory in every move, and cuts float32 weights from the shards that are their master weights; that
+of gradient buffers knows neither frozen weights nor a reference, and needs CUDA.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.offload import (
+    NOT_COPIED,
+    PARTS,
+    Offload,
+    Part,
+    Phase,
+    parts_away,
+    parts_moved,
+    parts_used,
+)
+from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.optimizer import state_tensors
+from megatron_grpo.policy.reference import Reference
+from parallel.alignment import round_up
+from parallel.collectives import raise_first_failure, wait_for_all
+from parallel.page_locked import available_bytes, page_locked_bytes
+
+_ALIGNMENT = 64
+"""Of copies in host memory; a multiple of every element's size."""
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """A storage of a part that moves."""
+
+    part: Part
+    values: Tensor
+    """Bytes [n]: the whole storage, whose size is 0 while it is away."""
+    host: Tensor | None
+    """Bytes [n] of host memory; None if it is freed without a copy."""
+
+
+class Residency:
+    """Which parts of one rank's state are on its GPU. All ranks make the same calls together."""
+
+    def __init__(self, offload: Offload, rooms: Sequence[Room], device: torch.device) -> None:
+        self.away: tuple[Part, ...] = ()
+        """The parts that are not on the GPU."""
+        self.rooms, self._offload = rooms, offload
+        self._room_of = {room.values.untyped_storage(): room for room in rooms}
+        # torch.cpu has the streams and events of torch.cuda, where all work is done at once.
+        self._streams: Any = torch.get_device_module(device)
+        self._copying: Any = self._streams.Stream()
+        self._arriving: dict[Part, Any] = {}
+
+    def enter(self, phase: Phase) -> None:
+        """Move the parts to where they are in `phase`.
+
+        When this returns, nothing that must leave is left on any rank's GPU, and what the phase
+        uses is there for all work of the current stream. Other parts may still be on their way.
+        """
+        away = parts_away(self._offload, phase)
+        if leaving := [part for part in away if part not in self.away]:
+            self._free(leaving)
+            wait_for_all()
+        for part in PARTS:
+            if part in self.away and part not in away:
+                self._bring(part)
+        self.away = away
+        for part in parts_used(phase):
+            self._await(part)
+
+    def readable(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or, if its storage is away, the same values in host memory.
+
+        Not to be written to, and valid until the next `enter`.
+        """
+        room = self._room_of.get(tensor.untyped_storage())
+        if room is None:
+            return tensor
+        if room.part not in self.away:
+            self._await(room.part)
+            return tensor
+        assert room.host is not None, f"{room.part} have no values between steps"
+        host = room.host.view(tensor.dtype)
+        start = host.storage_offset() + tensor.storage_offset()
+        return host.as_strided(tensor.shape, tensor.stride(), start)
+
+    def _free(self, parts: Sequence[Part]) -> None:
+        """Copy to the host what must be kept, and give the memory of all back to the GPU."""
+        for part in parts:
+            self._await(part)
+        leaving = [room for room in self.rooms if room.part in parts]
+        for room in leaving:
+            if room.host is not None:
+                room.host.copy_(room.values, non_blocking=True)
+        self._streams.synchronize()  # the copies are made
+        for room in leaving:
+            room.values.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+
+    def _bring(self, part: Part) -> None:
+        """Allocate the storages of a part, and start to fill them beside the current stream."""
+        rooms = [room for room in self.rooms if room.part == part]
+        for room in rooms:
+            room.values.untyped_storage().resize_(room.values.numel())
+        # What is allocated may have been freed by work that the current stream has not done yet.
+        self._copying.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self._copying):
+            for room in rooms:
+                if room.host is not None:
+                    room.values.copy_(room.host, non_blocking=True)
+            self._arriving[part] = self._streams.Event()
+            self._arriving[part].record()
+
+    def _await(self, part: Part) -> None:
+        """Let further work of the current stream wait until a part is there."""
+        if (arriving := self._arriving.pop(part, None)) is not None:
+            arriving.wait()
+
+
+EVERYTHING_STAYS = Residency("none", (), torch.device("cpu"))
+"""The residency of state that never moves."""
+
+
+def build_residency(
+    cfg: Config,
+    policy: Policy,
+    reference: Reference | None,
+    device: torch.device,
+    num_ranks: int,
+) -> Residency:
+    """The residency of a rank's state on `device`, with the host memory that it will need.
+
+    Raises ValueError on all ranks when a host, which has `num_ranks` ranks, has too little memory.
+    """
+    offload = cfg.train.offload
+    if offload == "none":
+        return EVERYTHING_STAYS
+    storages = _storages(state_of(policy, reference), parts_moved(offload), device)
+    sizes = [
+        0 if part in NOT_COPIED else round_up(storage.nbytes(), _ALIGNMENT)
+        for storage, part in storages.items()
+    ]
+    raise_first_failure(lambda: _check_host(offload, sum(sizes), num_ranks), ValueError)
+    memory, rooms = page_locked_bytes(sum(sizes)), []
+    for (storage, part), start in zip(storages.items(), accumulate(sizes, initial=0), strict=False):
+        size = storage.nbytes()
+        values = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
+        host = None if part in NOT_COPIED else memory[start : start + size]
+        rooms.append(Room(part, values, host))
+    return Residency(offload, rooms, device)
+
+
+def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Tensor]]:
+    """The tensors of each part of a rank's training state.
+
+    Where weights are float32, the master weights are views of them, and so in both parts.
+    """
+    models = [] if reference is None else [reference]
+    buffers = [b for chunk in policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+    return {
+        "weights": [*policy.parameters().values()],
+        "reference": [
+            tensor
+            for model in models
+            for tensor in (*model.parameters().values(), *model.averaged_weights.values())
+        ],
+        "gradients": [buffer.grad_data for buffer in buffers],
+        "optimizer": state_tensors(policy.optimizer),
+    }
+
+
+def _storages(
+    state: Mapping[Part, Iterable[Tensor]], moved: Sequence[Part], device: torch.device
+) -> dict[UntypedStorage, Part]:
+    """The storages on `device` of the `moved` parts; one of two parts belongs to the first."""
+    owner: dict[UntypedStorage, Part] = {}
+    for part in PARTS:
+        for tensor in state[part]:
+            if tensor.device == device:
+                owner.setdefault(tensor.untyped_storage(), part)
+    return {storage: part for storage, part in owner.items() if part in moved}
+
+
+def _check_host(offload: Offload, num_bytes: int, num_ranks: int) -> None:
+    """Raise ValueError if this host lacks memory for the ranks on it. Collective, before that."""
+    most = torch.tensor(num_bytes)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    needed, available = num_ranks * int(most), available_bytes()
+    if needed > available:
+        less = "optimizer or none" if offload == "all" else "none"
+        raise ValueError(
+            f"train.offload {offload} keeps {needed / 1e9:.1f} GB of the state of "
+            f"{num_ranks} ranks in the memory of their host, which has {available / 1e9:.1f} GB "
+            f"available: set train.offload to {less}, or use more hosts"
+        )

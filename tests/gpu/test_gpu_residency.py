@@ -1,0 +1,66 @@
+"""Training state that leaves a GPU: its memory is free, and what comes back is the same."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_grpo.policy.residency import Residency, Room
+from parallel.page_locked import page_locked_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+SIZE = 256 << 20
+
+
+@dataclass
+class State:
+    """A part that is copied, and one that is freed."""
+
+    optimizer: torch.Tensor = field(
+        default_factory=lambda: torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda")
+    )
+    gradients: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
+    )
+
+    def residency(self) -> Residency:
+        rooms = [
+            Room("optimizer", self.optimizer, page_locked_bytes(SIZE)),
+            Room("gradients", self.gradients, None),
+        ]
+        return Residency("optimizer", rooms, torch.device("cuda", 0))
+
+
+def test_what_leaves_is_free_and_comes_back_bit_for_bit(alone: Any) -> None:
+    state = State()
+    residency, view = state.residency(), state.optimizer.view(torch.float32)[7:]
+    before, content = torch.cuda.memory_reserved(), state.optimizer.cpu()
+    for _ in range(3):
+        residency.enter("push")
+        assert torch.cuda.memory_reserved() <= before - 2 * SIZE
+        assert torch.equal(residency.readable(state.optimizer), content)
+        torch.full((2 * SIZE,), 1, dtype=torch.uint8, device="cuda")  # in the memory that is free
+        residency.enter("log-probabilities")  # the copy goes on beside this
+        residency.enter("train")
+        state.gradients.fill_(3)
+        assert torch.equal(state.optimizer.cpu(), content)
+        state.optimizer += 1  # this wraps around
+        content = state.optimizer.cpu()
+    assert view.untyped_storage() is state.optimizer.untyped_storage()
+
+
+def test_it_leaves_in_the_middle_of_coming_back(alone: Any) -> None:
+    state = State()
+    residency, content = state.residency(), state.optimizer.cpu()
+    for _ in range(5):
+        residency.enter("generate")
+        residency.enter("log-probabilities")
+        assert torch.equal(residency.readable(state.optimizer).cpu(), content)
+        residency.enter("generate")
+        residency.enter("log-probabilities")
+    residency.enter("train")
+    assert torch.equal(state.optimizer.cpu(), content)

@@ -1,0 +1,193 @@
+"""Training state that leaves its device while engines use it: what is where, and that it is back.
+
+On CPUs what leaves is freed and restored as on a GPU. tests/gpu has the memory of one.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint_convert import read_shape
+from helpers.models import tiny_model
+from helpers.policies import (
+    LENGTHS,
+    accumulate,
+    pack_all,
+    start_policy,
+    tiny_config,
+)
+from helpers.ranks import run_ranks
+from megatron_grpo.checkpoints.checkpointer import Checkpoints
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.offload import PARTS, Phase, parts_away, parts_copied, parts_used
+from megatron_grpo.planning.state import part_bytes, state_bytes
+from megatron_grpo.policy import residency as residency_module
+from megatron_grpo.policy.export import export_model
+from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.reference import build_reference
+from megatron_grpo.policy.residency import Residency, build_residency, state_of
+from parallel import ParallelDims
+from parallel.groups import Groups
+
+CPU = torch.device("cpu")
+PHASES: tuple[Phase, ...] = ("train", "push", "generate", "log-probabilities")
+"""In the order of a run."""
+FOLLOWS = ("grpo.beta=0.04", "grpo.sync_ref_model=true", "grpo.ref_model_sync_steps=1")
+LAYOUTS = [
+    ("qwen3", ParallelDims(data=2), "bfloat16"),
+    ("qwen3_moe", ParallelDims(expert=2, data=2), "float32"),
+]
+
+
+def test_what_a_phase_computes_with_is_on_the_gpu() -> None:
+    for offload in ("none", "optimizer", "all"):
+        for phase in PHASES:
+            assert not {*parts_used(phase)} & {*parts_away(offload, phase)}
+    assert parts_away("all", "generate") == PARTS
+
+
+def config(folder: Path, dims: ParallelDims, dtype: str, offload: str) -> Config:
+    options = (f"model.dtype={dtype}", f"train.offload={offload}", *FOLLOWS)
+    return tiny_config(folder, dims, *options, "rollout.enable_sleep_mode=true")
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """What the storages of tensors take now."""
+    return sum(storage.nbytes() for storage in {each.untyped_storage() for each in tensors})
+
+
+def spoil_gradients(policy: Policy) -> None:
+    """What memory may hold that was freed and allocated again."""
+    for gradient in state_of(policy, None)["gradients"]:
+        gradient.fill_(torch.nan)
+
+
+def step(policy: Policy, groups: Groups) -> None:
+    share = pack_all(LENGTHS, groups.dims)[groups.coordinates.data :: groups.dims.data]
+    accumulate(policy, groups, share)
+    policy.optimizer.step()
+    policy.scheduler.step(increment=1)
+
+
+def go_through_two_generations(
+    rank: int, folder: Path, dims: ParallelDims, dtype: str, offload: str, run: Path
+) -> tuple[dict[str, int], list[Tensor]]:
+    """Bytes on the device in each phase and on the host, and log-probabilities; saves and exports.
+
+    The saved and exported model is that of the phase in which the most is away.
+    """
+    policy, groups = start_policy(rank, folder, dims, f"model.dtype={dtype}")
+    cfg = config(folder, dims, dtype, offload)
+    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"run_dir": run})})
+    reference = build_reference(cfg, read_shape(folder), groups)
+    residency = build_residency(cfg, policy, reference, CPU, num_ranks=2)
+    checkpoints = Checkpoints(cfg, policy, reference, residency)
+    copies = [room.host for room in residency.rooms if room.host is not None]
+    found, logprobs = {"host": bytes_of(copies)}, []
+    for number in (1, 2):
+        for phase in PHASES:
+            residency.enter(phase)
+            state = state_of(policy, reference)
+            found[phase] = bytes_of(each for part in PARTS for each in state[part])
+            if phase == "train":
+                spoil_gradients(policy)
+                step(policy, groups)
+                reference.follow(policy, number)
+            elif phase == "generate":
+                checkpoints.save(TrainerState(step=number), None)
+                export_model(run / f"hf_{number}", policy, cfg, groups, residency)
+            elif phase == "log-probabilities":
+                for model in (policy, reference):
+                    computed = compute_logprobs(model, pack_all(LENGTHS, dims), 1.0, groups)
+                    logprobs += [values for values, _ in computed or []]
+        checkpoints.wait()
+    return found, logprobs
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """The weights and the state that a run has written."""
+    kinds = (".safetensors", ".distcp", ".metadata")
+    return {
+        str(file.relative_to(run)): file.read_bytes()
+        for file in sorted(run.rglob("*"))
+        if file.name.endswith(kinds)
+    }
+
+
+@pytest.mark.parametrize(("family", "dims", "dtype"), LAYOUTS, ids=str)
+def test_a_run_whose_state_leaves_is_the_same_run_and_holds_what_the_plan_says(
+    family: str, dims: ParallelDims, dtype: str, tmp_path: Path
+) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512}  # so that padding is less than 5 %
+    folder = tiny_model(tmp_path / "model", family, **wide)
+    runs = {}
+    for offload in ("none", "optimizer", "all"):
+        run = tmp_path / offload
+        arguments = (folder, dims, dtype, offload, run)
+        runs[offload] = run_ranks(2, go_through_two_generations, *arguments)
+        assert len(files_of(run)) >= 2 * (2 + 1 + 1)
+        assert files_of(run) == files_of(tmp_path / "none")
+        for rank, (found, logprobs) in enumerate(runs[offload]):
+            assert logprobs and all(map(torch.equal, logprobs, runs["none"][rank][1]))
+            state = state_bytes(config(folder, dims, dtype, offload), read_shape(folder), rank)
+            for phase in PHASES:
+                planned = state.total - part_bytes(state, parts_away(offload, phase))
+                assert found[phase] == pytest.approx(planned, rel=0.05), (offload, phase)
+            planned = part_bytes(state, parts_copied(offload))
+            assert found["host"] == pytest.approx(planned, rel=0.05), offload
+
+
+def change_and_come_back(rank: int, folder: Path) -> list[bool]:
+    policy, _ = start_policy(rank, folder, ParallelDims())
+    cfg = config(folder, ParallelDims(), "float32", "all")
+    residency = build_residency(cfg, policy, None, CPU, num_ranks=1)
+    [first, *_] = policy.parameters().values()
+    residency.enter("push")
+    assert residency.readable(first) is first
+    residency.enter("generate")
+    copy = residency.readable(first[1:3, :4])
+    residency.enter("train")
+    same = torch.equal(copy, first[1:3, :4]) and copy is not first
+    first.data[1, 0] += 1.0
+    moved = first.detach().clone()
+    residency.enter("generate")
+    residency.enter("train")
+    return [same, torch.equal(first, moved)]
+
+
+def test_a_copy_is_readable_while_its_tensor_is_away_and_is_made_anew_in_each_move(
+    tied_model: Path,
+) -> None:
+    assert run_ranks(1, change_and_come_back, tied_model) == [[True, True]]
+
+
+def lack_memory(rank: int, folder: Path) -> str:
+    policy, _ = start_policy(rank, folder, ParallelDims(data=2))
+    cfg = config(folder, ParallelDims(data=2), "float32", "all")
+    free = 10_000 if rank == 1 else 10**12
+    with (
+        patch.object(residency_module, "available_bytes", lambda: free),
+        pytest.raises(ValueError) as refused,
+    ):
+        build_residency(cfg, policy, None, CPU, num_ranks=2)
+    return str(refused.value)
+
+
+def test_a_host_without_the_memory_is_named_at_the_start_on_all_ranks(tied_model: Path) -> None:
+    first, second = run_ranks(2, lack_memory, tied_model)
+    assert first == f"rank 1: {second}"
+    assert second.startswith("train.offload all keeps 0.0 GB of the state of 2 ranks")
+    assert "set train.offload to optimizer or none" in second
+
+
+def test_nothing_is_moved_without_the_key(tied_model: Path) -> None:
+    cfg = tiny_config(tied_model, ParallelDims())
+    stays: Residency = build_residency(cfg, None, None, CPU, num_ranks=1)  # type: ignore[arg-type]
+    stays.enter("generate")
+    assert stays.away == ()
