@@ -61,8 +61,8 @@ class RankZero:
 
     def wait_ready(self) -> None:
         """Return when every engine answers; from then on a preemption cancels what they do."""
-        with self.log.bar.waiting(f"rollout engines start, logs in {self.cfg.train.run_dir}/logs"):
-            self.rollouter.wait_ready()
+        with self.log.bar.waiting(self.rollouter.awaited, "answer") as show:
+            self.rollouter.wait_ready(show)
         self.watchdog.on_preempt(self.rollouter.cancel)
 
     def enter(self, phase: str) -> None:

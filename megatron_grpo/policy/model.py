@@ -12,6 +12,7 @@ from torch import Tensor
 from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.megatron import layout_sender
 from checkpoint_convert.weights import read_weights
+from megatron_grpo.bars import waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
@@ -99,7 +100,8 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     if cfg.rollout.router_replay:
         add_router_replay(model.chunks)
     add_gradients(model)
-    read_weights(cfg.model.path, shape, model.layout, model.parameters())
+    with waiting(f"reading {cfg.model.path}", shows=groups.rank == 0) as show:
+        read_weights(cfg.model.path, shape, model.layout, model.parameters(), show)
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
     return add_optimizer(model, cfg)
 

@@ -9,6 +9,7 @@ import torch
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
+from megatron_grpo.bars import Show, waiting
 from megatron_grpo.batch.experience import Experience, compute_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
@@ -99,18 +100,25 @@ class Rollouter:
         given it back when this returns. Other engines load while the trainer builds its model.
         Raises what `wait_ready` raises.
         """
-        if self.cfg.rollout.enable_sleep_mode:
-            self.wait_ready()
-            self.engines.sleep()
-        elif self._servers.share_gpus:
-            self._servers.wait_ready(self.cfg.rollout.startup_timeout)
+        with waiting(self.awaited, "answer") as show:
+            if self.cfg.rollout.enable_sleep_mode:
+                self.wait_ready(show)
+                self.engines.sleep()
+            elif self._servers.share_gpus:
+                self._servers.wait_ready(self.cfg.rollout.startup_timeout, show)
 
-    def wait_ready(self) -> None:
+    @property
+    def awaited(self) -> str:
+        """What `wait_ready` waits for."""
+        return self._servers.awaited
+
+    def wait_ready(self, show: Show) -> None:
         """Return when every engine answers; raises when one is dead or late.
 
-        Raises ValueError that names the parameters of an engine that a push would not fill.
+        `show` is called with the numbers of engines that answer and of all. Raises ValueError that
+        names the parameters of an engine that a push would not fill.
         """
-        self._servers.wait_ready(self.cfg.rollout.startup_timeout)
+        self._servers.wait_ready(self.cfg.rollout.startup_timeout, show)
         layouts = worker_layouts(self.shape, self.cfg.rollout)
         dtypes = worker_dtypes(self.shape, self.cfg.rollout, self.cfg.model.dtype)
         for url, workers in self.engines.describe_parameters().items():
