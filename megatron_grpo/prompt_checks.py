@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
-from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
-from megatron_grpo.data.prompts import Prompt, PromptStream, end_tokens, load_prompts
+from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
+from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.environments.multi_turn import Turns, end_of_turn
@@ -35,8 +35,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> str:
         prompts = load_prompts(
             cfg, tokenizer, shape.max_position_embeddings, fault_of=reference_fault(cfg.reward)
         )
-        num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
-        PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
+        PromptStream.of(cfg, prompts)
         _check_vocabulary(shape, prompts)
         _check_engine_context(cfg, prompts, "data", "rollout")
         _check_token_budget(cfg, prompts)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.config import Config, RewardFunction
+from megatron_grpo.config.data import KINDS_OF_PATH, WeightedPath
 from megatron_grpo.config.eval import EvalSet, section_of
 
 # Options of other libraries, chat templates and user code, which check the names themselves;
@@ -192,11 +193,12 @@ def _mistakes(error: ValidationError) -> Iterator[str]:
 
 
 def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+    key = ".".join(str(part) for part in detail["loc"] if part not in KINDS_OF_PATH)
     if detail["type"] == "missing":
         return f"config key {key} is missing. {descriptions.get(key, '')}".rstrip()
     if detail["type"] == "extra_forbidden":  # in a list, which `_leaves` does not descend into
-        fields = list(RewardFunction.model_fields)
+        section = WeightedPath if "path" in detail["loc"] else RewardFunction
+        fields = list(section.model_fields)
         nearest = _nearest_keys(str(detail["loc"][-1]), fields)
         told = f"did you mean {nearest[0]!r}?" if nearest else f"use {', '.join(fields)}"
         return f"unknown config key {key!r}: {told}"

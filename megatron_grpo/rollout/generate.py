@@ -11,10 +11,10 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.bars import Show, waiting
 from megatron_grpo.batch.experience import Experience, compute_advantages
-from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.data.prompts import PromptStream, end_tokens, load_prompts
+from megatron_grpo.data.prompts import end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, first_seed
+from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.layouts import worker_dtypes, worker_layouts
@@ -87,8 +87,7 @@ class Rollouter:
         fault_of = reference_fault(cfg.reward)
         context = shape.max_position_embeddings
         prompts = load_prompts(cfg, tokenizer, context, fault_of=fault_of, warns=False)
-        num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
-        self.stream = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
+        self.stream = PromptStream.of(cfg, prompts)
         self.evaluations = Evaluations(
             cfg, shape, tokenizer, self.engines, self._pools, self.environments
         )

@@ -270,6 +270,16 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
 
 
 REFUSED = [
+    ("data.path=3", "config key data.path = 3: input should be a valid string"),
+    ("data.path=[a.jsonl]", "config key data.path.0 = 'a.jsonl': expected a table of keys"),
+    ("data.path=[]", "data.path is empty: name a file, a folder or a data set"),
+    ("data.path=[{path: a.jsonl}]", "config key data.path.0.weight is missing"),
+    ("data.path=[{path: a, weight: 0.5}]", "data.path.0.weight = 0.5: input should be a"),
+    ("data.path=[{path: a, wieght: 1}]", "did you mean 'weight'?"),
+    (
+        "data.path=[{path: a, weight: 2}] + eval.data.split=test",
+        "eval: data.path is a list, whose weights are for training: give one path",
+    ),
     ("rollout.top_p=0.9", "top_p 1.0"),
     ("rollout.top_k=50", "top_k -1"),
     ("parallel.sequence_parallel=true", "tensor_parallel_size is 1"),
