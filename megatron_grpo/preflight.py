@@ -39,6 +39,7 @@ CHANGEABLE = (
     "data.split",
     "train.run_dir",
     "train.num_steps",
+    "train.num_epochs",
     "train.max_tokens_per_microbatch",
     "train.save_interval",
     "train.export_interval",
@@ -75,13 +76,14 @@ CHANGEABLE = (
 )
 
 
-def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> str:
+def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tuple[Config, str]:
     """Raise ValueError, with the numbers and a legal value, if `cfg` cannot run on this machine.
 
     Reads the headers of the weights, not the weights, tokenizes the data, loads the reward
     functions in their own process, and checks that engines given by address are healthy and accept
     `token`. `starts_here`: whether the run is about to start on this host, so that its CPU matters.
-    Returns the first prompt for people, as the model will see it.
+    Returns `cfg` with the number of steps that `train.num_epochs` are, and the first prompt for
+    people, as the model will see it.
     """
     BatchSchedule.of(cfg.grpo)
     shape = _check_model(cfg)
@@ -102,10 +104,10 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> st
     _check_transformer(cfg, shape)
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts
 
-    sample = check_prompts(cfg, shape)
+    cfg, sample = check_prompts(cfg, shape)
     if cfg.eval.named_sets:
         check_evaluation(cfg, shape)
-    return sample
+    return cfg, sample
 
 
 def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) -> None:

@@ -60,7 +60,7 @@ def train(run: Run) -> None:
     Raises Preempted on all ranks, after saving, when any of them has been told to stop, and
     RolloutAborted when generations have ended for good.
     """
-    num_steps, run_dir = run.cfg.train.num_steps, run.cfg.train.run_dir
+    num_steps, run_dir = run.cfg.num_steps, run.cfg.train.run_dir
     if (done := steps_done(run_dir / "checkpoints")) >= num_steps:
         if run.groups.rank == 0:
             print(
@@ -165,7 +165,7 @@ class Trainer:
 
     def _begin_step(self) -> None:
         """Attribute what follows to the next optimizer step; counted from 1 for people."""
-        step = min(self.step + 1, self.cfg.train.num_steps)
+        step = min(self.step + 1, self.cfg.num_steps)
         self.run.watchdog.begin_step(step)
         if self.zero:
             self.zero.log.timeline.step = step
@@ -271,7 +271,7 @@ class Trainer:
         Does nothing within a generation, where the engines need no new weights, unless an
         evaluation is due or this was the last step.
         """
-        is_last = self.step == self.cfg.train.num_steps
+        is_last = self.step == self.cfg.num_steps
         starts_generation = self.schedule.cursor(self.step).starts_generation
         if not (starts_generation or is_last or is_due(self.cfg, self.step)):
             return
@@ -303,7 +303,7 @@ class Trainer:
     def save(self, *, now: bool = False) -> None:
         """Export and checkpoint, if due; always after the last step."""
         train = self.cfg.train
-        is_last = self.step == train.num_steps
+        is_last = self.step == self.cfg.num_steps
         saves = now or is_last or self.step % train.save_interval == 0
         saves = saves and self.step > self.checkpoints.newest_step
         if saves:
@@ -367,6 +367,6 @@ class Trainer:
         told = agree_to_stop(self.run.watchdog.is_preempted, self.run.device)
         if isinstance(reason, RolloutAborted) and not told:
             raise reason
-        if self.step < self.cfg.train.num_steps:
+        if self.step < self.cfg.num_steps:
             saved = f"step {self.step} saved" if self.step else "no step was done, nothing is saved"
             raise Preempted(f"preempted: {saved}; the same command resumes") from None

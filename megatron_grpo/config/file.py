@@ -92,6 +92,18 @@ def parse_config(table: dict[str, Any]) -> Config:
         raise ValueError("\n".join(_mistakes(error))) from None
 
 
+def with_num_steps(config: Config, num_steps: int) -> Config:
+    """`config` with `train.num_steps` in place of `train.num_epochs`, if it has these.
+
+    Raises ValueError if the schedule of the learning rate does not fit into so few steps.
+    """
+    if config.train.num_epochs is None:
+        return config
+    table = config.model_dump(mode="json")
+    table["train"] |= {"num_steps": num_steps, "num_epochs": None}
+    return parse_config(table)
+
+
 def dump_config(config: Config) -> str:
     """The resolved config as YAML: `load_config` reads an equal config back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

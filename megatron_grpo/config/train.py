@@ -67,8 +67,11 @@ class TrainConfig(Section):
     init_from: Path | None = Field(default=None, strict=False)
     """Run directory, or RUN_DIR/checkpoints/step_N, whose weights and moments a new run starts
     from, at step 0; null: the weights in model.path."""
-    num_steps: PositiveInt
-    """Number of optimizer steps."""
+    num_steps: PositiveInt | None = None
+    """Number of optimizer steps; either this or num_epochs is required."""
+    num_epochs: PositiveInt | None = None
+    """Passes over the prompts, from which the number of optimizer steps follows when the data is
+    read; prompts that dynamic_sample draws in addition do not count."""
     seed: NonNegativeInt = 42
     """Seed of the data order and of all sampling."""
     max_tokens_per_microbatch: PositiveInt = 4096
@@ -101,6 +104,16 @@ class TrainConfig(Section):
     tensorboard: bool = False
     """Whether metrics are also written for TensorBoard, to `tensorboard` in run_dir; this needs the
     extra `tensorboard`."""
+
+    @model_validator(mode="after")
+    def _length_is_given_once(self) -> Self:
+        if (self.num_steps is None) == (self.num_epochs is None):
+            given = "missing" if self.num_steps is None else f"{self.num_steps} beside num_epochs"
+            raise ValueError(
+                f"train.num_steps is {given}: give either the number of optimizer steps or, as "
+                "train.num_epochs, of passes over the prompts, and set the other to null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _kept_steps_are_saved(self) -> Self:

@@ -139,6 +139,12 @@ class PromptStream:
         drops_rows = self.shuffle and len(self._paths) == 1
         return num_generations / (math.floor(per_epoch) if drops_rows else per_epoch)
 
+    def num_generations(self, num_epochs: int) -> int:
+        """Generations after which `num_epochs` passes over the prompts of one path are complete."""
+        if self.shuffle:
+            return num_epochs * (len(self.prompts) // self.batch_size)
+        return -(-num_epochs * len(self.prompts) // self.batch_size)
+
 
 def _turns(weights: Sequence[int]) -> list[int]:
     """Whose turn it is, in a round after which all turns repeat.

@@ -142,7 +142,7 @@ def add_gradients(model: Model) -> None:
 def add_optimizer(model: Model, cfg: Config) -> Policy:
     """Add optimizer and scheduler to a model with gradients; collective over all ranks."""
     optimizer = make_optimizer(model.chunks, cfg.optimizer)
-    scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.train.num_steps)
+    scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.num_steps)
     losses = RouterLosses([unwrapped(chunk) for chunk in model.chunks])
     return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler, router_losses=losses)
 

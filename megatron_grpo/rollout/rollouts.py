@@ -142,7 +142,7 @@ class RolloutScheduler:
         self.batch: RolloutBatch | None = None
         """That generation itself, on rank 0."""
         self._is_async = cfg.rollout.async_generate
-        self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.train.num_steps
+        self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self._runner, self._push = runner, push
 
     def request(self, generation: int, step: int) -> None:

@@ -381,12 +381,14 @@ def test_an_epoch_meets_every_prompt_at_most_once_and_batches_repeat_none():
     assert epochs[0] != epochs[1]
     stream = PromptStream(prompts(50), 8, seed=1, shuffle=True)
     assert (stream.epochs(3), stream.epochs(6)) == (0.5, 1)  # two prompts are left out
+    assert stream.num_generations(2) == 12
 
 
 def test_unshuffled_batches_follow_the_rows_and_wrap_around():
     stream = PromptStream(prompts(5), 3, seed=1, shuffle=False)
     assert batches(stream, 3) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
     assert stream.epochs(3) == pytest.approx(9 / 5)
+    assert (stream.num_generations(1), stream.num_generations(3)) == (2, 5)
 
 
 def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
