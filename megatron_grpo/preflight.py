@@ -47,6 +47,7 @@ CHANGEABLE = (
     "train.keep_every",
     "train.hang_timeout",
     "train.max_skipped_steps",
+    "train.save_generations",
     "train.log_tokens",
     "train.print_completions",
     "train.profile_steps",
@@ -87,9 +88,11 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     """
     BatchSchedule.of(cfg.grpo)
     shape = _check_model(cfg)
-    check_engines(cfg.rollout, shape, token)
+    if cfg.train.replay is None:
+        check_engines(cfg.rollout, shape, token)
     if starts_here:
-        check_cpu_kernels(cfg.rollout, shape)
+        if cfg.train.replay is None:
+            check_cpu_kernels(cfg.rollout, shape)
         _warn_of_slow_dtype(cfg.model.dtype)
     check_same_run(cfg)
     check_start(cfg)
@@ -103,8 +106,10 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     # Last, since importing Megatron-Core takes seconds, and encoding a data set takes minutes.
     _check_transformer(cfg, shape)
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts
+    from megatron_grpo.rollout.replay import check_replay
 
     cfg, sample = check_prompts(cfg, shape)
+    check_replay(cfg)
     if cfg.eval.named_sets:
         check_evaluation(cfg, shape)
     return cfg, sample

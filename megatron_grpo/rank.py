@@ -60,7 +60,9 @@ def with_steps_of_rank_0(cfg: Config, rank: int, store: dist.Store) -> Config:
 
 
 def _beginning(cfg: Config) -> str:
-    if cfg.rollout.base_urls:
+    if cfg.train.replay is not None:
+        engines = f"generations are those of {cfg.train.replay}"
+    elif cfg.rollout.base_urls:
         engines = f"engines at {', '.join(cfg.rollout.base_urls)}"
     else:
         count = "an engine starts" if (n := cfg.rollout.num_engines) == 1 else f"{n} engines start"

@@ -27,8 +27,9 @@ from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.profiler import profiled_step
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE
-from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
+from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.probe import probe_logprobs
+from megatron_grpo.rollout.replay import rollouter_of
 from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
@@ -100,7 +101,7 @@ class Trainer:
         rollouter = None
         if run.groups.rank == 0:
             num_ranks = cfg.dims.world_size // run.num_hosts
-            rollouter = stack.enter_context(closing(Rollouter(cfg, shape, run.token, num_ranks)))
+            rollouter = stack.enter_context(closing(rollouter_of(cfg, shape, run.token, num_ranks)))
             rollouter.wait_for_memory()
         if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
             wait_for_rank_0()  # the engines measure free memory first, or give theirs back
@@ -147,11 +148,18 @@ class Trainer:
 
     def start(self) -> None:
         """Push the weights, compare log-probabilities with the engines', and evaluate if due."""
+        if self.cfg.train.replay is None:
+            self._meet_engines()
+        self._evaluate()  # one that an interrupted run did not get to, or before the first step
+        self._restore_ready()
+        self._begin_step()
+
+    def _meet_engines(self) -> None:
         if self.zero:
             self.zero.wait_ready()
         self.push(self.step)
         experience = ask_engines(
-            self.zero, lambda zero: zero.rollouter.probe(self.step), lambda: self.push(self.step)
+            self.zero, lambda zero: zero.with_engines.probe(self.step), lambda: self.push(self.step)
         )
         self.sleep_engines()
         self._unlogged |= probe_logprobs(
@@ -159,9 +167,6 @@ class Trainer:
         )
         if self.cfg.rollout.enable_sleep_mode:
             self.push(self.step)
-        self._evaluate()  # one that an interrupted run did not get to, or before the first step
-        self._restore_ready()
-        self._begin_step()
 
     def _begin_step(self) -> None:
         """Attribute what follows to the next optimizer step; counted from 1 for people."""
@@ -218,7 +223,7 @@ class Trainer:
             self.experience = batch.experience
             self._unlogged |= batch.metrics
             if self.zero:
-                self.zero.log_replaced(self.step + 1, batch.replaced)
+                self.zero.record(self.step + 1, generation, batch, self.timer)
 
     def _prepare(self, cursor: Cursor) -> None:
         """Compute what is needed once for all steps that train on the generation."""
@@ -236,7 +241,7 @@ class Trainer:
             return
         with self.timer.phase("sleep"):
             if self.zero:
-                self.zero.rollouter.engines.sleep()
+                self.zero.with_engines.engines.sleep()
             wait_for_rank_0()
         self._engines_may_be_awake = False
 
@@ -283,6 +288,8 @@ class Trainer:
 
     def push(self, policy_version: int, timer: PhaseTimer | None = None) -> None:
         """Push the current weights to the engines; raises RolloutAborted when none are left."""
+        if self.cfg.train.replay is not None:
+            return  # to no engines
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
         self._engines_may_be_awake = True

@@ -102,6 +102,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _replay_needs_no_engines(self) -> Self:
+        if self.train.replay is not None and self.eval.named_sets:
+            raise ValueError(
+                f"train.replay {self.train.replay} starts no engines, which evaluations need: set "
+                "eval.data=null and eval.sets={}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _staleness_is_corrected(self) -> Self:
         mode, old = self.grpo.rollout_importance_sampling_mode, self.grpo.old_logprobs
         if self.rollout.async_generate and old != "rollout" and mode is None:

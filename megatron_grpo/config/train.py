@@ -92,6 +92,11 @@ class TrainConfig(Section):
     max_skipped_steps: PositiveInt = 3
     """Steps with a NaN or infinite loss or gradient are skipped; this many in a row stop the
     run."""
+    save_generations: bool = False
+    """Whether every generation is written to `generations` in run_dir, for replay."""
+    replay: Path | None = Field(default=None, strict=False)
+    """Run directory with generations: these are trained on, and no engines are started; null: the
+    engines make new ones."""
     log_tokens: NonNegativeInt = 4096
     """Tokens of each step whose values (log-probability, ratio, entropy, weight, ...) are written
     to tokens.jsonl, for `megatron-grpo view`; 0: none."""

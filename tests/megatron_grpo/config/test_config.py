@@ -271,6 +271,7 @@ def test_missing_key_is_named_with_its_meaning(tmp_path):
 
 
 REFUSED = [
+    ("train.replay=runs/a + eval.data={}", "starts no engines, which evaluations need: set"),
     ("train.num_epochs=1", "train.num_steps is 15 beside num_epochs: give either"),
     ("train.num_steps=null", "train.num_steps is missing: give either"),
     (
