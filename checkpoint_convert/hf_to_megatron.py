@@ -13,8 +13,8 @@ from checkpoint_convert.sidecar import (
     main_dtype,
     model_config,
 )
-from checkpoint_convert.transfer import Progress, transfer
-from checkpoint_convert.weights import open_weights, plan_import
+from checkpoint_convert.transfer import transfer
+from checkpoint_convert.weights import Progress, open_weights, plan_import
 from parallel import ParallelDims
 
 

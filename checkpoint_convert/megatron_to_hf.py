@@ -17,8 +17,8 @@ from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.new_folder import check_space, new_folder
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.sidecar import copy_sidecar_files, main_dtype, model_config
-from checkpoint_convert.transfer import Progress, transfer
-from checkpoint_convert.weights import open_weights
+from checkpoint_convert.transfer import transfer
+from checkpoint_convert.weights import Progress, open_weights
 from parallel import Layout
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -19,7 +19,7 @@ import numpy as np
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import errors_named, start_syncing, write_box
 from checkpoint_convert.formats.values import BIT_DTYPES, LARGEST, RawBits, floats
-from checkpoint_convert.weights import RowCache, ShardLoader, Weights
+from checkpoint_convert.weights import Progress, RowCache, ShardLoader, Weights
 from parallel import Layout, Shape, ShardMapping
 
 Item = TypeVar("Item")
@@ -103,9 +103,6 @@ def _run(item: Any) -> Any:
 PART_BYTES = 4 << 20
 # The amount of work that a worker takes at a time.
 SHARE_BYTES = 64 << 20
-
-Progress = Callable[[int, int], None]
-"""Called from time to time with (bytes done, total bytes)."""
 
 
 def transfer(

@@ -15,8 +15,8 @@ from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import own_shape
-from checkpoint_convert.transfer import PART_BYTES, Progress, add_bytes, run_tasks, shares_of
-from checkpoint_convert.weights import ShardLoader, Weights, open_weights
+from checkpoint_convert.transfer import PART_BYTES, add_bytes, run_tasks, shares_of
+from checkpoint_convert.weights import Progress, ShardLoader, Weights, open_weights
 from parallel import Layout, ShardMapping
 
 _MAX_ELEMENTS = PART_BYTES // 8  # differences are computed in float64

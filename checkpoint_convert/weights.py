@@ -5,7 +5,7 @@ the model is cut into the chunks and files of a checkpoint, without reading a we
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,9 @@ from parallel import Box, Copy, Layout, ParallelDims, Shape, ShardMapping, cover
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _TENSOR_SIZES = range(1, 65)
+
+Progress = Callable[[int, int], None]
+"""Called from time to time with (bytes done, total bytes)."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +292,11 @@ class RowCache(TensorSource):
 
 
 def read_weights(
-    path: Path, shape: ModelShape, layout: Layout, parameters: Mapping[str, Tensor]
+    path: Path,
+    shape: ModelShape,
+    layout: Layout,
+    parameters: Mapping[str, Tensor],
+    progress: Progress = lambda done, total: None,
 ) -> None:
     """Fill every element of a rank's `parameters`, the local tensors of `layout`, in place.
 
@@ -300,9 +307,12 @@ def read_weights(
     """
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
     names = {piece.tensor for piece in layout.pieces}
+    done, num_bytes = 0, sum(parameter.nbytes for parameter in parameters.values())
     with closing(open_weights(path, shape, names)) as weights:
         loader = ShardLoader(weights, layout)
         for name, parameter in parameters.items():
+            progress(done, num_bytes)
+            done += parameter.nbytes
             values = parameter.detach()
             staged = values if values.is_cpu else torch.empty_like(values, device="cpu")
             loader.fill(name, bit_view(staged), DTYPE_NAMES[values.dtype])

@@ -78,13 +78,13 @@ def train(
     exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
     if place is None:
         with exit_when_preempted():
-            _preflight(cfg, token)
+            cfg, _ = _preflight(cfg, token)
         start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
     tie_to_launcher(os.environ)
     outlive_readers()
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
         with exit_when_preempted():
-            _preflight(cfg, token)  # started by torchrun or srun, so not done yet
+            cfg, _ = _preflight(cfg, token)  # started by torchrun or srun, so not done yet
     silence_libraries()
     # Not above: torch and Megatron take seconds, and `--help` or a bad config should not wait.
     from parallel.megatron_import import import_megatron
@@ -95,7 +95,7 @@ def train(
     run_rank(cfg, place, token)
 
 
-def _preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> str:
+def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> tuple[Config, str]:
     silence_libraries()
     from rich.console import Console
 
@@ -123,7 +123,7 @@ def check(
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
-    print(_preflight(cfg, take_token(os.environ), starts_here=False))
+    print(_preflight(cfg, take_token(os.environ), starts_here=False)[1])
     print(f"{config} can start: no mistakes in settings, model, run directory, data or rewards")
 
 

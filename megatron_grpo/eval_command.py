@@ -13,6 +13,7 @@ from rich.table import Table
 
 from checkpoint_convert import ModelShape, check_weights, read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.bars import progress_bar, waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines import EnginePool, EngineServers, NoServingEngine, RolloutClient
 from megatron_grpo.engines.http import EngineDown
@@ -28,7 +29,7 @@ from megatron_grpo.evaluation.evaluation import (
 )
 from megatron_grpo.preflight import check_engines
 from megatron_grpo.prompt_checks import check_evaluation
-from megatron_grpo.reporting.progress import EvaluationBar, progress_bar
+from megatron_grpo.reporting.progress import EvaluationBar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
 from megatron_grpo.rewards import RewardPools
 from megatron_grpo.timing import PhaseTimer
@@ -62,7 +63,8 @@ class FolderEvaluation:
             self._evaluations = Evaluations(
                 cfg, shape, tokenizer, self._client, pools, environments
             )
-            self.servers.wait_ready(cfg.rollout.startup_timeout)
+            with waiting(self.servers.awaited, "answer") as show:
+                self.servers.wait_ready(cfg.rollout.startup_timeout, show)
             self._stack = stack.pop_all()
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ CHANGEABLE = (
     "data.split",
     "train.run_dir",
     "train.num_steps",
+    "train.num_epochs",
     "train.max_tokens_per_microbatch",
     "train.offload",
     "train.save_interval",
@@ -47,6 +48,7 @@ CHANGEABLE = (
     "train.keep_every",
     "train.hang_timeout",
     "train.max_skipped_steps",
+    "train.save_generations",
     "train.log_tokens",
     "train.print_completions",
     "train.profile_steps",
@@ -78,19 +80,22 @@ CHANGEABLE = (
 )
 
 
-def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> str:
+def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tuple[Config, str]:
     """Raise ValueError, with the numbers and a legal value, if `cfg` cannot run on this machine.
 
     Reads the headers of the weights, not the weights, tokenizes the data, loads the reward
     functions in their own process, and checks that engines given by address are healthy and accept
     `token`. `starts_here`: whether the run is about to start on this host, so that its CPU matters.
-    Returns the first prompt for people, as the model will see it.
+    Returns `cfg` with the number of steps that `train.num_epochs` are, and the first prompt for
+    people, as the model will see it.
     """
     BatchSchedule.of(cfg.grpo)
     shape = _check_model(cfg)
-    check_engines(cfg.rollout, shape, token)
+    if cfg.train.replay is None:
+        check_engines(cfg.rollout, shape, token)
     if starts_here:
-        check_cpu_kernels(cfg.rollout, shape)
+        if cfg.train.replay is None:
+            check_cpu_kernels(cfg.rollout, shape)
         _warn_of_slow_dtype(cfg.model.dtype)
     check_same_run(cfg)
     check_start(cfg)
@@ -104,11 +109,13 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> st
     # Last, since importing Megatron-Core takes seconds, and encoding a data set takes minutes.
     _check_megatron(cfg, shape)
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts
+    from megatron_grpo.rollout.replay import check_replay
 
-    sample = check_prompts(cfg, shape)
+    cfg, sample = check_prompts(cfg, shape)
+    check_replay(cfg)
     if cfg.eval.named_sets:
         check_evaluation(cfg, shape)
-    return sample
+    return cfg, sample
 
 
 def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) -> None:

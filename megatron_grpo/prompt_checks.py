@@ -9,7 +9,9 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
-from megatron_grpo.data.prompts import Prompt, PromptStream, end_tokens, load_prompts
+from megatron_grpo.config.file import with_num_steps
+from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
+from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.environments.multi_turn import Turns, end_of_turn
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_prompts(cfg: Config, shape: ModelShape) -> str:
+def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
     """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on.
 
-    Returns the first prompt for people, as the model will see it.
+    Returns `cfg` with the number of steps that `train.num_epochs` are, and the first prompt for
+    people, as the model will see it.
     """
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(RewardPool(cfg.reward)))
@@ -35,8 +38,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> str:
         prompts = load_prompts(
             cfg, tokenizer, shape.max_position_embeddings, fault_of=reference_fault(cfg.reward)
         )
-        num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
-        PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
+        cfg = _with_steps_of_epochs(cfg, PromptStream.of(cfg, prompts))
         _check_vocabulary(shape, prompts)
         _check_engine_context(cfg, prompts, "data", "rollout")
         _check_token_budget(cfg, prompts)
@@ -50,7 +52,14 @@ def check_prompts(cfg: Config, shape: ModelShape) -> str:
             environments.wait_ready(rows)
         elif cfg.data.apply_chat_template:
             _check_end_of_turn(cfg, tokenizer, ends)
-        return _described(prompts[0], tokenizer, ends, cfg)
+        return cfg, _described(prompts[0], tokenizer, ends, cfg)
+
+
+def _with_steps_of_epochs(cfg: Config, stream: PromptStream) -> Config:
+    if cfg.train.num_epochs is None:
+        return cfg
+    updates = BatchSchedule.of(cfg.grpo).updates_per_generation
+    return with_num_steps(cfg, stream.num_generations(cfg.train.num_epochs) * updates)
 
 
 def _described(
@@ -59,8 +68,9 @@ def _described(
     ended = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends)
     observed = "" if cfg.environment.name is None else ", but for what the environment says"
     return (
-        f"row {prompt.index} of the data becomes {len(prompt.token_ids)} tokens, which do not "
-        f"enter the loss:\n{tokenizer.decode(list(prompt.token_ids))}\n"
+        f"{cfg.num_steps} optimizer steps; row {prompt.index} of the data becomes "
+        f"{len(prompt.token_ids)} tokens, which do not enter the loss:\n"
+        f"{tokenizer.decode(list(prompt.token_ids))}\n"
         f"and the model's, which do{observed}: at most {cfg.rollout.max_completion_length}, up to "
         f"{ended}"
     )

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.train import Run, train
@@ -25,8 +26,12 @@ PREFLIGHT_TIMEOUT = timedelta(hours=1)
 """How long ranks wait for rank 0, which may first download and encode the data."""
 
 
+NUM_STEPS = "num_steps"
+"""Key of the store."""
+
+
 def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
-    """Join the other ranks and train; returns when all `train.num_steps` steps are done.
+    """Join the other ranks and train; returns when all steps are done.
 
     If any rank fails, the process ends in here instead: see `Watchdog`. `token` authorizes requests
     to the engines in `rollout.base_urls`; only rank 0 talks to them.
@@ -36,6 +41,7 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     if place.rank == 0:
         timeout = timedelta(seconds=cfg.rollout.startup_timeout)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    cfg = with_steps_of_rank_0(cfg, place.rank, store)
     watchdog = Watchdog(place, store, Limits.from_config(cfg), cfg.train.run_dir)
     if place.rank == 0:
         print(_beginning(cfg), flush=True)
@@ -46,8 +52,17 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
             train(Run(cfg, groups, device, place.num_hosts, token, watchdog))
 
 
+def with_steps_of_rank_0(cfg: Config, rank: int, store: dist.Store) -> Config:
+    """`cfg` with the number of steps that `train.num_epochs` are: rank 0 has read the data."""
+    if rank == 0:
+        store.set(NUM_STEPS, str(cfg.num_steps))
+    return with_num_steps(cfg, int(store.get(NUM_STEPS)))
+
+
 def _beginning(cfg: Config) -> str:
-    if cfg.rollout.base_urls:
+    if cfg.train.replay is not None:
+        engines = f"generations are those of {cfg.train.replay}"
+    elif cfg.rollout.base_urls:
         engines = f"engines at {', '.join(cfg.rollout.base_urls)}"
     else:
         count = "an engine starts" if (n := cfg.rollout.num_engines) == 1 else f"{n} engines start"

@@ -1,6 +1,6 @@
 """What rank 0 alone has of a run: the engines, the prompts, the rewards, and the log."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
-from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.generate import Rollouter
+from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
+from megatron_grpo.rollout.replay import Replay, write_generation
 from megatron_grpo.rollout.rollouts import RolloutRunner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.watchdog import Watchdog
@@ -27,7 +27,7 @@ class RankZero:
 
     cfg: Config
     watchdog: Watchdog
-    rollouter: Rollouter
+    rollouter: Rollouter | Replay
     log: RunLog
     runner: RolloutRunner
 
@@ -36,7 +36,7 @@ class RankZero:
         cls,
         cfg: Config,
         watchdog: Watchdog,
-        rollouter: Rollouter,
+        rollouter: Rollouter | Replay,
         state: TrainerState,
         stack: ExitStack,
     ) -> "RankZero":
@@ -59,10 +59,16 @@ class RankZero:
         """All prompts of the data."""
         return self.rollouter.stream.prompts
 
+    @property
+    def with_engines(self) -> Rollouter:
+        """The rollouter of a run that makes its generations."""
+        assert isinstance(self.rollouter, Rollouter), "train.replay starts no engines"
+        return self.rollouter
+
     def wait_ready(self) -> None:
         """Return when every engine answers; from then on a preemption cancels what they do."""
-        with self.log.bar.waiting(f"rollout engines start, logs in {self.cfg.train.run_dir}/logs"):
-            self.rollouter.wait_ready()
+        with self.log.bar.waiting(self.with_engines.servers.awaited, "answer") as show:
+            self.with_engines.wait_ready(show)
         self.watchdog.on_preempt(self.rollouter.cancel)
 
     def enter(self, phase: str) -> None:
@@ -81,17 +87,21 @@ class RankZero:
             preempted_instead(lambda: self.watchdog.is_preempted),
             as_rollout_aborted(f"the evaluation after step {step}"),
         ):
-            evaluated = self.rollouter.evaluations.run(step, timer, self.log.bar.evaluation.show)
+            evaluated = self.with_engines.evaluations.run(step, timer, self.log.bar.evaluation.show)
         with timer.phase("eval", "log"):
             self.log.evaluation(step, evaluated, self.cfg.eval, timer.metrics()["time/eval"])
 
-    def log_replaced(self, step: int, groups: Iterable[ScoredGroup]) -> None:
-        """Log the groups that dynamic sampling replaced in the generation that `step` begins."""
+    def record(self, step: int, generation: int, batch: RolloutBatch, timer: PhaseTimer) -> None:
+        """Log the groups that dynamic sampling replaced in the generation that `step` begins, and
+        write that generation if `train.save_generations` says so."""
+        if self.cfg.train.save_generations:
+            with timer.phase("save"):
+                write_generation(self.cfg, generation, batch, self.rollouter.stream.fingerprint)
         self.log.replaced(
             step,
             [
                 scored
-                for group in groups
+                for group in batch.replaced
                 for scored in zip(group.samples, group.rewards, group.totals, strict=True)
             ],
         )

@@ -28,8 +28,9 @@ from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.profiler import profiled_step
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE
-from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
+from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.probe import probe_logprobs
+from megatron_grpo.rollout.replay import rollouter_of
 from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
@@ -61,7 +62,7 @@ def train(run: Run) -> None:
     Raises Preempted on all ranks, after saving, when any of them has been told to stop, and
     RolloutAborted when generations have ended for good.
     """
-    num_steps, run_dir = run.cfg.train.num_steps, run.cfg.train.run_dir
+    num_steps, run_dir = run.cfg.num_steps, run.cfg.train.run_dir
     if (done := steps_done(run_dir / "checkpoints")) >= num_steps:
         if run.groups.rank == 0:
             print(
@@ -101,7 +102,7 @@ class Trainer:
         rollouter = None
         if run.groups.rank == 0:
             num_ranks = cfg.dims.world_size // run.num_hosts
-            rollouter = stack.enter_context(closing(Rollouter(cfg, shape, run.token, num_ranks)))
+            rollouter = stack.enter_context(closing(rollouter_of(cfg, shape, run.token, num_ranks)))
             rollouter.wait_for_memory()
         if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
             wait_for_rank_0()  # the engines measure free memory first, or give theirs back
@@ -152,11 +153,18 @@ class Trainer:
 
     def start(self) -> None:
         """Push the weights, compare log-probabilities with the engines', and evaluate if due."""
+        if self.cfg.train.replay is None:
+            self._meet_engines()
+        self._evaluate()  # one that an interrupted run did not get to, or before the first step
+        self._restore_ready()
+        self._begin_step()
+
+    def _meet_engines(self) -> None:
         if self.zero:
             self.zero.wait_ready()
         self.push(self.step)
         experience = ask_engines(
-            self.zero, lambda zero: zero.rollouter.probe(self.step), lambda: self.push(self.step)
+            self.zero, lambda zero: zero.with_engines.probe(self.step), lambda: self.push(self.step)
         )
         self.sleep_engines()
         self._unlogged |= probe_logprobs(
@@ -164,13 +172,10 @@ class Trainer:
         )
         if self.cfg.rollout.enable_sleep_mode:
             self.push(self.step)
-        self._evaluate()  # one that an interrupted run did not get to, or before the first step
-        self._restore_ready()
-        self._begin_step()
 
     def _begin_step(self) -> None:
         """Attribute what follows to the next optimizer step; counted from 1 for people."""
-        step = min(self.step + 1, self.cfg.train.num_steps)
+        step = min(self.step + 1, self.cfg.num_steps)
         self.run.watchdog.begin_step(step)
         if self.zero:
             self.zero.log.timeline.step = step
@@ -223,7 +228,7 @@ class Trainer:
             self.experience = batch.experience
             self._unlogged |= batch.metrics
             if self.zero:
-                self.zero.log_replaced(self.step + 1, batch.replaced)
+                self.zero.record(self.step + 1, generation, batch, self.timer)
 
     def _prepare(self, cursor: Cursor) -> None:
         """Compute what is needed once for all steps that train on the generation."""
@@ -241,7 +246,7 @@ class Trainer:
             return
         with self.timer.phase("sleep"):
             if self.zero:
-                self.zero.rollouter.engines.sleep()
+                self.zero.with_engines.engines.sleep()
             wait_for_rank_0()
             self.residency.enter("log-probabilities")
         self._engines_may_be_awake = False
@@ -278,7 +283,7 @@ class Trainer:
         Does nothing within a generation, where the engines need no new weights, unless an
         evaluation is due or this was the last step.
         """
-        is_last = self.step == self.cfg.train.num_steps
+        is_last = self.step == self.cfg.num_steps
         starts_generation = self.schedule.cursor(self.step).starts_generation
         if not (starts_generation or is_last or is_due(self.cfg, self.step)):
             return
@@ -290,6 +295,8 @@ class Trainer:
 
     def push(self, policy_version: int, timer: PhaseTimer | None = None) -> None:
         """Push the current weights to the engines; raises RolloutAborted when none are left."""
+        if self.cfg.train.replay is not None:
+            return  # to no engines
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
         self._engines_may_be_awake = True
@@ -310,7 +317,7 @@ class Trainer:
     def save(self, *, now: bool = False) -> None:
         """Export and checkpoint, if due; always after the last step."""
         train = self.cfg.train
-        is_last = self.step == train.num_steps
+        is_last = self.step == self.cfg.num_steps
         saves = now or is_last or self.step % train.save_interval == 0
         saves = saves and self.step > self.checkpoints.newest_step
         if saves:
@@ -375,6 +382,6 @@ class Trainer:
         told = agree_to_stop(self.run.watchdog.is_preempted, self.run.device)
         if isinstance(reason, RolloutAborted) and not told:
             raise reason
-        if self.step < self.cfg.train.num_steps:
+        if self.step < self.cfg.num_steps:
             saved = f"step {self.step} saved" if self.step else "no step was done, nothing is saved"
             raise Preempted(f"preempted: {saved}; the same command resumes") from None

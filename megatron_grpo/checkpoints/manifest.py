@@ -7,17 +7,13 @@ is the last file of a checkpoint to be written: a folder without one is not comp
 import heapq
 import json
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path, PurePath
-from types import TracebackType
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from checkpoint_convert.formats.tensor_io import errors_named
+from megatron_grpo.bars import Show
 
 MANIFEST_FILE = "manifest.json"
 _BLOCK_BYTES = 1 << 20  # hashed while it is in the cache of a core
@@ -95,14 +91,18 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(
-    folder: Path, manifest: Manifest, names: Iterable[str], tell: Callable[[int], None]
-) -> None:
+def verify(folder: Path, manifest: Manifest, names: Collection[str], show: Show) -> None:
     """Hash the files `names`; ValueError that names the first one that differs or is missing.
 
     Raises OSError, naming the file, for one that exists but cannot be read: it may be intact.
-    `tell` is called with the number of bytes of each block.
     """
+    done, num_bytes = 0, sum(manifest[name].num_bytes for name in names)
+
+    def tell(size: int) -> None:
+        nonlocal done
+        done += size
+        show(done, num_bytes)
+
     for name in names:
         expected = manifest[name]
         try:
@@ -128,43 +128,3 @@ def fair_share(manifest: Manifest, rank: int, num_ranks: int) -> list[str]:
             mine.append(name)
         heapq.heappush(loads, (load + manifest[name].num_bytes, chosen))
     return mine
-
-
-PATIENCE_SECONDS = 5.0
-
-
-class VerifyBar:
-    """A progress bar on stderr, if that is a terminal; appears after PATIENCE_SECONDS."""
-
-    def __init__(self, text: str, num_bytes: int, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-        )
-        self._task = self._progress.add_task(text, total=num_bytes)
-        self._appears = time.monotonic() + PATIENCE_SECONDS
-        self.is_shown = False
-
-    def advance(self, num_bytes: int) -> None:
-        """Report that `num_bytes` more are verified."""
-        self._progress.advance(self._task, num_bytes)
-        if not self.is_shown and self._console.is_terminal and time.monotonic() > self._appears:
-            self.is_shown = True
-            self._progress.start()
-
-    def __enter__(self) -> "VerifyBar":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self.is_shown:
-            self._progress.stop()

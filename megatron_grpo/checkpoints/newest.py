@@ -8,7 +8,6 @@ would harm them is not good: all pickles are screened first.
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +16,9 @@ import torch.distributed as dist
 
 from checkpoint_convert.formats.torch_dist_metadata import read_object_places
 from checkpoint_convert.formats.torch_file import screen
+from megatron_grpo.bars import waiting
 from megatron_grpo.checkpoints import folders, manifest, trainer_state
 from megatron_grpo.checkpoints import state as megatron_state
-from megatron_grpo.checkpoints.manifest import VerifyBar
 from megatron_grpo.checkpoints.shard_file import read_parts
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy.model import Policy
@@ -148,10 +147,8 @@ def _verify(checkpoint: Path) -> None:
     rank = dist.get_rank()
     listed = manifest.read_manifest(checkpoint)
     names = manifest.fair_share(listed, rank, dist.get_world_size())
-    num_bytes = sum(listed[name].num_bytes for name in names)
-    bar = VerifyBar(f"verifying {checkpoint.name}", num_bytes) if rank == 0 else None
-    with bar or nullcontext():
-        manifest.verify(checkpoint, listed, names, bar.advance if bar else lambda _: None)
+    with waiting(f"verifying {checkpoint.name}", shows=rank == 0) as show:
+        manifest.verify(checkpoint, listed, names, show)
 
 
 def _read(
@@ -165,7 +162,8 @@ def _read(
         screen_checkpoint(checkpoint)
     record = trainer_state.read_record(checkpoint, step)
     megatron_state.set_counters(policy, record.counters)
-    read_parts(checkpoint, megatron_state.parts_saved(policy, reference))
+    with waiting(f"reading {checkpoint.name}", shows=dist.get_rank() == 0) as show:
+        read_parts(checkpoint, megatron_state.parts_saved(policy, reference), show)
     if reference:
         reference.round_averaged_weights()
     if record.layout == dims:  # random states are saved per rank
@@ -181,7 +179,8 @@ def _read_start(checkpoint: Path, policy: Policy) -> None:
     own_schedule = {"scheduler": policy.scheduler.state_dict()}
     megatron_state.set_counters(policy, counters | own_schedule)
     parts = megatron_state.parts_saved(policy, None)
-    read_parts(checkpoint, parts, is_resumed=False)
+    with waiting(f"reading {checkpoint.name}", shows=dist.get_rank() == 0) as show:
+        read_parts(checkpoint, parts, show, is_resumed=False)
 
 
 def screen_checkpoint(folder: Path) -> None:

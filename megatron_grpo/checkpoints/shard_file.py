@@ -18,6 +18,7 @@ from checkpoint_convert.formats.torch_dist import StoredChunks, read_chunks
 from checkpoint_convert.formats.torch_dist_writer import Chunk
 from checkpoint_convert.formats.torch_values import DTYPE_NAMES, bit_view
 from checkpoint_convert.weights import ShardLoader
+from megatron_grpo.bars import Show
 from megatron_grpo.checkpoints.state import REFERENCE, StatePart
 from megatron_grpo.policy.optimizer_state import SplitFloats
 from parallel import Box, Layout, ShardMapping
@@ -67,7 +68,13 @@ def chunks_to_write(
     return chunks, tensors
 
 
-def read_parts(folder: Path, parts: Sequence[StatePart], *, is_resumed: bool = True) -> None:
+def read_parts(
+    folder: Path,
+    parts: Sequence[StatePart],
+    show: Show = lambda done, total: None,
+    *,
+    is_resumed: bool = True,
+) -> None:
     """Fill all parts, in place, from a checkpoint that was saved at any layout.
 
     Raises ValueError that names what is missing or has another shape, or if the run is resumed and
@@ -75,6 +82,7 @@ def read_parts(folder: Path, parts: Sequence[StatePart], *, is_resumed: bool = T
     its initial reference.
     """
     keys = {part.key for part in parts}
+    done, num_bytes = 0, sum(part.values.nbytes for part in parts)
     stored = read_chunks(folder, lambda key: key in keys or key.startswith(REFERENCE))
     with closing(stored.tensors):
         if is_resumed:
@@ -88,6 +96,8 @@ def read_parts(folder: Path, parts: Sequence[StatePart], *, is_resumed: bool = T
         layout = Layout({piece.local: piece.box.size for piece in pieces}, pieces)
         loader = ShardLoader(stored, layout)
         for name, part in zip(names, parts, strict=True):
+            show(done, num_bytes)
+            done += part.values.nbytes
             _fill(folder, loader, name, part, stored)
 
 

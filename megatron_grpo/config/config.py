@@ -76,6 +76,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:
         warmup, steps = self.optimizer.lr_warmup_steps, self.train.num_steps
+        if steps is None:
+            return self  # checked when they are known: see `with_num_steps`
         if warmup >= steps:
             raise ValueError(
                 f"optimizer.lr_warmup_steps {warmup} must be below train.num_steps {steps}: "
@@ -103,6 +105,25 @@ class Config(Section):
                     f"optimizer.{key} {str(value).lower()} is for bfloat16 weights, and "
                     "model.dtype is float32: leave it out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_are_of_one_set(self) -> Self:
+        if self.train.num_epochs is not None and not isinstance(self.data.path, str):
+            raise ValueError(
+                f"train.num_epochs {self.train.num_epochs}: the sets of data.path are passed over "
+                "at different times, as their weights say: set train.num_epochs=null and give "
+                "train.num_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replay_needs_no_engines(self) -> Self:
+        if self.train.replay is not None and self.eval.named_sets:
+            raise ValueError(
+                f"train.replay {self.train.replay} starts no engines, which evaluations need: set "
+                "eval.data=null and eval.sets={}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -241,6 +262,12 @@ class Config(Section):
                 f"{', '.join(known)}, or null for their weighted sum"
             )
         return self
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps; with `train.num_epochs` only after `with_num_steps`."""
+        assert self.train.num_steps is not None, "the data is not read yet"
+        return self.train.num_steps
 
     @property
     def reward_terms(self) -> tuple[RewardFunction, ...]:

@@ -1,8 +1,8 @@
 """Prompts: the keys of `data`, and of `eval.data`."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
 from megatron_grpo.config.section import Section
 
@@ -29,11 +29,29 @@ OWN_TEMPLATE_ARGUMENTS = frozenset(
 """Parameters of transformers' `apply_chat_template`, and variables that it sets itself."""
 
 
+class WeightedPath(Section):
+    """One of several sets of prompts that a run mixes."""
+
+    path: str
+    """What `data.path` is for a single set."""
+    weight: int = Field(ge=1, le=1000)
+    """A whole number: how many prompts are drawn of this set for those of the others."""
+
+
+ONE, SEVERAL = KINDS_OF_PATH = ("one", "several")
+
+
 class DataConfig(Section):
     """Where prompts come from and how a row becomes a prompt."""
 
-    path: str
-    """A .jsonl or .parquet file, a folder of them, or the name of a Hugging Face data set."""
+    path: Annotated[
+        Annotated[str, Tag(ONE)]
+        | Annotated[tuple[WeightedPath, ...], Field(strict=False), Tag(SEVERAL)],
+        Discriminator(lambda value: SEVERAL if isinstance(value, list | tuple) else ONE),
+    ]
+    """A .jsonl or .parquet file, a folder of them, or the name of a Hugging Face data set; or a
+    list of such sets, each as `{path: ..., weight: ...}`, that are drawn from in the proportion of
+    the weights, which are whole numbers."""
     subset: str | None = None
     """Subset of a Hugging Face data set, such as `main` of openai/gsm8k; null for files."""
     split: str = "train"
@@ -56,6 +74,19 @@ class DataConfig(Section):
     """Rows that cannot be used: `error` lists them and stops, `skip` leaves them out."""
     shuffle: bool = True
     """Whether each epoch has its own random order, derived from train.seed; false: row order."""
+
+    @property
+    def paths(self) -> tuple[WeightedPath, ...]:
+        """All paths, with their weights."""
+        if isinstance(self.path, str):
+            return (WeightedPath(path=self.path, weight=1),)
+        return self.path
+
+    @model_validator(mode="after")
+    def _there_is_a_path(self) -> Self:
+        if not self.path:
+            raise ValueError("data.path is empty: name a file, a folder or a data set")
+        return self
 
     @model_validator(mode="after")
     def _template_fits(self) -> Self:

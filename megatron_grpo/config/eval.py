@@ -83,6 +83,11 @@ class EvalSet(Section):
     @field_validator("data", mode="after")
     @classmethod
     def _rows_keep_their_order(cls, value: DataConfig | None) -> DataConfig | None:
+        if value is not None and not isinstance(value.path, str):
+            raise ValueError(
+                "data.path is a list, whose weights are for training: give one path, such as "
+                "eval.data.path=FILE, or several sets in eval.sets"
+            )
         if value is not None and value.shuffle:
             raise ValueError(
                 "data.shuffle true: prompts of an evaluation keep the order of their rows; leave "

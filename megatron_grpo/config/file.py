@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_grpo.config.config import Config, RewardFunction
+from megatron_grpo.config.data import KINDS_OF_PATH, WeightedPath
 from megatron_grpo.config.eval import EvalSet, section_of
 
 # Options of other libraries, chat templates and user code, which check the names themselves;
@@ -89,6 +90,18 @@ def parse_config(table: dict[str, Any]) -> Config:
         return Config.model_validate(table)
     except ValidationError as error:
         raise ValueError("\n".join(_mistakes(error))) from None
+
+
+def with_num_steps(config: Config, num_steps: int) -> Config:
+    """`config` with `train.num_steps` in place of `train.num_epochs`, if it has these.
+
+    Raises ValueError if the schedule of the learning rate does not fit into so few steps.
+    """
+    if config.train.num_epochs is None:
+        return config
+    table = config.model_dump(mode="json")
+    table["train"] |= {"num_steps": num_steps, "num_epochs": None}
+    return parse_config(table)
 
 
 def dump_config(config: Config) -> str:
@@ -192,11 +205,12 @@ def _mistakes(error: ValidationError) -> Iterator[str]:
 
 
 def _describe(detail: ErrorDetails, descriptions: Mapping[str, str]) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+    key = ".".join(str(part) for part in detail["loc"] if part not in KINDS_OF_PATH)
     if detail["type"] == "missing":
         return f"config key {key} is missing. {descriptions.get(key, '')}".rstrip()
     if detail["type"] == "extra_forbidden":  # in a list, which `_leaves` does not descend into
-        fields = list(RewardFunction.model_fields)
+        section = WeightedPath if "path" in detail["loc"] else RewardFunction
+        fields = list(section.model_fields)
         nearest = _nearest_keys(str(detail["loc"][-1]), fields)
         told = f"did you mean {nearest[0]!r}?" if nearest else f"use {', '.join(fields)}"
         return f"unknown config key {key!r}: {told}"

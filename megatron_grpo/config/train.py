@@ -68,8 +68,11 @@ class TrainConfig(Section):
     init_from: Path | None = Field(default=None, strict=False)
     """Run directory, or RUN_DIR/checkpoints/step_N, whose weights and moments a new run starts
     from, at step 0; null: the weights in model.path."""
-    num_steps: PositiveInt
-    """Number of optimizer steps."""
+    num_steps: PositiveInt | None = None
+    """Number of optimizer steps; either this or num_epochs is required."""
+    num_epochs: PositiveInt | None = None
+    """Passes over the prompts, from which the number of optimizer steps follows when the data is
+    read; prompts that dynamic_sample draws in addition do not count."""
     seed: NonNegativeInt = 42
     """Seed of the data order and of all sampling."""
     max_tokens_per_microbatch: PositiveInt = 4096
@@ -94,6 +97,11 @@ class TrainConfig(Section):
     max_skipped_steps: PositiveInt = 3
     """Steps with a NaN or infinite loss or gradient are skipped; this many in a row stop the
     run."""
+    save_generations: bool = False
+    """Whether every generation is written to `generations` in run_dir, for replay."""
+    replay: Path | None = Field(default=None, strict=False)
+    """Run directory with generations: these are trained on, and no engines are started; null: the
+    engines make new ones."""
     log_tokens: NonNegativeInt = 4096
     """Tokens of each step whose values (log-probability, ratio, entropy, weight, ...) are written
     to tokens.jsonl, for `megatron-grpo view`; 0: none."""
@@ -106,6 +114,16 @@ class TrainConfig(Section):
     tensorboard: bool = False
     """Whether metrics are also written for TensorBoard, to `tensorboard` in run_dir; this needs the
     extra `tensorboard`."""
+
+    @model_validator(mode="after")
+    def _length_is_given_once(self) -> Self:
+        if (self.num_steps is None) == (self.num_epochs is None):
+            given = "missing" if self.num_steps is None else f"{self.num_steps} beside num_epochs"
+            raise ValueError(
+                f"train.num_steps is {given}: give either the number of optimizer steps or, as "
+                "train.num_epochs, of passes over the prompts, and set the other to null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _kept_steps_are_saved(self) -> Self:

@@ -1,13 +1,9 @@
-"""From rows of data to prompts of token ids, and to the batch of each generation."""
+"""From rows of data to prompts of token ids."""
 
 import logging
-import math
-import random
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import sha256
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
@@ -37,65 +33,13 @@ class Prompt:
     """The text that `token_ids` encode, with the chat template applied."""
     row: Row
     """The columns of the row, with the reference answer also as `answer`."""
+    path: int = 0
+    """Number of its path in `data.path`, if that is a list."""
     first_observation: str | None = None
     """Text that the environment of one sample appended; the prompt is then that sample's alone."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", array("i", self.token_ids))
-
-
-class PromptStream:
-    """Prompts by generation number: a pure function of it, so that resuming needs no state."""
-
-    def __init__(
-        self, prompts: Sequence[Prompt], batch_size: int, seed: int, shuffle: bool
-    ) -> None:
-        if batch_size > len(prompts):
-            raise ValueError(
-                f"one generation needs {batch_size} different prompts and the data has "
-                f"{len(prompts)}: lower grpo.generation_batch_size to at most "
-                f"{len(prompts)} * grpo.num_generations"
-            )
-        self.prompts = prompts
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-
-    @property
-    def fingerprint(self) -> str:
-        """Number and digest of the prompts; other prompts would make other generations."""
-        digest = sha256()
-        for prompt in self.prompts:
-            numbers = (prompt.index, len(prompt.token_ids), *prompt.token_ids)
-            digest.update(array("q", numbers).tobytes())
-        return f"{len(self.prompts)} prompts of SHA-256 {digest.hexdigest()[:16]}"
-
-    def batch(self, generation_index: int) -> list[Prompt]:
-        """The `batch_size` different prompts of generation `generation_index` (0, 1, ...).
-
-        With `shuffle`, every epoch has its own order and drops the rows that do not fill a whole
-        batch, different ones each time. Otherwise the rows are taken in order and wrap around.
-        """
-        num_prompts, size = len(self.prompts), self.batch_size
-        if not self.shuffle:
-            start = generation_index * size
-            return [self.prompts[i % num_prompts] for i in range(start, start + size)]
-        epoch, batch = divmod(generation_index, num_prompts // size)
-        order = _epoch_order(num_prompts, self.seed, epoch)
-        return [self.prompts[i] for i in order[batch * size : (batch + 1) * size]]
-
-    def epochs(self, num_generations: float) -> float:
-        """Passes over the prompts after this many generations."""
-        per_epoch = len(self.prompts) / self.batch_size
-        return num_generations / (math.floor(per_epoch) if self.shuffle else per_epoch)
-
-
-@lru_cache(maxsize=1)
-def _epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(num_prompts))
-    # A string is hashed with SHA-512, so the seed is the same in every Python version and process.
-    random.Random(f"prompts of epoch {epoch}, seed {seed}").shuffle(order)
-    return order
 
 
 def end_tokens(
@@ -137,10 +81,31 @@ def load_prompts(
     `data.on_invalid` is skip. With `warns`, log how many rows are left out for that reason or by
     `data.max_prompt_length`. `limit` is the key that limits completions, for messages.
     """
-    data, invalid = cfg.data, InvalidRows()
     longest = _longest_prompt(cfg, max_position_embeddings, limit)
-    records = read_rows(data, invalid)
-    num_rows = len(records) + len(invalid)
+    prompts: list[Prompt] = []
+    first_row = 0
+    for number, each in enumerate(cfg.data.paths):
+        data, invalid = cfg.data.model_copy(update={"path": each.path}), InvalidRows()
+        records = read_rows(data, each.path, invalid, first_row)
+        num_rows = len(records) + len(invalid)
+        found = _encoded(data, tokenizer, records, invalid, fault_of, longest)
+        if invalid:
+            _settle(data, invalid, num_rows, longest, warns=warns)
+        found = _short_ones(data, found, longest, warns=warns)
+        prompts += [replace(prompt, path=number) for prompt in found] if number else found
+        first_row += num_rows
+    return prompts
+
+
+def _encoded(
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    records: Sequence[Record],
+    invalid: InvalidRows,
+    fault_of: Callable[[Row], Fault | None],
+    longest: int,
+) -> list[Prompt]:
+    """The prompts of the rows of one path; those that cannot be used are added to `invalid`."""
     _check_columns(data, records)
     prompts = []
     for record, encoded in zip(
@@ -153,9 +118,7 @@ def load_prompts(
             invalid.add(record.index, record.place, encoded)
         else:
             prompts.append(Prompt(record.index, encoded.token_ids, encoded.text, row))
-    if invalid:
-        _settle(data, invalid, num_rows, longest, warns=warns)
-    return _short_ones(data, prompts, longest, warns=warns)
+    return prompts
 
 
 def _with_answer(data: DataConfig, row: Row) -> Row:

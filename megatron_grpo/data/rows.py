@@ -111,30 +111,31 @@ class Record:
         return f"{self.source} {self.number}"
 
 
-def read_rows(data: DataConfig, invalid: InvalidRows) -> list[Record]:
+def read_rows(data: DataConfig, path: str, invalid: InvalidRows, first: int = 0) -> list[Record]:
     """The rows of a .jsonl or .parquet file, of a folder of them, or of a Hugging Face data set.
 
-    Rows that cannot be read are added to `invalid`. Raises ValueError if there are no rows at all,
+    `path` is that of `data`, or one of them; its rows are numbered from `first` on. Rows that
+    cannot be read are added to `invalid`. Raises ValueError if there are no rows at all,
     and for a subset or a split that a file or a folder does not have.
     """
-    records, index = [], 0
-    for source, rows in _sources(data):
+    records, index = [], first
+    for source, rows in _sources(data, path):
         for number, row in rows:
             if isinstance(row, Fault):
                 invalid.add(index, f"{source} {number}", row)
             else:
                 records.append(Record(index, source, number, row))
             index += 1
-    if index == 0:
-        raise ValueError(f"data.path {data.path} has no rows")
+    if index == first:
+        raise ValueError(f"data.path {path} has no rows")
     return records
 
 
-def _sources(data: DataConfig) -> Iterator[tuple[str, Iterator[Numbered]]]:
+def _sources(data: DataConfig, name: str) -> Iterator[tuple[str, Iterator[Numbered]]]:
     """The sources, each with a name to which row numbers are appended, and its rows."""
-    path = Path(data.path)
+    path = Path(name)
     if not path.exists():
-        yield f"{data.path} row", enumerate(_load_from_hub(data))
+        yield f"{name} row", enumerate(_load_from_hub(data, name))
         return
     if data.subset is not None:
         raise ValueError(
@@ -221,16 +222,16 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Fault]:
             yield from _rows(batch.slice(number, 1))
 
 
-def _load_from_hub(data: DataConfig) -> Iterator[Row]:
-    if data.path.endswith(FILE_SUFFIXES) or not HUB_NAME.fullmatch(data.path):
-        raise ValueError(f"data.path {data.path} does not exist")
+def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
+    if name.endswith(FILE_SUFFIXES) or not HUB_NAME.fullmatch(name):
+        raise ValueError(f"data.path {name} does not exist")
     # Imported here because it takes a second, and local files do not need it.
     import datasets  # noqa: PLC0415
 
     try:
-        yield from datasets.load_dataset(data.path, data.subset, split=data.split)
+        yield from datasets.load_dataset(name, data.subset, split=data.split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"data.path {data.path} is not a local file or folder, and the Hugging Face data set "
+            f"data.path {name} is not a local file or folder, and the Hugging Face data set "
             f"of that name (subset {data.subset}, split {data.split}) cannot be loaded: {error}"
         ) from error

@@ -16,6 +16,7 @@ from subprocess import TimeoutExpired
 from typing import NoReturn
 
 from checkpoint_convert import ModelShape, read_shape
+from megatron_grpo.bars import Show
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.access import check_host
@@ -67,6 +68,7 @@ class EngineServers:
     ) -> None:
         self.base_urls = tuple(url.rstrip("/") for url in rollout.base_urls)
         self._engines: list[EngineProcess] = []
+        self._log_dir = log_dir
         self._ports: list[socket.socket] = []
         self.share_gpus = False
         """Whether engines started here share the GPUs of trainer ranks."""
@@ -89,11 +91,22 @@ class EngineServers:
             self._engines.append(EngineProcess.start(command, environment, url, log))
         self.base_urls = tuple(engine.url for engine in self._engines)
 
-    def wait_ready(self, timeout: float) -> None:
-        """Wait until all engines answer; raise if one is dead or `timeout` seconds have passed."""
+    @property
+    def awaited(self) -> str:
+        """What `wait_ready` waits for."""
+        if self.are_ours:
+            return f"rollout engines start, logs in {self._log_dir}"
+        return f"rollout engines at {', '.join(self.base_urls)}"
+
+    def wait_ready(self, timeout: float, show: Show = lambda done, total: None) -> None:
+        """Wait until all engines answer; raise if one is dead or `timeout` seconds have passed.
+
+        `show` is called with the numbers of engines that answer and of all.
+        """
         deadline = time.monotonic() + timeout
         waiting = list(self.base_urls)
         while waiting := [url for url in waiting if not is_healthy(url)]:
+            show(len(self.base_urls) - len(waiting), len(self.base_urls))
             self.check()
             if time.monotonic() > deadline:
                 raise TimeoutError(

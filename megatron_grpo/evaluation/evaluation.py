@@ -122,7 +122,7 @@ def is_due(cfg: Config, step: int) -> bool:
     """Whether training evaluates the weights after `step` optimizer steps."""
     if not cfg.eval.named_sets:
         return False
-    return step % cfg.eval.interval == 0 or step == cfg.train.num_steps
+    return step % cfg.eval.interval == 0 or step == cfg.num_steps
 
 
 class Evaluation:

@@ -79,8 +79,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     """Replace this process by a torchrun that runs `megatron-grpo ARGUMENTS` on every rank here.
 
     So signals reach torchrun directly, and its exit code is ours. Rank 0 keeps the terminal, the
-    others write to `logs/` in the run directory. Each rank receives `token` in its environment and
-    removes it from there.
+    others write to `logs/` in the run directory. All take the number of steps from `cfg`. Each
+    receives `token` in its environment and removes it from there.
     """
     num_ranks = cfg.dims.world_size
     logs = Path(cfg.train.run_dir) / "logs"
@@ -97,7 +97,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     if num_ranks > 1:
         to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))
         torchrun += [f"--redirects={to_files}"]
-    command = [*torchrun, "-m", "megatron_grpo.cli", *arguments]
+    length = [f"train.num_steps={cfg.num_steps}", "train.num_epochs=null"]
+    command = [*torchrun, "-m", "megatron_grpo.cli", *arguments, *length]
     # exec keeps the process id
     for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
     if token is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.megatron import layout_sender
 from checkpoint_convert.weights import read_weights
+from megatron_grpo.bars import waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.dynamic_context import split_dynamically
@@ -100,7 +101,8 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     if cfg.rollout.router_replay:
         add_router_replay(model.chunks)
     add_gradients(model, cfg)
-    read_weights(cfg.model.path, shape, model.layout, model.parameters())
+    with waiting(f"reading {cfg.model.path}", shows=groups.rank == 0) as show:
+        read_weights(cfg.model.path, shape, model.layout, model.parameters(), show)
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
     return add_optimizer(model, cfg)
 
@@ -141,7 +143,7 @@ def add_gradients(model: Model, cfg: Config) -> None:
 def add_optimizer(model: Model, cfg: Config) -> Policy:
     """Add optimizer and scheduler to a model with gradients; collective over all ranks."""
     optimizer = make_optimizer(model.chunks, cfg.optimizer)
-    scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.train.num_steps)
+    scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.num_steps)
     losses = RouterLosses([unwrapped(chunk) for chunk in model.chunks])
     return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler, router_losses=losses)
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.weights import read_weights
+from megatron_grpo.bars import waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.policy.model import Model, Policy, build_model
@@ -57,7 +58,8 @@ def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Reference
     model = build_model(cfg, shape, groups)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
-    read_weights(cfg.model.path, shape, model.layout, model.parameters())
+    with waiting(f"reading {cfg.model.path} as the reference", shows=groups.rank == 0) as show:
+        read_weights(cfg.model.path, shape, model.layout, model.parameters(), show)
     averaged = {}
     if cfg.grpo.sync_ref_model:
         averaged = {name: parameter.detach() for name, parameter in model.parameters().items()}

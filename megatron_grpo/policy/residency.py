@@ -12,7 +12,7 @@ of gradient buffers knows neither frozen weights nor a reference, and needs CUDA
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,13 @@ from megatron_grpo.config.offload import (
 )
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.optimizer import state_tensors
+from megatron_grpo.policy.optimizer_state import SplitFloats
 from megatron_grpo.policy.reference import Reference
 from parallel.alignment import round_up
 from parallel.collectives import raise_first_failure, wait_for_all
 from parallel.page_locked import available_bytes, page_locked_bytes
 
+Values = TypeVar("Values", Tensor, SplitFloats)
 _ALIGNMENT = 64
 """Of copies in host memory; a multiple of every element's size."""
 
@@ -81,11 +83,13 @@ class Residency:
         for part in parts_used(phase):
             self._await(part)
 
-    def readable(self, tensor: Tensor) -> Tensor:
+    def readable(self, tensor: Values) -> Values:
         """`tensor`, or, if its storage is away, the same values in host memory.
 
         Not to be written to, and valid until the next `enter`.
         """
+        if isinstance(tensor, SplitFloats):
+            return SplitFloats(self.readable(tensor.weights), self.readable(tensor.rest))
         room = self._room_of.get(tensor.untyped_storage())
         if room is None:
             return tensor

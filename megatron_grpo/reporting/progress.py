@@ -6,52 +6,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Column, Table
+from rich.progress import Progress
+from rich.table import Table
 from rich.text import Text
 
+from megatron_grpo.bars import Show, Wait, progress_bar
 from megatron_grpo.evaluation.evaluation import metrics_of
 from megatron_grpo.timing import is_beside
 
 SHOWN_SECONDS = 0.05
 """Shorter phases would print as 0.0 and are left out."""
-
-LINE_SECONDS = 30.0
-"""Interval between lines about an evaluation if there is no bar."""
-
-
-class _PhaseColumn(ProgressColumn):
-    """What a task does and, if it has a field `since` (`time.monotonic()`), for how long."""
-
-    def render(self, task: Task) -> Text:
-        since = task.fields.get("since")
-        seconds = "" if since is None else f" {time.monotonic() - since:.0f} s"
-        return Text(f"{task.description}{seconds}", style="dim")
-
-
-def progress_bar(console: Console) -> Progress:
-    """A bar per task; disabled if `console` is not a terminal."""
-    return Progress(
-        MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        _PhaseColumn(table_column=Column(ratio=1, no_wrap=True)),
-        console=console,
-        disable=not console.is_terminal,
-        expand=True,
-    )
 
 
 class EvaluationBar:
@@ -59,21 +23,15 @@ class EvaluationBar:
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
-        self._task: TaskID | None = None
-        self._last_line = 0.0
+        self._wait: Wait | None = None
 
     def show(self, name: str, num_done: int, num_prompts: int) -> None:
         """Show the finished prompts of the set `name`: none in the first call, all in the last."""
-        now, what = time.monotonic(), evaluation_title(name)
-        if self._task is None:
-            self._task, self._last_line = self._bar.add_task(what, total=num_prompts), now
-        self._bar.update(self._task, completed=num_done)
+        self._wait = self._wait or Wait(self._bar, evaluation_title(name), "prompts")
+        self._wait.show(num_done, num_prompts)
         if num_done == num_prompts:
-            self._bar.remove_task(self._task)
-            self._task = None
-        elif self._bar.disable and now - self._last_line >= LINE_SECONDS:
-            self._last_line = now
-            self._bar.console.print(f"{what}: {num_done} of {num_prompts} prompts")
+            self._wait.close()
+            self._wait = None
 
 
 class ProgressBar:
@@ -117,14 +75,13 @@ class ProgressBar:
         self._bar.update(self._task, description=phase, since=time.monotonic() if phase else None)
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Show what is waited for meanwhile, and print how long it took."""
-        began = time.monotonic()
-        self.enter(what)
+    def waiting(self, what: str, unit: str) -> Iterator[Show]:
+        """Show what is waited for and, of `unit`, how much is there; print how long it took."""
+        began, wait = time.monotonic(), Wait(self._bar, what, unit)
         if not self._console.is_terminal:
             self.tell(f"{what} ...")
-        yield
-        self.enter("")
+        yield wait.show
+        wait.close()
         self.tell(f"{what}: {time.monotonic() - began:.0f} s")
 
     def _print(self, line: str, *, soft_wrap: bool = False) -> None:

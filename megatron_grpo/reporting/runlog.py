@@ -53,7 +53,7 @@ class RunLog:
         )
         self.timeline = Timeline(self.run_dir / TIMELINE_FILE)
         self.timeline.step = first_step
-        self.bar = ProgressBar(first_step, cfg.train.num_steps)
+        self.bar = ProgressBar(first_step, cfg.num_steps)
         self.symptoms = Symptoms()
 
     def step(

@@ -20,8 +20,9 @@ import torch
 
 from megatron_grpo.algorithm.advantages import differ
 from megatron_grpo.config.grpo import GRPOConfig
-from megatron_grpo.data.prompts import Prompt, PromptStream
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.stream import PromptStream
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,5 @@ class DynamicSampler:
 
     def _others(self, count: int) -> list[Prompt]:
         """Up to `count` prompts that were not tried yet."""
-        untried = [prompt for prompt in self._stream.prompts if prompt.index not in self._tried]
         order = random.Random(f"resampled {self._stream.seed} {self._generation} {self.round}")
-        return order.sample(untried, min(count, len(untried)))
+        return self._stream.others(self._tried, count, order)

@@ -4,16 +4,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
+from megatron_grpo.bars import Show, waiting
 from megatron_grpo.batch.experience import Experience, compute_advantages
-from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.data.prompts import PromptStream, end_tokens, load_prompts
+from megatron_grpo.data.prompts import end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, first_seed
+from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.layouts import worker_dtypes, worker_layouts
@@ -28,6 +30,9 @@ from megatron_grpo.rewards.builtin import reference_fault
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.workers.child_process import COLLECTOR
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROBE_LENGTH = 8
 """Most tokens per sample of the probe."""
@@ -53,6 +58,15 @@ class RolloutBatch:
     """The groups that dynamic sampling replaced; not known of a generation from a checkpoint."""
 
 
+def load_stream(
+    cfg: Config, shape: ModelShape, tokenizer: "PreTrainedTokenizerBase"
+) -> PromptStream:
+    """The prompts of a run; the preflight has warned of rows that are left out."""
+    context, fault_of = shape.max_position_embeddings, reference_fault(cfg.reward)
+    prompts = load_prompts(cfg, tokenizer, context, fault_of=fault_of, warns=False)
+    return PromptStream.of(cfg, prompts)
+
+
 class Rollouter:
     """The rollout engines, the prompts and the rewards of a run.
 
@@ -72,22 +86,17 @@ class Rollouter:
             self.thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
-        self._servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks)
+        self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks)
         self._pools = RewardPools()
         self.rewards = self._pools.pool_for(cfg.reward)
         self.environments: EnvironmentPool | None = None
         if cfg.environment.name is not None:
             self.environments = EnvironmentPool(cfg.environment)
         tokenizer = load_tokenizer(cfg.model.path)
-        self.engines = RolloutClient(EnginePool(self._servers, cfg.rollout), cfg.rollout)
+        self.engines = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
-        # The preflight has warned already.
-        fault_of = reference_fault(cfg.reward)
-        context = shape.max_position_embeddings
-        prompts = load_prompts(cfg, tokenizer, context, fault_of=fault_of, warns=False)
-        num_prompts = BatchSchedule.of(cfg.grpo).num_prompts
-        self.stream = PromptStream(prompts, num_prompts, cfg.train.seed, cfg.data.shuffle)
+        self.stream = load_stream(cfg, shape, tokenizer)
         self.evaluations = Evaluations(
             cfg, shape, tokenizer, self.engines, self._pools, self.environments
         )
@@ -99,18 +108,20 @@ class Rollouter:
         given it back when this returns. Other engines load while the trainer builds its model.
         Raises what `wait_ready` raises.
         """
-        if self.cfg.rollout.enable_sleep_mode:
-            self.wait_ready()
-            self.engines.sleep()
-        elif self._servers.share_gpus:
-            self._servers.wait_ready(self.cfg.rollout.startup_timeout)
+        with waiting(self.servers.awaited, "answer") as show:
+            if self.cfg.rollout.enable_sleep_mode:
+                self.wait_ready(show)
+                self.engines.sleep()
+            elif self.servers.share_gpus:
+                self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, show: Show) -> None:
         """Return when every engine answers; raises when one is dead or late.
 
-        Raises ValueError that names the parameters of an engine that a push would not fill.
+        `show` is called with the numbers of engines that answer and of all. Raises ValueError that
+        names the parameters of an engine that a push would not fill.
         """
-        self._servers.wait_ready(self.cfg.rollout.startup_timeout)
+        self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
         layouts = worker_layouts(self.shape, self.cfg.rollout)
         dtypes = worker_dtypes(self.shape, self.cfg.rollout, self.cfg.model.dtype)
         for url, workers in self.engines.describe_parameters().items():
@@ -128,6 +139,10 @@ class Rollouter:
         samples = [replace(sample, finish_reason="stop") for sample in samples]
         nothing = torch.zeros(len(samples), dtype=torch.float64)
         return Experience(samples, [], nothing, nothing.long(), nothing)
+
+    def rollout(self, request: RolloutRequest) -> "Rollout":
+        """A generation that is to be made."""
+        return Rollout(self, request)
 
     def requests(
         self, sampler: DynamicSampler, request: RolloutRequest
@@ -187,7 +202,7 @@ class Rollouter:
         with ExitStack() as stack:
             if self.thread:  # last: Linux kills the engines that it started when it ends
                 stack.callback(self.thread.shutdown)
-            stack.callback(self._servers.close)
+            stack.callback(self.servers.close)
             if self.environments:
                 stack.callback(self.environments.close)
             stack.callback(self._pools.close)

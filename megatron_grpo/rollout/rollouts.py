@@ -21,6 +21,7 @@ from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted, preempted_instead
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.generate import Rollout, RolloutBatch, Rollouter, RolloutRequest
+from megatron_grpo.rollout.replay import Replay, ReplayedRollout
 from megatron_grpo.timing import IDLE, ROLLOUT, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
 from parallel.collectives import on_rank_0
@@ -60,9 +61,11 @@ def as_rollout_aborted(what: str) -> Iterator[None]:
 class RolloutRunner:
     """Makes one generation at a time, in the rollouter's thread if it has one. Rank 0 only."""
 
-    def __init__(self, rollouter: Rollouter, watchdog: Watchdog, timeline: Timeline) -> None:
+    def __init__(
+        self, rollouter: Rollouter | Replay, watchdog: Watchdog, timeline: Timeline
+    ) -> None:
         self._rollouter, self._watchdog, self._timeline = rollouter, watchdog, timeline
-        self._rollout: Rollout | None = None
+        self._rollout: Rollout | ReplayedRollout | None = None
         self._making: Future[RolloutBatch] | None = None
         self._phases: SimpleQueue[str | None] = SimpleQueue()
         """The phases that the thread enters; None when it is done."""
@@ -72,7 +75,7 @@ class RolloutRunner:
         if self._rollout is None or self._rollout.request != request:
             if self._rollout is not None:
                 self._rollout.abandon()
-            self._rollout = Rollout(self._rollouter, request)
+            self._rollout = self._rollouter.rollout(request)
         if thread := self._rollouter.thread:
             self._making = thread.submit(self._make, self._rollout)
 
@@ -108,7 +111,7 @@ class RolloutRunner:
                 phase = self._phases.get()
         return making.result()
 
-    def _make(self, rollout: Rollout) -> RolloutBatch:
+    def _make(self, rollout: Rollout | ReplayedRollout) -> RolloutBatch:
         """Make the generation, in the thread; its metrics include the seconds it took."""
 
         def record(name: str, began: float, seconds: float) -> None:
@@ -142,7 +145,7 @@ class RolloutScheduler:
         self.batch: RolloutBatch | None = None
         """That generation itself, on rank 0."""
         self._is_async = cfg.rollout.async_generate
-        self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.train.num_steps
+        self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self._runner, self._push = runner, push
 
     def request(self, generation: int, step: int) -> None:

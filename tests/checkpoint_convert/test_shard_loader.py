@@ -50,7 +50,11 @@ def test_values_are_converted_to_the_dtype_of_the_parameters(model, tmp_path, st
 def test_parameters_that_require_gradients_are_filled_in_place(model):
     shape, layout = layout_of(model, ParallelDims(tensor=2))
     parameters = {n: torch.nn.Parameter(t) for n, t in empty_parameters(layout).items()}
-    read_weights(model, shape, layout, parameters)
+    told: list[tuple[int, int]] = []
+    read_weights(model, shape, layout, parameters, lambda *bytes_of: told.append(bytes_of))
+    num_bytes = sum(p.nbytes for p in parameters.values())
+    assert (told[0], len(told)) == ((0, num_bytes), len(parameters))
+    assert told[-1] == (num_bytes - [*parameters.values()][-1].nbytes, num_bytes)
     assert all(p.isfinite().all() and p.requires_grad for p in parameters.values())
 
 

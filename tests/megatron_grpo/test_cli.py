@@ -105,7 +105,10 @@ def test_check_says_that_a_config_can_start_and_starts_nothing(
     assert result.returncode == 0, result.stderr
     sample, _, last = result.stdout.rstrip("\n").rpartition("\n")
     assert last.startswith(f"{TINY_CONFIG} can start: ")
-    assert sample.startswith("row 0 of the data becomes ") and "What is 0 + 1?" in sample
+    assert (
+        sample.startswith("2 optimizer steps; row 0 of the data becomes ")
+        and "What is 0 + 1?" in sample
+    )
     assert not run_dir.exists()
 
 

@@ -71,6 +71,15 @@ def test_a_config_that_can_run_passes(config):
     preflight(config("rollout.vllm.max_model_len=42"), None)  # 30 of a prompt, 12 of a completion
 
 
+def test_the_number_of_steps_follows_from_the_epochs_when_the_data_is_read(config):
+    given = "train.num_steps=null", "train.num_epochs=3", "grpo.num_iterations=2"
+    cfg, sample = preflight(config(*given), None)
+    assert (cfg.num_steps, cfg.train.num_epochs) == (30, None)
+    assert sample.startswith("30 optimizer steps; row 0 ")
+    late = config(*given, "optimizer.lr_warmup_steps=30")
+    assert "lr_warmup_steps 30 must be below train.num_steps 30" in refusal(late)
+
+
 EXAMINED = """
 import os, sys
 from pathlib import Path

@@ -33,7 +33,9 @@ def folder(tmp_path):
 
 def check(folder):
     manifest = read_manifest(folder)
-    verify(folder, manifest, manifest, lambda num_bytes: None)
+    told = [(0, 0)]
+    verify(folder, manifest, manifest, lambda done, total: told.append((done, total)))
+    assert told[-1] == (100_002, 100_002)
 
 
 def test_it_holds_what_sha256sum_prints(folder):
@@ -66,7 +68,7 @@ def test_a_file_or_manifest_that_the_disk_does_not_give_is_not_called_damaged(fo
     unreadable = Path("/proc/self/mem")  # at its first byte there is no memory: EIO, as of a disk
     listed = {unreadable.name: FileHash(1, "")}
     with pytest.raises(OSError, match=f"Input/output error: '{unreadable}'"):
-        verify(unreadable.parent, listed, listed, lambda num_bytes: None)
+        verify(unreadable.parent, listed, listed, lambda done, total: None)
     (folder / "manifest.json").unlink()
     (folder / "manifest.json").symlink_to(unreadable)
     with pytest.raises(OSError, match=f"Input/output error: '{folder}/manifest.json'"):

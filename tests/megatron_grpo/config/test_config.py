@@ -173,7 +173,7 @@ def test_what_one_set_needs_alone_is_no_mistake_of_the_defaults():
         ("eval.sets.a.data.splt", "eval.sets.a.data.split"),
         ("eval.sets.a.interval", "eval.interval"),
         ("grpo.eps", "section grpo has no such key"),
-        ("train.num_epochs", "section train has no such key"),
+        ("train.total_epochs", "section train has no such key"),
         ("lora.r", "the sections are model, data, train, "),
         ("num_layers", "the sections are model, data, train, "),
     ],
@@ -265,8 +265,9 @@ def test_a_plan_needs_the_config_of_a_model_alone(tmp_path):
 
 def test_missing_key_is_named_with_its_meaning(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(DEMO.read_text().replace("  num_steps: 15\n", ""))
-    assert refusal(path=path) == "config key train.num_steps is missing. Number of optimizer steps."
+    path.write_text(DEMO.read_text().replace("  lr: 3e-5\n", "  weight_decay: 0.0\n"))
+    told = "config key optimizer.lr is missing. Peak learning rate of AdamW, at most 1."
+    assert refusal(path=path) == told
 
 
 HALF = "model.dtype=bfloat16"
@@ -277,6 +278,23 @@ SHORT_FORMS = {
     "PRECISE": f"{HALF} + optimizer.use_precision_aware_optimizer=true",
 }
 REFUSED = [
+    ("train.replay=runs/a + eval.data={}", "starts no engines, which evaluations need: set"),
+    ("train.num_epochs=1", "train.num_steps is 15 beside num_epochs: give either"),
+    ("train.num_steps=null", "train.num_steps is missing: give either"),
+    (
+        "train={run_dir: a, num_epochs: 1} + data.path=[{path: a, weight: 1}]",
+        "the sets of data.path are passed over at different times",
+    ),
+    ("data.path=3", "config key data.path = 3: input should be a valid string"),
+    ("data.path=[a.jsonl]", "config key data.path.0 = 'a.jsonl': expected a table of keys"),
+    ("data.path=[]", "data.path is empty: name a file, a folder or a data set"),
+    ("data.path=[{path: a.jsonl}]", "config key data.path.0.weight is missing"),
+    ("data.path=[{path: a, weight: 0.5}]", "data.path.0.weight = 0.5: input should be a"),
+    ("data.path=[{path: a, wieght: 1}]", "did you mean 'weight'?"),
+    (
+        "data.path=[{path: a, weight: 2}] + eval.data.split=test",
+        "eval: data.path is a list, whose weights are for training: give one path",
+    ),
     ("rollout.top_p=0.9", "top_p 1.0"),
     ("rollout.top_k=50", "top_k -1"),
     ("parallel.sequence_parallel=true", "tensor_parallel_size is 1"),

@@ -1,6 +1,7 @@
 import json
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -13,8 +14,10 @@ from tokenizers.processors import TemplateProcessing
 from helpers.models import EOS_ID, character_tokenizer
 from helpers.shapes import LLAMA_70B
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.data import WeightedPath
 from megatron_grpo.config.file import load_config
-from megatron_grpo.data.prompts import Prompt, PromptStream, end_tokens, load_prompts
+from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
+from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 
 CONTEXT = 512
@@ -378,12 +381,14 @@ def test_an_epoch_meets_every_prompt_at_most_once_and_batches_repeat_none():
     assert epochs[0] != epochs[1]
     stream = PromptStream(prompts(50), 8, seed=1, shuffle=True)
     assert (stream.epochs(3), stream.epochs(6)) == (0.5, 1)  # two prompts are left out
+    assert stream.num_generations(2) == 12
 
 
 def test_unshuffled_batches_follow_the_rows_and_wrap_around():
     stream = PromptStream(prompts(5), 3, seed=1, shuffle=False)
     assert batches(stream, 3) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
     assert stream.epochs(3) == pytest.approx(9 / 5)
+    assert (stream.num_generations(1), stream.num_generations(3)) == (2, 5)
 
 
 def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
@@ -402,6 +407,63 @@ def test_only_the_same_prompts_have_the_same_fingerprint(tmp_path):
         fingerprint(ROWS, vocabulary=60),
     ]
     assert len({same, *others}) == 5
+
+
+THREE_TO_ONE = [WeightedPath(path="many", weight=6), WeightedPath(path="few", weight=2)]
+"""Of four prompts in a row, three are of the first path."""
+
+
+def mixed(many: int, few: int, batch_size: int, *, shuffle: bool = True, **options) -> PromptStream:
+    """Prompts 0, 1, ... of the first path, and then those of the second."""
+    found = [replace(p, path=int(p.index >= many)) for p in prompts(many + few)]
+    options = {"seed": 1, "paths": THREE_TO_ONE, **options}
+    return PromptStream(found, batch_size, shuffle=shuffle, **options)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("batch_size", [8, 5])
+def test_paths_take_turns_by_their_weights_and_no_batch_has_a_prompt_twice(shuffle, batch_size):
+    drawn = batches(mixed(30, 5, batch_size, shuffle=shuffle), 40)
+    is_few = [index >= 30 for batch in drawn for index in batch]
+    assert is_few == [False, False, True, False] * (10 * batch_size)
+    assert all(len(set(batch)) == batch_size for batch in drawn)
+    assert {index for batch in drawn for index in batch} == set(range(35))
+
+
+def test_each_path_has_its_own_epochs_and_order():
+    few = [[i for i in batch if i >= 30] for batch in batches(mixed(30, 6, 8), 6)]
+    first, second = ([i for batch in few[start : start + 3] for i in batch] for start in (0, 3))
+    assert sorted(first) == sorted(second) == [*range(30, 36)] and first != second
+    in_order = [i for batch in batches(mixed(30, 6, 8, shuffle=False), 3) for i in batch]
+    assert [i for i in in_order if i >= 30] == [*range(30, 36)]
+    assert [i for i in in_order if i < 30] == [*range(18)]
+    assert mixed(30, 6, 9).epochs(4) == 1
+
+
+def test_a_mixture_has_the_batches_of_a_number_whatever_was_asked_before():
+    assert [p.index for p in mixed(30, 5, 5).batch(17)] == batches(mixed(30, 5, 5), 18)[17]
+    assert batches(mixed(30, 5, 5, seed=2), 18) != batches(mixed(30, 5, 5), 18)
+
+
+def test_a_path_with_fewer_prompts_than_a_generation_takes_of_it_is_named():
+    with pytest.raises(ValueError, match=r"needs 2 different prompts of few .* has 1: .* most 4 "):
+        mixed(30, 1, 8)
+
+
+def test_a_mixture_with_other_weights_has_another_fingerprint():
+    equal = [WeightedPath(path="many", weight=1), WeightedPath(path="few", weight=1)]
+    found = {mixed(30, 5, 5, paths=paths).fingerprint for paths in (THREE_TO_ONE, equal)}
+    assert len(found | {mixed(29, 6, 5).fingerprint}) == 3
+
+
+def test_prompts_of_several_paths_keep_rows_of_their_own(tmp_path):
+    first = jsonl(tmp_path, [*ROWS[:2], {"prompt": None, "answer": ""}], "a.jsonl")
+    second = jsonl(tmp_path, ROWS[2:], "b.jsonl")
+    pair = f"[{{path: {first}, weight: 2}}, {{path: {second}, weight: 1}}]"
+    assert f"1 of 3 rows of {first} cannot be used" in refusal(config(pair))
+    found = load(config(pair, "data.on_invalid=skip"))
+    assert [(p.index, p.path) for p in found] == [(0, 0), (1, 0), (3, 1), (4, 1), (5, 1)]
+    assert [prompt.row for prompt in found] == ROWS
 
 
 def test_stop_tokens_of_the_config_end_completions_too():

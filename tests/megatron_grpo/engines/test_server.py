@@ -140,11 +140,13 @@ def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
 def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
     rollout = RolloutConfig(engine="transformers", max_completion_length=8)
     servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, None)
+    told: set[tuple[int, int]] = set()
     with (
         closing(servers),
         pytest.raises(TimeoutError, match=f"{servers.base_urls[0]} .* within 0.2 s"),
     ):
-        servers.wait_ready(0.2)
+        servers.wait_ready(0.2, lambda ready, num: told.add((ready, num)))
+    assert told == {(0, 1)}
 
 
 def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_engine, tmp_path):

@@ -1,4 +1,5 @@
 import io
+import re
 import time
 
 import pytest
@@ -90,7 +91,7 @@ def test_the_line_of_an_evaluation_says_what_of_how_many_prompts_of_its_set() ->
 
 
 def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_grpo.reporting.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_grpo.bars.LINE_SECONDS", 0.0)
     told = {}
     for terminal in (False, True):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=60, color_system=None)
@@ -108,6 +109,27 @@ def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) 
         f"step  2/15  {evaluation_line('', EVALUATION)}",
     ]
     assert "32/64 ━━" in told[True] and "64/64" not in told[True].split("\r")[-1]
+
+
+def test_engines_that_start_are_waited_for_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_grpo.bars.LINE_SECONDS", 0.0)
+    told = {}
+    for terminal in (False, True):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=80, color_system=None)
+        bar = ProgressBar(2, 15, console)
+        with bar.waiting("engines start", "answer") as show:
+            show(1, 2)
+            bar._bar.refresh()
+        bar.close()
+        assert isinstance(console.file, io.StringIO)
+        told[terminal] = console.file.getvalue()
+    assert told[False].splitlines() == [
+        "engines start ...",
+        "engines start: 1 of 2 answer",
+        "engines start: 0 s",
+    ]
+    assert re.search(r"1/2 +━━.* engines start", told[True])
+    assert "1/2" not in told[True].split("\r")[-1]
 
 
 def test_a_bar_shows_the_phase_that_runs_and_since_when(monkeypatch: pytest.MonkeyPatch) -> None:

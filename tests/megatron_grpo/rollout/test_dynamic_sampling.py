@@ -1,12 +1,15 @@
 """Which prompts replace those whose completions all have the same reward."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from megatron_grpo.config.data import WeightedPath
 from megatron_grpo.config.grpo import GRPOConfig
-from megatron_grpo.data.prompts import Prompt, PromptStream
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
 
 NUM_PROMPTS, BATCH_SIZE = 40, 8
@@ -15,6 +18,13 @@ NUM_PROMPTS, BATCH_SIZE = 40, 8
 def stream(num_prompts: int = NUM_PROMPTS) -> PromptStream:
     prompts = [Prompt(index=i, token_ids=(i,), text="", row={}) for i in range(num_prompts)]
     return PromptStream(prompts, BATCH_SIZE, seed=1, shuffle=True)
+
+
+def mixture() -> PromptStream:
+    """Three prompts of 0 to 29 for one of 30 to 39."""
+    paths = [WeightedPath(path="a", weight=3), WeightedPath(path="b", weight=1)]
+    prompts = [replace(prompt, path=int(prompt.index >= 30)) for prompt in stream().prompts]
+    return PromptStream(prompts, BATCH_SIZE, seed=1, shuffle=True, paths=paths)
 
 
 def config(**options) -> GRPOConfig:
@@ -45,6 +55,13 @@ def test_without_dynamic_sampling_there_is_one_round_and_every_group_stays():
     sampler, rounds = run(lambda prompt: False, dynamic_sample=False)
     assert rounds == [[prompt.index for prompt in stream().batch(3)]]
     assert found(sampler) == rounds[0]
+
+
+def test_replacements_of_a_mixture_have_its_proportions():
+    sampler = DynamicSampler(mixture(), 3, config(dynamic_sample_oversampling=2.0))
+    sampler.add_groups(scored(sampler.prompts, lambda prompt: False))
+    assert sum(prompt.index >= 30 for prompt in sampler.prompts) == 4 == len(sampler.prompts) / 4
+    assert len({prompt.index for prompt in sampler.prompts}) == 16
 
 
 def test_prompts_without_spread_are_replaced_by_as_many_that_were_not_tried():

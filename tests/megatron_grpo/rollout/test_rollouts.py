@@ -1,6 +1,7 @@
 """The handling of a failed generation, in the calling thread or in a background one."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,6 @@ from megatron_grpo.engines import NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards import RewardError
-from megatron_grpo.rollout import rollouts as module
 from megatron_grpo.rollout.generate import RolloutRequest
 from megatron_grpo.rollout.rollouts import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
@@ -26,13 +26,13 @@ class Failing:
 
 
 @pytest.fixture
-def finish(monkeypatch, thread):
+def finish(thread):
     """Begins generation 3, which raises an error, and waits for it."""
 
     def finish(error: Exception, is_preempted: bool = False) -> None:
-        monkeypatch.setattr(module, "Rollout", lambda _, request: Failing(error, request))
+        rollouter = SimpleNamespace(thread=thread, rollout=partial(Failing, error))
         watchdog = SimpleNamespace(is_preempted=is_preempted)
-        runner = RolloutRunner(SimpleNamespace(thread=thread), watchdog, None)
+        runner = RolloutRunner(rollouter, watchdog, None)
         runner.begin(RolloutRequest(generation=3, policy_version=1))
         runner.finish(PhaseTimer(lambda phase: None))
 

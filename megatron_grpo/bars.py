@@ -1,0 +1,122 @@
+"""Bars for all that takes long; where output is no terminal, a line from time to time instead."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
+
+PATIENCE_SECONDS = 5.0
+"""A shorter wait shows nothing."""
+
+LINE_SECONDS = 30.0
+"""Interval between the lines about a wait if there is no bar."""
+
+Show = Callable[[int, int], None]
+"""Called from time to time with (how much is done, how much there is in all)."""
+
+
+class _PhaseColumn(ProgressColumn):
+    """What a task does and, if it has a field `since` (`time.monotonic()`), for how long."""
+
+    def render(self, task: Task) -> Text:
+        since = task.fields.get("since")
+        seconds = "" if since is None else f" {time.monotonic() - since:.0f} s"
+        return Text(f"{task.description}{seconds}", style="dim")
+
+
+def progress_bar(
+    console: Console, amount: ProgressColumn | None = None, *, transient: bool = False
+) -> Progress:
+    """A bar per task, with its `amount` (default: a count); disabled if there is no terminal.
+
+    A `transient` one is gone when it stops.
+    """
+    return Progress(
+        amount or MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        _PhaseColumn(table_column=Column(ratio=1, no_wrap=True)),
+        console=console,
+        disable=not console.is_terminal,
+        transient=transient,
+        expand=True,
+    )
+
+
+class Wait:
+    """How far a wait is: a task in `bar`, or occasional lines if the bar is disabled.
+
+    What is counted is `unit`, such as prompts; None: bytes.
+    """
+
+    def __init__(self, bar: Progress, what: str, unit: str | None) -> None:
+        self._bar, self._what, self._unit = bar, what, unit
+        self._task: TaskID | None = None
+        self._last_line = time.monotonic()
+
+    def show(self, done: int, total: int) -> None:
+        """Show how much is done: all in the last call, if at all."""
+        now = time.monotonic()
+        if self._task is None:
+            self._task = self._bar.add_task(self._what, total=total)
+        self._bar.update(self._task, completed=done)
+        if self._bar.disable and done < total and now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
+            line = f"{self._what}: {self._amount(done, total)}"
+            self._bar.console.print(line, soft_wrap=True, markup=False, emoji=False)
+
+    def _amount(self, done: int, total: int) -> str:
+        if self._unit is None:
+            return f"{decimal(done)} of {decimal(total)}"
+        return f"{done} of {total} {self._unit}"
+
+    def close(self) -> None:
+        """Remove the task from the bar."""
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+
+
+@contextmanager
+def waiting(
+    what: str, unit: str | None = None, *, shows: bool = True, console: Console | None = None
+) -> Iterator[Show]:
+    """Show on stdout how far a wait is, once it has taken PATIENCE_SECONDS, until the block ends.
+
+    Yields the function that the block tells it by. `unit` is as of `Wait`. `shows`: only one of
+    several processes that wait together should.
+    """
+    if not shows:
+        yield lambda done, total: None
+        return
+    amount = DownloadColumn() if unit is None else None
+    bar = progress_bar(console or Console(), amount, transient=True)
+    wait, began = Wait(bar, what, unit), time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        wait.show(done, total)
+        if not bar.live.is_started and time.monotonic() - began > PATIENCE_SECONDS:
+            bar.start()  # nothing, if it is disabled
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()

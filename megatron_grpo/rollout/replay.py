@@ -1,0 +1,126 @@
+"""Generations on disk, and a run that trains on those of another one instead of making its own.
+
+With `train.save_generations` every generation is written before it is trained on. With
+`train.replay` no engine is started and nothing is scored, so that the trainer alone is debugged, at
+any layout, on the completions, rewards and advantages of that run.
+"""
+
+import json
+from pathlib import Path
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.stream import PromptStream
+from megatron_grpo.rollout.generate import RolloutBatch, Rollouter, RolloutRequest, load_stream
+from megatron_grpo.timing import PhaseTimer
+
+FACTS_FILE = "generation.json"
+"""Written last: without it, a generation is not complete."""
+
+
+def generation_folder(run_dir: Path, generation: int) -> Path:
+    """Where the run in `run_dir` writes a generation, counted from 0."""
+    return run_dir / "generations" / str(generation)
+
+
+def write_generation(cfg: Config, generation: int, batch: RolloutBatch, prompts: str) -> None:
+    """Write a generation as engines and rewards made it, bit for bit.
+
+    `prompts` is the fingerprint of the prompts that it was drawn from.
+    """
+    folder = generation_folder(cfg.train.run_dir, generation)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_experience(folder, batch.experience, READY)
+    facts = {"prompts": prompts, "sizes": _sizes(cfg), "metrics": batch.metrics}
+    (folder / FACTS_FILE).write_text(json.dumps(facts))
+
+
+def check_replay(cfg: Config) -> None:
+    """Raise ValueError if the generations in `train.replay` are too few or of other sizes."""
+    if (run_dir := cfg.train.replay) is None:
+        return
+    updates = BatchSchedule.of(cfg.grpo).updates_per_generation
+    num_needed = -(-cfg.num_steps // updates)
+    for number in range(num_needed):
+        file = generation_folder(run_dir, number) / FACTS_FILE
+        if number == 0 and not file.exists():
+            raise ValueError(
+                f"train.replay {run_dir} has no generations: run it with train.save_generations="
+                "true first"
+            )
+        if not file.exists():
+            raise ValueError(
+                f"train.replay {run_dir} has {number} generations, and {cfg.num_steps} steps need "
+                f"{num_needed}: set train.num_steps to at most {number * updates}"
+            )
+        if (found := json.loads(file.read_text())["sizes"]) != _sizes(cfg):
+            raise ValueError(
+                f"train.replay {run_dir} has generations of {found}, and this config has "
+                f"{_sizes(cfg)}: set them as they were"
+            )
+
+
+def _sizes(cfg: Config) -> dict[str, int]:
+    names = ("generation_batch_size", "num_generations")
+    return {f"grpo.{name}": getattr(cfg.grpo, name) for name in names}
+
+
+def rollouter_of(
+    cfg: Config, shape: ModelShape, token: str | None, num_ranks: int
+) -> "Rollouter | Replay":
+    """What has the generations of a run; the arguments are those of `Rollouter`."""
+    if cfg.train.replay is not None:
+        return Replay(cfg.train.replay, cfg, shape)
+    return Rollouter(cfg, shape, token, num_ranks)
+
+
+class Replay:
+    """Has the generations of the run in `run_dir`, in place of a `Rollouter`."""
+
+    thread = engines = None
+
+    def __init__(self, run_dir: Path, cfg: Config, shape: ModelShape) -> None:
+        self._run_dir = run_dir
+        self.tokenizer = load_tokenizer(cfg.model.path)
+        self.stream = load_stream(cfg, shape, self.tokenizer)
+
+    def rollout(self, request: RolloutRequest) -> "ReplayedRollout":
+        """The generation of that number, from whatever weights it was sampled."""
+        return ReplayedRollout(self._run_dir, request, self.stream)
+
+    def wait_for_memory(self) -> None:
+        """No engine takes any."""
+
+    def cancel(self) -> None:
+        """Nothing lasts."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class ReplayedRollout:
+    """A generation that is read; see `Rollout`."""
+
+    def __init__(self, run_dir: Path, request: RolloutRequest, stream: PromptStream) -> None:
+        self.request = request
+        self._folder = generation_folder(run_dir, request.generation)
+        self._stream = stream
+
+    def run(self, timer: PhaseTimer) -> RolloutBatch:
+        """Read it; raises ValueError if it was drawn from other prompts."""
+        with timer.phase("load"):
+            facts = json.loads((self._folder / FACTS_FILE).read_text())
+            if facts["prompts"] != (now := self._stream.fingerprint):
+                raise ValueError(
+                    f"{self._folder} was drawn from {facts['prompts']}, but data and tokenizer now "
+                    f"give {now}: set data.* and model.path as they were"
+                )
+            experience = read_experience(self._folder, self._stream.prompts, READY)
+        assert experience is not None, "the preflight has found it"
+        return RolloutBatch(experience, facts["metrics"])
+
+    def abandon(self) -> None:
+        """Nothing has begun."""

@@ -1,0 +1,102 @@
+"""Generations that are written are read again, bit for bit, by a run that fits them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_convert import read_shape
+from helpers.policies import tiny_config
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
+from megatron_grpo.rollout.replay import Replay, check_replay, write_generation
+from megatron_grpo.timing import PhaseTimer
+from parallel import ParallelDims
+
+METRICS = {"rollout/num_engines": 1, "reward/failed": 0, "unfiltered/reward": 0.1 + 0.2}
+SIZES = ("grpo.generation_batch_size=4", "grpo.num_generations=2", "train.num_steps=2")
+
+
+@pytest.fixture
+def config(tied_model: Path, tmp_path: Path):
+    """A run on six rows in `dumped`, with overrides."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}", "answer": ""}) + "\n" for i in range(6)))
+    paths = f"data.path={rows}", f"train.run_dir={tmp_path / 'dumped'}"
+
+    def make(*overrides: str) -> Config:
+        return tiny_config(tied_model, ParallelDims(), *paths, *SIZES, *overrides)
+
+    return make
+
+
+def write(cfg: Config, *generations: int) -> Experience:
+    """Write generations of samples that nobody has made; return them."""
+    stream = Replay(cfg.train.run_dir, cfg, read_shape(cfg.model.path)).stream
+    samples = [
+        Sample(
+            prompt=prompt,
+            sample_index=i,
+            completion_ids=(5, 6 + i),
+            logprobs=(-0.1, -1 / 3),
+            finish_reason="stop",
+            text="żółw",
+            policy_version=7,
+        )
+        for prompt in stream.prompts[:2]
+        for i in range(2)
+    ]
+    totals = torch.tensor([0.1, 0.2, 0.3, torch.nan], dtype=torch.float64)
+    rewards = [{"digits": total} for total in totals.tolist()]
+    experience = Experience(samples, rewards, totals, torch.tensor([0, 0, 1, 1]), totals / 3)
+    for generation in generations:
+        write_generation(cfg, generation, RolloutBatch(experience, METRICS), stream.fingerprint)
+    return experience
+
+
+def replayed(cfg: Config, generation: int) -> RolloutBatch:
+    replay = Replay(cfg.train.run_dir, cfg, read_shape(cfg.model.path))
+    request = RolloutRequest(generation, policy_version=99)
+    return replay.rollout(request).run(PhaseTimer(lambda phase: None))
+
+
+def test_a_generation_is_read_as_it_was_made(config) -> None:
+    written, read = write(config(), 1), replayed(config(), 1)
+    assert read.metrics == METRICS
+    assert read.experience.samples == written.samples
+    for name in ("totals", "advantages", "group_ids"):
+        ours, theirs = getattr(read.experience, name), getattr(written, name)
+        assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1))
+
+
+def test_one_of_other_prompts_is_refused(config) -> None:
+    write(config(), 0)
+    with pytest.raises(ValueError, match=r"0 was drawn from 6 prompts .* now give 6 prompts of"):
+        replayed(config("data.apply_chat_template=false"), 0)
+
+
+@pytest.mark.parametrize(
+    ("generations", "overrides", "told"),
+    [
+        ((), (), "has no generations: run it with train.save_generations=true first"),
+        ((0,), (), "has 1 generations, and 2 steps need 2: set train.num_steps to at most 1"),
+        ((0,), ("grpo.num_generations=4",), "'grpo.num_generations': 2}, and this config has"),
+    ],
+)
+def test_too_few_generations_and_those_of_other_sizes_are_refused(
+    config, generations, overrides, told
+) -> None:
+    write(config(), *generations)
+    source = f"train.replay={config().train.run_dir}"
+    with pytest.raises(ValueError) as refused:
+        check_replay(config(source, *overrides))
+    assert told in str(refused.value)
+
+
+def test_enough_generations_are_no_mistake(config) -> None:
+    write(config(), 0, 1)
+    check_replay(config(f"train.replay={config().train.run_dir}"))
+    check_replay(config("train.num_steps=3"))
