@@ -11,6 +11,8 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from parallel.alignment import Alignment, round_up
+from parallel.dims import Coordinates, ParallelDims
+from parallel.rank_part import RankPart
 
 
 class ColumnMap:
@@ -90,8 +92,8 @@ class PackedBatch:
     predicted at the position before it in its own segment; only attention looks across segments.
 
     Every tensor is indexed like `tokens`: position t describes ``tokens[t]``. Every rank of a model
-    replica holds the complete batch; parallel/context.py and parallel/logprobs.py select the rank's
-    part. Padding has sequence_index -1 and zeros elsewhere.
+    replica holds the complete batch, and `part` selects what is the rank's own. Padding has
+    sequence_index -1 and zeros elsewhere.
     """
 
     tokens: Tensor  # [T] int64
@@ -115,13 +117,24 @@ class PackedBatch:
     # [n, 2] int64, first packed position and end of what each segment attends to besides itself: a
     # shared prompt without its padding, or nothing (0, 0). None: prompts are never shared.
     prefixes: Tensor | None = None
+    part: RankPart | None = None  # what one rank holds and predicts; None: not known yet
+
+    def on_rank(self, dims: ParallelDims, coordinates: Coordinates) -> "PackedBatch":
+        """The batch with the `part` of the rank at `coordinates`, unless it is known.
+
+        Call it before `to`: a GPU would have to tell the host how many tokens there are.
+        """
+        if self.part is not None:
+            return self
+        part = RankPart.of(self.cu_seqlens, self.loss_mask, dims, coordinates)
+        return replace(self, part=part)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy with every tensor on `device`."""
         moved: dict[str, Any] = {
             field.name: value.to(device)
             for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            if isinstance(value := getattr(self, field.name), Tensor | RankPart)
         }
         return replace(self, **moved)
 

@@ -19,7 +19,6 @@ from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
 from parallel import Layout, Sender
-from parallel.context import context_indices
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
 
@@ -150,11 +149,11 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
 
     Returns hidden states. For the last chunk: the head's input, [T / cp, H] in the order of
     `context_indices`, or the tensor rank's slice of it under sequence parallelism. For the others:
-    what Megatron-Core sends to the next stage.
+    what Megatron-Core sends to the next stage: see `stage_shapes`.
     """
-    rank, size = groups.coordinates.context, groups.dims.context
-    local = context_indices(batch.cu_seqlens, rank, size)
-    params = packed_params(batch, local, rank, size)
+    assert batch.part is not None, "set by `run_schedule`"
+    local = batch.part.local
+    params = packed_params(batch, local, groups.coordinates.context, groups.dims.context)
     params.routed_experts = own_routes(batch, local, groups)
     output: Tensor = chunk(
         input_ids=batch.tokens[local].unsqueeze(0),

@@ -300,7 +300,7 @@ def batches_of(
     [shares] = split_for_data_parallel(experience, 0, CostModel.transformer(64), cfg)
     alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
     packed = shares[groups.coordinates.data].pack(alignment, share_prompts=cfg.grpo.shared_prompts)
-    batches = add_logprobs(packed, policy, None, cfg, groups)
+    batches = add_logprobs(packed, policy, None, cfg, groups, is_next=True)
     if policy.is_last_stage:
         batches = [replace(batch, ref_logprobs=reference(batch.old_logprobs)) for batch in batches]
     if cfg.grpo.kl_in_reward:
