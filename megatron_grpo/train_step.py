@@ -86,9 +86,10 @@ def accumulate_gradient(
 
     Returns this rank's part of the metrics.
     """
-    num_sequences = BatchSchedule.of(cfg.grpo).minibatch_size
+    schedule = BatchSchedule.of(cfg.grpo)
+    trains_again = schedule.updates_per_generation > 1
     metrics = TrainMetrics(
-        num_sequences,
+        schedule.minibatch_size,
         batches[0].tokens.device,
         old_is_rollout=cfg.grpo.old_logprobs == "rollout",
         num_logged_tokens=cfg.train.log_tokens,
@@ -99,6 +100,9 @@ def accumulate_gradient(
         tokens = LossTokens.select(batch, chosen, groups.contexts[batch.context_size])
         loss = grpo_loss(tokens, cfg.grpo, beta)
         metrics.add(tokens, loss)
+        if trains_again and batch.old_logprobs is None:
+            with torch.no_grad():
+                metrics.logprobs.append(chosen.whole(len(batch.tokens))[0])
         return loss.total, None
 
     policy.zero_grad()

@@ -31,11 +31,14 @@ SLAB = 64 * BLOCK
 """Queries compared with all blocks of keys at a time: tensors of 8 MB at 128k tokens."""
 
 
-def block_mask(cu_seqlens: Tensor, prefixes: Tensor, queries: Tensor) -> BlockMask:
+def block_mask(
+    cu_seqlens: Tensor, prefixes: Tensor, queries: Tensor, num_tokens: int | None = None
+) -> BlockMask:
     """The mask for `queries`, packed positions [t]; keys are in packed order.
 
-    `cu_seqlens` [n + 1] and `prefixes` [n, 2] are those of a `PackedBatch`. Built from the ranges,
-    because torch's `create_block_mask` would evaluate all pairs of tokens.
+    `cu_seqlens` [n + 1] and `prefixes` [n, 2] are those of a `PackedBatch` of `num_tokens`; None
+    reads that from `cu_seqlens`, for which the host waits if they are on a GPU. Built from the
+    ranges, because torch's `create_block_mask` would evaluate all pairs of tokens.
     """
     segment = torch.bucketize(queries, cu_seqlens[1:], right=True)
     first = cu_seqlens[:-1].long()[segment]
@@ -46,7 +49,7 @@ def block_mask(cu_seqlens: Tensor, prefixes: Tensor, queries: Tensor) -> BlockMa
         is_own = (key >= first[query]) & (key <= queries[query])
         return is_own | ((key >= prefix_first[query]) & (key < prefix_end[query]))
 
-    total = int(cu_seqlens[-1])
+    total = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
     starts = torch.arange(0, total, BLOCK, device=queries.device)
     slabs = [
         _blocks_seen([(own_first, own_end), (shared_first, shared_end)], starts)

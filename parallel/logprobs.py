@@ -1,7 +1,6 @@
 """Log-probability and entropy of chosen tokens, from hidden states and a sharded vocabulary.
 
-Only this file knows that ``tokens[t]`` is predicted at position t - 1 of its sequence; everything
-that it returns is indexed by t.
+Everything that it returns is indexed like tokens, not like the positions that predict them.
 """
 
 from dataclasses import dataclass
@@ -12,16 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.logit_tiles import LogitTiles, SoftmaxSums
-
-
-def prediction_targets(cu_seqlens: Tensor, context_indices: Tensor) -> Tensor:
-    """Packed position of the token that each local position predicts; -1 at the end of a sequence.
-
-    `cu_seqlens` [n + 1] are the packed sequence boundaries, `context_indices` [T / cp] the packed
-    positions that this context rank holds, in its own order. Returns int64 [T / cp].
-    """
-    following = context_indices + 1
-    return following.masked_fill(torch.isin(following, cu_seqlens[1:].to(following)), -1)
+from parallel.rank_part import Predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +35,7 @@ def chosen_logprobs(
     hidden: Tensor,
     weight: Tensor,
     tokens: Tensor,
-    targets: Tensor,
-    select: Tensor,
+    predictions: Predictions,
     *,
     temperature: float,
     vocab_size: int,
@@ -64,25 +53,23 @@ def chosen_logprobs(
             parallelism, the r-th slice of it, [T / cp / tp, H], on tensor rank r.
         weight: [V_padded / tp, H] of the same type; tensor rank r holds the r-th slice.
         tokens: [T] int64, packed tokens.
-        targets: [T / cp] from `prediction_targets`.
-        select: [T] bool, the tokens to compute. Rows that predict none of them cost nothing: they
-            are neither communicated nor multiplied.
+        predictions: the selected tokens, and the rows that predict them. Other rows cost nothing:
+            they are neither communicated nor multiplied. Its `counts` are read if `hidden` is a
+            slice, and then has one for each tensor rank.
         temperature: positive; the sampler's.
         vocab_size: columns from here on are padding and outside the softmax.
         tensor_group: ranks that split the vocabulary; None if one rank holds all of it.
         tile_columns: columns of the vocabulary per tile; None chooses by device.
 
     Returns:
-        The selected tokens that occur in `targets`, in float32 (float64 for float64 weights), equal
-        on every tensor rank. Log-probabilities and entropies are differentiable with respect to
-        `weight` and `hidden`; the gradient of `hidden` is summed over tensor ranks.
+        The selected tokens, in float32 (float64 for float64 weights), equal on every tensor rank.
+        Log-probabilities and entropies are differentiable with respect to `weight` and `hidden`;
+        the gradient of `hidden` is summed over tensor ranks.
     """
-    wanted = (targets >= 0) & select[targets]
-    rows = wanted.nonzero().squeeze(1)
-    positions = targets[rows]
-    counts = _rows_of_ranks(rows, len(hidden), len(targets))
-    if counts is not None:
-        rank = dist.get_rank(tensor_group)
+    rows, positions = predictions.rows, predictions.positions
+    counts = None
+    if len(hidden) < predictions.num_rows:
+        rank, counts = dist.get_rank(tensor_group), predictions.counts
         rows = rows.split(counts)[rank] - rank * len(hidden)
     logprobs, entropy = _ChosenLogprobs.apply(
         hidden[rows],
@@ -95,17 +82,6 @@ def chosen_logprobs(
         tile_columns,
     )
     return ChosenTokens(positions=positions, logprobs=logprobs, entropy=entropy)
-
-
-def _rows_of_ranks(rows: Tensor, num_here: int, num_all: int) -> list[int] | None:
-    """How many of the ascending `rows` each tensor rank holds; None if each holds all.
-
-    Each holds all without sequence parallelism.
-    """
-    if num_here == num_all:
-        return None
-    counts: list[int] = torch.bincount(rows // num_here, minlength=num_all // num_here).tolist()
-    return counts
 
 
 class _ChosenLogprobs(torch.autograd.Function):

@@ -11,6 +11,8 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from parallel.alignment import Alignment, round_up
+from parallel.dims import Coordinates, ParallelDims
+from parallel.rank_part import RankPart
 
 
 class ColumnMap:
@@ -90,8 +92,8 @@ class PackedBatch:
     predicted at the position before it in its own segment; only attention looks across segments.
 
     Every tensor is indexed like `tokens`: position t describes ``tokens[t]``. Every rank of a model
-    replica holds the complete batch; parallel/context.py and parallel/logprobs.py select the rank's
-    part. Padding has sequence_index -1 and zeros elsewhere.
+    replica holds the complete batch, and `part` selects what is the rank's own. Padding has
+    sequence_index -1 and zeros elsewhere.
     """
 
     tokens: Tensor  # [T] int64
@@ -116,13 +118,25 @@ class PackedBatch:
     # [n, 2] int64, first packed position and end of what each segment attends to besides itself: a
     # shared prompt without its padding, or nothing (0, 0). None: prompts are never shared.
     prefixes: Tensor | None = None
+    part: RankPart | None = None  # what one rank holds and predicts; None: not known yet
+
+    def on_rank(self, dims: ParallelDims, coordinates: Coordinates) -> "PackedBatch":
+        """The batch with the `part` of the rank at `coordinates`, unless it is known.
+
+        Call it before `to`: a GPU would have to tell the host how many tokens there are.
+        """
+        if self.part is not None:
+            return self
+        rank = coordinates.context % self.context_size
+        part = RankPart.of(self.cu_seqlens, self.loss_mask, rank, self.context_size, dims.tensor)
+        return replace(self, part=part)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy with every tensor on `device`."""
         moved: dict[str, Any] = {
             field.name: value.to(device)
             for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            if isinstance(value := getattr(self, field.name), Tensor | RankPart)
         }
         return replace(self, **moved)
 
@@ -165,6 +179,11 @@ def pack(
     masks = [True if each.response_mask is None else each.response_mask for each in members]
     loss_mask = of_responses.column(masks, bool)
     sequence_indices = [-1 if s.index is None else s.index for s in segments]
+    cached: dict[str, Any] = {
+        name: response_column(name)
+        for name in CACHED_VALUES
+        if name in known or any(getattr(each, name) is not None for each in members)
+    }
     return PackedBatch(
         tokens=of_segments.column([s.tokens for s in segments], np.int64),
         position_ids=torch.cat(
@@ -182,11 +201,7 @@ def pack(
         log_rows=_log_rows(members, of_responses),
         routed_experts=_routed_experts(segments, starts, total),
         prefixes=_prefixes(segments, starts) if share_prompts else None,
-        **{
-            name: response_column(name)
-            for name in CACHED_VALUES
-            if name in known or any(getattr(each, name) is not None for each in members)
-        },
+        **cached,
     )
 
 

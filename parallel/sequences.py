@@ -30,12 +30,12 @@ class SequenceMeans:
 
         Differentiable; the backward pass also sums over the context ranks.
         """
-        return self._at_tokens(self._over_ranks(self.local_sums(values)))
+        return self._at_tokens(self._over_ranks(self.local_sums(values)), len(values))
 
     def mean(self, values: Tensor) -> Tensor:
         """Like `sum`, for the mean."""
         totals = self._over_ranks(self.local_sums(values))
-        return self._at_tokens(totals / self._counts.to(totals.dtype))
+        return self._at_tokens(totals / self._counts.to(totals.dtype), len(values))
 
     def local_sums(self, values: Tensor) -> Tensor:
         """The sums [n] of `values` [K] over this rank's tokens of each sequence."""
@@ -46,8 +46,8 @@ class SequenceMeans:
         """[n] number of tokens, at least 1; the mean over no tokens is never used."""
         return self._over_ranks(self.lengths.double()).clamp(min=1)
 
-    def _at_tokens(self, totals: Tensor) -> Tensor:
-        repeated: Tensor = _Repeat.apply(totals, self.lengths)
+    def _at_tokens(self, totals: Tensor, num_tokens: int) -> Tensor:
+        repeated: Tensor = _Repeat.apply(totals, self.lengths, num_tokens)
         return repeated
 
     def _over_ranks(self, totals: Tensor) -> Tensor:
@@ -69,13 +69,14 @@ class _Repeat(torch.autograd.Function):
     """Repeat each value for the tokens of its sequence; torch's own backward uses index_add."""
 
     @staticmethod
-    def forward(ctx: Any, totals: Tensor, lengths: Tensor) -> Tensor:
+    def forward(ctx: Any, totals: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
         ctx.lengths = lengths
-        return totals.repeat_interleave(lengths)
+        # Without a size, the host would wait for a GPU to add up the lengths.
+        return totals.repeat_interleave(lengths, output_size=num_tokens)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sums(gradients[0].contiguous(), ctx.lengths), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _sums(gradients[0].contiguous(), ctx.lengths), None, None
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -118,6 +118,7 @@ def resident(key: str) -> int:
 def ours(folder: Path, dtype: torch.dtype = DTYPE) -> dict[str, float]:
     """With entropies."""
     from parallel.logprobs import chosen_logprobs
+    from parallel.rank_part import Predictions
 
     def logprobs_of(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
         # Position t predicts token t + 1; the first token is of the prompt.
@@ -128,8 +129,7 @@ def ours(folder: Path, dtype: torch.dtype = DTYPE) -> dict[str, float]:
             hidden,
             head,
             following,
-            targets,
-            select,
+            Predictions.of(targets, select),
             temperature=1.0,
             vocab_size=len(head),
             tensor_group=None,

@@ -144,7 +144,7 @@ def ours(folder: Path) -> dict[str, float]:
     minibatch = share.pack(Alignment(), share_prompts=False)
 
     def step() -> float:
-        batches = add_logprobs(minibatch, policy, None, cfg, groups)
+        batches = add_logprobs(minibatch, policy, None, cfg, groups, is_next=True)
         report = train_step(policy, batches, cfg, groups, SkippedSteps(1, 0), 0.0)
         return report.metrics["loss"]
 

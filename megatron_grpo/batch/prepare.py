@@ -1,8 +1,9 @@
 """Prepares a generation for training: packs it, distributes it, and computes log-probabilities.
 
 Log-probabilities of the old policy and of the reference, the tokens of the objective and the KL
-divergence as a reward are computed once, before any training on the generation. Every rank has a
-`Preparation`, whose methods are collective; only rank 0 has the `Experience`.
+divergence as a reward are computed once, before any training on the generation; only the first
+optimizer batch may have its old log-probabilities from its own forward in training. Every rank has
+a `Preparation`, whose methods are collective; only rank 0 has the `Experience`.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.batch.distribute import Minibatches, distribute, split_for_data_parallel
+from megatron_grpo.batch.entropies import keep_high_entropy, with_entropy_weights
 from megatron_grpo.batch.experience import Experience, subtract_kl
 from megatron_grpo.batch.kl_in_reward import by_sample, sequence_kl, with_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
@@ -23,7 +25,6 @@ from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.router import with_own_layers
 from megatron_grpo.timing import PhaseTimer
 from parallel.alignment import Alignment
-from parallel.collectives import quantile
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
@@ -35,16 +36,18 @@ def add_logprobs(
     reference: Model | None,
     cfg: Config,
     groups: Groups,
+    *,
+    is_next: bool,
 ) -> list[PackedBatch]:
     """Fill in `old_logprobs`, `ref_logprobs` if there is a reference, and the entropy fields.
 
     `batches` are this rank's part of one optimizer batch; ranks before the last stage get them back
-    unchanged. With one update per generation the old policy is the policy itself, and its pass is
-    skipped unless something else needs it: the ratio is exactly 1, and the loss uses its own
-    log-probabilities, detached. Values that a resumed generation already has are kept, since either
-    model may have changed since.
+    unchanged. Of the one that is trained on next (`is_next`), the old policy is the policy itself,
+    and its pass is skipped unless something else needs it: the ratio is exactly 1, and the loss
+    uses its own log-probabilities, detached; see `with_old_logprobs`. Values that a resumed
+    generation already has are kept, since either model may have changed since.
     """
-    filled, entropies = _with_old_logprobs(batches, policy, cfg, groups)
+    filled, entropies = _from_policy(batches, policy, cfg, groups, is_next)
     if reference and batches[0].ref_logprobs is None:
         filled = _filled(
             filled,
@@ -59,13 +62,26 @@ def add_logprobs(
     return with_entropy_weights(filled, groups) if cfg.grpo.entropy_coef else filled
 
 
-def _with_old_logprobs(
-    batches: Sequence[PackedBatch], policy: Policy, cfg: Config, groups: Groups
+def with_old_logprobs(
+    batches: Sequence[PackedBatch], logprobs: Sequence[Tensor], groups: Groups
+) -> list[PackedBatch]:
+    """Fill in the old log-probabilities that a step on the `batches` had in its own forward.
+
+    `logprobs` [T] are of each batch's tokens on this context rank, 0 elsewhere; none if the batches
+    have theirs, or this is not the last stage. All further steps on the batches compare with them.
+    """
+    for batch, of_batch in zip(batches, logprobs, strict=False):
+        dist.all_reduce(of_batch, group=groups.contexts[batch.context_size])
+    return _filled(batches, "old_logprobs", logprobs)
+
+
+def _from_policy(
+    batches: Sequence[PackedBatch], policy: Policy, cfg: Config, groups: Groups, is_next: bool
 ) -> tuple[list[PackedBatch], list[Tensor]]:
     """The batches, and the policy's entropies if they were computed."""
     if cfg.grpo.old_logprobs == "rollout":
         batches = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in batches]
-    if not _needs_policy(batches, cfg):
+    if not _needs_policy(batches, cfg, is_next):
         return list(batches), []
     computed = _computed(policy, batches, cfg, groups)
     if batches[0].old_logprobs is None:
@@ -89,54 +105,11 @@ def _filled(
     return [replace(batch, **new) for batch, new in zip(batches, of_batch, strict=True)]
 
 
-def _needs_policy(batches: Sequence[PackedBatch], cfg: Config) -> bool:
+def _needs_policy(batches: Sequence[PackedBatch], cfg: Config, is_next: bool) -> bool:
     if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
         return True
-    return batches[0].old_logprobs is None and cfg.grpo.needs_old_pass
-
-
-def keep_high_entropy(
-    batches: Sequence[PackedBatch],
-    entropies: Sequence[Tensor],
-    fraction: float,
-    groups: Groups,
-) -> list[PackedBatch]:
-    """Keep the entropies of response tokens that are at least their (1 - `fraction`) quantile.
-
-    arXiv 2506.01939. The quantile is exact over the whole optimizer batch: `entropies` [T] are of
-    this rank's `batches`, and other ranks hold the others.
-    """
-    masked = [
-        entropy[batch.loss_mask & groups.answers_for(batch.context_size)]
-        for batch, entropy in zip(batches, entropies, strict=True)
-    ]
-    threshold = quantile(torch.cat(masked), 1 - fraction, groups.data_context)
-    return [
-        replace(batch, high_entropy=entropy.where(entropy.float() >= threshold, -torch.inf))
-        for batch, entropy in zip(batches, entropies, strict=True)
-    ]
-
-
-def with_entropy_weights(batches: Sequence[PackedBatch], groups: Groups) -> list[PackedBatch]:
-    """Weight the entropies of the optimizer batch so that they sum to their mean over tokens.
-
-    The mean is over the tokens of the objective, whatever the loss type, as in TRL.
-    """
-    chosen = [
-        b.loss_mask if b.high_entropy is None else b.loss_mask & ~b.high_entropy.isneginf()
-        for b in batches
-    ]
-    count = torch.stack(
-        [
-            mask.sum() * groups.answers_for(batch.context_size)
-            for batch, mask in zip(batches, chosen, strict=True)
-        ]
-    ).sum()
-    dist.all_reduce(count, group=groups.data_context)
-    return [
-        replace(batch, entropy_weights=mask.to(batch.loss_weights) / count.clamp(min=1))
-        for batch, mask in zip(batches, chosen, strict=True)
-    ]
+    are_all_needed = cfg.grpo.num_old_passes == cfg.grpo.steps_per_generation
+    return batches[0].old_logprobs is None and (are_all_needed or not is_next)
 
 
 def packed_minibatches(
@@ -161,8 +134,13 @@ def packed_minibatches(
             share_prompts=cfg.grpo.shared_prompts,
             context_rank=groups.coordinates.context,
         )
-        minibatches.append([with_own_layers(batch, groups).to(device) for batch in batches])
+        minibatches.append([_on_rank(batch, groups).to(device) for batch in batches])
     return minibatches
+
+
+def _on_rank(batch: PackedBatch, groups: Groups) -> PackedBatch:
+    """The batch with what this rank alone needs, computed while the host has it."""
+    return with_own_layers(batch, groups).on_rank(groups.dims, groups.coordinates)
 
 
 @dataclass(frozen=True)
@@ -187,8 +165,15 @@ class Preparation:
             )
         with timer.phase("logprobs"):
             return [
-                add_logprobs(minibatch, self.policy, self.reference, self.cfg, self.groups)
-                for minibatch in packed
+                add_logprobs(
+                    minibatch,
+                    self.policy,
+                    self.reference,
+                    self.cfg,
+                    self.groups,
+                    is_next=number == 0,  # or known: a resumed generation has all that it needs
+                )
+                for number, minibatch in enumerate(packed)
             ]
 
     def subtract_kl(

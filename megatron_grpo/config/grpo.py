@@ -153,17 +153,16 @@ class GRPOConfig(Section):
         return self.loss_type not in ("sapo", "vespo")
 
     @property
-    def needs_old_pass(self) -> bool:
-        """Whether the policy runs a forward pass over a generation before training on it.
+    def num_old_passes(self) -> int:
+        """Over how many optimizer batches of a generation the policy runs before training on them.
 
-        It computes entropies, or old log-probabilities. With one update per generation the latter
-        are the policy's own, and needed beforehand only when the KL is part of the rewards.
+        Entropies are needed beforehand of all of them, and so are old log-probabilities when the KL
+        is part of the rewards. Otherwise the first batch's are those of its forward in training.
         """
-        if self.top_entropy_quantile < 1:
-            return True
-        has_one_update = self.steps_per_generation * self.num_iterations == 1
         is_kl_reward = self.beta > 0 and self.kl_in_reward
-        return self.old_logprobs == "recompute" and (is_kl_reward or not has_one_update)
+        if self.top_entropy_quantile < 1 or (self.old_logprobs == "recompute" and is_kl_reward):
+            return self.steps_per_generation
+        return self.steps_per_generation - 1 if self.old_logprobs == "recompute" else 0
 
     @model_validator(mode="after")
     def _clips_fit(self) -> Self:

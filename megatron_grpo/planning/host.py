@@ -49,7 +49,7 @@ def host_use(cfg: Config, states: Sequence[StateBytes], card: GpuSpec) -> HostUs
         saved.append("reference")
     num_ranks = min(cfg.dims.world_size, card.per_node)
     # Then the GPU computes while the optimizer's state comes back.
-    passes = cfg.grpo.needs_old_pass or cfg.grpo.beta > 0
+    passes = cfg.grpo.num_old_passes > 0 or cfg.grpo.beta > 0
     return HostUse(
         moved=moved,
         seconds=moved / card.host_rate,

@@ -97,7 +97,8 @@ def _forwards_alone(cfg: Config) -> float:
 
     Each is made once per generation and serves all `grpo.num_iterations`.
     """
-    return (cfg.grpo.needs_old_pass + (cfg.grpo.beta > 0)) / cfg.grpo.num_iterations
+    old = cfg.grpo.num_old_passes / cfg.grpo.steps_per_generation
+    return (old + (cfg.grpo.beta > 0)) / cfg.grpo.num_iterations
 
 
 def forward_flops(shape: ModelShape, work: Computed) -> float:

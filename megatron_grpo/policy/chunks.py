@@ -59,6 +59,7 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
             chunk.output_layer.forward = _pass_hidden_states
         chunk.rotary_pos_emb = packed_rotary
         accumulate_in_products(chunk, cfg.model.megatron)
+        _pass_padding(chunk)
         if groups.is_dynamic:
             rotate_own_tokens(chunk, groups)
     return chunks
@@ -95,6 +96,17 @@ def _freeze_routers(chunk: GPTModel) -> None:
 def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
     """Replaces the output layer: parallel/logprobs.py computes logits from the head's weight."""
     return hidden, None
+
+
+def _pass_padding(chunk: GPTModel) -> None:
+    """Make Megatron pass `PackedParams.pad_between_seqs` to Transformer Engine's attention.
+
+    0.16.1 passes the fields of its own class, which has none of this name.
+    """
+    module: Any
+    for module in chunk.modules():
+        if hasattr(module, "kept_packed_seq_params"):
+            module.kept_packed_seq_params.add("pad_between_seqs")
 
 
 def _mark_experts(chunk: GPTModel) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from megatron.core.transformer.attention import Attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import pad
 
 from megatron_grpo.policy.packed_params import PackedParams
 from parallel.attention import PackedAttention
@@ -28,8 +27,9 @@ def split_dynamically(
     params.cp_group = group
     params.attention_cu_seqlens = params.cu_seqlens_q_padded
     params.rope_positions = batch.position_ids[local]
-    own = batch.cu_seqlens.new_tensor([len(local)])
-    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = pad(own, (1, 0))
+    whole = batch.cu_seqlens[:: len(batch.cu_seqlens) - 1].contiguous()  # first and last
+    own = whole // batch.context_size
+    params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = own
 
 
 def rotate_own_tokens(chunk: Any, groups: Groups) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megatron_grpo.policy.model import Model, forward, unwrapped
 from megatron_grpo.policy.releases import COUNTS_TOKENS_OF_ALL_RANKS
+from megatron_grpo.policy.stage_messages import pipeline_arguments
 from megatron_grpo.policy.transformer import balances_experts
-from parallel.context import context_indices
 from parallel.groups import Groups
-from parallel.logprobs import ChosenTokens, chosen_logprobs, prediction_targets
+from parallel.logprobs import ChosenTokens, chosen_logprobs
 from parallel.packing import PackedBatch
 
 T = TypeVar("T")
@@ -46,6 +46,7 @@ def run_schedule(
         f"interleaving needs a multiple of {dims.pipeline} microbatches, not {len(batches)}"
     )
 
+    batches = [batch.on_rank(dims, groups.coordinates) for batch in batches]
     loss_scale = 1.0 if forward_only else _weigh_router_losses(model, groups, batches)
 
     def forward_step(
@@ -60,9 +61,10 @@ def run_schedule(
             data_iterator=[iter(batches) for _ in model.chunks],
             model=model.chunks,
             num_microbatches=len(batches),
-            seq_length=len(batches[0].tokens),  # unused: messages carry their own shapes
+            seq_length=len(batches[0].tokens),  # unused: `StageMessages` knows the shapes
             micro_batch_size=1,
             forward_only=forward_only,
+            **pipeline_arguments(unwrapped(model.chunks[0]).config, groups, batches),
         )
     return collected
 
@@ -107,15 +109,12 @@ def response_logprobs(
     `hidden` are the last stage's final hidden states (`forward`); only those at positions that
     predict response tokens are multiplied with the head.
     """
-    _, rank = groups.context_of(batch.context_size)
-    local = context_indices(batch.cu_seqlens, rank, batch.context_size)
-    targets = prediction_targets(batch.cu_seqlens, local)
+    assert batch.part is not None, "set by `run_schedule`"
     return chosen_logprobs(
         hidden,
         model.head_weight,
         batch.tokens,
-        targets,
-        batch.loss_mask,
+        batch.part.predictions,
         temperature=temperature,
         vocab_size=model.shape.vocab_size,
         tensor_group=groups.tensor,

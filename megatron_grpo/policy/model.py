@@ -21,7 +21,6 @@ from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
 from parallel import Layout, Sender
-from parallel.context import context_indices
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
 
@@ -153,10 +152,11 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
 
     Returns hidden states. For the last chunk: the head's input, [T / cp, H] in the order of
     `context_indices`, or the tensor rank's slice of it under sequence parallelism. For the others:
-    what Megatron-Core sends to the next stage.
+    what Megatron-Core sends to the next stage: see `stage_shapes`.
     """
+    assert batch.part is not None, "set by `run_schedule`"
+    local = batch.part.local
     group, rank = groups.context_of(batch.context_size)
-    local = context_indices(batch.cu_seqlens, rank, batch.context_size)
     params = packed_params(batch, local, rank, batch.context_size)
     if groups.is_dynamic:
         split_dynamically(params, batch, local, group)

@@ -9,16 +9,31 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from parallel.alignment import round_up
 from parallel.attention import block_mask
 from parallel.context import context_indices, context_order
 from parallel.packing import PackedBatch
+
+EVEN_LENGTH = 512
+"""Longest lengths are rounded up to a multiple of this, for each context rank.
+
+Transformer Engine chooses a backend, and cuDNN builds a graph, anew for each longest length; a
+longer one costs a few empty blocks.
+"""
 
 
 @dataclass
 class PackedParams(PackedSeqParams):
     """Megatron's PackedSeqParams, plus fields that it passes through to our own modules."""
 
+    pad_between_seqs: bool = False
+    """For Transformer Engine, which else compares the padded lengths with the others in every
+    layer, and waits for the GPU to do so."""
     context_size: int = 1
+    num_tokens: int = 0
+    """Of the whole microbatch."""
+    rope_length: int = 0
+    """Rows of the RoPE table that are passed on; every sequence starts at row 0."""
     prefixes: Tensor | None = None
     block_mask: BlockMask | None = None
     attention_cu_seqlens: Tensor | None = None
@@ -41,15 +56,15 @@ class PackedParams(PackedSeqParams):
 
     @cached_property
     def context_order(self) -> tuple[Tensor, Tensor]:
-        """For `PackedAttention`; computed once for all layers, as it synchronizes with the GPU."""
-        return context_order(self.cu_seqlens_q, self.context_size)
+        """For `PackedAttention`; computed once for all layers."""
+        return context_order(self.cu_seqlens_q, self.context_size, self.num_tokens)
 
 
 def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> PackedParams:
     """The params of a microbatch for context rank `rank` of `size`, which holds `local`."""
-    # Transformer Engine needs these for context parallelism only. Otherwise it would compare them
-    # with the lengths below in every layer, and wait for the GPU to do so.
+    # Transformer Engine needs these for context parallelism only.
     padded = batch.cu_seqlens if size > 1 else None
+    num_tokens, longest = len(batch.tokens), round_up(batch.max_seqlen, EVEN_LENGTH * size)
     params = PackedParams(
         qkv_format="thd",
         # Alignment padding counts as part of its segment: it comes last, so under causal attention
@@ -58,10 +73,11 @@ def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> Pa
         cu_seqlens_kv=batch.cu_seqlens,
         cu_seqlens_q_padded=padded,
         cu_seqlens_kv_padded=padded,
-        # Also the number of RoPE table rows that are passed on; every sequence starts at row 0.
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         context_size=size,
+        num_tokens=num_tokens,
+        rope_length=batch.max_seqlen,
     )
     if batch.prefixes is None:
         return params
@@ -73,13 +89,14 @@ def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> Pa
     # and `PackedRotary` makes row t that of rope_positions[t]. With shared prompts attention is
     # ours and does not read the padded lengths, so RoPE is their only reader. A context rank reads
     # rows as of one zigzag sequence, an early and a late part, hence the indices below.
-    whole = batch.cu_seqlens[[0, -1]]
+    whole = batch.cu_seqlens[:: len(batch.cu_seqlens) - 1].contiguous()  # first and last
     params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = whole
     params.rope_positions = torch.zeros_like(batch.position_ids)
-    params.rope_positions[context_indices(whole, rank, size)] = batch.position_ids[local]
+    as_one = context_indices(whole, rank, size, num_tokens)
+    params.rope_positions[as_one] = batch.position_ids[local]
     params.prefixes = batch.prefixes
     if batch.tokens.is_cuda:
-        params.block_mask = block_mask(batch.cu_seqlens, batch.prefixes, local)
+        params.block_mask = block_mask(batch.cu_seqlens, batch.prefixes, local, num_tokens)
     return params
 
 
@@ -102,7 +119,7 @@ class PackedRotary(torch.nn.Module):
 
     def forward(self, params: PackedParams, **_: Any) -> Tensor:
         """The rows [T or longest sequence, 1, 1, rotary_dim] of a microbatch."""
-        length = params.max_seqlen_q
+        length = params.rope_length
         if self._table is None or len(self._table) < length:
             self._table = self.rotary.get_emb(length)
         if params.rope_positions is None:

@@ -12,7 +12,7 @@ of gradient buffers knows neither frozen weights nor a reference, and needs CUDA
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ from parallel.alignment import round_up
 from parallel.collectives import raise_first_failure, wait_for_all
 from parallel.page_locked import available_bytes, page_locked_bytes
 
-Values = TypeVar("Values", Tensor, SplitFloats)
 _ALIGNMENT = 64
 """Of copies in host memory; a multiple of every element's size."""
 
@@ -83,7 +82,13 @@ class Residency:
         for part in parts_used(phase):
             self._await(part)
 
-    def readable(self, tensor: Values) -> Values:
+    @overload
+    def readable(self, tensor: Tensor) -> Tensor: ...
+
+    @overload
+    def readable(self, tensor: Tensor | SplitFloats) -> Tensor | SplitFloats: ...
+
+    def readable(self, tensor: Tensor | SplitFloats) -> Tensor | SplitFloats:
         """`tensor`, or, if its storage is away, the same values in host memory.
 
         Not to be written to, and valid until the next `enter`.

@@ -64,7 +64,7 @@ def transformer_config(
     if overrides.get("transformer_impl") != "local":
         _check_transformer_engine(dtype)
     free = {"transformer_impl": _best_implementation(dtype)} | dict(overrides)
-    free = _fusions(free["transformer_impl"]) | free
+    free = _fusions(free["transformer_impl"]) | {"batch_p2p_sync": False} | free
     if free["transformer_impl"] == "transformer_engine":
         # Megatron's head, which never runs here, would refuse it: see `accumulate_in_products`.
         free.pop("gradient_accumulation_fusion", None)
@@ -78,7 +78,8 @@ def transformer_config(
         _check_sequence_parallel(dims, sequence_parallel)
         decided |= _moe(shape, shape.moe, free["transformer_impl"])
         # The scores of two experts may differ by less than bfloat16 can resolve.
-        free = {"moe_router_dtype": "fp32"} | free
+        fused = free["transformer_impl"] == "transformer_engine"
+        free = {"moe_router_dtype": "fp32", "moe_permute_fusion": fused} | free
     check_overrides(overrides, decided, _best_implementation(dtype))
     if "attention_backend" in free:
         free["attention_backend"] = AttnBackend[free["attention_backend"]]
@@ -121,7 +122,8 @@ def _check_transformer_engine(dtype: torch.dtype) -> None:
 def _fusions(implementation: str) -> dict[str, Any]:
     """Fusions that Megatron's training script enables on GPUs, unlike TransformerConfig's defaults.
 
-    Unfused RoPE synchronizes with the GPU twice per layer, to read the lengths of sequences.
+    Unfused RoPE synchronizes with the GPU twice per layer, to read the lengths of sequences. A
+    mixture of experts has one more, of its permutations.
     """
     fused = implementation == "transformer_engine"
     return {"apply_rope_fusion": fused, "bias_activation_fusion": fused}

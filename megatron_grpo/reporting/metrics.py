@@ -1,7 +1,7 @@
 """Metrics of a step, which do not depend on how its tokens are distributed over ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ class StepReport:
     """The same for the absolute difference of the log-probabilities of trainer and engine."""
     tokens: Tensor
     """[`train.log_tokens`, `token_log.VALUES`] on the CPU; see `TokenLog`."""
+    logprobs: list[Tensor] = field(default_factory=list)
+    """[T] of each microbatch, those that this rank computed, 0 elsewhere; only of batches that had
+    no old log-probabilities and will be trained on again."""
 
 
 class TrainMetrics:
@@ -72,6 +75,8 @@ class TrainMetrics:
         self.token_log = TokenLog(num_logged_tokens, device)
         self.losses: list[Tensor] = []
         """This rank's part of the loss of each microbatch; empty before the last pipeline stage."""
+        self.logprobs: list[Tensor] = []
+        """For the `StepReport`."""
 
     def add(self, tokens: LossTokens, loss: GRPOLoss) -> None:
         """Add the statistics of the response tokens that this rank predicted.
@@ -181,6 +186,7 @@ class TrainMetrics:
             by_sequence["entropy"].tolist(),
             by_sequence["rollout_gap"].tolist(),
             self.token_log.values.cpu(),
+            self.logprobs,
         )
 
 

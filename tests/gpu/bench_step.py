@@ -126,7 +126,8 @@ def measure(rank: int, folder: Path, num_tokens: int, num_steps: int) -> dict[st
     )
     groups = init_groups(cfg.dims)
     policy = build_policy(cfg, read_shape(folder), groups)
-    batch = one_sequence(num_tokens, policy.shape.vocab_size, cfg).to(device)
+    batch = one_sequence(num_tokens, policy.shape.vocab_size, cfg)
+    batch = batch.on_rank(groups.dims, groups.coordinates).to(device)
     skipped = SkippedSteps(cfg.train.max_skipped_steps, 0)
 
     def step() -> None:

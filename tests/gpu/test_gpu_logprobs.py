@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from parallel.logprobs import chosen_logprobs, prediction_targets
+from parallel.logprobs import chosen_logprobs
+from parallel.rank_part import Predictions, prediction_targets
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,12 +19,12 @@ def values_and_gradients(dtype, device, tile_columns, num_tokens=NUM_TOKENS):
     weight = torch.randn(5008, HIDDEN_SIZE, generator=generator).bfloat16()
     tokens = torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).to(device)
     inputs = [each.to(device, dtype).requires_grad_() for each in (hidden, weight)]
-    ends = torch.tensor([0, num_tokens], device=device)
+    targets = prediction_targets(torch.tensor([0, num_tokens]), torch.arange(num_tokens))
+    everything = torch.ones(num_tokens, dtype=torch.bool)
     chosen = chosen_logprobs(
         *inputs,
         tokens,
-        prediction_targets(ends, torch.arange(num_tokens, device=device)),
-        torch.ones_like(tokens, dtype=torch.bool),
+        Predictions.of(targets, everything).to(device),
         temperature=0.8,
         vocab_size=VOCAB_SIZE,
         tensor_group=None,

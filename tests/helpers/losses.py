@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from parallel.logprobs import ChosenTokens, chosen_logprobs, prediction_targets
+from parallel.logprobs import ChosenTokens, chosen_logprobs
 from parallel.packing import PackedBatch
+from parallel.rank_part import Predictions, prediction_targets
 
 TEMPERATURE = 0.7
 
@@ -32,8 +33,10 @@ class BigramModel:
             torch.nn.functional.one_hot(batch.tokens, self.vocab_size).to(self.table),
             self.table.t(),
             batch.tokens,
-            prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens))),
-            batch.loss_mask,
+            Predictions.of(
+                prediction_targets(batch.cu_seqlens, torch.arange(len(batch.tokens))),
+                batch.loss_mask,
+            ),
             temperature=TEMPERATURE,
             vocab_size=self.vocab_size,
             tensor_group=None,

@@ -53,9 +53,16 @@ def random_sequences(lengths: Lengths) -> list[TokenSequence]:
 
 
 def pack_all(
-    lengths: Lengths, dims: ParallelDims, routes: Sequence[Tensor] | None = None
+    lengths: Lengths,
+    dims: ParallelDims,
+    routes: Sequence[Tensor] | None = None,
+    *,
+    share_prompts: bool = False,
 ) -> list[PackedBatch]:
-    """The sequences of `random_sequences`, microbatch by microbatch, with `routes` if given."""
+    """The sequences of `random_sequences`, microbatch by microbatch, with `routes` if given.
+
+    With `share_prompts` the batches are of that form, but no two prompts are equal.
+    """
     sequences, alignment = random_sequences(lengths), Alignment.for_mesh(dims, dims.tensor > 1)
     if routes is not None:
         sequences = [
@@ -63,7 +70,13 @@ def pack_all(
         ]
     indices = iter(range(len(sequences)))
     return [
-        pack(sequences, [next(indices) for _ in microbatch], alignment) for microbatch in lengths
+        pack(
+            sequences,
+            [next(indices) for _ in microbatch],
+            alignment,
+            share_prompts=share_prompts,
+        )
+        for microbatch in lengths
     ]
 
 

@@ -4,10 +4,12 @@ import torch.distributed as dist
 
 from helpers.measure import LargestTensor
 from helpers.ranks import run_ranks
+from parallel import logit_tiles
 from parallel.context import context_indices
 from parallel.dtypes import product_dtype
 from parallel.logit_tiles import even_columns
-from parallel.logprobs import chosen_logprobs, prediction_targets
+from parallel.logprobs import chosen_logprobs
+from parallel.rank_part import Predictions, prediction_targets
 
 CU_SEQLENS = torch.tensor([0, 8, 12, 24], dtype=torch.int32)
 NUM_TOKENS, HIDDEN_SIZE = 24, 6
@@ -47,12 +49,13 @@ class Case:
         return logprobs, entropy
 
     def ours(self, hidden=None, weight=None, targets=None, tensor_group=None, **options):
+        targets = whole_targets() if targets is None else targets
+        num_parts = dist.get_world_size(tensor_group) if tensor_group else 1
         chosen = chosen_logprobs(
             self.hidden if hidden is None else hidden,
             self.weight if weight is None else weight,
             self.tokens,
-            whole_targets() if targets is None else targets,
-            self.select,
+            Predictions.of(targets, self.select, num_parts),
             vocab_size=self.vocab_size,
             tensor_group=tensor_group,
             **{"temperature": 1.0} | options,
@@ -256,6 +259,33 @@ def test_the_sum_over_context_ranks_is_the_whole_and_each_has_the_gradient_of_it
         torch.testing.assert_close(whole, torch.stack(expected).detach(), **TIGHT)
         torch.testing.assert_close(of_hidden, expected_hidden[indices], **TIGHT)
         torch.testing.assert_close(of_weight, expected_weight.chunk(2)[rank % 2], **TIGHT)
+
+
+@pytest.mark.parametrize("has_entropy", [True, False])
+def test_the_gradient_of_a_tile_is_the_same_in_the_form_that_gpus_compile(has_entropy):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 40, generator=generator)
+    columns = torch.randint(-20, 60, (9,), generator=generator)  # some are in other tiles
+    assert len({bool(0 <= column < 40) for column in columns}) == 2
+    normalizer, entropy, of_logprob, of_entropy = torch.randn(4, 9, generator=generator)
+    forms = []
+    for space in (None, logit_tiles._Space.of(9, 40, torch.float32, torch.float32)):
+        if space:
+            logits = space.logits.copy_(logits)
+        forms.append(
+            logit_tiles._gradient_of_tile(
+                logits,
+                columns,
+                1 / 0.7,
+                normalizer,
+                entropy,
+                of_logprob,
+                of_entropy if has_entropy else None,
+                torch.float32,
+                space,
+            ).clone()
+        )
+    torch.testing.assert_close(*forms, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

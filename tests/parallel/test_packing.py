@@ -35,6 +35,19 @@ def test_without_padding_needs_the_packed_tokens_are_the_sequences_end_to_end():
     assert int((batch.sequence_index >= 0).sum()) == 5
 
 
+def test_what_a_rank_holds_and_predicts_is_known_before_the_batch_is_copied():
+    dims = ParallelDims(tensor=2, context=2)
+    batch = pack([sequence(6, 2), sequence(3, 2)], [0, 1], Alignment.for_mesh(dims, True))
+    batch = batch.on_rank(dims, dims.coordinates(0))
+    assert batch.part.local.tolist() == [0, 1, 6, 7, 8, 11]
+    predictions = batch.part.predictions
+    assert (predictions.rows.tolist(), predictions.positions.tolist()) == ([1], [2])
+    assert (predictions.num_rows, predictions.counts) == (6, [1, 0])
+    moved = batch.to("meta")
+    assert moved.part.local.is_meta and moved.part.predictions.rows.is_meta
+    assert moved.on_rank(dims, dims.coordinates(0)) is moved
+
+
 def test_every_response_token_and_nothing_else_carries_the_values_of_its_sequence():
     sequences = [
         sequence(5, 2, advantage=-1.5, loss_weight=0.25),

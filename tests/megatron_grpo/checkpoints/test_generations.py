@@ -83,7 +83,10 @@ def logprobs_on_rank(
 
     def minibatches(experience: Experience | None) -> list[list]:
         received = packed_minibatches(experience, GENERATION, cost, cfg, groups, device)
-        return [add_logprobs(batches, policy, reference, cfg, groups) for batches in received]
+        return [
+            add_logprobs(batches, policy, reference, cfg, groups, is_next=False)
+            for batches in received
+        ]
 
     experience = generation() if rank == 0 else None
     first = minibatches(experience)

@@ -105,6 +105,7 @@ def saved_bytes(rank: int, cfg: Config) -> int:
         parameter.data.uniform_(-0.1, 0.1)  # else all tokens might go to the same experts
     weights = {p.untyped_storage().data_ptr() for p in model.parameters().values()}
     [batch] = pack_all(LENGTHS, cfg.dims)
+    batch = batch.on_rank(groups.dims, groups.coordinates)
     assert len(batch.tokens) == TOKENS
     saved: WeakSet[Saved] = WeakSet()
 

@@ -53,12 +53,14 @@ def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
     folder, shape = model(tmp_path)
     plain, layers = of_step(folder, shape), forward_flops(shape, Computed.of([1000]))
     forward = layers + 2 * shape.vocab_size * shape.hidden_size * 1000
-    reused = "grpo.num_iterations=2"  # old log-probabilities, for two steps
+    split = "grpo.steps_per_generation=4"  # the first has its old log-probabilities in training
     for overrides, more in (
         ([FULL], layers),
         (["grpo.beta=0.04"], forward),  # the reference
-        ([reused], forward / 2),
-        ([reused, "grpo.old_logprobs=rollout"], 0),  # the engines' own
+        (["grpo.num_iterations=2"], 0),
+        ([split], 3 / 4 * forward),
+        ([split, "grpo.num_iterations=3"], 1 / 4 * forward),
+        ([split, "grpo.old_logprobs=rollout"], 0),  # the engines' own
         (["grpo.top_entropy_quantile=0.2"], forward),
         (["grpo.beta=0.04", "grpo.advantage_estimator=rloo"], 2 * forward),  # in the reward
     ):

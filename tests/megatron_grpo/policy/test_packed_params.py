@@ -11,6 +11,7 @@ from helpers.policies import LENGTHS, accumulate, gradient_boxes, pack_all, star
 from helpers.ranks import run_ranks
 from megatron_grpo.policy import packed_params
 from parallel import ParallelDims
+from parallel.dims import Coordinates
 
 DIMS = ParallelDims(context=2)
 RECOMPUTED = (
@@ -50,6 +51,25 @@ def test_the_order_of_tokens_is_made_once_for_all_layers_of_a_microbatch(tmp_pat
     for (gradients, _), (again, _) in zip(plain, recomputed, strict=True):
         for name, values in gradients.items():
             assert torch.equal(again[name], values), name
+
+
+def test_attention_is_told_few_different_longest_lengths():
+    """Of each, Transformer Engine and cuDNN prepare anew."""
+    for size, expected in ((1, {512, 1024}), (3, {1536})):
+        dims, coordinates = (
+            ParallelDims(context=size),
+            Coordinates(tensor=0, context=0, data=0, pipeline=0),
+        )
+        batches = pack_all([[(3, 9)], [(7, 400), (2, 2)], [(7, 600)]], dims)
+        params = [
+            packed_params.packed_params(batch, batch.on_rank(dims, coordinates).part.local, 0, size)
+            for batch in batches
+        ]
+        assert {each.max_seqlen_q for each in params} == expected
+        assert {each.max_seqlen_kv for each in params} == expected
+        assert {each.pad_between_seqs for each in params} == {False}  # or it would look every time
+        # Of as many rows as there are tokens, Megatron would think that each token has its own.
+        assert [each.rope_length for each in params] == [batch.max_seqlen for batch in batches]
 
 
 HEAD_DIM = 16

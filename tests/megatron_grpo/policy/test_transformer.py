@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer.moe import moe_utils
 
 from checkpoint_convert import ModelShape, MoeShape
 from megatron_grpo.config.train import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
@@ -50,6 +51,9 @@ def test_overrides_reach_megatron():
     config = configure(recompute_granularity="selective")
     assert (config.recompute_granularity, config.num_layers) == ("selective", 5)
     assert config.params_dtype == torch.bfloat16
+    # Megatron would wait for the GPU after each message, because of a fault of an old torch.
+    assert not config.batch_p2p_sync
+    assert configure(batch_p2p_sync=True).batch_p2p_sync
     assert configure(shape=MIXTURE).moe_router_dtype == "fp32"
     assert configure(shape=MIXTURE, moe_router_dtype="fp64").moe_router_dtype == "fp64"
 
@@ -64,6 +68,12 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
     assert configure().bias_activation_fusion
     assert not configure(apply_rope_fusion=False).apply_rope_fusion
     assert not configure(transformer_impl="local").apply_rope_fusion
+    names = ["permute", "permute_with_probs", "sort_chunks_by_index", "unpermute"]
+    for name in [*names, "sort_chunks_by_index_with_probs"]:  # Transformer Engine's, if it is there
+        monkeypatch.setattr(f"{moe_utils.__name__}.fused_{name}", object())
+    assert configure(shape=MIXTURE).moe_permute_fusion
+    assert not configure(shape=MIXTURE, transformer_impl="local").moe_permute_fusion
+    assert not configure(shape=MIXTURE, moe_permute_fusion=False).moe_permute_fusion
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""What one rank holds and predicts of a packed microbatch.
+
+Only this file knows that ``tokens[t]`` is predicted at position t - 1 of its sequence.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parallel.context import context_indices
+
+
+def prediction_targets(cu_seqlens: Tensor, context_indices: Tensor) -> Tensor:
+    """Packed position of the token that each local position predicts; -1 at the end of a sequence.
+
+    `cu_seqlens` [n + 1] are the packed sequence boundaries, `context_indices` [T / cp] the packed
+    positions that this context rank holds, in its own order. Returns int64 [T / cp].
+    """
+    following = context_indices + 1
+    return following.masked_fill(torch.isin(following, cu_seqlens[1:].to(following)), -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """Which of a context rank's positions predict the K selected tokens.
+
+    How many they are depends on values. A GPU would have to tell the host, which would wait for all
+    work before; so this is computed where the host knows them, and copied.
+    """
+
+    rows: Tensor
+    """[K] int64, ascending: the positions, in the order of the context rank."""
+    positions: Tensor
+    """[K] int64, ascending: the packed positions of the tokens that they predict."""
+    num_rows: int
+    """T / cp, positions that the context rank holds."""
+    counts: list[int]
+    """How many of the `rows` are in each of the equal parts that tensor ranks hold under sequence
+    parallelism."""
+
+    @classmethod
+    def of(cls, targets: Tensor, select: Tensor, num_parts: int = 1) -> "Predictions":
+        """Of the tokens `select` [T] bool, those in `targets` [T / cp] of `prediction_targets`."""
+        wanted = (targets >= 0) & select[targets]
+        rows = wanted.nonzero().squeeze(1)
+        return cls(
+            rows=rows,
+            positions=targets[rows],
+            num_rows=len(targets),
+            counts=[int(part.sum()) for part in wanted.chunk(num_parts)],
+        )
+
+    def to(self, device: torch.device | str) -> "Predictions":
+        """A copy with the tensors on `device`."""
+        return replace(self, rows=self.rows.to(device), positions=self.positions.to(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """Indices of a rank, which all passes over a microbatch use: forwards and backwards.
+
+    They follow from the lengths of sequences. So they are made once, on the host, before anything
+    is copied to a GPU; a forward then never waits for one.
+    """
+
+    local: Tensor
+    """[T / cp] int64, the packed positions that the context rank holds, in its order."""
+    predictions: Predictions
+    """Those that predict tokens of the loss; read on the last pipeline stage."""
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: Tensor, select: Tensor, rank: int, size: int, num_parts: int
+    ) -> "RankPart":
+        """The part of context rank `rank` of `size`, for one of its tensor ranks.
+
+        Args:
+            cu_seqlens: [n + 1], cumulative lengths of the packed segments.
+            select: [T] bool, the tokens of the loss.
+            rank: the place among the context ranks that split the microbatch.
+            size: their number.
+            num_parts: the number of tensor ranks.
+        """
+        lengths = cu_seqlens.diff()
+        assert size == 1 or not (lengths % (2 * size)).any(), (
+            f"lengths {lengths.tolist()} are not multiples of 2 * {size}"
+        )
+        local = context_indices(cu_seqlens, rank, size, len(select))
+        targets = prediction_targets(cu_seqlens, local)
+        return cls(local=local, predictions=Predictions.of(targets, select, num_parts))
+
+    def to(self, device: torch.device | str) -> "RankPart":
+        """A copy with the tensors on `device`."""
+        return RankPart(local=self.local.to(device), predictions=self.predictions.to(device))

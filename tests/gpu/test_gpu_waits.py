@@ -1,0 +1,70 @@
+"""Within a microbatch the host never waits for the GPU: torch says where it would."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.models import tiny_model
+from helpers.policies import pack_all, start_policy, tiny_config
+from helpers.ranks import run_ranks
+from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.train_step import accumulate_gradient
+from parallel import ParallelDims
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.timeout(600),  # the first ranks compile kernels
+]
+LENGTHS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)], [(9, 7), (9, 7)]]
+SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+RECIPE = (
+    "model.dtype=bfloat16",
+    "grpo.generation_batch_size=6",
+    "grpo.num_generations=2",
+    "grpo.beta=0",
+    "grpo.loss_type=grpo",
+    "grpo.importance_sampling_level=sequence",
+    "grpo.rollout_importance_sampling_mode=sequence_mask",
+)
+RECOMPUTED = (
+    "model.megatron={recompute_granularity: full, recompute_method: uniform, "
+    "recompute_num_layers: 1}"
+)
+
+
+def step_without_waiting(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> None:
+    """All of a step but the update, and a log-probability pass, once kernels are compiled."""
+    policy, groups = start_policy(rank, folder, dims, *RECIPE, *overrides)
+    cfg = tiny_config(folder, dims, *RECIPE, *overrides)
+    batches = [
+        batch.on_rank(dims, groups.coordinates).to(f"cuda:{torch.cuda.current_device()}")
+        for batch in pack_all(LENGTHS, dims, share_prompts=cfg.grpo.shared_prompts)
+    ]
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        compute_logprobs(policy, batches, 1.0, groups)
+        accumulate_gradient(policy, batches, cfg, groups, 0.0)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("dims", "overrides"),
+    [
+        (ParallelDims(), []),
+        (ParallelDims(), [RECOMPUTED]),
+        (ParallelDims(), ["grpo.shared_prompts=true"]),
+        (ParallelDims(tensor=2), []),
+        (ParallelDims(context=2), []),
+        (ParallelDims(pipeline=2), []),
+        (ParallelDims(pipeline=2, virtual_pipeline=2), []),
+    ],
+    ids=str,
+)
+def test_a_microbatch_never_waits(tmp_path: Path, dims: ParallelDims, overrides: list[str]) -> None:
+    if torch.cuda.device_count() < dims.world_size:
+        pytest.skip(f"needs {dims.world_size} GPUs")
+    folder = tiny_model(tmp_path, "qwen3", **SHAPE)
+    arguments = (folder, dims, *overrides)
+    run_ranks(dims.world_size, step_without_waiting, *arguments, cuda=True, timeout=500)

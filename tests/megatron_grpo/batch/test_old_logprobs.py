@@ -1,0 +1,120 @@
+"""The first step on a generation needs no pass for old log-probabilities: its forward has them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.models import tiny_model
+from helpers.policies import (
+    LENGTHS,
+    gradient_boxes,
+    layout_name,
+    random_sequences,
+    start_policy,
+    tiny_config,
+)
+from helpers.ranks import run_ranks
+from megatron_grpo.batch.prepare import add_logprobs, with_old_logprobs
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.model import Policy
+from megatron_grpo.train_step import accumulate_gradient
+from parallel import ParallelDims
+from parallel.alignment import Alignment
+from parallel.groups import Groups
+from parallel.packing import PackedBatch, pack
+
+RECIPE = (
+    "grpo.generation_batch_size=12",
+    "grpo.num_generations=2",
+    "grpo.steps_per_generation=2",
+    "grpo.beta=0",
+    "grpo.loss_type=grpo",
+    "grpo.importance_sampling_level=sequence",
+    "grpo.rollout_importance_sampling_mode=token_truncate",
+)
+RECOMPUTED = (
+    "model.megatron={recompute_granularity: full, recompute_method: uniform, "
+    "recompute_num_layers: 1}"
+)
+SHARED = "grpo.shared_prompts=true"
+
+Step = dict[str, Tensor]
+"""Old log-probabilities after a step, its gradient and losses."""
+
+
+def packed(cfg: Config, groups: Groups) -> list[PackedBatch]:
+    """Four microbatches, one of them empty; two sequences of one have the same prompt."""
+    sequences = random_sequences(LENGTHS)
+    sequences[-1] = replace(sequences[-1], tokens=sequences[-2].tokens.clone())
+    alignment = Alignment.for_mesh(groups.dims, groups.dims.tensor > 1)
+    numbers = iter(range(len(sequences)))
+    batches = [
+        pack(
+            sequences,
+            [next(numbers) for _ in microbatch],
+            alignment,
+            share_prompts=cfg.grpo.shared_prompts,
+        )
+        for microbatch in LENGTHS
+    ]
+    return batches[groups.coordinates.data :: groups.dims.data]
+
+
+def step_on(
+    policy: Policy, batches: Sequence[PackedBatch], cfg: Config, groups: Groups
+) -> tuple[Step, Sequence[PackedBatch]]:
+    """What comes of a step on the `batches`, and these with old log-probabilities."""
+    metrics = accumulate_gradient(policy, batches, cfg, groups, 0.0)
+    kept = with_old_logprobs(batches, metrics.logprobs, groups)
+    found = {f"loss {number}": loss for number, loss in enumerate(metrics.losses)}
+    for number, batch in enumerate(kept):
+        assert (batch.old_logprobs is not None) == policy.is_last_stage
+        if batch.old_logprobs is not None:
+            found[f"logprobs {number}"] = batch.old_logprobs
+    found |= {f"{name} {box}": values for name, box, values in gradient_boxes(policy)}
+    return found, kept
+
+
+def steps(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> list[Step]:
+    """A step with old log-probabilities of a pass, one without, and one more with what it kept."""
+    policy, groups = start_policy(rank, folder, dims, *RECIPE, *overrides)
+    cfg = tiny_config(folder, dims, *RECIPE, *overrides)
+    batches = packed(cfg, groups)
+    computed, skipped = (
+        add_logprobs(batches, policy, None, cfg, groups, is_next=is_next)
+        for is_next in (False, True)
+    )
+    assert all(each.old_logprobs is None for each in skipped)
+    apart, _ = step_on(policy, computed, cfg, groups)
+    own, kept = step_on(policy, skipped, cfg, groups)
+    again, _ = step_on(policy, kept, cfg, groups)
+    return [apart, own, again]
+
+
+@pytest.mark.parametrize(
+    ("family", "dims", "overrides"),
+    [
+        ("llama", ParallelDims(), []),
+        ("llama", ParallelDims(), [RECOMPUTED]),
+        ("llama", ParallelDims(), [SHARED]),
+        ("llama", ParallelDims(tensor=2), []),
+        ("llama", ParallelDims(context=2), []),
+        ("llama", ParallelDims(pipeline=2, virtual_pipeline=2), []),
+        ("llama", ParallelDims(context=2, data=2), [SHARED]),
+        ("qwen3_moe", ParallelDims(data=2, expert=2), []),
+    ],
+    ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else None,
+)
+def test_its_forward_has_the_values_of_a_pass_and_so_the_gradient_bit_for_bit(
+    tmp_path: Path, family: str, dims: ParallelDims, overrides: list[str]
+) -> None:
+    folder = tiny_model(tmp_path, family, num_hidden_layers=4)
+    for apart, *others in run_ranks(dims.world_size, steps, folder, dims, *overrides):
+        for other in others:
+            assert other.keys() == apart.keys()
+            differing = [name for name in apart if not torch.equal(other[name], apart[name])]
+            assert not differing
