@@ -290,6 +290,14 @@ def test_workers_that_do_not_come_are_named_after_the_time_out():
         open_sender(plan_sends(sender_of(0), LAYOUTS, BUCKET // 4))
 
 
+def send_matrix(init_info, rendezvous):
+    """The sender of the matrix `w` to one worker."""
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
+    shapes, dtypes = [matrix.shapes], {"w": torch.float32}
+    return WeightSender(init_info, rendezvous, 0, sends, shapes, dtypes, CPU, TIMEOUT)
+
+
 def open_all(engines, bucket_bytes=BUCKET):
     """Open a trainer rank that sends the matrix `w` and a worker of each engine concurrently.
 
@@ -299,21 +307,9 @@ def open_all(engines, bucket_bytes=BUCKET):
     init_info = TransferInitInfo(
         address, bucket_bytes, len(engines), False, senders=[[0]], zeros=[[]]
     )
-    matrix = Layout.of_whole_tensors({"w": (4, 4)})
-    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
     with ThreadPoolExecutor(1 + len(engines)) as pool:
         waiting = [
-            pool.submit(
-                WeightSender,
-                init_info,
-                rendezvous,
-                0,
-                sends,
-                [matrix.shapes],
-                {"w": torch.float32},
-                CPU,
-                TIMEOUT,
-            ),
+            pool.submit(send_matrix, init_info, rendezvous),
             *(
                 pool.submit(WeightReceiver, init_info, engine, 0, parameters, CPU, TIMEOUT)
                 for engine, parameters in enumerate(engines)
@@ -376,26 +372,13 @@ def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
         assert re.search(r"engine 1 worker 0: .*bias: 3 of 3 elements", str(failure), re.S)
 
 
-@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
-def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only):
+def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once():
     """The rank already listens when another rank, which never came, gives up."""
     address, rendezvous = open_rendezvous("127.0.0.1")
-    init_info = TransferInitInfo(address, BUCKET, 1, network_only, senders=[[0]], zeros=[[]])
-    matrix = Layout.of_whole_tensors({"w": (4, 4)})
-    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
+    init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[0]], zeros=[[]])
     join(address, TIMEOUT).publish("memory/0/0", memory_domain(CPU))
     with ThreadPoolExecutor() as pool:
-        arguments = (
-            init_info,
-            rendezvous,
-            0,
-            sends,
-            [matrix.shapes],
-            {"w": torch.float32},
-            CPU,
-            TIMEOUT,
-        )
-        opening = pool.submit(WeightSender, *arguments)
+        opening = pool.submit(send_matrix, init_info, rendezvous)
         join(address, TIMEOUT).await_texts({"channel/0/0/0": "the rank"}, TIMEOUT)
         join(init_info.rendezvous, TIMEOUT).publish_failure("trainer rank 1 gave up")
         with pytest.raises(ChannelError, match="trainer rank 1 gave up"):
