@@ -74,6 +74,7 @@ def test_rank_that_connects_after_a_signal_is_told(server):
     first.sendall(STOP)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["never ends", "fails"])
 def test_verdict_is_told_where_the_stacks_cannot_be_written(make, server, tmp_path):
     """The ranks may hang in that very file system."""
