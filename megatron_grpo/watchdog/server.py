@@ -110,8 +110,9 @@ class WatchdogServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle the messages of one client, until it has closed its connection."""
         rank = None
-        # Such as ETIMEDOUT when a host is gone, a line that is too long, or other fields.
-        with suppress(OSError, ValueError, TypeError):
+        # Such as ETIMEDOUT when a host is gone, a line that is too long, or other fields. It is
+        # cancelled when the job is over, which older releases of asyncio would log.
+        with suppress(OSError, ValueError, TypeError, asyncio.CancelledError):
             rank = self._join(decode_line(await reader.readline()), writer)
             async for line in reader:
                 self._handle(rank, decode_line(line))
