@@ -38,7 +38,7 @@ class RewardWorkerProcess(SupervisedWorker):
         self.connection.send((cfg.functions, cfg.timeout))
         self.cfg = cfg
         self.deadlines = {LOAD: time.monotonic() + load_seconds(cfg.timeout)}
-        """When the answer to each open call is late, by number."""
+        """When the answer to each open call is late, by number; `LOAD` is one."""
         self.is_retired = False
         """Whether it gets no more calls, and is replaced once its open calls are answered."""
         self.failure = ""
