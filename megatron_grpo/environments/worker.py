@@ -35,11 +35,9 @@ from typing import Any, NoReturn
 
 from megatron_grpo.environments.pool import LOAD_KEY
 from megatron_grpo.launch.parent_death import die_with_parent
-from megatron_grpo.workers.supervised import begin_worker, forks_end_here, limit_sends
+from megatron_grpo.workers.supervised import attempt, begin_worker, limit_sends
 from megatron_grpo.workers.user_file import (
-    MAX_TEXT,
     death_text,
-    error_text,
     load_user_file,
     required_parameters,
     select_accepted,
@@ -184,7 +182,7 @@ class EnvironmentWorker:
     def serve(self) -> None:
         """Load the class and run instances until the trainer closes the socket."""
         name, arguments, self.timeout = self.trainer.recv()
-        is_loaded, loaded = self._attempt(lambda: LoadedClass.load(name, arguments))
+        is_loaded, loaded = attempt(lambda: LoadedClass.load(name, arguments), self.limit)
         if not is_loaded:
             self._answer(LOAD_KEY, False, loaded)
             return
@@ -277,18 +275,9 @@ class EnvironmentWorker:
             unused.close()
         with suppress(EOFError, ConnectionError):
             while True:
-                worker.send_bytes(json.dumps(self._attempt(action)).encode())
+                worker.send_bytes(json.dumps(attempt(action, self.limit)).encode())
                 action = partial(step, self.environment, *worker.recv())
         os._exit(0)
-
-    def _attempt(self, action: Callable[[], Any]) -> tuple[bool, Any]:
-        try:
-            with forks_end_here():
-                return True, action()
-        except ValueError as error:
-            return False, str(error)[-MAX_TEXT:]
-        except BaseException as error:  # report sys.exit() in a user's method, too
-            return False, error_text(error, self.limit)
 
     def _forward_answer(self, key: int) -> None:
         process = self.processes[key]

@@ -19,8 +19,6 @@ from megatron_grpo.workers.user_file import (
     select_accepted,
 )
 
-# Each is a module of this package with a function of the same name. Its keyword-only parameters are
-# arguments of the config, not columns.
 BUILT_IN = {
     "cosine": "builtin",
     "exact": "builtin",
@@ -30,13 +28,16 @@ BUILT_IN = {
     "repetition": "builtin",
     "soft_overlong": "builtin",
 }
-"""The file of this package that each built-in function is in."""
+"""The file of this package with each built-in function, whose keyword-only parameters are arguments
+of the config, not columns."""
 
 GIVEN_COLUMNS = ("completions", "prompts", "completion_ids", "finish_reasons")
 """Passed to every call besides the data's columns, and preferred to columns of the same name."""
 GIVEN_TIMEOUT = "reward_timeout"
 """`reward.timeout`, passed only to a function that names it; not a column, nor in `**columns`."""
 
+LOAD = -1
+"""Number of the answer that says what was loaded, in place of a call's."""
 MAX_REASON = 1000
 """Most characters quoted of an exception that is returned as a score."""
 

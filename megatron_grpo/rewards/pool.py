@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards.functions import Answer
+from megatron_grpo.rewards.functions import LOAD, Answer
 from megatron_grpo.rewards.scoring import Call, RewardError, Scoring
 from megatron_grpo.workers.supervised import SupervisedWorker, load_seconds
 from megatron_grpo.workers.user_file import missing_column
@@ -37,20 +37,17 @@ class RewardWorkerProcess(SupervisedWorker):
         )
         self.connection.send((cfg.functions, cfg.timeout))
         self.cfg = cfg
-        self.is_loading = True
-        self.load_seconds = load_seconds(cfg.timeout)
-        self.load_deadline = time.monotonic() + self.load_seconds
-        self.deadlines: dict[int, float] = {}
-        """The deadline of each call in progress, by number."""
+        self.deadlines = {LOAD: time.monotonic() + load_seconds(cfg.timeout)}
+        """When the answer to each open call is late, by number; `LOAD` is one."""
         self.is_retired = False
         """Whether it gets no more calls, and is replaced once its open calls are answered."""
         self.failure = ""
         """Why it has failed; empty while it works."""
 
     @property
-    def next_deadline(self) -> float:
-        """When the next answer is late; only valid while loading or running calls."""
-        return self.load_deadline if self.is_loading else min(self.deadlines.values())
+    def is_loading(self) -> bool:
+        """Whether it does not take calls yet."""
+        return LOAD in self.deadlines
 
     def send_call(self, number: int, call: tuple[Any, ...], seconds: float) -> None:
         """Send call `number`: the function's index and its columns; due within `seconds`."""
@@ -62,34 +59,20 @@ class RewardWorkerProcess(SupervisedWorker):
         except BlockingIOError:
             self.failure = f"its process did not read the call in {self.cfg.timeout} s: killed"
 
-    def receive_functions(self) -> list[tuple[list[str], list[str] | None, bool]] | str:
-        """Required and accepted columns and asynchrony of each function, or why none is loaded."""
-        self.is_loading = False
-        message = self._receive()
-        return self.failure if message is None else message
-
-    def receive_answer(self) -> tuple[int, Answer] | None:
+    def receive_answer(self) -> tuple[int, Any] | None:
         """The number of a call and its answer; None if the worker has died (see `failure`)."""
-        message = self._receive()
-        if message is None:
+        try:
+            number, answer = self.receive_json()
+        except (EOFError, ConnectionError):
+            self.failure = self.cause_of_death(DEATH_SECONDS)
             return None
-        number, fields = message
-        answer = Answer(**fields)
         del self.deadlines[number]
-        self.is_retired |= answer.is_out_of_memory
         return number, answer
 
     def finish_kill(self) -> None:
         """As the base class; also closes the connection, which no other thread reads."""
         super().finish_kill()
         self.connection.close()
-
-    def _receive(self) -> Any:
-        try:
-            return self.receive_json()
-        except (EOFError, ConnectionError):
-            self.failure = self.cause_of_death(DEATH_SECONDS)
-            return None
 
 
 if TYPE_CHECKING:
@@ -238,13 +221,18 @@ class RewardPool:
 
     def _advance(self) -> Iterator[tuple[Call, Answer]]:
         """Wait until a worker has loaded, answered or failed; replace failed workers."""
-        busy = [worker for worker in self._workers if worker.is_loading or worker.deadlines]
+        busy = [worker for worker in self._workers if worker.deadlines]
         ready = self._wait(busy)
         for worker in busy:
             if worker.connection in ready and not worker.failure:
                 yield from self._read(worker)
-            elif worker.next_deadline <= time.monotonic() and not worker.failure:
-                self._expire(worker)
+            elif min(worker.deadlines.values()) <= time.monotonic() and not worker.failure:
+                if worker.is_loading:
+                    seconds = load_seconds(self.cfg.timeout)
+                    raise RewardError(
+                        f"reward functions {self._names} not loaded after {seconds} s"
+                    )
+                worker.failure = f"no result after {self.cfg.timeout} s: killed"
             if worker.failure or (worker.is_retired and not worker.deadlines):
                 for number in worker.deadlines:
                     yield self._calls.pop(number), Answer(None, worker.failure)
@@ -253,7 +241,7 @@ class RewardPool:
     def _wait(self, workers: Sequence[RewardWorkerProcess]) -> list[Any]:
         """Wait, at most until the next deadline; return the connections with something to read."""
         is_over = any(worker.failure for worker in workers)
-        deadline = 0.0 if is_over else min(worker.next_deadline for worker in workers)
+        deadline = 0.0 if is_over else min(min(w.deadlines.values()) for w in workers)
         connections = [worker.connection for worker in workers]
         ready = wait([self._cancelled, *connections], max(0.0, deadline - time.monotonic()))
         if self._cancelled in ready:
@@ -261,24 +249,23 @@ class RewardPool:
         return ready
 
     def _read(self, worker: RewardWorkerProcess) -> Iterator[tuple[Call, Answer]]:
-        if not worker.is_loading:
-            if answered := worker.receive_answer():
-                number, answer = answered
-                yield self._calls.pop(number), answer
-            return
-        functions = worker.receive_functions()
-        if isinstance(functions, str):
-            raise RewardError(f"reward functions {self._names} cannot be loaded: {functions}")
-        self._wanted = [wanted for wanted, _, _ in functions]
-        self._accepted = [accepted for _, accepted, _ in functions]
-        self._is_async = [is_async for _, _, is_async in functions]
+        """An answer, if the worker has sent one to a call."""
+        was_loading, received = worker.is_loading, worker.receive_answer()
+        if was_loading:
+            self._set_functions(worker.failure if received is None else received[1])
+        elif received is not None:
+            number, fields = received
+            answer = Answer(**fields)
+            worker.is_retired |= answer.is_out_of_memory
+            yield self._calls.pop(number), answer
 
-    def _expire(self, worker: RewardWorkerProcess) -> None:
-        if worker.is_loading:
-            raise RewardError(
-                f"reward functions {self._names} not loaded after {worker.load_seconds} s"
-            )
-        worker.failure = f"no result after {self.cfg.timeout} s: killed"
+    def _set_functions(self, loaded: list[tuple[list[str], list[str] | None, bool]] | str) -> None:
+        """Note what the functions take and which are asynchronous; a text says why none is."""
+        if isinstance(loaded, str):
+            raise RewardError(f"reward functions {self._names} cannot be loaded: {loaded}")
+        self._wanted = [wanted for wanted, _, _ in loaded]
+        self._accepted = [accepted for _, accepted, _ in loaded]
+        self._is_async = [is_async for _, _, is_async in loaded]
 
     def _replace(self, worker: RewardWorkerProcess) -> None:
         worker.begin_kill()

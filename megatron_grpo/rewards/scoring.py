@@ -6,15 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import isnan, nan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_grpo.config.reward import ENVIRONMENT_TERM, RewardConfig, RewardFunction
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.functions import Answer
 
-if TYPE_CHECKING:
-    from megatron_grpo.data.samples import Sample
-
-GIVEN: dict[str, Callable[["Sample"], Any]] = {
+GIVEN: dict[str, Callable[[Sample], Any]] = {
     "completions": lambda sample: sample.text,
     "prompts": lambda sample: sample.prompt.text,
     "completion_ids": lambda sample: list(sample.completion_ids),
@@ -35,7 +33,7 @@ class Call:
 
     function: int
     places: Sequence[int]
-    samples: Sequence["Sample"]
+    samples: Sequence[Sample]
 
     def columns(self, accepted: Collection[str] | None) -> dict[str, list[Any]]:
         """The completions and the `accepted` arguments, None: all; one value per completion.
@@ -74,7 +72,7 @@ class Scoring:
 
     def __init__(
         self,
-        samples: Sequence["Sample"],
+        samples: Sequence[Sample],
         cfg: RewardConfig,
         reported: set[int],
         num_completions: float,
@@ -130,13 +128,7 @@ class Scoring:
             )
 
 
-if TYPE_CHECKING:
-    from megatron_grpo.data.samples import Sample
-
-
-def add_environment_rewards(
-    scores: Sequence[dict[str, float]], samples: Sequence["Sample"]
-) -> None:
+def add_environment_rewards(scores: Sequence[dict[str, float]], samples: Sequence[Sample]) -> None:
     """Add the environment's reward of each dialogue to its scores, NaN where it failed."""
     for score, sample in zip(scores, samples, strict=True):
         score[ENVIRONMENT_TERM] = sample.environment_reward

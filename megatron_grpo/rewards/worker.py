@@ -18,9 +18,9 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_grpo.rewards.functions import Answer, LoadedFunction, NoScores, load_function
-from megatron_grpo.workers.supervised import begin_worker, forks_end_here
-from megatron_grpo.workers.user_file import MAX_TEXT, error_text
+from megatron_grpo.rewards.functions import LOAD, Answer, LoadedFunction, NoScores, load_function
+from megatron_grpo.workers.supervised import attempt, begin_worker, forks_end_here
+from megatron_grpo.workers.user_file import error_text
 
 OF_STRINGS = re.compile(r"string indices must be integers|'str' object has no attribute 'get'")
 """What Python says of `completion[0]["content"]`, as functions for TRL's chats have it."""
@@ -41,7 +41,12 @@ class RewardWorker:
     def serve(self) -> None:
         """Answer until the socket closes."""
         specs, self._timeout = self._trainer.recv()
-        self._send(self._load(specs))
+        is_loaded, loaded = attempt(lambda: [*map(load_function, specs)], self._limit)
+        if not is_loaded:
+            self._send([LOAD, loaded])
+            return
+        self._functions = loaded
+        self._send([LOAD, [(f.wanted_columns, f.accepted_columns, f.is_async) for f in loaded]])
         with asyncio.Runner() as runner:
             call = self._next_call()
             while call:
@@ -51,16 +56,6 @@ class RewardWorker:
                 else:
                     self._send([number, asdict(self._score(index, columns))])
                     call = self._next_call()
-
-    def _load(self, specs: Any) -> list[tuple[list[str], list[str] | None, bool]] | str:
-        try:
-            with forks_end_here():
-                self._functions.extend(load_function(spec) for spec in specs)
-        except ValueError as error:
-            return str(error)[-MAX_TEXT:]
-        except BaseException as error:
-            return error_text(error, self._limit)
-        return [(f.wanted_columns, f.accepted_columns, f.is_async) for f in self._functions]
 
     def _score(self, index: int, columns: Any) -> Answer:
         try:

@@ -1,8 +1,9 @@
 """The thread of a rank that is connected to rank 0's server and ends the process."""
 
+import asyncio
 import faulthandler
+import json
 import os
-import selectors
 import signal
 import socket
 import sys
@@ -11,13 +12,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import EXIT_INTERRUPTED, PREEMPTION_SIGNALS
 from megatron_grpo.watchdog.job import EXIT_FAILURE, End, Intervals, Position, main_stack
-from megatron_grpo.watchdog.server import KillTimer, LineReader, ServerAddress, encode_line
+from megatron_grpo.watchdog.server import (
+    MAX_LINE_BYTES,
+    KillTimer,
+    ServerAddress,
+    encode_line,
+)
 
 UNWIND = signal.SIGRTMIN
 """Interrupts rank 0's main thread. Not SIGINT, which processes started by `nohup` or a script's
@@ -58,14 +63,21 @@ class Heartbeat:
         self._socket, self._place, self._intervals = connection, place, intervals
         self._position, self._preempt, self._interrupted = position, preempt, interrupted
         self._rank_0, self._rank_0_position = rank_0, Position()
-        self._unsent = SimpleQueue[bytes]()
-        self._waker, self._woken = socket.socketpair()
-        self._waker.setblocking(False)
+        self._loop = asyncio.new_event_loop()
+        self._reader, self._writer = self._loop.run_until_complete(
+            asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
+        )
+        self._signal_writer, self._signal_reader = socket.socketpair()
+        self._signal_writer.setblocking(False)
         self._is_unwinding, self._is_unwound = threading.Event(), threading.Event()
         self._timer = KillTimer(intervals.kill)
+        self._beaten, self._silent_for = time.monotonic(), 0.0
+        """When the last heartbeat was sent, and the seconds since rank 0 was heard."""
         # faulthandler writes crash reports here. On rank 0 the server dies with the crash.
         self._crash_file = sys.stderr if place.rank == 0 else connection
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._run()), name="heartbeat", daemon=True
+        )
 
     def start(self) -> None:
         """Start the thread and handle signals; call this from the main thread.
@@ -76,15 +88,13 @@ class Heartbeat:
         signal.signal(UNWIND, signal.default_int_handler)
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as under nohup
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._signal_writer.fileno(), warn_on_full_buffer=False)
         faulthandler.enable(self._crash_file)
         self._thread.start()
 
     def send(self, **fields: Any) -> None:
         """Send a message to the server; callable from any thread."""
-        self._unsent.put(encode_line(**fields))
-        with suppress(BlockingIOError):  # full: the thread will wake up anyway
-            self._waker.send(b"\0")
+        self._loop.call_soon_threadsafe(self._writer.write, encode_line(**fields))
 
     def set_unwinding(self) -> None:
         """Note that the main thread is already unwinding and need not be interrupted."""
@@ -102,59 +112,39 @@ class Heartbeat:
         signal.signal(UNWIND, signal.SIG_DFL)
         self._socket.close()
 
-    def _run(self) -> None:
-        lines, woken, silent_for = LineReader(), time.monotonic(), 0.0
-        next_heartbeat = woken
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while True:
-                events = selector.select(next_heartbeat - time.monotonic())
-                ready = {key.fileobj for key, _ in events}
-                now = time.monotonic()
-                # As in the server, time in which the machine was suspended does not count.
-                silent_for += min(now - woken, 2 * self._intervals.heartbeat)
-                woken = now
-                if self._woken in ready:
-                    self._handle_wakeup(self._woken.recv(4096))
-                if self._socket in ready:
-                    silent_for = 0.0
-                    for message in lines.feed(self._receive()):
-                        if self._handle(message):
-                            return
-                if silent_for >= self._intervals.silence:
-                    self._exit_without_rank_0(f"has not answered for {self._intervals.silence:g} s")
-                if now >= next_heartbeat:
-                    next_heartbeat = now + self._intervals.heartbeat
-                    self._send_heartbeat()
+    async def _run(self) -> None:
+        """Send heartbeats, and handle signals and messages, until all ranks have succeeded."""
+        self._loop.add_reader(self._signal_reader, self._handle_signals)
+        self._beat()
+        with suppress(OSError):  # such as ETIMEDOUT when a host is gone
+            async for line in self._reader:
+                self._silent_for = 0.0
+                if self._handle(json.loads(line)):
+                    return
+        self._exit_without_rank_0("died")
 
-    def _send_heartbeat(self) -> None:
-        self._send_now(encode_line(heartbeat=asdict(self._position())))
+    def _beat(self) -> None:
+        """Send heartbeats from now on."""
+        now = time.monotonic()
+        # As in the server, time in which the machine was suspended does not count.
+        self._silent_for += min(now - self._beaten, 2 * self._intervals.heartbeat)
+        self._beaten = now
+        if self._silent_for >= self._intervals.silence:
+            self._exit_without_rank_0(f"has not answered for {self._intervals.silence:g} s")
+        self._writer.write(encode_line(heartbeat=asdict(self._position())))
         self._timer.restart()
         # If this thread cannot run again because another one holds the GIL, faulthandler writes
         # the stacks without it.
         faulthandler.dump_traceback_later(0.75 * self._intervals.silence, file=self._crash_file)
+        self._loop.call_later(self._intervals.heartbeat, self._beat)
 
-    def _handle_wakeup(self, numbers: bytes) -> None:
-        """Send queued messages, and handle the signals `numbers` (0 for a mere wake-up)."""
-        while not self._unsent.empty():
-            self._send_now(self._unsent.get())
+    def _handle_signals(self) -> None:
+        numbers = self._signal_reader.recv(4096)
         if signal.SIGINT in numbers:
             end = End(EXIT_INTERRUPTED, f"megatron-grpo: {self._interrupted()}")
-            self._send_now(encode_line(stop=asdict(end)))
+            self._writer.write(encode_line(stop=asdict(end)))
         if not set(PREEMPTION_SIGNALS).isdisjoint(numbers):
-            self._send_now(encode_line(preempt=True))
-
-    def _send_now(self, message: bytes) -> None:
-        with suppress(OSError):  # if rank 0 is gone, reading will show it
-            self._socket.sendall(message)
-
-    def _receive(self) -> bytes:
-        try:
-            data = self._socket.recv(1 << 16)
-        except OSError:  # such as ETIMEDOUT when a host is gone
-            data = b""
-        return data or self._exit_without_rank_0("died")
+            self._writer.write(encode_line(preempt=True))
 
     def _handle(self, message: Any) -> bool:
         """Handle a message of the server; returns True when all ranks have succeeded."""
@@ -166,7 +156,7 @@ class Heartbeat:
             case {"end": end}:
                 self._exit(End(**end))
             case {"request": "stack"}:
-                self._send_now(encode_line(stack=main_stack()))
+                self._writer.write(encode_line(stack=main_stack()))
             case {"preempt": True}:
                 self._preempt()
             case {"heartbeat": position}:

@@ -8,13 +8,13 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from megatron_grpo.workers import supervisor
-from megatron_grpo.workers.user_file import death_text
+from megatron_grpo.workers.user_file import MAX_TEXT, death_text, error_text
 
 LOAD_SECONDS = 60.0
 """Loading may take this long, or as long as a call if that is longer: imports may be slow."""
@@ -116,3 +116,14 @@ def forks_end_here() -> Iterator[None]:
     finally:
         if os.getpid() != pid:
             os._exit(1)
+
+
+def attempt(call: Callable[[], Any], limit: str) -> tuple[bool, Any]:
+    """In the worker: (True, what user code returns), or (False, the text of its failure)."""
+    try:
+        with forks_end_here():
+            return True, call()
+    except ValueError as error:
+        return False, str(error)[-MAX_TEXT:]
+    except BaseException as error:  # report sys.exit() in a user's code, too
+        return False, error_text(error, limit)

@@ -32,7 +32,7 @@ MAX_TEXT = 4000
 
 
 PACKAGE = Path(__file__).parents[1]
-CALLERS = ("worker.py", "functions.py", "user_file.py")
+CALLERS = ("worker.py", "functions.py", "user_file.py", "supervised.py")
 """Files of this package that call user code, and import it."""
 
 

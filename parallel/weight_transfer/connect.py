@@ -7,7 +7,7 @@ receiver. Before that it has published what will arrive: validated JSON, not pic
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from torch import Tensor
 
 from parallel.layout import Box, Copy, Layout
@@ -92,12 +92,23 @@ class ChannelSet:
         """
         if self._is_closed:
             raise ChannelError("the channels were closed, by a failure or by this process")
-        try:
-            return _at_once(jobs, self._abort)
-        except BaseException:
-            with suppress(Exception):  # the first failure says more
-                self.close()
-            raise
+        future: Future[T] | None = None
+        with ThreadPoolExecutor(max_workers=len(jobs) or 1) as pool:
+            futures = [pool.submit(job) for job in jobs]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:  # also the user's interrupt
+                for channel in [*self._channels]:
+                    channel.abort()
+                wait(futures)
+                # The error's traceback references this frame and the channels' buffers. A cycle
+                # would keep these allocated until the next garbage collection.
+                del futures, future
+                with suppress(Exception):  # the first failure says more
+                    self.close()
+                raise
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """Close all channels, even if closing one fails; call it while no job is running."""
@@ -106,48 +117,6 @@ class ChannelSet:
             with ExitStack() as stack:
                 for channel in reversed(self._channels):
                     stack.callback(channel.close)
-
-    def _abort(self) -> None:
-        for channel in [*self._channels]:
-            channel.abort()
-
-
-def _at_once(jobs: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:
-    """Run each of `jobs` in its own thread; returns their results.
-
-    When one fails, calls `abort`, which must end the others, and raises the first error when all
-    have ended.
-    """
-    failures: list[BaseException] = []
-
-    def run(job: Callable[[], T]) -> T:
-        try:
-            return job()
-        except BaseException as error:
-            failures.append(error)
-            abort()
-            raise
-
-    if not jobs:
-        return []
-    with ThreadPoolExecutor(max_workers=len(jobs)) as pool:
-        futures = [pool.submit(run, job) for job in jobs]
-        try:
-            wait(futures)
-        except BaseException:  # such as the user's interrupt
-            abort()
-            raise
-    if failures:
-        first = failures[0]
-        # An error's traceback references the channels' buffers. Do not keep a reference cycle to
-        # it here, or they would stay allocated until the next garbage collection.
-        failures.clear()
-        futures.clear()
-        try:
-            raise first
-        finally:
-            del first
-    return [future.result() for future in futures]
 
 
 @dataclass(frozen=True)
@@ -223,90 +192,54 @@ class Peer:
             return open_channel(control, self.init_info.bucket_bytes, self.device, is_sender=False)
 
 
-@dataclass(frozen=True)
-class ReceivePlan:
-    """The boxes of a worker's parameters that arrive from one rank, in order."""
+Arrival = tuple[str, str, Box]
+"""A box that a worker is sent: its parameter, the dtype of its elements as torch names it, such as
+"bfloat16", and where in the parameter it goes."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+_Sizes = list[NonNegativeInt]
+_PLAN = TypeAdapter(list[tuple[str, str, _Sizes, _Sizes]])
 
-    names: list[str]
-    dtypes: list[str]
-    """For each of `names`, the dtype in which its elements are sent, as torch names it, such as
-    "bfloat16"."""
-    boxes: list[list[NonNegativeInt]]
-    """Number in `names`, then start and size along each dimension."""
 
-    @classmethod
-    def of(cls, copies: Sequence[Copy], dtypes: Mapping[str, torch.dtype]) -> "ReceivePlan":
-        """The plan of a rank's copies to one worker; `dtypes` are those of its parameters."""
-        numbers: dict[str, int] = {}
-        boxes = []
-        for copy in copies:
-            number = numbers.setdefault(copy.destination, len(numbers))
-            boxes.append([number, *copy.destination_box.start, *copy.destination_box.size])
-        names = [str(dtypes[name]).removeprefix("torch.") for name in numbers]
-        return cls(list(numbers), names, boxes)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "ReceivePlan":
-        """The inverse of `to_json`; ValueError, with what is wrong, for anything else."""
-        try:
-            plan = TypeAdapter(cls).validate_json(text, strict=True)
-        except ValidationError as error:
-            raise ValueError(f"not a plan of arriving weights: {error}") from error
-        for name in plan.dtypes:
-            if not isinstance(getattr(torch, name, None), torch.dtype):
-                raise ValueError(f"not a plan of arriving weights: {name!r} is not a dtype")
-        if len(plan.dtypes) != len(plan.names):
-            raise ValueError(
-                f"not a plan of arriving weights: {len(plan.dtypes)} dtypes of "
-                f"{len(plan.names)} parameters"
-            )
-        for box in plan.boxes:
-            if len(box) < 3 or not len(box) % 2 or box[0] >= len(plan.names):
-                raise ValueError(f"not a plan of arriving weights: {box} is not a box")
-        return plan
-
-    @property
-    def torch_dtypes(self) -> list[torch.dtype]:
-        """The dtype in which the elements of each of `boxes` are sent."""
-        return [getattr(torch, self.dtypes[number]) for number, *_ in self.boxes]
-
-    def to_json(self) -> str:
-        """The plan as JSON text, as published."""
-        return TypeAdapter(ReceivePlan).dump_json(self).decode()
-
-    def arrivals(self) -> list[tuple[str, Box]]:
-        """The boxes in order, each with the name of its parameter."""
-        return [
-            (self.names[number], Box(tuple(ends[: len(ends) // 2]), tuple(ends[len(ends) // 2 :])))
-            for number, *ends in self.boxes
+def plan_text(copies: Sequence[Copy], dtypes: Mapping[str, torch.dtype]) -> str:
+    """What arrives at a worker by `copies`, in order, as JSON; `dtypes` are of its parameters."""
+    return json.dumps(
+        [
+            (name, str(dtypes[name]).removeprefix("torch."), box.start, box.size)
+            for name, box in ((copy.destination, copy.destination_box) for copy in copies)
         ]
+    )
 
 
-def check_plans(
-    plans: Sequence[ReceivePlan],
+def read_plan(text: str) -> list[Arrival]:
+    """The inverse of `plan_text`; ValueError, with what is wrong, for anything else."""
+    try:
+        rows = _PLAN.validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"not a plan of arriving weights: {error}") from error
+    return [(name, dtype, Box(tuple(start), tuple(size))) for name, dtype, start, size in rows]
+
+
+def check_arriving(
+    arrivals: Sequence[Arrival],
     parameters: Mapping[str, Tensor],
     zeros: tuple[tuple[str, Box], ...],
 ) -> None:
-    """Raise ValueError, naming every parameter at fault, unless all plans together fit a worker.
+    """Raise ValueError, naming every parameter at fault, unless `arrivals` fit a worker.
 
     Every element of `parameters` must arrive exactly once, in the dtype of the parameter, except
     for the padding `zeros`, which must not arrive.
     """
     shapes = {name: tuple(value.shape) for name, value in parameters.items()}
-    arrivals = [arrival for plan in plans for arrival in plan.arrivals()]
     faults = {
         f"{name} is {parameters[name].dtype}, and arrives as torch.{dtype}": None
-        for plan in plans
-        for name, dtype in zip(plan.names, plan.dtypes, strict=True)
+        for name, dtype, _ in arrivals
         if name in parameters and str(parameters[name].dtype) != f"torch.{dtype}"
     }
-    for name, box in (*arrivals, *zeros):
-        if name in shapes and len(box.start) != len(shapes[name]):
+    for name, box in (*((name, box) for name, _, box in arrivals), *zeros):
+        if name in shapes and {len(box.start), len(box.size)} != {len(shapes[name])}:
             faults[f"{name}: {box} is not a box of its shape {shapes[name]}"] = None
     if faults:
         raise ValueError("the weights do not fit the parameters:\n  " + "\n  ".join(faults))
     check_arrivals(
-        Layout(shapes, (), zeros), [Copy(name, box, name, box) for name, box in arrivals]
+        Layout(shapes, (), zeros), [Copy(name, box, name, box) for name, _, box in arrivals]
     )

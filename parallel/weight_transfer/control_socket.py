@@ -34,6 +34,8 @@ class ControlSocket:
         self.peer = peer
         self.seconds = timeout.total_seconds()
         connection.settimeout(self.seconds)
+        if not self.is_local:  # send signals at once, without Nagle's algorithm
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sending = select.poll()
         self._sending.register(connection, select.POLLOUT | select.POLLRDHUP)
         self._hanging_up = select.poll()
@@ -117,15 +119,10 @@ class Listener:
     """
 
     def __init__(self, host: str | None = None) -> None:
-        self.address: Address
-        if host is None:
-            self._socket = socket.socket(socket.AF_UNIX)
-            self.address = f"weights-{secrets.token_hex(16)}"
-            self._socket.bind(f"\0{self.address}")
-        else:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.socket(family)
-            self._socket.bind((host, 0))
+        self.address: Address = f"weights-{secrets.token_hex(16)}" if host is None else (host, 0)
+        self._socket = _socket_for(self.address)
+        self._socket.bind(_place(self.address))
+        if host is not None:
             self.address = (host, self._socket.getsockname()[1])
         self._socket.listen()
 
@@ -146,7 +143,7 @@ class Listener:
                 except TimeoutError:
                     check()
                 else:
-                    return ControlSocket(_prompt(connection), peer, timeout)
+                    return ControlSocket(connection, peer, timeout)
         raise ChannelError(f"{peer} did not connect within {timeout.total_seconds():g} s")
 
     def close(self) -> None:
@@ -156,30 +153,22 @@ class Listener:
 
 def connect(address: Address, peer: str, timeout: timedelta) -> ControlSocket:
     """Connect to the listener of `peer`; ChannelError if it does not listen."""
-    try:
-        if isinstance(address, str):
-            connection = _connect_inside(address, timeout)
-        else:
-            host, port = address
-            connection = socket.create_connection((host, port), timeout.total_seconds())
-    except OSError as error:
-        raise ChannelError(f"cannot connect to {peer}: {error}") from error
-    return ControlSocket(_prompt(connection), peer, timeout)
-
-
-def _connect_inside(address: str, timeout: timedelta) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
+    connection = _socket_for(address)
     try:
         connection.settimeout(timeout.total_seconds())
-        connection.connect(f"\0{address}")
-    except OSError:
+        connection.connect(_place(address))
+    except OSError as error:
         connection.close()
-        raise
-    return connection
+        raise ChannelError(f"cannot connect to {peer}: {error}") from error
+    return ControlSocket(connection, peer, timeout)
 
 
-def _prompt(connection: socket.socket) -> socket.socket:
-    """Disable Nagle's algorithm, so that signals are sent at once."""
-    if connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+def _socket_for(address: Address) -> socket.socket:
+    if isinstance(address, str):
+        return socket.socket(socket.AF_UNIX)
+    return socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+
+
+def _place(address: Address) -> str | tuple[str, int]:
+    """`address` as the kernel takes it: a zero byte makes a name abstract."""
+    return f"\0{address}" if isinstance(address, str) else (address[0], address[1])

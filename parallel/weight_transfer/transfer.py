@@ -20,9 +20,10 @@ from parallel.weight_transfer.channels import synchronize
 from parallel.weight_transfer.connect import (
     ChannelSet,
     Peer,
-    ReceivePlan,
     Worker,
-    check_plans,
+    check_arriving,
+    plan_text,
+    read_plan,
 )
 from parallel.weight_transfer.rendezvous import (
     Rendezvous,
@@ -75,8 +76,7 @@ class WeightSender:
                 for worker in workers
             ]
             for worker in workers:
-                plan = ReceivePlan.of(sends[worker], dtypes)
-                rendezvous.publish(f"plan/{rank}/{worker}", plan.to_json())
+                rendezvous.publish(f"plan/{rank}/{worker}", plan_text(sends[worker], dtypes))
             receivers = {f"0/{rank}/{worker}": Worker(0, worker) for worker in workers}
             channels, _ = peer.open_channels(self._channels, receivers, senders={})
         self._streams = {
@@ -132,12 +132,16 @@ class WeightReceiver:
             self._padding, self._kinds = init_info.padding(worker), _kinds(parameters)
             ranks = init_info.senders[worker]
             names = {f"plan/{rank}/{worker}": f"trainer rank {rank}" for rank in ranks}
-            plans = [ReceivePlan.from_json(text) for text in rendezvous.await_texts(names, timeout)]
-            check_plans(plans, parameters, self._padding)
-            arrivals = [plan.arrivals() for plan in plans]
+            plans = [read_plan(text) for text in rendezvous.await_texts(names, timeout)]
+            check_arriving([*chain(*plans)], parameters, self._padding)
+            arrivals = [[(name, box) for name, _, box in plan] for plan in plans]
             packings = [
-                Packing([box for _, box in boxes], plan.torch_dtypes, init_info.bucket_bytes)
-                for plan, boxes in zip(plans, arrivals, strict=True)
+                Packing(
+                    [box for _, box in boxes],
+                    [parameters[name].dtype for name, _ in boxes],
+                    init_info.bucket_bytes,
+                )
+                for boxes in arrivals
             ]
             # Before waiting: the previous engine waits for this.
             rendezvous.publish(me.key, memory_domain(device))

@@ -11,7 +11,7 @@ from megatron_grpo.environments import EnvironmentPool
 
 LONG_SLEEP = str(20_000_000 + os.getpid())  # seconds, so that the process can be recognised
 MINE = """
-import ctypes, os, random, signal, subprocess, sys, time
+import os, random, signal, subprocess, sys, time
 import numpy
 
 # Of the worker, which imports this file: how long an instance may leave a turn unread.
@@ -45,7 +45,6 @@ class Odd(Echo):
     def spin(self):
         while True: pass
     def die(self): os.kill(os.getpid(), signal.SIGKILL)
-    def crash(self): ctypes.string_at(0)
     def leave_politely(self): sys.exit("enough")
     def hang_up(self):
         os.closerange(3, 100)
@@ -54,7 +53,6 @@ class Odd(Echo):
     def nothing(self): return None
     def number(self): return 7, 0.0, False
     def nan(self): return "", float("nan"), False
-    def word(self): return "", "good", False
     def unsure(self): return "", 0.0, None
     def endless(self): return "x" * (1 << 21), 0.0, False
     def die_later(self):
@@ -73,13 +71,6 @@ class Odd(Echo):
         if os.fork() == 0: return "a fork", 0.0, True
         os.wait()
         return "the instance", 1.0, False
-    def fork_and_refuse(self):
-        if os.fork() == 0: raise ValueError("a fork")
-        os.wait()
-        return "the instance", 1.0, False
-    def gossip(self):
-        print("x" * (1 << 22))
-        return "heard?", 1.0, True
 
 class Attentive:
     '''Says what it knows of a turn.'''

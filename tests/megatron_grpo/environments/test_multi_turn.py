@@ -130,8 +130,7 @@ def test_logprobs_are_those_of_the_dialogue_as_it_is_trained_on(engine, tmp_path
         assert (logprobs[~mask] == 0).all() and (~mask).any()
 
 
-def test_dialogues_are_the_same_next_time_and_with_two_engines(transformers, tied_model, tmp_path):
-    # Each of two engines gets whole groups: parts of one are other batches, and round differently.
+def test_dialogues_are_the_same_next_time_and_others_in_another_series(transformers, tmp_path):
     prompts = prompts_with(4)
 
     def samples_of(engine, **settings):
@@ -144,10 +143,6 @@ def test_dialogues_are_the_same_next_time_and_with_two_engines(transformers, tie
         for each in (first, samples_of(transformers, series=1))
     )
     assert len(said) == len(first) and not said & others
-    with running_engine("transformers", tied_model, tmp_path, num_engines=2) as two:
-        two.version = transformers.version - 1
-        two.push(tied_model)
-        assert samples_of(two) == first
 
 
 def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
@@ -226,13 +221,11 @@ def test_first_observation_is_part_of_the_prompt(transformers, tmp_path):
     assert all(s.prompt.token_ids == too_long[0].token_ids for s in samples)
 
 
-@pytest.mark.parametrize(("deed", "turn"), [("fail", 0), ("die", 2), ("hang", 2)])
+@pytest.mark.parametrize(("deed", "turn"), [("fail", 0), ("die", 2)])
 def test_failing_environment_fails_its_sample_and_no_other(transformers, tmp_path, deed, turn):
     good = prompts_with(1, deed="go_on", turn=1)
     bad = [replace(p, index=1) for p in prompts_with(1, deed=deed, turn=turn)]
-    samples, generation = converse(
-        transformers, tmp_path, "Odd", [*good, *bad], pool={"timeout": 3.0}
-    )
+    samples, generation = converse(transformers, tmp_path, "Odd", [*good, *bad])
     failed = [s for s in samples if s.finish_reason == "failed"]
     assert failed and {s.prompt.index for s in failed} == {1}
     assert all(math.isnan(s.environment_reward) for s in failed)
@@ -323,6 +316,7 @@ def test_dialogue_goes_on_at_another_engine_and_no_step_is_taken_twice(pair, tmp
     pair.push()
 
 
+@pytest.mark.slow
 def test_engine_that_waits_for_environments_does_not_hang(transformers, tmp_path):
     slow = {"arguments": {"seconds": 4 * PROBE_INTERVAL}}  # several probes find no new token
     with environment_pool(tmp_path, "Slow", **slow) as environments:

@@ -13,10 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from helpers.engines import wait_until
 from megatron_grpo.engines.server import reserve_port
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE
+from megatron_grpo.launch.torchrun import _failure_report
 
 ONE_HOST = ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=0"]
 TORCHRUN = ["-m", "megatron_grpo.launch.torchrun"]
@@ -24,6 +26,7 @@ IMPATIENT = [
     "-c",
     "from megatron_grpo.launch import torchrun; torchrun.RENDEZVOUS_SECONDS = 2; torchrun.main()",
 ]
+HERE = socket.gethostname()
 ENDING = [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
 PATIENT = """
 trap 'echo saved > saved_$RANK; exit 75' TERM USR1
@@ -124,7 +127,7 @@ def test_ranks_killed_by_the_preemption_signal_count_as_preempted(torchrun, tmp_
     assert run.returncode == 75 and told == ""
 
 
-@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_signal_that_ends_a_run_is_its_exit_code(torchrun, tmp_path, number):
     run = torchrun("touch ready_$RANK; exec sleep 100")
     wait_ready(tmp_path)
@@ -148,13 +151,19 @@ def test_an_interrupt_before_there_are_ranks_is_told_by_the_launcher(start, tmp_
     assert told == line and not (tmp_path / "started").exists()
 
 
-def test_signals_that_it_was_started_to_ignore_end_nothing(start, tmp_path):
-    def ignore() -> None:
+def test_signals_that_it_was_started_to_ignore_end_nothing_and_few_open_files_are_more(
+    start, tmp_path
+):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+    def prepare() -> None:
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 
     options = [*ONE_HOST, "--nproc-per-node=1", f"--log-dir={tmp_path}"]
-    run = start("touch ready; until [ -e done ]; do sleep 0.05; done", *options, prepare=ignore)
+    script = "ulimit -Sn > limit; touch ready; until [ -e done ]; do sleep 0.05; done"
+    run = start(script, *options, prepare=prepare)
     assert wait_until((tmp_path / "ready").exists, 60)
     [rank] = psutil.Process(run.pid).children()
     for number in ENDING:
@@ -164,50 +173,43 @@ def test_signals_that_it_was_started_to_ignore_end_nothing(start, tmp_path):
     (tmp_path / "done").touch()
     _, told = run.communicate(timeout=20)
     assert run.returncode == 0 and told == ""
+    assert (tmp_path / "limit").read_text().split() == [str(hard)]
 
 
-def test_report_of_rank_0_is_not_repeated(torchrun):
-    run = torchrun("echo told >&2; exit 2")
-    _, told = run.communicate(timeout=60)
-    assert run.returncode == 2 and told.replace("told\n", "") == ""
-
-
-def test_failure_before_the_watchdog_begins_is_reported_by_the_end_of_the_log(torchrun):
-    run = torchrun("[ $RANK = 0 ] && exec sleep 100; echo no such module >&2; exit 1")
+def test_failure_on_another_host_before_the_watchdog_begins_is_the_end_of_the_log(two_hosts):
+    _, run = two_hosts("[ $RANK = 0 ] && exec sleep 100; echo no such module >&2; exit 1")
     _, told = run.communicate(timeout=60)
     assert run.returncode == 1
-    assert told.startswith(f"rank 1 failed first on {socket.gethostname()}; ") and told.endswith(
-        "no such module\n"
-    )
+    assert told.startswith(f"rank 1 failed first on {HERE}; ")
+    assert told.endswith("no such module\n")
 
 
-def test_death_of_rank_0_is_reported_with_the_verdict_of_the_others(torchrun):
-    verdict = "megatron-grpo: rank 0 died in phase train of step 3"
-    # torchrun makes $ of $$.
-    run = torchrun(
-        "[ $RANK = 0 ] && until [ -e told ]; do sleep 0.05; done && kill -9 $$$$;"
-        f"echo {verdict} >&2; touch told; exec sleep 100"
-    )
-    _, told = run.communicate(timeout=60)
-    assert run.returncode == 1
-    assert told == f"{verdict} (SIGKILL)\n"
+VERDICT = "megatron-grpo: rank 0 died in phase train of step 3"
+REPORTS = {  # exit code, number on its host, and log of each rank; the report, with * for the log
+    "of rank 0 is there": ({0: (2, 0, "told"), 1: (1, 1, "")}, ""),
+    "before the watchdog begins": (
+        {1: (1, 1, "no such module"), 0: (-15, 0, "")},
+        f"rank 1 failed first on {HERE}; * ends with\nno such module",
+    ),
+    "of the others, if rank 0 dies": (
+        {0: (-9, 0, ""), 1: (-15, 1, VERDICT)},
+        f"{VERDICT} (SIGKILL)",
+    ),
+    "of rank 0 alone": ({0: (-9, 0, "")}, f"megatron-grpo: rank 0 on {HERE} was ended by SIGKILL"),
+    "is made on the host of rank 0": ({2: (1, 0, VERDICT)}, ""),
+}
 
 
-@pytest.mark.parametrize(
-    ("log", "expected"),
-    [
-        ("megatron-grpo: rank 0 died in phase train of step 3", ""),  # rank 0's host reports it
-        ("no such module", "rank 1 failed first on "),
-    ],
-)
-def test_host_without_rank_0_reports_only_what_no_watchdog_has(two_hosts, log, expected):
-    _, run = two_hosts(f"[ $RANK = 0 ] && exec sleep 100; echo {log} >&2; exit 1")
-    _, printed = run.communicate(timeout=60)
-    assert run.returncode == 1
-    if expected:
-        assert printed.startswith(expected) and printed.endswith(f"{log}\n")
-    else:
-        assert printed == ""
+@pytest.mark.parametrize(("ranks", "expected"), REPORTS.values(), ids=REPORTS)
+def test_report_of_a_failure(ranks, expected, tmp_path):
+    failures = {}
+    for rank, (code, local_rank, text) in ranks.items():
+        log = tmp_path / "job" / "attempt_0" / str(local_rank) / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(text)
+        failures[rank] = ProcessFailure(local_rank, 1, code, "")
+    told = _failure_report(failures, tmp_path)
+    assert told.replace(f"{tmp_path}/job/attempt_0/1/stderr.log", "*") == expected
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -217,25 +219,13 @@ def test_hosts_that_do_not_meet_are_named_in_a_line(start, port, tmp_path, host)
     run = start("exit 0", *options, program=IMPATIENT)
     _, told = run.communicate(timeout=60)
     assert run.returncode == 1
-    here, place = socket.gethostname(), f"127.0.0.1:{port}"
+    place = f"127.0.0.1:{port}"
     if host == 0:
         assert told == (
-            f"megatron-grpo: 2 of 3 hosts did not come to {place} on {here} within 2 s: host 1, 2, "
+            f"megatron-grpo: 2 of 3 hosts did not come to {place} on {HERE} within 2 s: host 1, 2, "
             "counted from 0; their logs may say why\n"
         )
     else:
         assert told.splitlines()[-1].startswith(
-            f"megatron-grpo: host 1 ({here}) did not reach the first of the 3 at {place} within 2 s"
+            f"megatron-grpo: host 1 ({HERE}) did not reach the first of the 3 at {place} within 2 s"
         )
-
-
-def test_ranks_may_open_as_many_files_as_the_hard_limit(start, tmp_path):
-    def few() -> None:
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-
-    options = [*ONE_HOST, "--nproc-per-node=1", f"--log-dir={tmp_path}"]
-    run = start("ulimit -Sn >limit; ulimit -Hn >>limit", *options, prepare=few)
-    run.communicate(timeout=60)
-    soft, hard = (tmp_path / "limit").read_text().split()
-    assert soft == hard != "256"

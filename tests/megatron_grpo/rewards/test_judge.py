@@ -1,5 +1,6 @@
 """The judge against real servers: vLLM, and one that misbehaves on demand."""
 
+import asyncio
 import json
 import math
 import threading
@@ -16,8 +17,9 @@ from helpers.models import character_tokenizer
 from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards import RewardError, RewardPool
-from megatron_grpo.rewards.functions import load_function
+from megatron_grpo.rewards import RewardPool
+from megatron_grpo.rewards.functions import Answer, load_function
+from megatron_grpo.rewards.scoring import Call
 
 TEMPLATE = 'Rate {completion} as {"score": 1}. Asked: {prompt}. Right: {answer}.'
 Reply = Callable[["Server", str, int], tuple[int, Any] | None]
@@ -106,10 +108,18 @@ def samples(completions: list[str], num_prompts: int = 1) -> list[Sample]:
     ]
 
 
-def scores(function: RewardFunction, batch: list[Sample], timeout: float = 20) -> list[float]:
-    cfg = RewardConfig(
-        functions=(function,), timeout=timeout, max_failed_fraction=0.9, num_workers=1
-    )
+def answer_to(function: RewardFunction, completions: list[str], timeout: float = 20) -> Answer:
+    """What the judge says of completions of one prompt, in this process."""
+    columns = Call(0, range(len(completions)), samples(completions)).columns(None)
+    return asyncio.run(load_function(function).call_async(columns, timeout))
+
+
+def scores(function: RewardFunction, completions: list[str]) -> list[float] | None:
+    return answer_to(function, completions).scores
+
+
+def pool_scores(function: RewardFunction, batch: list[Sample], timeout: float) -> list[float]:
+    cfg = RewardConfig(functions=(function,), timeout=timeout, num_workers=1)
     with closing(RewardPool(cfg)) as pool:
         pool.wait_ready([sample.prompt.row for sample in batch])
         return [score["judge"] for score in pool.score(batch, num_completions=len(batch))]
@@ -120,19 +130,19 @@ def test_score_is_the_last_number_in_the_answer(serve):
         "a": "7", "b": "no: 3/10", "c": "**-2.5**", "d": "1. is 9 out of 10", "e": "1\n: 0.5"
     }  # fmt: skip
     server = serve(lambda _, text, __: (200, said.get(text[5], "1")))
-    assert scores(judge(server), samples(list(said))) == [0.7, 0.3, -0.25, 0.9, 0.05]
+    assert scores(judge(server), list(said)) == [0.7, 0.3, -0.25, 0.9, 0.05]
     request = server.requests[0]
     assert request["model"] == "m" and request["temperature"] == 0
     asked = [request["messages"][0]["content"] for request in server.requests]
     assert 'Rate a as {"score": 1}. Asked: prompt 0. Right: 0.' in asked
-    scores(judge(server), samples(["{answer} {0}"]))  # braces of a completion are text
+    scores(judge(server), ["{answer} {0}"])  # braces of a completion are text
     assert server.requests[-1]["messages"][0]["content"].startswith("Rate {answer} {0} as {")
 
 
 def test_pattern_finds_the_number_and_extra_body_is_sent(serve):
     server = serve(lambda *_: (200, "Score: 1, I mean Score: 4 of 10"))
     function = judge(server, pattern=r"Score: (\d+)", extra_body={"max_tokens": 9})
-    assert scores(function, samples(["a"])) == [0.4]
+    assert scores(function, ["a"]) == [0.4]
     assert server.requests[0]["max_tokens"] == 9
 
 
@@ -140,17 +150,17 @@ def test_key_comes_from_the_environment(serve, monkeypatch):
     server = serve(lambda *_: (200, "1"))
     monkeypatch.setenv("MY_KEY", "secret")
     monkeypatch.setenv("OPENAI_API_KEY", "usual")
-    scores(judge(server, api_key_env="MY_KEY"), samples(["a"]))
-    scores(judge(server), samples(["a"]))
+    scores(judge(server, api_key_env="MY_KEY"), ["a"])
+    scores(judge(server), ["a"])
     monkeypatch.delenv("OPENAI_API_KEY")
-    scores(judge(server), samples(["a"]))
+    scores(judge(server), ["a"])
     assert server.keys == ["Bearer secret", "Bearer usual", None]
 
 
 def test_request_with_a_transient_failure_is_sent_again(serve):
     replies = {1: (429, "slow down"), 2: (503, "loading"), 3: (0, None), 4: (200, "5")}
     server = serve(lambda _, __, times: replies[times])
-    assert scores(judge(server), samples(["a", "b"])) == [0.5, 0.5]
+    assert scores(judge(server), ["a", "b"]) == [0.5, 0.5]
     assert len(server.requests) == 8
 
 
@@ -165,12 +175,11 @@ def test_request_with_a_transient_failure_is_sent_again(serve):
         (None, "gave no answer in time, at last TimeoutError"),
     ],
 )
-def test_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, serve, capfd):
+def test_answer_without_a_score_is_masked_and_its_neighbours_count(reply, told, serve):
     server = serve(lambda _, text, __: reply if text.startswith("Rate bad") else (200, "5"))
-    judged = scores(judge(server), samples(["good", "bad", "fine"]), timeout=3)
-    assert [judged[0], judged[2]] == [0.5, 0.5]
-    assert math.isnan(judged[1])
-    assert f"returned JudgeError: {told}" in capfd.readouterr().err.replace(f"{server.url}/ ", "")
+    judged = answer_to(judge(server), ["good", "bad", "fine"], timeout=2)
+    assert judged.scores == pytest.approx([0.5, math.nan, 0.5], nan_ok=True)
+    assert f"returned JudgeError: {told}" in judged.error.replace(f"{server.url}/ ", "")
 
 
 def test_requests_of_all_prompts_are_open_at_once(serve):
@@ -180,16 +189,15 @@ def test_requests_of_all_prompts_are_open_at_once(serve):
 
     server = serve(reply)
     start = time.monotonic()
-    assert scores(judge(server), samples(list("abcd"), 16)) == [0.5] * 64
+    assert pool_scores(judge(server), samples(list("abcd"), 16), 20) == [0.5] * 64
     assert server.most_at_once > 32
     assert time.monotonic() - start < 15  # one after the other they are 64 s
 
 
 def test_template_with_an_answer_requires_that_column(serve):
-    [sample] = samples(["a"])
-    sample.prompt.row.clear()
-    with pytest.raises(RewardError, match=r"contains \{answer\}, and the data has no column"):
-        scores(judge(serve(lambda *_: (200, "5"))), [sample])
+    function = load_function(judge(serve(lambda *_: (200, "5"))))
+    with pytest.raises(ValueError, match=r"contains \{answer\}, and the data has no column"):
+        asyncio.run(function.call_async({"completions": ["a"], "prompts": ["p"]}, 20))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +236,7 @@ def test_vllm_is_a_judge(vllm_engine: TestEngine, monkeypatch):
         },
     )
     batch = samples(["yes", "no", "yes", "maybe", "a b c"], 4)
-    judged = scores(function, batch, timeout=60)
+    judged = pool_scores(function, batch, 60)
     assert {round(9 * score, 9) for score in judged} <= set(range(10))
     assert judged[0] == judged[2]  # the same text at temperature 0
-    assert judged == scores(function, batch, timeout=60)
+    assert judged == pool_scores(function, batch, 60)

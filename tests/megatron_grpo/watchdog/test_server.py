@@ -1,5 +1,7 @@
 """What clients of rank 0's server can do to it, ranks or not."""
 
+import json
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,15 +12,11 @@ import pytest
 from helpers.watched import LIMITS
 from megatron_grpo.watchdog.heartbeat import connect
 from megatron_grpo.watchdog.job import Intervals
-from megatron_grpo.watchdog.server import (
-    MAX_LINE_BYTES,
-    LineReader,
-    WatchdogServer,
-    encode_line,
-)
+from megatron_grpo.watchdog.server import MAX_LINE_BYTES, WatchdogServer, encode_line
 
 INTERVALS = Intervals(heartbeat=0.2, grace=0.1)
-RANK_1 = {"rank": 1, "host": "here", "pid": 1}
+STOP = encode_line(stop={"code": 1, "text": "stopped"})
+STOPPED = {"end": {"code": 1, "text": "stopped"}}
 
 
 @pytest.fixture
@@ -29,15 +27,13 @@ def server(tmp_path: Path) -> Iterator[WatchdogServer]:
     server.join()  # every test ends the job
 
 
-def receive(connection: socket.socket, field: str, seconds: float = 5) -> dict | None:
+def receive(connection: socket.socket, field: str) -> dict | None:
     """The first message with `field`; None when the server has closed the connection."""
-    connection.settimeout(seconds)
-    lines = LineReader()
-    with suppress(ConnectionResetError):
-        while data := connection.recv(1 << 16):
-            for message in lines.feed(data):
-                if field in message:
-                    return message
+    connection.settimeout(5)
+    with suppress(ConnectionResetError), connection.makefile("rb") as lines:
+        for message in map(json.loads, lines):
+            if field in message:
+                return message
     return None
 
 
@@ -45,38 +41,28 @@ def receive(connection: socket.socket, field: str, seconds: float = 5) -> dict |
     "first",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        b"\x00\xff\n",
         b"[" * (MAX_LINE_BYTES + 1),
-        encode_line(heartbeat={}),
         encode_line(failure={"text": "lie"}),
-        encode_line(**RANK_1 | {"rank": "1"}),
-        encode_line(**RANK_1 | {"rank": 2}),
-        encode_line(**RANK_1 | {"rank": -1}),
-        encode_line(rank=1, host="here"),
+        encode_line(rank="1", host="here", pid=1),
+        encode_line(rank=2, host="here", pid=1),
+        encode_line(rank=0, host="here", pid=1),  # there is one
     ],
 )
 def test_client_whose_first_line_is_no_rank_is_hung_up_on_and_changes_nothing(server, first):
+    rank_0 = connect(server.address, 0, timeout=5)
+    assert receive(rank_0, "heartbeat")
     stranger = socket.create_connection((server.address.host, server.address.port))
     with suppress(ConnectionError):  # closed before all of it was sent
         stranger.sendall(first)
     assert receive(stranger, "end") is None
-    rank_0 = connect(server.address, 0, timeout=5)
-    assert receive(rank_0, "heartbeat")
-    rank_0.sendall(encode_line(stop={"code": 1, "text": "stopped"}))
-    assert receive(rank_0, "end") == {"end": {"code": 1, "text": "stopped"}}
-
-
-def test_second_client_with_the_same_rank_is_hung_up_on(server):
-    rank_1, stranger = (connect(server.address, 1, timeout=5) for _ in range(2))
-    assert receive(stranger, "end") is None
-    rank_1.sendall(encode_line(stop={"code": 1, "text": "stopped"}))
-    assert receive(rank_1, "end") == {"end": {"code": 1, "text": "stopped"}}
+    rank_0.sendall(STOP)
+    assert receive(rank_0, "end") == STOPPED
 
 
 def test_message_with_unknown_fields_ends_the_job_like_a_death(server):
     ranks = [connect(server.address, rank, timeout=5) for rank in (0, 1)]
     ranks[1].sendall(encode_line(heartbeat={"unknown": 1}))
-    assert receive(ranks[0], "end")["end"]["code"] == 1
+    assert "rank 1 on " in receive(ranks[0], "end")["end"]["text"]
 
 
 def test_rank_that_connects_after_a_signal_is_told(server):
@@ -85,18 +71,29 @@ def test_rank_that_connects_after_a_signal_is_told(server):
     assert receive(first, "preempt") == {"preempt": True}
     second = connect(server.address, 1, timeout=5)
     assert receive(second, "preempt") == {"preempt": True}
-    for rank in (first, second):
-        rank.sendall(encode_line(finished={"code": 0}))  # its end is no death then
+    first.sendall(STOP)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["never ends", "fails"])
+def test_verdict_is_told_where_the_stacks_cannot_be_written(make, server, tmp_path):
+    """The ranks may hang in that very file system."""
+    make(tmp_path / "stacks.txt")
+    ranks = [connect(server.address, rank, timeout=5) for rank in (0, 1)]
+    ranks[1].sendall(encode_line(failure={"text": "lower it", "trace": "Traceback"}))
+    for rank in reversed(ranks):
+        assert receive(rank, "end")["end"]["text"] == "megatron-grpo: lower it"
+        rank.close()
 
 
 def test_rank_whose_host_no_longer_answers_is_lost_and_the_others_are_told(server):
     """Linux gives up what it sends there, with ETIMEDOUT, which is no ConnectionError."""
     first, second = (connect(server.address, rank, timeout=5) for rank in range(2))
     assert receive(first, "heartbeat") and receive(second, "heartbeat")
-    [lost] = [c.socket for c in server._connections.copy() if c.rank == 1]
-    lost.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 300)
-    with suppress(BlockingIOError):  # the kernels take no more while nobody reads
-        while True:
+    transport = server._ranks[1].get_extra_info("socket")
+    transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 300)
+    with socket.socket(fileno=os.dup(transport.fileno())) as lost, suppress(BlockingIOError):
+        while True:  # until the kernels take no more, as nobody reads
             lost.send(b"x" * (1 << 20))
     end = receive(first, "end")
     assert end is not None and "rank 1 on " in end["end"]["text"]

@@ -24,13 +24,13 @@ def listener(kind):
     return Listener(None if kind == "local" else "127.0.0.1")
 
 
-def outgoing(waiting, timeout=TIMEOUT):
+def outgoing(waiting, timeout=TIMEOUT, bucket=BUCKET):
     control = waiting.accept("the receiver", timeout)
-    return open_channel(control, BUCKET, CPU, is_sender=True)
+    return open_channel(control, bucket, CPU, is_sender=True)
 
 
-def incoming(address):
-    return open_channel(connect(address, "the sender", TIMEOUT), BUCKET, CPU, is_sender=False)
+def incoming(address, bucket=BUCKET):
+    return open_channel(connect(address, "the sender", TIMEOUT), bucket, CPU, is_sender=False)
 
 
 @pytest.fixture(params=["local", "network"])
@@ -39,12 +39,12 @@ def kind(request):
 
 
 @contextmanager
-def both_ends(kind):
+def both_ends(kind, bucket=BUCKET):
     """The two ends of a channel, in this process."""
     waiting = listener(kind)
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(outgoing, waiting)
-        second = pool.submit(incoming, waiting.address)
+        first = pool.submit(outgoing, waiting, bucket=bucket)
+        second = pool.submit(incoming, waiting.address, bucket)
         sender, receiver = first.result(), second.result()
     yield sender, receiver
     sender.close()
@@ -96,11 +96,12 @@ def test_messages_arrive_in_order_in_push_after_push(kind):
         receiver.close()
 
 
-def test_a_sender_is_two_buffers_ahead_at_most(kind):
-    with both_ends(kind) as (sender, receiver), ThreadPoolExecutor() as pool:
-        data = torch.arange(5, dtype=torch.uint8)[:, None].expand(5, BUCKET)
+@pytest.mark.parametrize("bucket", [BUCKET, 32 << 20], ids=["small", "more than sockets hold"])
+def test_a_sender_is_two_buffers_ahead_at_most(kind, bucket):
+    with both_ends(kind, bucket) as (sender, receiver), ThreadPoolExecutor() as pool:
+        data = torch.arange(5, dtype=torch.uint8)[:, None].expand(5, bucket)
         sending = pool.submit(send, sender, data)
-        arrivals = receiver.receive_buckets([BUCKET] * 5)
+        arrivals = receiver.receive_buckets([bucket] * 5)
         for number in range(5):
             buffer = next(arrivals)
             time.sleep(0.05)  # a sender that does not wait would overwrite the buffer

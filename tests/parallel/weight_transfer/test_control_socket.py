@@ -1,11 +1,13 @@
-"""A control socket knows whether its other end is open."""
+"""How control sockets find each other, and know whether their other end is open."""
 
 import socket
 from datetime import timedelta
 
 import pytest
 
-from parallel.weight_transfer.control_socket import ControlSocket
+from parallel.weight_transfer.control_socket import ControlSocket, Listener, connect
+
+TIMEOUT = timedelta(seconds=20)
 
 
 @pytest.fixture(params=["local", "network"])
@@ -36,3 +38,28 @@ def test_is_open_at_neither_end_once_one_is_closed_even_with_signals_unread(cont
     controls[0].send_signal()
     controls[end].abort()
     assert not any(control.is_open() for control in controls)
+
+
+def test_it_listens_on_its_own_address_only_and_for_one_receiver():
+    waiting = Listener("127.0.0.1")
+    host, port = waiting.address
+    assert host == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    control = connect(waiting.address, "the sender", TIMEOUT)
+    accepted = waiting.accept("the receiver", TIMEOUT)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, port), timeout=5)
+    accepted.close()
+    control.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_it_speaks_ipv6():
+    waiting = Listener("::1")
+    control = connect(waiting.address, "the sender", TIMEOUT)
+    accepted = waiting.accept("the receiver", TIMEOUT)
+    accepted.send_signal()
+    control.await_signal()
+    accepted.close()
+    control.close()

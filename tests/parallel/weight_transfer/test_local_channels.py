@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,12 @@ def test_both_ends_map_two_buffers_without_a_name_and_the_socket_ends_with_them(
     assert address not in Path("/proc/net/unix").read_text()
 
 
+def take_two(channel):
+    arrivals = channel.receive_buckets([9, 9])
+    first = next(arrivals)  # which the frame holds, and so does the traceback
+    return first + next(arrivals)
+
+
 def test_a_failure_that_has_been_handled_keeps_no_memory():
     gc.collect()  # frees what earlier tests left
     with running(sender) as first:
@@ -78,7 +85,7 @@ def test_a_failure_that_has_been_handled_keeps_no_memory():
             first.hear()  # it has sent one buffer
             first.kill()
             with pytest.raises(ChannelError, match="the sender has closed"):
-                channels.run_all([lambda: [b.sum() for b in channel.receive_buckets([9, 9])]])
+                channels.run_all([partial(take_two, channel)])
             with pytest.raises(ChannelError, match="the channels were closed"):
                 channels.run_all([])
 
@@ -108,6 +115,24 @@ def test_an_open_channel_costs_each_end_one_file_descriptor():
     second.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
     assert mapped() == 0
+
+
+def test_a_failure_ends_what_other_channels_wait_for_and_is_raised():
+    waiting = Listener()
+    control = connect(waiting.address, "the sender", TIMEOUT)  # which takes nothing
+    accepted = waiting.accept("the receiver", TIMEOUT)
+    channels = ChannelSet()
+    [mute] = channels.open_all([partial(LocalChannel, accepted, BUCKET, CPU, is_sender=True)])
+    mute.send_bucket(1)
+
+    def fail():
+        raise ValueError("ours")
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="ours"):
+        channels.run_all([fail, mute.flush])
+    assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
+    control.close()
 
 
 @pytest.mark.parametrize("broken", [0, 1])

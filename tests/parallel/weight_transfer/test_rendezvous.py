@@ -6,38 +6,16 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
-import torch
 
-from helpers.ranks import running
 from parallel.weight_transfer.control_socket import ChannelError
 from parallel.weight_transfer.rendezvous import (
     join,
     local_address,
-    memory_domain,
     open_rendezvous,
 )
 
 SECOND = timedelta(seconds=1)
 TIMEOUT = timedelta(seconds=60)
-CPU = torch.device("cpu")
-
-
-def send_memory_domain(pipe):
-    pipe.send(memory_domain(CPU))
-
-
-def answer(pipe, address):
-    rendezvous = join(address, TIMEOUT)
-    (question,) = rendezvous.await_texts({"question": "the test"}, TIMEOUT)
-    rendezvous.publish("answer", question + "!")
-    pipe.recv()
-
-
-def test_texts_are_read_in_another_process():
-    address, rendezvous = open_rendezvous("127.0.0.1")
-    with running(answer, address):
-        rendezvous.publish("question", "here?")
-        assert rendezvous.await_texts({"answer": "the other"}, TIMEOUT) == ["here?!"]
 
 
 def test_a_rendezvous_listens_on_its_own_address_only():
@@ -96,8 +74,3 @@ def test_the_local_address_is_the_one_that_reaches_the_rendezvous():
     address, rendezvous = open_rendezvous("127.0.0.1")
     assert local_address(address) == "127.0.0.1"
     del rendezvous
-
-
-def test_processes_of_one_host_are_in_one_memory_domain():
-    with running(send_memory_domain) as child:
-        assert child.hear() == memory_domain(CPU)

@@ -215,6 +215,8 @@ def num_bytes(layout):
 def test_every_parameter_of_every_engine_arrives_bit_for_bit_in_push_after_push(network_only):
     sizes = [num_bytes(layout) for layout in LAYOUTS]
     with pushing_processes(3, network_only) as pushing:
+        maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in pushing.ranks]
+        assert [text.count("memfd:weights") for text in maps] == [0 if network_only else 2] * 2
         for number in (1, 2, 3):
             if number == 2:
                 for worker in pushing.workers.values():
@@ -224,14 +226,6 @@ def test_every_parameter_of_every_engine_arrives_bit_for_bit_in_push_after_push(
             assert sum(sent) == number * sum(sizes)
 
 
-def test_channels_share_memory_on_one_host_unless_told_not_to():
-    """Seen from outside: which processes map weights."""
-    for network_only in (False, True):
-        with pushing_processes(1, network_only) as pushing:
-            maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in pushing.all]
-            assert [text.count("memfd:weights") for text in maps] == [0 if network_only else 2] * 4
-
-
 def heard_within(seconds, child):
     start = time.monotonic()
     said = child.hear(seconds)
@@ -239,9 +233,8 @@ def heard_within(seconds, child):
     return said
 
 
-@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
-def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_end(network_only):
-    with pushing_processes(2, network_only) as pushing:
+def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_end():
+    with pushing_processes(2) as pushing:
         others = [pushing.ranks[0], *pushing.workers.values()]
         for child in others:
             child.say(1)
@@ -256,9 +249,8 @@ def test_a_trainer_rank_killed_in_a_push_is_named_by_the_workers_and_the_rest_en
         assert isinstance(sent, int) or "engine 0 worker" in sent
 
 
-@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
-def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end(network_only):
-    with pushing_processes(2, network_only) as pushing:
+def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end():
+    with pushing_processes(2) as pushing:
         for key, child in pushing.workers.items():
             if key != (1, 1):  # it takes nothing, so no process finishes
                 child.say(1)
@@ -271,10 +263,7 @@ def test_a_worker_killed_in_a_push_is_named_by_the_one_before_it_and_all_end(net
             heard_within(SOON, pushing.workers[0, 1]) == f"ChannelError: engine 1 worker 1 {lost}"
         )
         for child in pushing.ranks:
-            said = heard_within(SOON, child)
-            # The host buffers what is in flight over the network, so a rank may have finished.
-            is_done = network_only and isinstance(said, int)
-            assert is_done or said == f"ChannelError: engine 0 worker 1 {lost}"
+            assert heard_within(SOON, child) == f"ChannelError: engine 0 worker 1 {lost}"
 
 
 def open_sender(sends, timeout=0.3, bucket_bytes=BUCKET):
@@ -290,6 +279,14 @@ def test_workers_that_do_not_come_are_named_after_the_time_out():
         open_sender(plan_sends(sender_of(0), LAYOUTS, BUCKET // 4))
 
 
+def send_matrix(init_info, rendezvous):
+    """The sender of the matrix `w` to one worker."""
+    matrix = Layout.of_whole_tensors({"w": (4, 4)})
+    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
+    shapes, dtypes = [matrix.shapes], {"w": torch.float32}
+    return WeightSender(init_info, rendezvous, 0, sends, shapes, dtypes, CPU, TIMEOUT)
+
+
 def open_all(engines, bucket_bytes=BUCKET):
     """Open a trainer rank that sends the matrix `w` and a worker of each engine concurrently.
 
@@ -299,21 +296,9 @@ def open_all(engines, bucket_bytes=BUCKET):
     init_info = TransferInitInfo(
         address, bucket_bytes, len(engines), False, senders=[[0]], zeros=[[]]
     )
-    matrix = Layout.of_whole_tensors({"w": (4, 4)})
-    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
     with ThreadPoolExecutor(1 + len(engines)) as pool:
         waiting = [
-            pool.submit(
-                WeightSender,
-                init_info,
-                rendezvous,
-                0,
-                sends,
-                [matrix.shapes],
-                {"w": torch.float32},
-                CPU,
-                TIMEOUT,
-            ),
+            pool.submit(send_matrix, init_info, rendezvous),
             *(
                 pool.submit(WeightReceiver, init_info, engine, 0, parameters, CPU, TIMEOUT)
                 for engine, parameters in enumerate(engines)
@@ -376,26 +361,13 @@ def test_the_refusal_of_a_worker_is_told_at_once_to_all_before_it():
         assert re.search(r"engine 1 worker 0: .*bias: 3 of 3 elements", str(failure), re.S)
 
 
-@pytest.mark.parametrize("network_only", [False, True], ids=["local", "network"])
-def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once(network_only):
+def test_a_sender_whose_receiver_can_no_longer_come_is_told_at_once():
     """The rank already listens when another rank, which never came, gives up."""
     address, rendezvous = open_rendezvous("127.0.0.1")
-    init_info = TransferInitInfo(address, BUCKET, 1, network_only, senders=[[0]], zeros=[[]])
-    matrix = Layout.of_whole_tensors({"w": (4, 4)})
-    sends = plan_sends(Sender(0, matrix, {"w": range(1)}), [matrix], BUCKET // 4)
+    init_info = TransferInitInfo(address, BUCKET, 1, False, senders=[[0]], zeros=[[]])
     join(address, TIMEOUT).publish("memory/0/0", memory_domain(CPU))
     with ThreadPoolExecutor() as pool:
-        arguments = (
-            init_info,
-            rendezvous,
-            0,
-            sends,
-            [matrix.shapes],
-            {"w": torch.float32},
-            CPU,
-            TIMEOUT,
-        )
-        opening = pool.submit(WeightSender, *arguments)
+        opening = pool.submit(send_matrix, init_info, rendezvous)
         join(address, TIMEOUT).await_texts({"channel/0/0/0": "the rank"}, TIMEOUT)
         join(init_info.rendezvous, TIMEOUT).publish_failure("trainer rank 1 gave up")
         with pytest.raises(ChannelError, match="trainer rank 1 gave up"):
