@@ -42,7 +42,8 @@ def create_folder(
     needed = sum(sizes.values())
     check_space(folder, needed)
     shards = _shards(sizes, max_shard_bytes)
-    files = _file_names(len(shards))
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files = files if len(files) > 1 else [SINGLE_FILE]
     for file, names in zip(files, shards, strict=True):
         create_file(folder / file, {name: (dtypes[name], shapes[name]) for name in names})
     if len(files) > 1:
@@ -63,12 +64,6 @@ def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         room -= size
     return shards
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def export_checkpoint(

@@ -141,17 +141,20 @@ def padded_vocab_size(shape: ModelShape, dims: ParallelDims) -> int:
     return -(-shape.vocab_size // dims.tensor) * dims.tensor
 
 
+def tensor_sizes(shape: ModelShape) -> list[int]:
+    """The tensor parallel sizes over which the model can be split, ascending."""
+    return [n for n in divisors(shape.num_attention_heads) if not _obstacles(shape, n)]
+
+
 def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
     """Raise ValueError, naming the legal sizes, when `dims` cannot split the model."""
     pipeline_layers(shape.num_layers, dims)
     obstacles = _obstacles(shape, dims.tensor)
     if obstacles:
-        candidates = divisors(shape.num_attention_heads)
-        legal = [size for size in candidates if not _obstacles(shape, size)]
         raise ValueError(
             f"tensor({dims.tensor}) cannot split the model: it "
             + " and ".join(obstacles)
-            + f"; legal values are {legal}"
+            + f"; legal values are {tensor_sizes(shape)}"
         )
     if shape.moe is None:
         if dims.expert > 1:

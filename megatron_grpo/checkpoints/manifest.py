@@ -17,7 +17,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from checkpoint_convert.formats.tensor_io import errors_named
+from checkpoint_convert.formats import errors_named
 
 MANIFEST_FILE = "manifest.json"
 _BLOCK_BYTES = 1 << 20  # hashed while it is in the cache of a core
