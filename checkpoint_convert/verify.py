@@ -86,7 +86,8 @@ def verify_weights(
             num_workers,
             lambda done: progress(done, num_bytes),
         )
-        configs = [f"config: {each}" for each in differing_fields(*(s.shape for s in sides))]
+        fields = differing_fields(sides[0].shape, sides[1].shape)
+        configs = [f"config: {field}" for field in fields]
         return [*configs, *_merged(chain.from_iterable(compared), tolerance)]
 
 

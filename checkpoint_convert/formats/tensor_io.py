@@ -47,7 +47,7 @@ class StoredTensors:
     """
 
     def __init__(self, places: Mapping[str, TensorPlace]) -> None:
-        self.dtypes = {name: place.dtype for name, place in places.items()}
+        self.dtypes: Mapping[str, str] = {name: place.dtype for name, place in places.items()}
         self._places = places
         self._descriptors: dict[Path, int] = {}
 
@@ -107,7 +107,7 @@ def start_syncing(descriptor: int) -> None:
 
 def _runs(values: Tensor, place: TensorPlace, box: Box) -> Iterator[tuple[memoryview, int]]:
     """The bytes of `values` as runs that are contiguous in the file, each with its file offset."""
-    data = memoryview(values.view(-1).view(torch.uint8).numpy())
+    data = values.view(-1).view(torch.uint8).numpy().data
     starts, length = _run_starts(place.shape, box)
     num_bytes = length * values.itemsize
     for i, start in enumerate(starts):

@@ -126,7 +126,8 @@ def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) ->
     backend = read_json(folder / BACKENDS_FILE).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(f"{folder} is a checkpoint in the format {backend!r}, not 'torch_dist'")
-    shapes, stored, objects = {}, [], []
+    shapes, objects = {}, []
+    stored: list[StoredChunk] = []
     with _malformed_named(folder / METADATA_FILE):
         fields = _load(folder / METADATA_FILE)
         places = {

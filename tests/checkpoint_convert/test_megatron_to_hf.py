@@ -12,7 +12,7 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files
-from helpers.conversions import assert_same, random_weights, weights_of
+from helpers.conversions import assert_same, weights_of
 from helpers.models import CONFIGS, tiny_model, train
 from helpers.policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
 from helpers.ranks import run_ranks
@@ -46,22 +46,6 @@ def test_a_model_comes_back_bit_by_bit(models, tmp_path, family):
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", num_workers=2)
     assert_same(weights_of(tmp_path / "hf"), weights_of(models[family]))
     assert read_shape(tmp_path / "hf") == read_shape(models[family])
-
-
-def test_so_does_one_whose_queries_are_no_projections_of_a_latent(tmp_path):
-    model = tiny_model(tmp_path / "model", "deepseek_v3", q_lora_rank=None)
-    import_checkpoint(model, tmp_path / "megatron", ParallelDims(tensor=2, pipeline=3))
-    export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
-    assert_same(weights_of(tmp_path / "hf"), weights_of(model))
-
-
-def test_bits_that_are_no_numbers_come_back_too(models, tmp_path):
-    model = shutil.copytree(models["qwen3"], tmp_path / "model")
-    random_weights(model)
-    import_checkpoint(model, tmp_path / "megatron", ParallelDims(tensor=2))
-    export_checkpoint(tmp_path / "megatron", tmp_path / "hf")
-    assert any(value.isnan().any() for value in weights_of(model).values())
-    assert_same(weights_of(tmp_path / "hf"), weights_of(model))
 
 
 # Checkpoints of a training run.
@@ -109,7 +93,6 @@ def test_a_training_checkpoint_is_exported_as_the_ranks_had_it(models, trained, 
     assert len(changed) > 0.9 * len(weights), "the step changed nothing"
     export_checkpoint(checkpoint, tmp_path / "hf", num_workers=2)
     assert_same(weights_of(tmp_path / "hf"), weights)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
 
 
 @pytest.fixture
