@@ -6,6 +6,11 @@ from helpers.models import CONFIGS, tiny_model
 
 
 @pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="session")
 def seven_layer_models(tmp_path_factory):
     """Model folders by family. No pipeline divides seven layers; every other model is tied, and has
     a single key-value head."""

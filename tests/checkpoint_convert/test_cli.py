@@ -111,11 +111,6 @@ def test_torch_is_imported_before_workers_are_forked_and_not_by_each():
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
 def truncated(model, tmp_path_factory):
     def cut_off(weights):
         del weights["model.norm.weight"]

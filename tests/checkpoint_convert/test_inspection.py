@@ -16,11 +16,6 @@ from parallel import ParallelDims
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("mixture"), "mixtral")
 

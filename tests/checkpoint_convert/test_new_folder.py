@@ -8,13 +8,7 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.new_folder import new_folder
 from helpers.conversions import file_size_limit
-from helpers.models import tiny_model
 from parallel import ParallelDims
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
 
 
 def test_it_appears_when_all_is_written_with_the_folders_above_it(tmp_path):

@@ -15,11 +15,6 @@ from parallel import ParallelDims
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
-
-
-@pytest.fixture(scope="module")
 def imported(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("megatron") / "out"
     import_checkpoint(model, out, ParallelDims())

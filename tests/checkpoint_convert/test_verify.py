@@ -19,11 +19,6 @@ NORM = "model.norm.weight"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
 def imported(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("imported") / "ckpt"
     import_checkpoint(model, folder, ParallelDims(tensor=4, pipeline=2))
@@ -133,28 +128,24 @@ def test_different_models_are_told_by_their_sizes(model, tmp_path):
 # Two tensors.
 
 
-def compared(a, b, tolerance):
-    return compare("x", a, b, tolerance)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_bits_are_compared_in_every_dtype(dtype):
     a = torch.tensor([1.0, -0.0, math.nan, math.inf, 2.0], dtype=dtype)
     b = torch.tensor([1.0, 0.0, math.nan, math.inf, 4.0], dtype=dtype)
-    assert compared(a, a.clone(), None).num_different == 0
-    difference = compared(a, b, None)
+    assert compare("x", a, a.clone(), None).num_different == 0
+    difference = compare("x", a, b, None)
     assert (difference.num_different, difference.largest) == (2, 2.0)
-    assert compared(a, b, 0.0).num_different == 1  # zeros are equal
+    assert compare("x", a, b, 0.0).num_different == 1  # zeros are equal
 
 
 def test_equal_values_are_within_every_tolerance_infinite_ones_too():
     a = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
     b = torch.tensor([math.inf, -math.inf, math.nan, 1.25])
-    assert compared(a, b, 0.5).num_different == 0
-    assert compared(a, b, 0.125).num_different == 1
-    assert compared(a, b, 0.125).largest == 0.25
+    assert compare("x", a, b, 0.5).num_different == 0
+    assert compare("x", a, b, 0.125).num_different == 1
+    assert compare("x", a, b, 0.125).largest == 0.25
     opposite = torch.tensor([-math.inf, math.inf, 1.0, 1.0])
-    difference = compared(a, opposite, 1e300)
+    difference = compare("x", a, opposite, 1e300)
     assert difference.num_different == 3
     assert math.isnan(difference.largest)
 

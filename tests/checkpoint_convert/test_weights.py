@@ -12,15 +12,9 @@ from checkpoint_convert.formats.safetensors_file import create_file
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.weights import RowCache, open_weights, read_weights
 from helpers.conversions import edit_metadata, read_tensor, variant
-from helpers.models import tiny_model
 from parallel import Box, ParallelDims
 
 ONE_RANK = ParallelDims()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("tiny"), "qwen3")
 
 
 def layout_of(model, dims=ONE_RANK, rank=0):
