@@ -25,23 +25,28 @@ _VOCABULARY_FILE = "vocab.json"
 _SPACE = "\u2581"  # sentencepiece's character for a space
 
 
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder `source`, or of the SentencePiece model file `source`.
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`.
 
     Uses the first file that exists of tokenizer.json, tokenizer.model and vocab.json; special
     tokens and chat template come from the other files of the folder. Raises ValueError if none
     exists or if the file, which the message names, is malformed.
     """
-    source = Path(source)
-    if source.is_file():
-        return _load(SentencePieceTokenizer, source, source)
-    for name in (JSON_FILE, SENTENCEPIECE_FILE, _VOCABULARY_FILE):
-        if (source / name).is_file():
-            return _load(_class_for(name), source, source / name)
-    raise ValueError(
-        f"{source} has no tokenizer: none of {JSON_FILE}, {SENTENCEPIECE_FILE} and "
-        f"{_VOCABULARY_FILE} is there"
-    )
+    folder = Path(folder)
+    files = [folder / name for name in (JSON_FILE, SENTENCEPIECE_FILE, _VOCABULARY_FILE)]
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
+        raise ValueError(
+            f"{folder} has no tokenizer: none of {JSON_FILE}, {SENTENCEPIECE_FILE} and "
+            f"{_VOCABULARY_FILE} is there"
+        )
+    try:
+        # Without False, `AutoTokenizer` asks on the terminal whether to run code from the folder.
+        return _class_for(file.name).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise ValueError(f"{file} cannot be loaded as a tokenizer: {error}") from error
 
 
 def _class_for(name: str) -> Any:
@@ -51,18 +56,6 @@ def _class_for(name: str) -> Any:
         return SentencePieceTokenizer
     # Lazily imported by this attribute: it takes five seconds, with torch and all generation code.
     return transformers.AutoTokenizer
-
-
-def _load(tokenizer_class: Any, source: Path, file: Path) -> PreTrainedTokenizerBase:
-    try:
-        if source == file:
-            return tokenizer_class(vocab_file=str(file))
-        # Without False, `AutoTokenizer` asks on the terminal whether to run code from the folder.
-        return tokenizer_class.from_pretrained(
-            source, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise ValueError(f"{file} cannot be loaded as a tokenizer: {error}") from error
 
 
 class SentencePieceTokenizer(SentencePieceBackend):

@@ -6,7 +6,7 @@ The folder gets its final name only when it is complete.
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from multiprocessing import get_context
@@ -20,7 +20,7 @@ from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import start_syncing, write_box
 from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES
-from checkpoint_convert.weights import RowCache, ShardLoader, Weights
+from checkpoint_convert.weights import RowCache, ShardLoader, Weights, in_groups
 from parallel import Layout, Shape, ShardMapping
 
 Item = TypeVar("Item")
@@ -151,7 +151,7 @@ def transfer(
 
     num_bytes = sum(place.num_bytes for place in places.values())
     in_order = _in_reading_order(parts.pieces, weights, loader)
-    shares = list(shares_of(in_order, size_of))
+    shares = list(in_groups(in_order, size_of, SHARE_BYTES))
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
 
 
@@ -177,19 +177,3 @@ def _check_range(tensor: str, values: Tensor, stored: Iterable[str]) -> None:
             f"{tensor} has values that {DTYPE_NAMES[values.dtype]} cannot hold: choose a --dtype "
             "with a larger range"
         )
-
-
-def shares_of(
-    parts: Iterable[ShardMapping], size_of: Callable[[ShardMapping], int]
-) -> Iterator[list[ShardMapping]]:
-    """The parts, in order, in shares of about `SHARE_BYTES`."""
-    share: list[ShardMapping] = []
-    room = SHARE_BYTES
-    for part in parts:
-        share.append(part)
-        room -= size_of(part)
-        if room <= 0:
-            yield share
-            share, room = [], SHARE_BYTES
-    if share:
-        yield share

@@ -16,8 +16,8 @@ from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import own_shape
-from checkpoint_convert.transfer import PART_BYTES, Progress, add_bytes, run_tasks, shares_of
-from checkpoint_convert.weights import ShardLoader, Weights, open_weights
+from checkpoint_convert.transfer import PART_BYTES, SHARE_BYTES, Progress, add_bytes, run_tasks
+from checkpoint_convert.weights import ShardLoader, Weights, in_groups, open_weights
 from parallel import Layout, ShardMapping
 
 _MAX_ELEMENTS = PART_BYTES // 8  # differences are computed in float64
@@ -82,7 +82,7 @@ def verify_weights(
         num_bytes = sum(map(size_of, parts.pieces))
         compared = run_tasks(
             lambda share: [compare_part(part) for part in share],
-            list(shares_of(parts.pieces, size_of)),
+            list(in_groups(parts.pieces, size_of, SHARE_BYTES)),
             num_workers,
             lambda done: progress(done, num_bytes),
         )

@@ -5,10 +5,11 @@ the model is cut into the chunks and files of a checkpoint, without reading a we
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from parallel import Box, Copy, Layout, ParallelDims, Shape, ShardMapping, cover
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _TENSOR_SIZES = range(1, 65)
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,8 @@ def plan_import(shape: ModelShape, dims: ParallelDims, dtypes: Mapping[str, str]
         tuple(ShardMapping(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks),
     ).compose(whole)
     cover_exactly(hf_tensors(shape), [layout])
-    return ImportPlan(list(_files(_in_reading_order(chunks, layout))), layout)
+    in_order = _in_reading_order(chunks, layout)
+    return ImportPlan([*in_groups(in_order, lambda chunk: chunk.num_bytes, FILE_BYTES)], layout)
 
 
 def _key_dtypes(whole: Layout, dtypes: Mapping[str, str]) -> dict[str, str]:
@@ -187,16 +191,20 @@ def _in_reading_order(chunks: list[Chunk], layout: Layout) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: first.get(chunk.name, -1))  # -1: only padding
 
 
-def _files(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
-    file: list[Chunk] = []
-    room = FILE_BYTES
-    for chunk in chunks:
-        if file and chunk.num_bytes > room:
-            yield file
-            file, room = [], FILE_BYTES
-        file.append(chunk)
-        room -= chunk.num_bytes
-    yield file
+def in_groups(
+    items: Iterable[Item], size_of: Callable[[Item], int], max_size: int
+) -> Iterator[list[Item]]:
+    """The items, in order, in groups of at most `max_size`, or of one larger item."""
+    group: list[Item] = []
+    room = max_size
+    for item in items:
+        if group and size_of(item) > room:
+            yield group
+            group, room = [], max_size
+        group.append(item)
+        room -= size_of(item)
+    if group:
+        yield group
 
 
 class ShardLoader:

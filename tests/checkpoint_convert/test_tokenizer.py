@@ -30,16 +30,21 @@ CHAT_TEMPLATE = (
 )
 
 
+def trained(folder, kind, **options):
+    return train(folder, kind, **options).rename(folder / "tokenizer.model")
+
+
 @pytest.fixture(scope="module", params=["bpe", "unigram", "unigram of Unicode forms"])
 def model(request, tmp_path_factory):
     kind, _, is_normalized = request.param.partition(" of ")
     as_usual = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
-    return train(tmp_path_factory.mktemp("spm"), kind, **(as_usual if is_normalized else {}))
+    options = as_usual if is_normalized else {}
+    return trained(tmp_path_factory.mktemp("spm"), kind, **options)
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("bpe"), "bpe")
+    return trained(tmp_path_factory.mktemp("bpe"), "bpe")
 
 
 def folder_of(model, folder, *, config=None):
@@ -69,29 +74,25 @@ def test_a_sentencepiece_model_gives_the_ids_of_sentencepiece(model, config, tmp
     assert len(tokenizer) == original.get_piece_size()
 
 
-def test_a_bare_model_file_will_do(bpe):
-    original = SentencePieceProcessor(model_file=str(bpe))
-    tokenizer = load_tokenizer(str(bpe))
-    assert all(ids(tokenizer, text) == original.encode(text) for text in TEXTS)
-    assert tokenizer("a")["input_ids"] == [1, *original.encode("a")]
-
-
 def test_every_text_comes_back_where_nothing_is_normalized(bpe):
-    tokenizer = load_tokenizer(bpe)
+    tokenizer = load_tokenizer(bpe.parent)
     for text in [*TEXTS, "<s>[INST] hi [/INST] a</s><s>b", "<s> <s>  x"]:
         assert tokenizer.decode(ids(tokenizer, text)) == text
     assert tokenizer.decode(ids(tokenizer, "<s>a</s>"), skip_special_tokens=True) == "a"
 
 
 def test_special_tokens_in_the_text_are_tokens_and_cut_it(bpe):
-    tokenizer, original = load_tokenizer(bpe), SentencePieceProcessor(model_file=str(bpe))
+    tokenizer, original = load_tokenizer(bpe.parent), SentencePieceProcessor(model_file=str(bpe))
     wanted = [1, *original.encode("x y"), 2, 1, *original.encode("z")]
     assert ids(tokenizer, "<s>x y</s><s>z") == wanted
 
 
 def test_control_pieces_of_the_model_itself_are_special(tmp_path):
-    model = train(tmp_path, "bpe", control_symbols=["[INST]", "[/INST]"])
-    tokenizer, original = load_tokenizer(model), SentencePieceProcessor(model_file=str(model))
+    model = trained(tmp_path, "bpe", control_symbols=["[INST]", "[/INST]"])
+    tokenizer, original = (
+        load_tokenizer(model.parent),
+        SentencePieceProcessor(model_file=str(model)),
+    )
     begin, end = (original.piece_to_id(piece) for piece in ("[INST]", "[/INST]"))
     assert ids(tokenizer, "[INST]x[/INST]") == [begin, *original.encode("x"), end]
     assert tokenizer.decode([begin, *original.encode("x"), end], skip_special_tokens=True) == "x"
