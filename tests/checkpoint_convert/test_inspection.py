@@ -78,19 +78,6 @@ def test_what_a_rank_would_hold_is_told_for_every_stage(mixture):
     assert stages == [("0", "1", f"{table + layer:,}"), ("1", "1", f"{table + layer + 64:,}")]
 
 
-def test_latents_are_told_and_what_every_rank_holds_of_them(tmp_path):
-    model = tiny_model(tmp_path / "model", "deepseek_v3", num_hidden_layers=2)
-    text = inspect(model, tensor=2, pipeline=2)
-    assert " latent.query_rank 24 \n latent.rank 32 \n latent.rotary_dim 8 \n" in text
-    stages = re.findall(r"^ ([01]) (\d) ([\d,]+) 0\.000 GB $", text, re.MULTILINE)
-    down = (24 + 32 + 8) * 64 + 24 + 32  # whole on every rank, with the norms of latents
-    up = (4 * 24 * 24 + 4 * (16 + 12) * 32 + 4 * 12 * 64) // 2
-    attention, norms, table = down + up, 2 * 64, 125 * 64
-    dense = attention + norms + 3 * (96 // 2) * 64
-    experts = attention + norms + (8 + 1) * 3 * (48 // 2) * 64 + 8 * 64 + 8
-    assert stages == [("0", "1", f"{table + dense:,}"), ("1", "1", f"{table + experts + 64:,}")]
-
-
 def test_a_checkpoint_without_config_needs_one(model, tmp_path):
     checkpoint = as_checkpoint(model, tmp_path / "ckpt")
     shutil.rmtree(checkpoint / "hf_config")

@@ -5,32 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint_convert import (
-    LatentShape,
-    ModelShape,
-    MoeShape,
-    check_divisible,
-    padded_vocab_size,
-)
+from checkpoint_convert import LatentShape, MoeShape, check_divisible, padded_vocab_size
+from helpers.shapes import LLAMA_70B
 from parallel import ParallelDims
 
-SHAPE = ModelShape(
-    family="llama",
+SHAPE = replace(
+    LLAMA_70B,
     num_layers=6,
-    hidden_size=256,
     num_attention_heads=12,
     num_key_value_heads=2,
     head_dim=16,
     intermediate_size=480,
     vocab_size=250,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=False,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=512,
-    eos_token_ids=(1,),
 )
 MIXTURE = replace(
     SHAPE,
