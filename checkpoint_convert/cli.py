@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -46,34 +46,31 @@ app = typer.Typer(
     """,
 )
 
-DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+DTYPES = {None: None, "bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 WORKER_LOST, CRASHED = 3, 4  # exit codes
 NUM_WORKERS = min(8, os.cpu_count() or 1)
+
+
+def _size(flag: str, text: str) -> Any:
+    return typer.Option(flag, min=1, help=text)
+
 
 Dtype = Annotated[
     Literal["bf16", "fp16", "fp32"] | None,
     typer.Option(help="Dtype of all weights. Default: each keeps its own."),
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Number of worker processes.")]
-TensorSize = Annotated[int, typer.Option("--tp", min=1, help="Tensor parallel size.")]
-PipelineSize = Annotated[int, typer.Option("--pp", min=1, help="Pipeline parallel size.")]
-VirtualSize = Annotated[
-    int, typer.Option("--vpp", min=1, help="Model chunks per pipeline rank (interleaved 1F1B).")
-]
-ExpertSize = Annotated[int, typer.Option("--ep", min=1, help="Expert parallel size.")]
+Workers = Annotated[int, _size("--workers", "Number of worker processes.")]
+TensorSize = Annotated[int, _size("--tp", "Tensor parallel size.")]
+PipelineSize = Annotated[int, _size("--pp", "Pipeline parallel size.")]
+VirtualSize = Annotated[int, _size("--vpp", "Model chunks per pipeline rank (interleaved 1F1B).")]
+ExpertSize = Annotated[int, _size("--ep", "Expert parallel size.")]
 # For an import, only --tp matters: each layer and expert is a separate chunk at any --pp and --ep.
-CutTensorSize = Annotated[
-    int, typer.Option("--tp", min=1, help="Tensor parallel size for which chunks are cut.")
-]
+CutTensorSize = Annotated[int, _size("--tp", "Tensor parallel size for which chunks are cut.")]
 CheckedPipelineSize = Annotated[
-    int, typer.Option("--pp", min=1, help="Pipeline parallel size; only checked, changes nothing.")
+    int, _size("--pp", "Pipeline parallel size; only checked, changes nothing.")
 ]
-CheckedVirtualSize = Annotated[
-    int, typer.Option("--vpp", min=1, help="Model chunks per pipeline rank; only checked.")
-]
-CheckedExpertSize = Annotated[
-    int, typer.Option("--ep", min=1, help="Expert parallel size; only checked.")
-]
+CheckedVirtualSize = Annotated[int, _size("--vpp", "Model chunks per pipeline rank; only checked.")]
+CheckedExpertSize = Annotated[int, _size("--ep", "Expert parallel size; only checked.")]
 HfConfig = Annotated[
     Path | None,
     typer.Option(
@@ -105,18 +102,16 @@ def import_(
     Example:
       checkpoint-convert import --hf Qwen3-8B --out qwen3_8b --tp 8
     """
-    start = time.monotonic()
-    with _progress("import") as progress:
+    with _completed(out), _progress("import") as progress:
         import_checkpoint(
             hf,
             out,
             _dims(tp, pp, vpp, ep),
             hf_config=hf_config,
-            dtype=DTYPES[dtype] if dtype else None,
+            dtype=DTYPES[dtype],
             num_workers=workers,
             progress=progress,
         )
-    print(f"{out} is complete, after {time.monotonic() - start:.1f} s")
 
 
 @app.command("export")
@@ -142,18 +137,16 @@ def export(
       checkpoint-convert export --megatron runs/math/checkpoints/step_20 --out math_20
     """
     max_shard_bytes = _num_bytes(max_shard_size)
-    start = time.monotonic()
-    with _progress("export") as progress:
+    with _completed(out), _progress("export") as progress:
         export_checkpoint(
             megatron,
             out,
             hf_config=hf_config,
-            dtype=DTYPES[dtype] if dtype else None,
+            dtype=DTYPES[dtype],
             max_shard_bytes=max_shard_bytes,
             num_workers=workers,
             progress=progress,
         )
-    print(f"{out} is complete, after {time.monotonic() - start:.1f} s")
 
 
 @app.command()
@@ -239,11 +232,8 @@ def _num_bytes(size: str) -> int:
 def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr; yields the callback ``(bytes done, total bytes)``."""
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        *(TextColumn("{task.description}"), BarColumn(), DownloadColumn()),
+        *(TransferSpeedColumn(), TimeRemainingColumn()),
     )
     # Refreshed by the caller: no other thread may be alive while worker processes are forked.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
@@ -256,6 +246,14 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
             yield update
         finally:
             bar.update(task, visible=bar.tasks[0].total is not None)
+
+
+@contextmanager
+def _completed(out: Path) -> Iterator[None]:
+    """Say on stdout that `out` is complete, and how long it took."""
+    start = time.monotonic()
+    yield
+    print(f"{out} is complete, after {time.monotonic() - start:.1f} s")
 
 
 class _Stopped(BaseException):

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 
-def positive(path: Path, values: Mapping[str, Any], key: str) -> int:
-    """Read an integer of at least 1."""
+def integer(path: Path, values: Mapping[str, Any], key: str, minimum: int = 1) -> int:
+    """Read an integer of at least `minimum`."""
     value = values.get(key)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{path}: {key} is {value!r}; it must be an integer of at least 1")
+    if type(value) is not int or value < minimum:
+        raise ValueError(f"{path}: {key} is {value!r}; it must be an integer of at least {minimum}")
     return value
 
 
-def count(path: Path, values: Mapping[str, Any], key: str) -> int:
-    """Read an integer of at least 0."""
-    value = values.get(key)
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{path}: {key} is {value!r}; it must be an integer of at least 0")
+def even(path: Path, values: Mapping[str, Any], key: str) -> int:
+    """Read the size of what RoPE rotates."""
+    value = integer(path, values, key)
+    if value % 2:
+        raise ValueError(f"{path}: {key} is {value}; it must be even, as RoPE rotates pairs")
     return value
 
 

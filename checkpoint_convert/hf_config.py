@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.config_values import boolean, count, number, positive, token_ids
+from checkpoint_convert.config_values import boolean, even, integer, number, token_ids
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
 from checkpoint_convert.rope import read_rope
@@ -48,19 +48,24 @@ def read_shape(folder: str | Path) -> ModelShape:
     """
     path = Path(folder) / "config.json"
     config = read_json(path)
-    family = _family(path, config)
+    model_type = config.get("model_type")
+    if model_type not in list(FAMILIES):  # a list, as a JSON value may be unhashable
+        raise ValueError(
+            f"{path}: model_type {model_type!r} is not supported; supported: {sorted(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
     values = _with_defaults(family, config)
     _check_carried_over(path, family, values)
     rope_theta, rope_scaling = read_rope(
         path, values, family.partial_rotary_factor, has_mla=family.has_mla
     )
-    num_heads = positive(path, values, "num_attention_heads")
-    hidden_size = positive(path, values, "hidden_size")
+    num_heads = integer(path, values, "num_attention_heads")
+    hidden_size = integer(path, values, "hidden_size")
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = num_heads
     if "head_dim" in values and values["head_dim"] is None:
         values["head_dim"] = hidden_size // num_heads
-    num_kv_heads = positive(path, values, "num_key_value_heads")
+    num_kv_heads = integer(path, values, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{path}: num_key_value_heads({num_kv_heads}) must divide "
@@ -69,24 +74,24 @@ def read_shape(folder: str | Path) -> ModelShape:
     latent = _latent(path, values) if family.has_mla else None
     return ModelShape(
         family=family.model_type,
-        num_layers=positive(path, values, "num_hidden_layers"),
+        num_layers=integer(path, values, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=(
-            _head_dim(path, values)
+            even(path, values, "head_dim")
             if latent is None
-            else positive(path, values, "qk_nope_head_dim") + latent.rotary_dim
+            else integer(path, values, "qk_nope_head_dim") + latent.rotary_dim
         ),
-        intermediate_size=positive(path, values, "intermediate_size"),
-        vocab_size=positive(path, values, "vocab_size"),
+        intermediate_size=integer(path, values, "intermediate_size"),
+        vocab_size=integer(path, values, "vocab_size"),
         tie_word_embeddings=boolean(path, values, "tie_word_embeddings"),
         attention_bias=_switch(path, values, family.attention_bias),
         qk_norm=_switch(path, values, family.qk_norm),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=number(path, values, "rms_norm_eps"),
-        max_position_embeddings=positive(path, values, "max_position_embeddings"),
+        max_position_embeddings=integer(path, values, "max_position_embeddings"),
         eos_token_ids=_eos_token_ids(path, values),
         partial_rotary_factor=family.partial_rotary_factor,
         moe=_moe(path, family, values),
@@ -130,22 +135,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _family(path: Path, config: Mapping[str, Any]) -> Family:
-    model_type = config.get("model_type")
-    if model_type not in list(FAMILIES):  # a list, as a JSON value may be unhashable
-        raise ValueError(
-            f"{path}: model_type {model_type!r} is not supported; supported: {sorted(FAMILIES)}"
-        )
-    return FAMILIES[model_type]
-
-
-def _head_dim(path: Path, values: Mapping[str, Any]) -> int:
-    head_dim = positive(path, values, "head_dim")
-    if head_dim % 2:
-        raise ValueError(f"{path}: head_dim is {head_dim}; it must be even, as RoPE rotates pairs")
-    return head_dim
-
-
 def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
     num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if num_heads != num_kv_heads:
@@ -153,11 +142,7 @@ def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
             f"{path}: num_key_value_heads({num_kv_heads}) must be num_attention_heads({num_heads}),"
             " as latent attention has keys and values for every head"
         )
-    rotary_dim = positive(path, values, "qk_rope_head_dim")
-    if rotary_dim % 2:
-        raise ValueError(
-            f"{path}: qk_rope_head_dim is {rotary_dim}; it must be even, as RoPE rotates pairs"
-        )
+    rotary_dim = even(path, values, "qk_rope_head_dim")
     head_dim = values.get("head_dim", rotary_dim)  # transformers gives its RoPE this size
     if head_dim != rotary_dim:
         raise ValueError(
@@ -166,10 +151,10 @@ def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
         )
     has_query_rank = values["q_lora_rank"] is not None
     return LatentShape(
-        query_rank=positive(path, values, "q_lora_rank") if has_query_rank else None,
-        rank=positive(path, values, "kv_lora_rank"),
+        query_rank=integer(path, values, "q_lora_rank") if has_query_rank else None,
+        rank=integer(path, values, "kv_lora_rank"),
         rotary_dim=rotary_dim,
-        value_dim=positive(path, values, "v_head_dim"),
+        value_dim=integer(path, values, "v_head_dim"),
     )
 
 
@@ -180,7 +165,7 @@ def _groups(path: Path, values: Mapping[str, Any], num_experts: int) -> tuple[in
     many as a token has experts in each of its groups, which must therefore be two.
     """
     per_token = values["num_experts_per_tok"]
-    num_groups, chosen = (positive(path, values, key) for key in ("n_group", "topk_group"))
+    num_groups, chosen = (integer(path, values, key) for key in ("n_group", "topk_group"))
     if num_groups == chosen == 1:
         return 1, 1
     if num_experts % num_groups or num_experts == num_groups:
@@ -200,8 +185,8 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
     keys = family.experts
     if keys is None:
         return None
-    num_experts = positive(path, values, keys.num_experts)
-    experts_per_token = positive(path, values, "num_experts_per_tok")
+    num_experts = integer(path, values, keys.num_experts)
+    experts_per_token = integer(path, values, "num_experts_per_tok")
     if experts_per_token > num_experts:
         raise ValueError(
             f"{path}: num_experts_per_tok({experts_per_token}) is more than "
@@ -212,7 +197,7 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
             f"{path}: num_experts_per_tok is 1; it must be at least 2, as Megatron-Core does not "
             "scale the weight of a single expert"
         )
-    size = positive(path, values, keys.intermediate_size)
+    size = integer(path, values, keys.intermediate_size)
     num_groups, groups_per_token = _groups(path, values, num_experts) if keys.has_groups else (1, 1)
     return MoeShape(
         num_experts=num_experts,
@@ -233,11 +218,11 @@ def _switch(path: Path, values: Mapping[str, Any], key: bool | str) -> bool:
 
 
 def _count(path: Path, values: Mapping[str, Any], key: str | None) -> int:
-    return 0 if key is None else count(path, values, key)
+    return 0 if key is None else integer(path, values, key, minimum=0)
 
 
 def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) -> int:
-    num, num_layers = _count(path, values, key), positive(path, values, "num_hidden_layers")
+    num, num_layers = _count(path, values, key), integer(path, values, "num_hidden_layers")
     if num >= num_layers:
         raise ValueError(
             f"{path}: {key}({num}) leaves none of num_hidden_layers({num_layers}) with experts"
@@ -251,15 +236,11 @@ def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) ->
     return num
 
 
-def _required(family: Family) -> dict[str, Any]:
-    required = _REQUIRED | {"partial_rotary_factor": family.partial_rotary_factor}
-    return {**required, **family.required}
-
-
 def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -> None:
+    rotary = {"partial_rotary_factor": family.partial_rotary_factor}
     refused = [
         f"{key} is {config[key]!r}, only {carried!r} is supported"
-        for key, carried in _required(family).items()
+        for key, carried in {**_REQUIRED, **rotary, **family.required}.items()
         # null, false, 0 and an empty list all mean that a feature is off
         if key in config and config[key] != carried and (config[key] or carried)
     ]

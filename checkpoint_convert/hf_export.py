@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.hf_folder import locate_tensors
-from checkpoint_convert.formats.tensor_io import errors_named, write_box
-from checkpoint_convert.formats.torch_values import DTYPE_NAMES, DTYPES, bit_view
+from checkpoint_convert.formats.tensor_io import write_box
+from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.new_folder import sync, sync_tree
@@ -84,7 +85,7 @@ def write_weights(
                 values = as_whole(values, copy.source_axes)
                 place = places[copy.destination]
                 values = values.to("cpu", DTYPES[place.dtype])
-                write_box(opened.fileno(), place, copy.destination_box, bit_view(values))
+                write_box(opened.fileno(), place, copy.destination_box, values)
             os.fsync(opened)
     return written
 

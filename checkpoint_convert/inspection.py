@@ -11,7 +11,7 @@ from rich.table import Table
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors, megatron_layout
-from checkpoint_convert.shape import ModelShape, check_divisible, named_fields
+from checkpoint_convert.shape import ModelShape, check_divisible, named_fields, tensor_sizes
 from checkpoint_convert.sidecar import model_config
 from checkpoint_convert.weights import Weights, open_weights
 from parallel import Coordinates, ParallelDims, Shape, divisors
@@ -42,24 +42,12 @@ def print_inspection(
 def _shape_table(shape: ModelShape) -> Table:
     table = Table("field", "value", show_header=False, box=None)
     fields = named_fields(shape)
-    fields["possible --tp"] = [
-        size
-        for size in divisors(shape.num_attention_heads)
-        if _can_split(shape, ParallelDims(tensor=size))
-    ]
+    fields["possible --tp"] = tensor_sizes(shape)
     if shape.moe is not None:
         fields["possible --ep"] = divisors(shape.moe.num_experts)
     for name, value in fields.items():
         table.add_row(name, f"{value:,}" if type(value) is int else str(value))
     return table
-
-
-def _can_split(shape: ModelShape, dims: ParallelDims) -> bool:
-    try:
-        check_divisible(shape, dims)
-    except ValueError:
-        return False
-    return True
 
 
 def _stage_table(shape: ModelShape, dims: ParallelDims) -> Table:

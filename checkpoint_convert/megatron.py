@@ -40,76 +40,58 @@ def hf_dtypes(shape: ModelShape, dtype: str, float32: str) -> dict[str, str]:
 
 
 def megatron_layout(
-    shape: ModelShape, dims: ParallelDims, coordinates: Coordinates, *, transformer_engine: bool
+    shape: ModelShape, dims: ParallelDims, at: Coordinates, *, transformer_engine: bool
 ) -> Layout:
-    """What the rank at `coordinates` holds, in the coordinates of the weight files.
+    """What the rank at the coordinates `at` holds, in the coordinates of the weight files.
 
     Local names are ``{chunk}.{parameter}`` with the model chunk (virtual pipeline stage) of the
     rank and Megatron-Core's parameter name, e.g. ``0.decoder.layers.3.mlp.linear_fc1.weight``.
     Data and context ranks above 0 hold only replicas, except of experts, which are split over
     them. `transformer_engine`: norms and experts are named and grouped as in its modules.
     """
-    return _layout(
-        _chunks(shape, dims, coordinates, transformer_engine=transformer_engine), dims, coordinates
-    )
-
-
-def _layout(chunks: list[list[Parameter]], dims: ParallelDims, coordinates: Coordinates) -> Layout:
-    """The layout of the rank at `coordinates`, from the unsplit parameters of its model chunks."""
     shapes, pieces, zeros = {}, [], []
-    for number, chunk in enumerate(chunks):
-        for parameter in chunk:
-            rank, size, is_replica = _place(parameter, dims, coordinates)
-            part = shard(parameter, rank, size)
-            local = f"{number}.{parameter.name}"
-            shapes[local] = part.shape
-            zeros += [(local, box) for box in part.zeros]
-            pieces += [
-                ShardMapping(local, p.local_box, p.tensor, p.box, p.is_replica or is_replica)
-                for p in part.pieces
-            ]
+    for local, parameter in _local_parameters(shape, dims, at, transformer_engine):
+        rank, size, is_replica = _place(parameter, dims, at)
+        part = shard(parameter, rank, size)
+        shapes[local] = part.shape
+        zeros += [(local, box) for box in part.zeros]
+        pieces += [
+            ShardMapping(local, p.local_box, p.tensor, p.box, p.is_replica or is_replica)
+            for p in part.pieces
+        ]
     return Layout(shapes, tuple(pieces), tuple(zeros))
 
 
 def megatron_sender(
-    shape: ModelShape, dims: ParallelDims, coordinates: Coordinates, *, transformer_engine: bool
-) -> Sender:
-    """What the rank at `coordinates` can send to engines, and which other ranks could send it too.
-
-    The copy of a tied embedding is never sent: the ranks that hold the embedding itself send it.
-    """
-    chunks = _chunks(shape, dims, coordinates, transformer_engine=transformer_engine)
-    return _sender(_layout(chunks, dims, coordinates), chunks, dims, coordinates)
-
-
-def layout_sender(
-    layout: Layout,
     shape: ModelShape,
     dims: ParallelDims,
-    coordinates: Coordinates,
+    at: Coordinates,
     *,
     transformer_engine: bool,
+    layout: Layout | None = None,
 ) -> Sender:
-    """`megatron_sender` for a `megatron_layout` that is already known."""
-    chunks = _chunks(shape, dims, coordinates, transformer_engine=transformer_engine)
-    return _sender(layout, chunks, dims, coordinates)
+    """What the rank at `at` can send to engines, and which other ranks could send it too.
+
+    The copy of a tied embedding is never sent: the ranks that hold the embedding itself send it.
+    `layout` is the rank's `megatron_layout`, if it is already known.
+    """
+    owners, replica_sets = {}, {}
+    for local, parameter in _local_parameters(shape, dims, at, transformer_engine):
+        owners[local] = _holders(parameter, dims, at)
+        if parameter.split is None and not parameter.is_expert:
+            replica_sets[local] = dims.tensor
+    layout = layout or megatron_layout(shape, dims, at, transformer_engine=transformer_engine)
+    return Sender(dims.rank(at), layout, owners, replica_sets)
 
 
-def _sender(
-    layout: Layout, chunks: list[list[Parameter]], dims: ParallelDims, coordinates: Coordinates
-) -> Sender:
-    owners = {
-        f"{number}.{parameter.name}": _holders(parameter, dims, coordinates)
-        for number, chunk in enumerate(chunks)
-        for parameter in chunk
-    }
-    replica_sets = {
-        f"{number}.{parameter.name}": dims.tensor
-        for number, chunk in enumerate(chunks)
-        for parameter in chunk
-        if parameter.split is None and not parameter.is_expert
-    }
-    return Sender(dims.rank(coordinates), layout, owners, replica_sets)
+def _local_parameters(
+    shape: ModelShape, dims: ParallelDims, at: Coordinates, transformer_engine: bool
+) -> Iterator[tuple[str, Parameter]]:
+    """The unsplit parameters of a rank's model chunks, with their local names."""
+    chunks = _chunks(shape, dims, at, transformer_engine=transformer_engine)
+    for number, chunk in enumerate(chunks):
+        for parameter in chunk:
+            yield f"{number}.{parameter.name}", parameter
 
 
 def first_senders(shape: ModelShape, dims: ParallelDims) -> Iterator[Sender]:
@@ -175,21 +157,23 @@ def extra_states(shape: ModelShape) -> list[str]:
     """Names under which Megatron-Core's modules look for state that exists only with FP8.
 
     Loading requires the names of the modules in use and fails if one is missing, so these are the
-    names of both Megatron-Core's torch layers and Transformer Engine's.
+    names of the linear layers and norms of both Megatron-Core's torch layers and Transformer
+    Engine's.
     """
     names = [_extra_state("decoder.final_layernorm", [])]
-    for layer in range(shape.num_layers):
-        stack = [(layer, shape.num_layers)] if shape.has_equal_layers else []
-        prefix = "decoder.layers." if stack else f"decoder.layers.{layer}."
-        names += [_extra_state(prefix + name, stack) for name in _modules_of_layer(shape, layer)]
-        if shape.moe is not None and layer >= shape.num_dense_layers:
-            count = shape.moe.num_experts
-            names += [
-                _extra_state(f"{prefix}mlp.experts.experts.{linear}", [*stack, (expert, count)])
-                for expert in range(count)
-                for linear in ("linear_fc1", "linear_fc2")
-            ]
-    return names
+    experts = range(shape.moe.num_experts if shape.moe else 0)
+    for index in range(shape.num_layers):
+        stack = [(index, shape.num_layers)] if shape.has_equal_layers else []
+        prefix = "decoder.layers." if stack else f"decoder.layers.{index}."
+        for transformer_engine in (False, True):
+            for parameter in decoder.layer(
+                shape, index, experts, transformer_engine=transformer_engine
+            ):
+                name = parameter.key if parameter.is_expert else parameter.name
+                if not name.startswith("mlp.router."):
+                    module = prefix + name.rpartition(".")[0]
+                    names.append(_extra_state(module, [*stack, *parameter.stack_axes]))
+    return list(dict.fromkeys(names))
 
 
 def _extra_state(module: str, stack: list[tuple[int, int]]) -> str:
@@ -197,27 +181,6 @@ def _extra_state(module: str, stack: list[tuple[int, int]]) -> str:
     indices, sizes = zip(*stack or [(0, 1)], strict=True)
     place = ".".join(map(str, indices)), ".".join(map(str, sizes))
     return f"{module}._extra_state/shard_{place[0]}_{place[1]}"
-
-
-def _modules_of_layer(shape: ModelShape, layer: int) -> list[str]:
-    """The linear layers and norms of a layer, without its experts."""
-    attention = ["linear_proj", "linear_qkv"]
-    if shape.qk_norm:
-        attention += ["q_layernorm", "k_layernorm"]
-    if shape.latent is not None:
-        attention = ["linear_proj", "linear_kv_down_proj", "linear_kv_up_proj", "kv_layernorm"]
-        if shape.latent.query_rank is None:
-            attention.append("linear_q_proj")
-        else:
-            attention += ["linear_q_down_proj", "linear_q_up_proj", "q_layernorm"]
-    modules = [f"self_attention.{name}" for name in attention]
-    modules += ["input_layernorm", "pre_mlp_layernorm"]
-    mlp = "mlp."
-    if shape.moe is not None and layer >= shape.num_dense_layers:
-        if not shape.moe.shared_intermediate_size:
-            return modules
-        mlp = "mlp.shared_experts."
-    return [*modules, mlp + "linear_fc1", mlp + "linear_fc2"]
 
 
 def _place(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> tuple[int, int, bool]:

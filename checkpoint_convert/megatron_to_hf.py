@@ -18,7 +18,7 @@ from checkpoint_convert.new_folder import check_space, new_folder
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.sidecar import copy_sidecar_files, main_dtype, model_config
 from checkpoint_convert.transfer import transfer
-from checkpoint_convert.weights import Progress, open_weights
+from checkpoint_convert.weights import Progress, in_groups, open_weights
 from parallel import Layout
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -41,8 +41,9 @@ def create_folder(
     sizes = {name: prod(size) * ITEM_SIZES[dtypes[name]] for name, size in shapes.items()}
     needed = sum(sizes.values())
     check_space(folder, needed)
-    shards = _shards(sizes, max_shard_bytes)
-    files = _file_names(len(shards))
+    shards = list(in_groups(sizes, sizes.__getitem__, max_shard_bytes))
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    files = files if len(files) > 1 else [SINGLE_FILE]
     for file, names in zip(files, shards, strict=True):
         create_file(folder / file, {name: (dtypes[name], shapes[name]) for name in names})
     if len(files) > 1:
@@ -50,25 +51,6 @@ def create_folder(
         index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     copy_sidecar_files(source_folder, folder, main_dtype(shapes, dtypes))
-
-
-def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Group the tensors, in order, into files of at most `max_bytes`, or of one larger tensor."""
-    shards: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if not shards or size > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(name)
-        room -= size
-    return shards
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def export_checkpoint(

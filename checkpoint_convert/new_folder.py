@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpoint_convert.formats.tensor_io import errors_named
+from checkpoint_convert.formats import errors_named
 
 
 @contextmanager

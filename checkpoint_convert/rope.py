@@ -5,7 +5,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.config_values import boolean, number, positive
+from checkpoint_convert.config_values import boolean, integer, number
 
 # Parameters with one supported value for every RoPE type, which vLLM reads.
 _REQUIRED: dict[str, Any] = {"rope_dim": None, "use_fope": False}
@@ -98,8 +98,8 @@ def _yarn(
     length that the model was trained on: these take `max_position_embeddings`, but that is the
     length with scaling.
     """
-    factor, trained_length = number(path, rope, "factor"), positive(path, rope, _TRAINED_LENGTH)
-    length = positive(path, config, "max_position_embeddings")
+    factor, trained_length = number(path, rope, "factor"), integer(path, rope, _TRAINED_LENGTH)
+    length = integer(path, config, "max_position_embeddings")
     if length > factor * trained_length:  # vLLM would read beyond its table of so many positions
         raise ValueError(
             f"{path}: max_position_embeddings({length}) is more than factor({factor:g}) * "

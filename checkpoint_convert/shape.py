@@ -141,17 +141,20 @@ def padded_vocab_size(shape: ModelShape, dims: ParallelDims) -> int:
     return -(-shape.vocab_size // dims.tensor) * dims.tensor
 
 
+def tensor_sizes(shape: ModelShape) -> list[int]:
+    """The tensor parallel sizes over which Megatron-Core can split the model, ascending."""
+    return [n for n in divisors(shape.num_attention_heads) if not _obstacles(shape, n)]
+
+
 def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
     """Raise ValueError, naming the legal sizes, when `dims` cannot split the model."""
     pipeline_layers(shape.num_layers, dims)
     obstacles = _obstacles(shape, dims.tensor)
     if obstacles:
-        candidates = divisors(shape.num_attention_heads)
-        legal = [size for size in candidates if not _obstacles(shape, size)]
         raise ValueError(
             f"tensor({dims.tensor}) cannot split the model: it "
             + " and ".join(obstacles)
-            + f"; legal values are {legal}"
+            + f"; legal values are {tensor_sizes(shape)}"
         )
     if shape.moe is None:
         if dims.expert > 1:
@@ -177,15 +180,23 @@ def _obstacles(shape: ModelShape, tensor: int) -> list[str]:
     With fewer key-value heads than ranks, Megatron-Core still splits the rows of the fused QKV
     projection into equal shares, regardless of head boundaries, and gathers its output.
     """
+    rows = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+    fused = {} if shape.latent else {"rows of the fused QKV projection": rows}
+    return split_obstacles(shape, tensor, fused)
+
+
+def split_obstacles(shape: ModelShape, tensor: int, further: Mapping[str, int]) -> list[str]:
+    """Why neither Megatron-Core nor vLLM can split the model over `tensor` ranks; empty: they can.
+
+    `further` are other sizes, by what they are of, that the ranks must divide.
+    """
     kv_heads = shape.num_key_value_heads
     split = {"num_attention_heads": shape.num_attention_heads}
-    if shape.latent is None:
-        rows = (shape.num_attention_heads + 2 * kv_heads) * shape.head_dim
-        split["rows of the fused QKV projection"] = rows
     if shape.num_dense_layers:
         split["intermediate_size"] = shape.intermediate_size
     if shape.moe is not None:
         split["intermediate_size of the shared expert"] = shape.moe.shared_intermediate_size
+    split |= further
     obstacles = [f"does not divide {name}({size})" for name, size in split.items() if size % tensor]
     if kv_heads % tensor and tensor % kv_heads:
         obstacles.append(f"is neither a divisor nor a multiple of num_key_value_heads({kv_heads})")

@@ -6,20 +6,21 @@ The folder gets its final name only when it is complete.
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, TypeVar
 
-import numpy as np
+import torch
+from torch import Tensor
 
+from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
-from checkpoint_convert.formats.tensor_io import errors_named, start_syncing, write_box
-from checkpoint_convert.formats.values import BIT_DTYPES, LARGEST, RawBits, floats
-from checkpoint_convert.weights import Progress, RowCache, ShardLoader, Weights
+from checkpoint_convert.formats.tensor_io import start_syncing, write_box
+from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES
+from checkpoint_convert.weights import Progress, RowCache, ShardLoader, Weights, in_groups
 from parallel import Layout, Shape, ShardMapping
 
 Item = TypeVar("Item")
@@ -91,6 +92,7 @@ def _start_worker(task: Callable[[Any], Any], num_bytes: "Synchronized[int]", pa
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     _task, _num_bytes = task, num_bytes
 
 
@@ -119,14 +121,15 @@ def transfer(
     """
     itemsize = max(ITEM_SIZES[place.dtype] for place in places.values())
     parts = Layout.of_parts(layout.shapes, PART_BYTES // itemsize)
-    loader = ShardLoader(replace(weights, tensors=RowCache(weights)), parts.compose(layout))
+    rows = RowCache(weights.tensors, weights.layout.shapes)
+    loader = ShardLoader(rows, weights.layout, parts.compose(layout))
 
     def size_of(part: ShardMapping) -> int:
         return part.box.num_elements * ITEM_SIZES[places[part.tensor].dtype]
 
     def write_share(share: Sequence[ShardMapping]) -> None:
         # The first touch of memory costs more than a copy, so all parts reuse the same buffer.
-        memory = np.empty(PART_BYTES, np.uint8)
+        memory = torch.empty(PART_BYTES, dtype=torch.uint8)
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(path.open("r+b", buffering=0)).fileno()
@@ -134,18 +137,18 @@ def transfer(
             }
             for part in share:
                 place = places[part.tensor]
-                bits = memory[: size_of(part)].view(BIT_DTYPES[place.dtype]).reshape(part.box.size)
-                loader.fill(part.local, bits, place.dtype)
-                _check_range(part.tensor, bits, loader.dtypes(part.local), place.dtype)
+                values = memory[: size_of(part)].view(DTYPES[place.dtype]).view(part.box.size)
+                loader.fill(part.local, values)
+                _check_range(part.tensor, values, loader.dtypes(part.local))
                 with errors_named(place.file):
-                    write_box(files[place.file], place, part.box, bits)
-                add_bytes(bits.nbytes)
+                    write_box(files[place.file], place, part.box, values)
+                add_bytes(values.nbytes)
             for descriptor in files.values():
                 start_syncing(descriptor)
 
     num_bytes = sum(place.num_bytes for place in places.values())
     in_order = _in_reading_order(parts.pieces, weights, loader)
-    shares = list(shares_of(in_order, size_of))
+    shares = list(in_groups(in_order, size_of, SHARE_BYTES))
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
 
 
@@ -163,25 +166,11 @@ def _in_reading_order(
     return sorted(parts, key=key)
 
 
-def _check_range(tensor: str, bits: RawBits, stored: Iterable[str], dtype: str) -> None:
-    is_narrower = any(LARGEST[each] > LARGEST[dtype] for each in stored)
-    if is_narrower and not np.isfinite(floats(bits, dtype)).all():
+def _check_range(tensor: str, values: Tensor, stored: Iterable[str]) -> None:
+    largest = torch.finfo(values.dtype).max
+    is_narrower = any(torch.finfo(DTYPES[dtype]).max > largest for dtype in stored)
+    if is_narrower and not values.isfinite().all():
         raise ValueError(
-            f"{tensor} has values that {dtype} cannot hold: choose a --dtype with a larger range"
+            f"{tensor} has values that {DTYPE_NAMES[values.dtype]} cannot hold: choose a --dtype "
+            "with a larger range"
         )
-
-
-def shares_of(
-    parts: Iterable[ShardMapping], size_of: Callable[[ShardMapping], int]
-) -> Iterator[list[ShardMapping]]:
-    """The parts, in order, in shares of about `SHARE_BYTES`."""
-    share: list[ShardMapping] = []
-    room = SHARE_BYTES
-    for part in parts:
-        share.append(part)
-        room -= size_of(part)
-        if room <= 0:
-            yield share
-            share, room = [], SHARE_BYTES
-    if share:
-        yield share

@@ -7,19 +7,21 @@ from itertools import chain
 from math import isnan
 from pathlib import Path
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
-from checkpoint_convert.formats.values import BIT_DTYPES, RawBits, floats
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
+from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import own_shape
-from checkpoint_convert.transfer import PART_BYTES, add_bytes, run_tasks, shares_of
-from checkpoint_convert.weights import Progress, ShardLoader, Weights, open_weights
+from checkpoint_convert.transfer import PART_BYTES, SHARE_BYTES, add_bytes, run_tasks
+from checkpoint_convert.weights import Progress, ShardLoader, Weights, in_groups, open_weights
 from parallel import Layout, ShardMapping
 
 _MAX_ELEMENTS = PART_BYTES // 8  # differences are computed in float64
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,32 +29,20 @@ class Difference:
     """How the two versions of a tensor differ."""
 
     tensor: str
-    dtypes: tuple[str, str]
+    dtypes: tuple[torch.dtype, torch.dtype]
     num_different: int
     num_elements: int
     largest: float
     """Largest absolute difference; NaN if any difference is undefined."""
 
     def __str__(self) -> str:
-        names = [TORCH_NAMES[dtype] for dtype in self.dtypes]
+        both = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         if self.num_different == 0:
-            return f"{self.tensor}: {names[0]} and {names[1]}, equal in value"
+            return f"{self.tensor}: {both}, equal in value"
         return (
             f"{self.tensor}: {self.num_different:,} of {self.num_elements:,} elements differ, "
-            f"by {self.largest:.3g} at most"
-            + (f" ({' and '.join(names)})" * (names[0] != names[1]))
+            f"by {self.largest:.3g} at most" + f" ({both})" * (self.dtypes[0] != self.dtypes[1])
         )
-
-
-@dataclass(frozen=True)
-class ConfigDifference:
-    """A config field that makes equal weights compute different things on the two sides."""
-
-    text: str
-    """``field: its value here, its value there``."""
-
-    def __str__(self) -> str:
-        return f"config: {self.text}"
 
 
 def verify_weights(
@@ -63,8 +53,10 @@ def verify_weights(
     hf_config: Path | None = None,
     num_workers: int = 1,
     progress: Progress = lambda done, total: None,
-) -> list[ConfigDifference | Difference]:
+) -> list[str | Difference]:
     """The differences between the models `a` and `b`, in any of the formats of `open_weights`.
+
+    Strings name config fields that make equal weights compute different things.
 
     Without `tolerance`, tensors are the same if their bytes and dtypes are; with it, if no element
     differs by more. Each side is read by its own config; a side without one uses `hf_config`, or
@@ -74,53 +66,48 @@ def verify_weights(
     with ExitStack() as stack:
         sides = _open_both(stack, a, b, hf_config)
         parts = Layout.of_parts(hf_tensors(sides[0].shape), _MAX_ELEMENTS)
-        loaders = [ShardLoader(side, parts) for side in sides]
+        loaders = [ShardLoader(side.tensors, side.layout, parts) for side in sides]
         dtypes = [side.dtypes for side in sides]
 
         def size_of(part: ShardMapping) -> int:
             return part.box.num_elements * ITEM_SIZES[dtypes[0][part.tensor]]
 
         def compare_part(part: ShardMapping) -> Difference:
-            stored = dtypes[0][part.tensor], dtypes[1][part.tensor]
-            a, b = (np.empty(part.box.size, BIT_DTYPES[dtype]) for dtype in stored)
-            for loader, bits, dtype in zip(loaders, (a, b), stored, strict=True):
-                loader.fill(part.local, bits, dtype)
+            a, b = (torch.empty(part.box.size, dtype=DTYPES[of[part.tensor]]) for of in dtypes)
+            for loader, values in zip(loaders, (a, b), strict=True):
+                loader.fill(part.local, values)
             add_bytes(a.nbytes)
-            return compare(part.tensor, stored, a, b, tolerance)
+            return compare(part.tensor, a, b, tolerance)
 
         num_bytes = sum(map(size_of, parts.pieces))
         compared = run_tasks(
             lambda share: [compare_part(part) for part in share],
-            list(shares_of(parts.pieces, size_of)),
+            list(in_groups(parts.pieces, size_of, SHARE_BYTES)),
             num_workers,
             lambda done: progress(done, num_bytes),
         )
-        configs = [
-            ConfigDifference(text) for text in differing_fields(sides[0].shape, sides[1].shape)
-        ]
+        fields = differing_fields(sides[0].shape, sides[1].shape)
+        configs = [f"config: {field}" for field in fields]
         return [*configs, *_merged(chain.from_iterable(compared), tolerance)]
 
 
-def compare(
-    name: str, dtypes: tuple[str, str], a: RawBits, b: RawBits, tolerance: float | None
-) -> Difference:
+def compare(name: str, a: Tensor, b: Tensor, tolerance: float | None) -> Difference:
     """Compare two tensors of the same shape, by their bytes or within a tolerance."""
+    # Compared as integers, -0 differs from 0, and NaN equals NaN.
+    if a.dtype == b.dtype:
+        same = a.view(_INTEGERS[a.itemsize]) == b.view(_INTEGERS[b.itemsize])
+    else:
+        same = a.double() == b.double()
     num_different, largest = 0, 0.0
-    if dtypes[0] != dtypes[1] or not np.array_equal(a, b):
-        values = [
-            floats(bits, dtype).astype("f8") for bits, dtype in zip((a, b), dtypes, strict=True)
-        ]
-        # Compared as bits, -0 differs from 0, and NaN equals NaN.
-        same = a == b if dtypes[0] == dtypes[1] else values[0] == values[1]
-        with np.errstate(invalid="ignore"):
-            gaps = np.where(same, 0.0, np.abs(values[0] - values[1]))
-            within = same if tolerance is None else gaps <= tolerance  # NaN exceeds any tolerance
+    if not same.all():
+        gaps = torch.where(same, 0.0, (a.double() - b.double()).abs())
+        within = same if tolerance is None else gaps <= tolerance  # NaN exceeds any tolerance
         num_different, largest = int((~within).sum()), float(gaps.max())
     return Difference(
         tensor=name,
-        dtypes=dtypes,
+        dtypes=(a.dtype, b.dtype),
         num_different=num_different,
-        num_elements=a.size,
+        num_elements=a.numel(),
         largest=largest,
     )
 

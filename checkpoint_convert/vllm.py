@@ -10,7 +10,7 @@ from functools import cache
 
 from checkpoint_convert.families import decoder
 from checkpoint_convert.families.description import Parameter, Shard
-from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.shape import ModelShape, split_obstacles
 from parallel import Box, Layout, Shape, ShardMapping, divisors
 
 VOCAB_MULTIPLE = 64
@@ -175,20 +175,10 @@ def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
 
 
 def _obstacles(shape: ModelShape, dims: EngineDims, tensor: int) -> list[str]:
-    kv_heads = shape.num_key_value_heads
-    split = {
-        "num_attention_heads": shape.num_attention_heads,
-        "padded vocabulary": _padded_vocab(shape),
-    }
-    if shape.num_dense_layers:
-        split["intermediate_size"] = shape.intermediate_size
-    if shape.moe is not None:
-        split["intermediate_size of the shared expert"] = shape.moe.shared_intermediate_size
+    further = {"padded vocabulary": _padded_vocab(shape)}
     if shape.moe is not None and not dims.expert_parallel:
-        split["intermediate_size of the experts"] = shape.moe.intermediate_size
-    obstacles = [f"does not divide {name}({size})" for name, size in split.items() if size % tensor]
-    if kv_heads % tensor and tensor % kv_heads:
-        obstacles.append(f"is neither a divisor nor a multiple of num_key_value_heads({kv_heads})")
+        further["intermediate_size of the experts"] = shape.moe.intermediate_size
+    obstacles = split_obstacles(shape, tensor, further)
     if shape.moe is not None and dims.expert_parallel and tensor > shape.moe.num_experts:
         obstacles.append(f"is more than num_experts({shape.moe.num_experts})")
     return obstacles

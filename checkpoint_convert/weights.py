@@ -5,12 +5,12 @@ the model is cut into the chunks and files of a checkpoint, without reading a we
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,10 +18,9 @@ from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.hf_folder import check_weights
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
 from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource
-from checkpoint_convert.formats.torch_dist import StoredChunks, read_chunks
+from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_dist_writer import Chunk
-from checkpoint_convert.formats.torch_values import DTYPE_NAMES, bit_view
-from checkpoint_convert.formats.values import BIT_DTYPES, RawBits, converted
+from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, hf_tensors
 from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
 from parallel import Box, Copy, Layout, ParallelDims, Shape, ShardMapping, cover_exactly, intersect
@@ -31,6 +30,7 @@ _TENSOR_SIZES = range(1, 65)
 
 Progress = Callable[[int, int], None]
 """Called from time to time with (bytes done, total bytes)."""
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Weights:
     shape: ModelShape
     layout: Layout
     """Which boxes of the Hugging Face tensors the stored tensors are."""
-    tensors: TensorSource
+    tensors: StoredTensors
     format: str
     """``safetensors``, ``bin`` or ``torch_dist``."""
 
@@ -165,7 +165,8 @@ def plan_import(shape: ModelShape, dims: ParallelDims, dtypes: Mapping[str, str]
         tuple(ShardMapping(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks),
     ).compose(whole)
     cover_exactly(hf_tensors(shape), [layout])
-    return ImportPlan(list(_files(_in_reading_order(chunks, layout))), layout)
+    in_order = _in_reading_order(chunks, layout)
+    return ImportPlan([*in_groups(in_order, lambda chunk: chunk.num_bytes, FILE_BYTES)], layout)
 
 
 def _key_dtypes(whole: Layout, dtypes: Mapping[str, str]) -> dict[str, str]:
@@ -192,26 +193,30 @@ def _in_reading_order(chunks: list[Chunk], layout: Layout) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: first.get(chunk.name, -1))  # -1: only padding
 
 
-def _files(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
-    file: list[Chunk] = []
-    room = FILE_BYTES
-    for chunk in chunks:
-        if file and chunk.num_bytes > room:
-            yield file
-            file, room = [], FILE_BYTES
-        file.append(chunk)
-        room -= chunk.num_bytes
-    yield file
+def in_groups(
+    items: Iterable[Item], size_of: Callable[[Item], int], max_size: int
+) -> Iterator[list[Item]]:
+    """The items, in order, in groups of at most `max_size`, or of one larger item."""
+    group: list[Item] = []
+    room = max_size
+    for item in items:
+        if group and size_of(item) > room:
+            yield group
+            group, room = [], max_size
+        group.append(item)
+        room -= size_of(item)
+    if group:
+        yield group
 
 
 class ShardLoader:
-    """Builds the local tensors of a layout from weights in files; reads only the boxes it needs."""
+    """Builds the local tensors of a layout from tensors in files; reads only the boxes it needs."""
 
-    def __init__(self, weights: Weights | StoredChunks, layout: Layout) -> None:
+    def __init__(self, source: TensorSource, stored: Layout, layout: Layout) -> None:
         layout.check_complete()
-        self._source = weights.tensors
+        self._source = source
         self._copies: dict[str, list[Copy]] = defaultdict(list)
-        for copy in intersect(weights.layout, layout):
+        for copy in intersect(stored, layout):
             self._copies[copy.destination].append(copy)
         self._zeros: dict[str, list[Box]] = defaultdict(list)
         for name, box in layout.zeros:
@@ -232,63 +237,58 @@ class ShardLoader:
         first = self._copies[name][0]
         return first.source, first.source_box.start
 
-    def fill(self, name: str, bits: RawBits, dtype: str) -> None:
-        """Write every element of the local tensor `name` into `bits`, as `dtype`."""
+    def fill(self, name: str, target: Tensor) -> None:
+        """Write every element of the local tensor `name` into `target`, converted to its dtype."""
+        target = target.detach()
         for copy in self._copies[name]:
-            target = bits[copy.destination_box.slices]
             # Files stack tensors but never transpose them: only dimensions of size 1 differ.
-            target = target.reshape(copy.source_box.size, copy=False)
-            stored = self._source.dtypes[copy.source]
-            if stored == dtype:
-                self._source.read_into(copy.source, copy.source_box, target)
+            part = target[copy.destination_box.slices].view(copy.source_box.size)
+            dtype = DTYPES[self._source.dtypes[copy.source]]
+            if dtype == part.dtype:
+                self._source.read_into(copy.source, copy.source_box, part)
             else:
-                found = self._source.read(copy.source, copy.source_box)
-                target[...] = converted(found, stored, dtype)
+                stored = torch.empty(copy.source_box.size, dtype=dtype)
+                self._source.read_into(copy.source, copy.source_box, stored)
+                part.copy_(stored)
         for box in self._zeros[name]:
-            bits[box.slices] = 0
+            target[box.slices] = 0
 
 
 # Limit for the rows that are kept. If they are larger, only the columns are read.
 _MAX_BYTES = 64 << 20
 
 
-class RowCache(TensorSource):
+class RowCache:
     """Tensors of which whole rows are read, and kept while boxes of their columns are asked for.
 
     In a file, a box of columns is a small run in every row: 8 tensor ranks would read each row in 8
     runs, one after the other.
     """
 
-    def __init__(self, weights: Weights) -> None:
-        self.dtypes = weights.tensors.dtypes
-        self._source = weights.tensors
-        self._shapes = weights.layout.shapes
+    def __init__(self, source: TensorSource, shapes: Mapping[str, Shape]) -> None:
+        self.dtypes = source.dtypes
+        self._source, self._shapes = source, shapes
         # Grows, and is reused: the first touch of new memory costs more than a copy.
-        self._memory: RawBits = np.empty(0, np.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._kept: tuple[str, Box] | None = None
-        self._rows: RawBits
+        self._rows: Tensor
 
-    def read_into(self, name: str, box: Box, target: RawBits) -> None:
-        """Put the raw bits of `box` into `target`, from the kept rows if they include it."""
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """See `TensorSource`; reads the file only if the kept rows do not include `box`."""
         num_columns = self._shapes[name][-1]
         rows = Box((*box.start[:-1], 0), (*box.size[:-1], num_columns))
-        num_bytes = rows.num_elements * BIT_DTYPES[self.dtypes[name]].itemsize
+        num_bytes = rows.num_elements * target.itemsize
         if rows == box or num_bytes > _MAX_BYTES:
             self._source.read_into(name, box, target)
             return
         if self._kept != (name, rows):
             self._kept = None
-            if num_bytes > self._memory.size:
-                self._memory = np.empty(num_bytes, np.uint8)
-            bits = self._memory[:num_bytes].view(BIT_DTYPES[self.dtypes[name]])
-            self._rows = bits.reshape(rows.size)
+            if num_bytes > len(self._memory):
+                self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self._rows = self._memory[:num_bytes].view(target.dtype).view(rows.size)
             self._source.read_into(name, rows, self._rows)
             self._kept = (name, rows)
-        target[...] = self._rows[..., box.start[-1] : box.end[-1]]
-
-    def close(self) -> None:
-        """Close the files."""
-        self._source.close()
+        target.copy_(self._rows[..., box.start[-1] : box.end[-1]])
 
 
 def read_weights(
@@ -309,11 +309,11 @@ def read_weights(
     names = {piece.tensor for piece in layout.pieces}
     done, num_bytes = 0, sum(parameter.nbytes for parameter in parameters.values())
     with closing(open_weights(path, shape, names)) as weights:
-        loader = ShardLoader(weights, layout)
+        loader = ShardLoader(weights.tensors, weights.layout, layout)
         for name, parameter in parameters.items():
             progress(done, num_bytes)
             done += parameter.nbytes
             values = parameter.detach()
             staged = values if values.is_cpu else torch.empty_like(values, device="cpu")
-            loader.fill(name, bit_view(staged), DTYPE_NAMES[values.dtype])
+            loader.fill(name, staged)
             values.copy_(staged)  # a no-op when both are the same tensor

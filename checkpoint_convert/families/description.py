@@ -17,11 +17,11 @@ class Experts:
     """Config key of the intermediate size of one expert."""
     normalize_topk: str | None
     """Config key: whether the weights of a token's experts are scaled to sum to 1; None: always."""
-    block: str
+    block: str = "mlp"
     """Name of the module that holds router and experts."""
-    gate: str
-    up: str
-    down: str
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
     """Names of the three matrices of an expert."""
     score_function: str = "softmax"
     """See `MoeShape`."""

@@ -31,9 +31,5 @@ QWEN3_MOE = Family(
         num_experts="num_experts",
         intermediate_size="moe_intermediate_size",
         normalize_topk="norm_topk_prob",
-        block="mlp",
-        gate="gate_proj",
-        up="up_proj",
-        down="down_proj",
     ),
 )

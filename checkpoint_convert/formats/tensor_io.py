@@ -7,18 +7,17 @@ hosts.
 
 import ctypes
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-import numpy as np
+import torch
+from torch import Tensor
 
+from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.safetensors_file import TensorPlace
-from checkpoint_convert.formats.values import BIT_DTYPES, RawBits
 from parallel import Box, Shape
 
 # Linux allocates one large piece of page cache per call; finding 1 MiB of contiguous memory can
@@ -30,17 +29,42 @@ _SYNC_FILE_RANGE_WRITE = 2  # of sync_file_range(2)
 _libc = ctypes.CDLL(None)
 
 
-class OpenFiles:
-    """Files that are opened at first use and kept open; for one thread.
+class TensorSource(Protocol):
+    """Tensors that are read box by box."""
 
-    Every read names its position, so forked workers may share the descriptors. Pickling drops the
-    descriptors; the copy reopens its files.
+    dtypes: Mapping[str, str]
+    """Stored dtype of every tensor, by its name in safetensors."""
+
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """Put `box` of a tensor into `target`, of that shape and the stored dtype, on the CPU."""
+
+
+class StoredTensors:
+    """The tensors of some files.
+
+    Files are opened at first use and kept open; for one thread. Every read names its position, so
+    forked workers may share the descriptors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: Mapping[str, TensorPlace]) -> None:
+        self.dtypes: Mapping[str, str] = {name: place.dtype for name, place in places.items()}
+        self._places = places
         self._descriptors: dict[Path, int] = {}
 
-    def descriptor(self, path: Path) -> int:
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """See `TensorSource`."""
+        place = self._place(name)
+        read_box(self._descriptor(place.file), place, box, target)
+
+    def close(self) -> None:
+        """Close all files; they are reopened when used again."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def _place(self, name: str) -> TensorPlace:
+        return self._places[name]
+
+    def _descriptor(self, path: Path) -> int:
         """A file descriptor for reading `path`; valid only until the next call."""
         if path not in self._descriptors:
             if len(self._descriptors) == _MAX_OPEN_FILES:
@@ -48,76 +72,24 @@ class OpenFiles:
             self._descriptors[path] = os.open(path, os.O_RDONLY)
         return self._descriptors[path]
 
-    def close(self) -> None:
-        """Close all files; they are reopened when used again."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_descriptors": {}}
-
-
-class TensorSource(ABC):
-    """Tensors that are read box by box."""
-
-    dtypes: Mapping[str, str]
-    """Stored dtype of every tensor."""
-
-    def read(self, name: str, box: Box) -> RawBits:
-        """The raw bits of `box` of a tensor, in the stored dtype; shape `box.size`."""
-        bits: RawBits = np.empty(box.size, BIT_DTYPES[self.dtypes[name]])
-        self.read_into(name, box, bits)
-        return bits
-
-    @abstractmethod
-    def read_into(self, name: str, box: Box, target: RawBits) -> None:
-        """Put the raw bits of `box` into `target`, which has the same shape and any strides."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the files."""
-
-
-class StoredTensors(TensorSource):
-    """The tensors of some files, read box by box."""
-
-    def __init__(self, places: Mapping[str, TensorPlace]) -> None:
-        self.dtypes = {name: place.dtype for name, place in places.items()}
-        self._places = places
-        self._files = OpenFiles()
-
-    def read_into(self, name: str, box: Box, target: RawBits) -> None:
-        """Read `box` directly into `target`."""
-        place = self._place(name)
-        read_box(self._files.descriptor(place.file), place, box, target)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
-
-    def _place(self, name: str) -> TensorPlace:
-        return self._places[name]
-
-
-def read_box(descriptor: int, place: TensorPlace, box: Box, target: RawBits) -> None:
+def read_box(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> None:
     """Read `box` of a stored tensor into `target`; directly if that is contiguous."""
-    bits: RawBits = target
-    if not target.flags.c_contiguous:
-        bits = np.empty(box.size, target.dtype)
+    values = target if target.is_contiguous() else torch.empty(box.size, dtype=target.dtype)
     with errors_named(place.file):
-        for part, position in _runs(bits, place, box):
+        for part, position in _runs(values, place, box):
             while part:  # one call reads at most 2 GiB
                 num_bytes = os.preadv(descriptor, [part], position)
                 if num_bytes == 0:
                     raise ValueError(f"{place.file} ended at byte {position} while it was read")
                 part, position = part[num_bytes:], position + num_bytes
-    if bits is not target:
-        target[...] = bits
+    if values is not target:
+        target.copy_(values)
 
 
-def write_box(descriptor: int, place: TensorPlace, box: Box, bits: RawBits) -> None:
-    """Store `bits` (shape `box.size`) as `box` of a stored tensor."""
-    for part, position in _runs(np.ascontiguousarray(bits), place, box):
+def write_box(descriptor: int, place: TensorPlace, box: Box, values: Tensor) -> None:
+    """Store `values` (shape `box.size`, on the CPU) as `box` of a stored tensor of their dtype."""
+    for part, position in _runs(values.contiguous(), place, box):
         while part:
             room = _WRITE_BYTES - position % _WRITE_BYTES
             num_bytes = os.pwrite(descriptor, part[:room], position)
@@ -133,24 +105,13 @@ def start_syncing(descriptor: int) -> None:
     _libc.sync_file_range(descriptor, *whole, _SYNC_FILE_RANGE_WRITE)
 
 
-@contextmanager
-def errors_named(path: Path) -> Iterator[None]:
-    """Add `path` to OSErrors that lack a file name, as those of calls on descriptors do."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-def _runs(bits: RawBits, place: TensorPlace, box: Box) -> Iterator[tuple[memoryview, int]]:
-    """The bytes of `bits` as runs that are contiguous in the file, each with its file offset."""
-    data = bits.data.cast("B")
+def _runs(values: Tensor, place: TensorPlace, box: Box) -> Iterator[tuple[memoryview, int]]:
+    """The bytes of `values` as runs that are contiguous in the file, each with its file offset."""
+    data = values.view(-1).view(torch.uint8).numpy().data
     starts, length = _run_starts(place.shape, box)
-    num_bytes = length * bits.itemsize
+    num_bytes = length * values.itemsize
     for i, start in enumerate(starts):
-        yield data[i * num_bytes : (i + 1) * num_bytes], place.offset + start * bits.itemsize
+        yield data[i * num_bytes : (i + 1) * num_bytes], place.offset + start * values.itemsize
 
 
 def _run_starts(shape: Shape, box: Box) -> tuple[list[int], int]:

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from checkpoint_convert.formats import METADATA_FILE
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.torch_dist import BACKENDS_FILE, chunk_name
+from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.formats.torch_file import saved_tensor
-from checkpoint_convert.formats.torch_values import DTYPES
 from parallel import Box, Layout, Shape, ShardMapping, cover_exactly
 
 _COMMON_FILE = "common.pt"
@@ -81,11 +81,17 @@ def create_chunks(folder: Path, files: Sequence[Sequence[Chunk]]) -> list[Create
 
     The values take no disk space until they are written.
     """
-    return [
-        created
-        for number, chunks in enumerate(files)
-        for created in _create_file(folder / file_name(number), chunks)
-    ]
+    created = []
+    for number, chunks in enumerate(files):
+        path = folder / file_name(number)
+        created += place_chunks(path, chunks)
+        with path.open("wb") as file:
+            for chunk in chunks:
+                saved = saved_tensor(chunk.box.size, chunk.dtype)
+                file.write(saved.head)
+                file.seek(saved.num_bytes, os.SEEK_CUR)
+                file.write(saved.tail)
+    return created
 
 
 def file_name(number: int) -> str:
@@ -113,17 +119,6 @@ def file_parts(chunks: Sequence[Chunk], values: Sequence[memoryview]) -> Iterato
         yield from (memoryview(saved.head), bytes_of_chunk, memoryview(saved.tail))
 
 
-def _create_file(path: Path, chunks: Sequence[Chunk]) -> list[CreatedChunk]:
-    created = place_chunks(path, chunks)
-    with path.open("wb") as file:
-        for each in created:
-            saved = saved_tensor(each.chunk.box.size, each.chunk.dtype)
-            file.write(saved.head)
-            file.seek(saved.num_bytes, os.SEEK_CUR)
-            file.write(saved.tail)
-    return created
-
-
 def index_of(created: Sequence[CreatedChunk], empty_objects: Sequence[str] = ()) -> bytes:
     """The content of `.metadata`: which chunk is where. The same for all checkpoints of the chunks.
 
@@ -139,10 +134,10 @@ def index_of(created: Sequence[CreatedChunk], empty_objects: Sequence[str] = ())
 
 def finish_checkpoint(folder: Path, index: bytes) -> None:
     """Turn a folder of fully written files into a checkpoint; one process calls this, last."""
-    _write(folder / _EMPTY_FILE, _saved([None]))  # all empty objects are stored once
-    _write(folder / METADATA_FILE, index)
-    _write(folder / _COMMON_FILE, _saved({}))
-    _write(folder / BACKENDS_FILE, json.dumps(_BACKEND_VERSIONS).encode())
+    (folder / _EMPTY_FILE).write_bytes(_saved([None]))  # all empty objects are stored once
+    (folder / METADATA_FILE).write_bytes(index)
+    (folder / _COMMON_FILE).write_bytes(_saved({}))
+    (folder / BACKENDS_FILE).write_text(json.dumps(_BACKEND_VERSIONS))
 
 
 def _metadata(created: Sequence[CreatedChunk], empty_objects: Sequence[str]) -> Metadata:
@@ -167,10 +162,3 @@ def _saved(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:  # buffered: an unbuffered write may be partial without an error
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -10,25 +10,22 @@ import os
 import pickle
 import re
 import struct
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor
 
+from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.safetensors_file import NAMES, TensorPlace
-from checkpoint_convert.formats.tensor_io import errors_named
-from checkpoint_convert.formats.torch_values import DTYPES
+from checkpoint_convert.formats.torch_dtypes import DTYPES
 from parallel import Shape
 
 _ZIP_MAGIC = b"PK\x03\x04"
 # Header of a record: starts with the magic and ends with the lengths of its name and extra field.
 _RECORD_HEADER = struct.Struct("<4s22x2H")
-_ENCRYPTED = 1
-_MAX_PICKLE_BYTES = 100_000_000  # as for headers of safetensors; a tensor takes about 200
 
 
 def read_places(path: Path) -> dict[str, TensorPlace]:
@@ -97,12 +94,8 @@ def _records(part: "_FilePart") -> dict[int, int]:
     records = {}
     for record in ZipFile(cast(IO[bytes], part)).infolist():
         name = record.filename.partition("/")[2]
-        if record.compress_type != ZIP_STORED or record.flag_bits & _ENCRYPTED:
+        if record.compress_type != ZIP_STORED:
             raise ValueError(f"its record {name} is compressed: load it and save it with torch")
-        if not name.startswith("data/") and record.file_size > _MAX_PICKLE_BYTES:
-            raise ValueError(
-                f"its record {name} has {record.file_size} bytes, more than {_MAX_PICKLE_BYTES}"
-            )
         part.seek(record.header_offset)
         magic, *lengths = _RECORD_HEADER.unpack(part.read(_RECORD_HEADER.size))
         start = record.header_offset + _RECORD_HEADER.size + sum(lengths)
@@ -127,12 +120,11 @@ def _place(value: Any, records: dict[int, int], path: Path, where: str, offset: 
     if storage not in records:
         raise ValueError(f"{where} is not where torch saves it: load it and save it with torch")
     first = int(value.storage_offset()) * value.itemsize
-    num_bytes = value.numel() * value.itemsize
-    if first + num_bytes > records[storage]:
-        raise ValueError(f"{where} ends at byte {first + num_bytes} of {records[storage]} bytes")
+    if first + value.nbytes > records[storage]:
+        raise ValueError(f"{where} ends at byte {first + value.nbytes} of {records[storage]} bytes")
     dtype = str(value.dtype).removeprefix("torch.")
     start = offset + storage + first
-    return TensorPlace(path, NAMES.get(dtype, dtype), tuple(value.shape), start, num_bytes)
+    return TensorPlace(path, NAMES.get(dtype, dtype), tuple(value.shape), start, value.nbytes)
 
 
 def _first_byte(tensor: Tensor) -> int | None:
@@ -175,8 +167,7 @@ class _FilePart:
         return data
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """A torch.save file without the values of its only tensor."""
 
     head: bytes
@@ -200,8 +191,7 @@ def saved_tensor(shape: Shape, dtype: str) -> SavedTensor:
     with torch.serialization.skip_data():
         torch.save(tensor, cast(IO[bytes], around))
     head, tail = around.parts
-    num_bytes = tensor.numel() * tensor.itemsize
-    return SavedTensor(bytes(head), num_bytes, bytes(tail))
+    return SavedTensor(bytes(head), tensor.nbytes, bytes(tail))
 
 
 class _Around:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path, PurePath
 
-from checkpoint_convert.formats.tensor_io import errors_named
+from checkpoint_convert.formats import errors_named
 from megatron_grpo.bars import Show
 
 MANIFEST_FILE = "manifest.json"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint_convert.formats.torch_dist_metadata import read_object_places
+from checkpoint_convert.formats.torch_dist import read_object_places
 from checkpoint_convert.formats.torch_file import screen
 from megatron_grpo.bars import waiting
 from megatron_grpo.checkpoints import folders, manifest, trainer_state

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checkpoint_convert.formats.torch_dist import StoredChunks, read_chunks
 from checkpoint_convert.formats.torch_dist_writer import Chunk
-from checkpoint_convert.formats.torch_values import DTYPE_NAMES, bit_view
+from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES
 from checkpoint_convert.weights import ShardLoader
 from megatron_grpo.bars import Show
 from megatron_grpo.checkpoints.state import REFERENCE, StatePart
@@ -94,7 +94,7 @@ def read_parts(
             for name, part in zip(names, parts, strict=True)
         )
         layout = Layout({piece.local: piece.box.size for piece in pieces}, pieces)
-        loader = ShardLoader(stored, layout)
+        loader = ShardLoader(stored.tensors, stored.layout, layout)
         for name, part in zip(names, parts, strict=True):
             show(done, num_bytes)
             done += part.values.nbytes
@@ -115,7 +115,7 @@ def _fill(
         staged = torch.empty(values.shape, dtype=values.dtype)
     if num_elements < part.box.num_elements:
         staged.zero_()  # padding of this layout
-    loader.fill(name, bit_view(staged), DTYPE_NAMES[values.dtype])
+    loader.fill(name, staged)
     if staged is not values:
         values.copy_(staged)
 

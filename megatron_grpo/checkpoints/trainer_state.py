@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint_convert.formats.tensor_io import errors_named
+from checkpoint_convert.formats import errors_named
 from parallel import ParallelDims
 
 STATE_FILE = "trainer.json"

@@ -10,7 +10,7 @@ from megatron.core.utils import get_te_version
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, megatron_layout
-from checkpoint_convert.megatron import layout_sender
+from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.weights import read_weights
 from megatron_grpo.bars import waiting
 from megatron_grpo.config.config import Config
@@ -187,12 +187,12 @@ def _with_gradients(chunk: GPTModel, cfg: Config) -> DistributedDataParallel:
 
 def weight_sender(model: Model, groups: Groups) -> Sender:
     """Describes which of the model's weights this rank can send to the engines."""
-    return layout_sender(
-        model.layout,
+    return megatron_sender(
         model.shape,
         groups.dims,
         groups.coordinates,
         transformer_engine=uses_transformer_engine(unwrapped(model.chunks[0]).config),
+        layout=model.layout,
     )
 
 

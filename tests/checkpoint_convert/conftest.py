@@ -6,17 +6,21 @@ from helpers.models import CONFIGS, tiny_model
 
 
 @pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="session")
 def seven_layer_models(tmp_path_factory):
-    """Model folders by (family, tied). No pipeline divides seven layers; tied models have a single
-    key-value head."""
+    """Model folders by family. No pipeline divides seven layers; every other model is tied, and has
+    a single key-value head."""
     return {
-        (family, tied): tiny_model(
+        family: tiny_model(
             tmp_path_factory.mktemp(family),
             family,
-            tied=tied,
+            tied=number % 2 == 1,
             num_hidden_layers=7,
-            num_key_value_heads=1 if tied else 2,
+            num_key_value_heads=1 if number % 2 else 2,
         )
-        for family in CONFIGS
-        for tied in (False, True)
+        for number, family in enumerate(CONFIGS)
     }

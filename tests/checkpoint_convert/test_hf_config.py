@@ -347,14 +347,8 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"model_type": "gemma"}, f"'gemma' is not supported; supported: {sorted(CONFIGS)}"),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         # Several at once, each with what is supported
-        (
-            {"mlp_bias": True, "hidden_act": "relu"},
-            "'relu', only 'silu' is supported; mlp_bias is T",
-        ),
-        (
-            DEEPSEEK_V3 | {"quantization_config": {"fmt": "e4m3"}},
-            "convert the weights to bfloat16 first",
-        ),
+        ({"mlp_bias": True, "hidden_act": "relu"}, "'relu', only 'silu' is supported; mlp_bias is"),
+        (DEEPSEEK_V3 | {"quantization_config": {"fmt": "e4m3"}}, "convert the weights to bfloat16"),
         # Keys that shared code reads in other ways
         *[
             ({key: value}, f"{key} is {value!r}, only")
@@ -380,14 +374,8 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         # Layers
         ({"layer_types": 5}, "layer_types is 5, only a list"),
         ({"layer_types": [["full_attention"]]}, "layer_types contains "),
-        (
-            DEEPSEEK_V3 | {"first_k_dense_replace": 2},
-            "first_k_dense_replace(2) leaves none of num_",
-        ),
-        (
-            DEEPSEEK_V3 | {"mlp_layer_types": ["sparse"] * 2},
-            "mlp_layer_types must have 'dense' for",
-        ),
+        (DEEPSEEK_V3 | {"first_k_dense_replace": 2}, "first_k_dense_replace(2) leaves none of num"),
+        (DEEPSEEK_V3 | {"mlp_layer_types": ["sparse"] * 2}, "mlp_layer_types must have 'dense'"),
         # Heads
         ({"num_key_value_heads": 3}, "num_key_value_heads(3) must divide num_attention_heads(4)"),
         ({"head_dim": 25}, "head_dim is 25; it must be even"),
@@ -401,26 +389,14 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         (DEEPSEEK_V3 | {"n_group": 2}, "topk_group(4) must be at most n_group(2)"),
         (DEEPSEEK_V3 | {"topk_group": 3}, "at most n_group(8), and half of num_experts_per_tok(8)"),
         # RoPE
-        (
-            {"rope_scaling": {"type": "longrope"}},
-            "'longrope' is not supported; supported: ['default'",
-        ),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported; supported: ['def"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "RoPE scaling ['linear'] is not supported"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be null or an object"),
         ({"rope_scaling": {"type": "linear"}}, "linear RoPE scaling has no factor"),
         ({"rope_scaling": LINEAR_ROPE | {"factor": None}}, "factor is None"),
-        (
-            DEEPSEEK_V3 | {"rope_scaling": LINEAR_ROPE},
-            "'linear' is not supported for latent attention",
-        ),
-        (
-            {"rope_parameters": {"full_attention": {}}},
-            "separate RoPE parameters for ['full_attention']",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
-            "RoPE low_freq_factor is None, only",
-        ),
+        (DEEPSEEK_V3 | {"rope_scaling": LINEAR_ROPE}, "'linear' is not supported for latent att"),
+        ({"rope_parameters": {"full_attention": {}}}, "separate RoPE parameters for ['full_att"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "RoPE low_freq_factor is None"),
         (
             {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096},
             "RoPE original_max_position_embeddings is 4096, only 8192",
@@ -432,20 +408,16 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"hidden_size": None}, "hidden_size is None; it must be an integer of at least 1"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
         ({"head_dim": 0}, "head_dim is 0"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
-        ({"vocab_size": float("inf")}, "vocab_size is inf"),
+        (DEEPSEEK_V3 | {"n_shared_experts": -1}, "is -1; it must be an integer of at least 0"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a finite number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"rope_theta": None}, "rope_theta is None"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_theta": 10**400}, "rope_theta is 1000"),
         ({"rope_theta": True}, "rope_theta is True"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; it must be true or false"),
-        (QWEN3_MOE | {"norm_topk_prob": "no"}, "norm_topk_prob is 'no'"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id or a list"),
-        ({"eos_token_id": [1, "</s>"]}, "eos_token_id is [1, '</s>']"),
-        ({"eos_token_id": -1}, "eos_token_id is -1"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id is [1, -1]"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )
@@ -463,9 +435,7 @@ def test_a_key_may_say_in_any_way_that_nothing_is_used(tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ("[1]", "holds list")],
-    ids=["cut off", "nested without end", "a list"],
+    ("text", "words"), [("[" * 100_000, "not valid JSON"), ("[1]", "holds list")]
 )
 def test_a_broken_config_is_named(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)

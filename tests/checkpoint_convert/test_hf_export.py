@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import check_weights, hf_tensors, megatron_layout, read_shape
-from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.formats import hf_folder
 from checkpoint_convert.formats.safetensors_file import TensorPlace, read_header
 from checkpoint_convert.hf_export import (
@@ -26,21 +25,15 @@ from helpers.conversions import assert_same, weights_of
 from helpers.models import CONFIGS, tiny_model
 from parallel import ParallelDims
 
-MESHES = [  # tensor=4 exceeds the key-value heads; no pipeline divides the 7 layers
-    ParallelDims(tensor=4, pipeline=3),
-    ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
-    ParallelDims(tensor=2, context=2, data=2),
-]
-EXPERT_MESHES = [  # with replicas of whole experts, of parts of experts, or without
-    ParallelDims(data=4, expert=2),
-    ParallelDims(tensor=2, pipeline=3, expert=2, expert_tensor=1),
-    ParallelDims(tensor=4, data=2, expert=2, expert_tensor=2),
-]
-MODELS = [(family, tied) for family in CONFIGS for tied in (False, True)]
-ROUND_TRIPS = [
-    pytest.param(family, tied, dims, id=f"{family}-tied={tied}-{dims} ep({dims.expert})")
-    for family, tied in MODELS
-    for dims in MESHES + (EXPERT_MESHES if FAMILIES[family].experts else [])
+# More tensor ranks than key-value heads; no pipeline divides the 7 layers; replicas.
+MESHES = [
+    *((family, ParallelDims(tensor=4, pipeline=3)) for family in CONFIGS),
+    ("llama", ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2)),
+    ("qwen2", ParallelDims(tensor=2, context=2, data=2)),
+    # Replicas of whole experts, of parts of experts, or without.
+    ("mixtral", ParallelDims(data=4, expert=2)),
+    ("deepseek_v3", ParallelDims(tensor=2, pipeline=3, expert=2, expert_tensor=1)),
+    ("glm4_moe", ParallelDims(tensor=4, data=2, expert=2, expert_tensor=2)),
 ]
 
 
@@ -68,31 +61,13 @@ def export(model, folder, shape, dims=ONE_RANK, dtype=torch.float32, max_shard_b
         write_weights(folder, layout, parameters, first_file=rank)
 
 
-@pytest.mark.parametrize(("family", "tied", "dims"), ROUND_TRIPS)
+@pytest.mark.parametrize(("family", "dims"), MESHES, ids=str)
 def test_the_ranks_load_and_write_back_the_whole_model_bitwise(
-    seven_layer_models, tmp_path, family, tied, dims
+    seven_layer_models, tmp_path, family, dims
 ):
-    model = seven_layer_models[family, tied]
+    model = seven_layer_models[family]
     export(model, tmp_path, read_shape(model), dims, max_shard_bytes=150_000)
     assert_same(weights_of(tmp_path), weights_of(model))
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_an_export_is_what_transformers_loads(seven_layer_models, tmp_path, family):
-    model = seven_layer_models[family, family in ("llama", "qwen2", "qwen3_moe")]
-    shape = read_shape(model)
-    export(model, tmp_path, shape, max_shard_bytes=100_000)
-    tokens = torch.arange(250).reshape(2, 125)
-    with torch.no_grad():
-        logits = [
-            AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
-            for folder in (model, tmp_path)
-        ]
-    assert torch.equal(*logits)
-    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path)]
-    assert tokenizers[0]("7 + 5?").input_ids == tokenizers[1]("7 + 5?").input_ids
-    assert tokenizers[0].chat_template == tokenizers[1].chat_template
-    assert read_shape(tmp_path) == shape
 
 
 def test_an_export_is_converted_to_its_dtype_and_says_so(llama, tmp_path):
@@ -119,9 +94,7 @@ def test_new_weights_are_written_into_the_same_files_again_and_again(llama, tmp_
     assert file.stat().st_ino == inode
 
 
-@pytest.mark.parametrize(
-    ("first_file", "expected"), [(0, [1, 2, 3]), (1, [2, 3, 1]), (5, [3, 1, 2])]
-)
+@pytest.mark.parametrize(("first_file", "expected"), [(0, [1, 2, 3]), (5, [3, 1, 2])])
 def test_a_rank_begins_with_its_own_file_and_goes_round(
     llama, tmp_path, monkeypatch, first_file, expected
 ):
@@ -170,14 +143,7 @@ def test_replicas_are_not_written(llama, tmp_path):
     assert not any(tensor.any() for tensor in weights_of(tmp_path).values())
 
 
-def test_an_export_of_another_model_is_no_place_for_the_weights(llama, tmp_path):
-    shape = read_shape(llama)
-    create_export(tmp_path, llama, replace(shape, num_layers=1), torch.float32)
-    with pytest.raises(AssertionError, match="elements of this rank"):
-        write_weights(tmp_path, *load_rank(llama, shape, ONE_RANK, 0))
-
-
-@pytest.mark.parametrize("max_shard_bytes", [1, 30_000, 64_000, 10**9])
+@pytest.mark.parametrize("max_shard_bytes", [1, 64_000, 10**9])
 def test_shards_stay_below_their_limit_unless_one_tensor_exceeds_it(
     llama, tmp_path, max_shard_bytes
 ):
@@ -193,13 +159,6 @@ def test_shards_stay_below_their_limit_unless_one_tensor_exceeds_it(
     else:
         assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     assert {n: p.shape for n, p in check_weights(tmp_path, shape).items()} == hf_tensors(shape)
-
-
-def test_a_disk_too_full_is_told_before_anything_is_written(llama, tmp_path):
-    huge = replace(read_shape(llama), vocab_size=10**13)
-    with pytest.raises(ValueError, match="bytes free, but the weights take 2,560,000,000,"):
-        create_export(tmp_path, llama, huge, torch.bfloat16)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finished_export_takes_the_place_of_an_earlier_one(llama, tmp_path):

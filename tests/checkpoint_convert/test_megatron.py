@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -21,17 +20,7 @@ from checkpoint_convert import (
 )
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, first_senders
 from helpers.conversions import assert_same
-from helpers.shapes import (
-    DEEPSEEK_V3,
-    LLAMA_70B,
-    LLAMA_405B,
-    MIXTRAL_8X7B,
-    QWEN3_30B,
-    QWEN3_235B,
-    QWEN_72B,
-    models,
-    shapes,
-)
+from helpers.shapes import DEEPSEEK_V3, LLAMA_405B, models, shapes
 from parallel import (
     Box,
     Coordinates,
@@ -310,27 +299,20 @@ def test_the_ranks_save_what_they_own_and_together_the_checkpoint(model):
     assert_same(restored, weights)
 
 
-DENSE_MESH = ParallelDims(tensor=8, pipeline=8)
 DEEP_MESH = ParallelDims(
     tensor=8, pipeline=8, data=4, expert=32, expert_tensor=1, num_layers_in_last_pipeline_stage=5
 )
-MIXED_MESH = ParallelDims(tensor=4, pipeline=2, data=8, expert=32, expert_tensor=1)
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions", "dims", "max_seconds"),
+    ("shape", "dims", "max_seconds"),
     [
-        pytest.param(LLAMA_70B, 70.55, DENSE_MESH, 3, id="Llama-3.1-70B"),
-        pytest.param(LLAMA_405B, 405.85, replace(DENSE_MESH, pipeline=16), 3, id="Llama-3.1-405B"),
-        pytest.param(QWEN_72B, 72.71, DENSE_MESH, 3, id="Qwen2.5-72B"),
-        pytest.param(MIXTRAL_8X7B, 46.70, replace(MIXED_MESH, expert=8), 3, id="Mixtral-8x7B"),
-        pytest.param(QWEN3_30B, 30.53, ParallelDims(data=8, expert=8), 9, id="Qwen3-30B-A3B"),
-        pytest.param(QWEN3_235B, 235.09, MIXED_MESH, 18, id="Qwen3-235B-A22B"),
-        pytest.param(DEEPSEEK_V3, 671.03, DEEP_MESH, 15, id="DeepSeek-V3"),
+        pytest.param(LLAMA_405B, ParallelDims(tensor=8, pipeline=16), 3, id="Llama-3.1-405B"),
+        pytest.param(DEEPSEEK_V3, DEEP_MESH, 15, id="DeepSeek-V3"),
     ],
 )
 def test_a_published_model_is_planned_and_saved_within_seconds_of_cpu_time(
-    shape, billions, dims, max_seconds
+    shape, dims, max_seconds
 ):
     start = time.process_time()
     check_divisible(shape, dims)
@@ -345,5 +327,3 @@ def test_a_published_model_is_planned_and_saved_within_seconds_of_cpu_time(
     )
     cover_exactly(checkpoint.shapes, saved)
     assert time.process_time() - start < max_seconds
-    num_parameters = sum(torch.Size(size).numel() for size in hf_tensors(shape).values())
-    assert round(num_parameters / 1e9, 2) == billions

@@ -6,15 +6,9 @@ import pytest
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.new_folder import check_space, new_folder
+from checkpoint_convert.new_folder import new_folder
 from helpers.conversions import file_size_limit
-from helpers.models import tiny_model
 from parallel import ParallelDims
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
 
 
 def test_it_appears_when_all_is_written_with_the_folders_above_it(tmp_path):
@@ -27,7 +21,7 @@ def test_it_appears_when_all_is_written_with_the_folders_above_it(tmp_path):
     assert (out / "file").read_text() == "text"
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_nothing_is_left_of_it_when_anything_goes_wrong(tmp_path, error):
     with pytest.raises(error), new_folder(tmp_path / "out", 0) as folder:
         (folder / "file").write_text("text")
@@ -43,16 +37,7 @@ def test_what_is_there_is_not_touched(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_two_at_a_time_do_not_write_into_one_folder(tmp_path):
-    with new_folder(tmp_path / "out", 0):
-        second = new_folder(tmp_path / "out", 0)
-        with pytest.raises(ValueError, match="another run is writing it"):
-            second.__enter__()
-        assert (tmp_path / "out.partial").is_dir()
-
-
 def test_room_is_asked_for_before_anything_is_written(tmp_path):
-    check_space(tmp_path, 0)
     message = "bytes free, but the weights take 1,000,000,000,000,000,000"
     with pytest.raises(ValueError, match=message), new_folder(tmp_path / "out", 10**18):
         pass

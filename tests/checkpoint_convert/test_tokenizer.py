@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from sentencepiece import SentencePieceProcessor
@@ -12,9 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from checkpoint_convert.tokenizer import load_tokenizer
-from helpers.models import CORPUS, TEXTS, character_tokenizer, train
-from megatron_grpo.config.file import load_config
-from megatron_grpo.data.prompts import load_prompts
+from helpers.models import CORPUS, TEXTS, train
 
 # tokenizer_config.json of Llama 2 and Mistral.
 LLAMA2 = {
@@ -33,23 +30,27 @@ CHAT_TEMPLATE = (
 )
 
 
+def trained(folder, kind, **options):
+    return train(folder, kind, **options).rename(folder / "tokenizer.model")
+
+
 @pytest.fixture(scope="module", params=["bpe", "unigram", "unigram of Unicode forms"])
 def model(request, tmp_path_factory):
     kind, _, is_normalized = request.param.partition(" of ")
     as_usual = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
-    return train(tmp_path_factory.mktemp("spm"), kind, **(as_usual if is_normalized else {}))
+    options = as_usual if is_normalized else {}
+    return trained(tmp_path_factory.mktemp("spm"), kind, **options)
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("bpe"), "bpe")
+    return trained(tmp_path_factory.mktemp("bpe"), "bpe")
 
 
-def folder_of(model, folder, *, model_type="llama", config=None):
+def folder_of(model, folder, *, config=None):
     folder.mkdir()
     shutil.copyfile(model, folder / "tokenizer.model")
-    if model_type:
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -59,12 +60,9 @@ def ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize(
-    "config", [None, LLAMA2, LLAMA2 | {"tokenizer_class": "LlamaTokenizerFast"}]
-)
-@pytest.mark.parametrize("model_type", ["llama", "mistral", None])
-def test_a_sentencepiece_model_gives_the_ids_of_sentencepiece(model, model_type, config, tmp_path):
-    folder = folder_of(model, tmp_path / "model", model_type=model_type, config=config)
+@pytest.mark.parametrize("config", [None, LLAMA2])
+def test_a_sentencepiece_model_gives_the_ids_of_sentencepiece(model, config, tmp_path):
+    folder = folder_of(model, tmp_path / "model", config=config)
     tokenizer, original = load_tokenizer(folder), SentencePieceProcessor(model_file=str(model))
     for text in TEXTS:
         assert ids(tokenizer, text) == original.encode(text), text
@@ -76,31 +74,25 @@ def test_a_sentencepiece_model_gives_the_ids_of_sentencepiece(model, model_type,
     assert len(tokenizer) == original.get_piece_size()
 
 
-def test_a_bare_model_file_will_do(model, tmp_path):
-    original = SentencePieceProcessor(model_file=str(model))
-    folder = folder_of(model, tmp_path / "model", model_type=None)
-    for source in (model, str(model), folder):
-        tokenizer = load_tokenizer(source)
-        assert all(ids(tokenizer, text) == original.encode(text) for text in TEXTS)
-        assert tokenizer("a")["input_ids"] == [1, *original.encode("a")]
-
-
 def test_every_text_comes_back_where_nothing_is_normalized(bpe):
-    tokenizer = load_tokenizer(bpe)
+    tokenizer = load_tokenizer(bpe.parent)
     for text in [*TEXTS, "<s>[INST] hi [/INST] a</s><s>b", "<s> <s>  x"]:
         assert tokenizer.decode(ids(tokenizer, text)) == text
     assert tokenizer.decode(ids(tokenizer, "<s>a</s>"), skip_special_tokens=True) == "a"
 
 
 def test_special_tokens_in_the_text_are_tokens_and_cut_it(bpe):
-    tokenizer, original = load_tokenizer(bpe), SentencePieceProcessor(model_file=str(bpe))
+    tokenizer, original = load_tokenizer(bpe.parent), SentencePieceProcessor(model_file=str(bpe))
     wanted = [1, *original.encode("x y"), 2, 1, *original.encode("z")]
     assert ids(tokenizer, "<s>x y</s><s>z") == wanted
 
 
 def test_control_pieces_of_the_model_itself_are_special(tmp_path):
-    model = train(tmp_path, "bpe", control_symbols=["[INST]", "[/INST]"])
-    tokenizer, original = load_tokenizer(model), SentencePieceProcessor(model_file=str(model))
+    model = trained(tmp_path, "bpe", control_symbols=["[INST]", "[/INST]"])
+    tokenizer, original = (
+        load_tokenizer(model.parent),
+        SentencePieceProcessor(model_file=str(model)),
+    )
     begin, end = (original.piece_to_id(piece) for piece in ("[INST]", "[/INST]"))
     assert ids(tokenizer, "[INST]x[/INST]") == [begin, *original.encode("x"), end]
     assert tokenizer.decode([begin, *original.encode("x"), end], skip_special_tokens=True) == "x"
@@ -145,25 +137,6 @@ def test_a_saved_tokenizer_loads_again(bpe, tmp_path):
         assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
-def test_prompts_are_made_with_it(bpe, tmp_path):
-    folder = folder_of(
-        bpe,
-        tmp_path / "model",
-        model_type="mistral",
-        config=LLAMA2 | {"chat_template": CHAT_TEMPLATE},
-    )
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"prompt": "1 + 2?", "answer": "3"}) + "\n")
-    tiny = Path(__file__).parents[2] / "configs" / "tiny_cpu.yaml"
-    overrides = [f"data.path={data}", "rollout.max_completion_length=12"]
-    original = SentencePieceProcessor(model_file=str(bpe))
-    (chat,) = load_prompts(load_config(tiny, overrides), load_tokenizer(folder), 512)
-    assert [*chat.token_ids] == [1, *original.encode("[INST] 1 + 2? [/INST]")]
-    raw_text = load_config(tiny, [*overrides, "data.apply_chat_template=false"])
-    (raw,) = load_prompts(raw_text, load_tokenizer(folder), 512)
-    assert [*raw.token_ids] == [1, *original.encode("1 + 2?")]
-
-
 def llama2_json(folder):
     """A tokenizer.json like Llama 2's, which puts a space in front of every stretch of text."""
     tokenizer = Tokenizer(BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
@@ -197,20 +170,14 @@ def llama2_json(folder):
     return tokenizer
 
 
-def test_a_tokenizer_json_is_taken_as_it_is(tmp_path):
+def test_a_tokenizer_json_is_taken_as_it_is(bpe, tmp_path):
     original = llama2_json(tmp_path / "model")
+    shutil.copyfile(bpe, tmp_path / "model" / "tokenizer.model")  # comes after it
     tokenizer = load_tokenizer(tmp_path / "model")
     for text in [*TEXTS, "<s>[INST] hi [/INST] a</s><s>b"]:
         assert tokenizer(text)["input_ids"] == original.encode(text).ids, text
         assert ids(tokenizer, text) == original.encode(text, add_special_tokens=False).ids
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, None)
-
-
-def test_a_tokenizer_json_comes_before_a_sentencepiece_model(bpe, tmp_path):
-    original = llama2_json(tmp_path / "model")
-    shutil.copyfile(bpe, tmp_path / "model" / "tokenizer.model")
-    tokenizer = load_tokenizer(tmp_path / "model")
-    assert tokenizer("Hello world")["input_ids"] == original.encode("Hello world").ids
 
 
 def vocabulary_and_merges(folder):
@@ -233,8 +200,7 @@ def test_a_vocabulary_with_merges_in_a_file_of_its_own_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "vocab.json"])
-@pytest.mark.parametrize("model_type", ["llama", "evil"])
-def test_no_code_of_the_folder_is_run(file, model_type, bpe, tmp_path, monkeypatch):
+def test_no_code_of_the_folder_is_run(file, bpe, tmp_path, monkeypatch):
     folder, canary = tmp_path / "model", tmp_path / "canary"
     if file == "tokenizer.json":
         llama2_json(folder)
@@ -248,7 +214,7 @@ def test_no_code_of_the_folder_is_run(file, model_type, bpe, tmp_path, monkeypat
         "from transformers import Qwen2Tokenizer as Evil\n"
     )
     (folder / "config.json").write_text(
-        json.dumps({"model_type": model_type, "auto_map": {"AutoConfig": "evil.Config"}})
+        json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}})
     )
     auto_map = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
     config = {"tokenizer_class": "Evil", "auto_map": auto_map}
@@ -268,20 +234,10 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"IQ== 0\nIg== 1\n", None])
-def test_a_model_file_that_is_none_is_named(bpe, tmp_path, content):
-    folder = folder_of(bpe, tmp_path / "model", config=LLAMA2)
-    file = folder / "tokenizer.model"
-    file.write_bytes(file.read_bytes()[:-2000] if content is None else content)
-    for source in (folder, file):
-        with pytest.raises(ValueError, match=f"^{file} cannot be loaded as a tokenizer: "):
-            load_tokenizer(source)
-
-
-@pytest.mark.parametrize("keep", [0, 10, -10])
-def test_a_truncated_tokenizer_json_is_named(tmp_path, keep):
-    character_tokenizer(250).save_pretrained(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    file.write_bytes(file.read_bytes()[:keep])
+@pytest.mark.parametrize("content", [b"", b"garbage", b"IQ== 0\nIg== 1\n"])
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+def test_a_file_that_is_none_is_named(tmp_path, name, content):
+    file = tmp_path / name
+    file.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{file} cannot be loaded as a tokenizer: "):
         load_tokenizer(tmp_path)

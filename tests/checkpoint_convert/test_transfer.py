@@ -1,26 +1,39 @@
-"""Values copied from file to file."""
+"""Values copied by worker processes: each read once, the first failure, no worker left behind."""
 
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+import psutil
 import pytest
 
 from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.transfer import _start_worker, add_bytes, run_tasks
 from checkpoint_convert.verify import verify_weights
 from helpers.conversions import variant
+from helpers.engines import wait_until
 from helpers.models import tiny_model
+from helpers.ranks import CONTEXT
 from parallel import ParallelDims
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+FORK = multiprocessing.get_context("fork")
 
 
-def test_weights_beyond_the_range_of_a_dtype_are_refused_by_name(model, tmp_path):
+def alive(folder):
+    """Those of the workers that wrote their ids into `folder` which have not ended."""
+    pids = [file.read_text() for file in folder.iterdir()]
+    return [pid for pid in pids if pid and psutil.pid_exists(int(pid))]
+
+
+def test_weights_beyond_the_range_of_a_dtype_are_refused_by_name(tmp_path):
     def enlarge(weights):
         weights["model.norm.weight"][3] = 1e5
 
-    large = variant(model, tmp_path / "large", enlarge)
+    large = variant(tiny_model(tmp_path / "model", "llama"), tmp_path / "large", enlarge)
     with pytest.raises(ValueError, match=r"final_layernorm.* that F16 cannot hold"):
         import_checkpoint(large, tmp_path / "out", ParallelDims(), dtype="F16")
     assert not (tmp_path / "out").exists()
@@ -47,3 +60,144 @@ def test_rows_are_read_once_for_the_columns_of_all_ranks(tmp_path, monkeypatch):
     assert 0 <= num_bytes - source.stat().st_size < 500_000  # the config is read too
     monkeypatch.undo()
     assert verify_weights(model, tmp_path / "out") == []
+
+
+# Worker processes.
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 100])
+def test_results_come_in_the_order_of_the_items(num_workers):
+    def slower_first(item):
+        time.sleep(0.02 * (5 - item))
+        return item * 10
+
+    assert run_tasks(slower_first, range(5), num_workers) == [0, 10, 20, 30, 40]
+
+
+def look_around():
+    large, here = list(range(10)), os.getpid()
+
+    def look(item):
+        return large[item], os.getpid() == here, len(os.listdir("/proc/self/task"))
+
+    return run_tasks(look, range(10), 3)
+
+
+def test_workers_share_what_the_task_refers_to_and_are_others():
+    # In a fresh process: modules that other tests have imported here start threads after a fork.
+    with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
+        found = pool.submit(look_around).result(timeout=60)
+    assert found == [(number, False, 1) for number in range(10)]
+
+
+def test_progress_is_told_bytes_of_all_workers():
+    told = []
+
+    def work(item):
+        for _ in range(5):
+            time.sleep(0.02)
+            add_bytes(item)
+
+    run_tasks(work, [1, 10, 100, 1000], 2, told.append)
+    assert told == sorted(told)
+    assert told[-1] == 5 * 1111
+
+
+def test_the_first_failure_is_raised_and_what_has_not_begun_is_not(tmp_path):
+    def fail(item):
+        (tmp_path / str(item)).touch()
+        if item == 1:
+            raise ValueError(f"item {item} of {tmp_path}")
+        time.sleep(0.05)
+
+    before = psutil.Process().children()
+    with pytest.raises(ValueError, match=f"item 1 of {tmp_path}"):
+        run_tasks(fail, range(100), 2)
+    assert len(list(tmp_path.iterdir())) < 20
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_killed_worker_is_an_error_and_takes_the_others_along(tmp_path, number):
+    def work(item):
+        (tmp_path / f"{item}").write_text(str(os.getpid()))
+        if item == 0:
+            assert wait_until((tmp_path / "1").exists, 10)
+            os.kill(os.getpid(), number)
+        time.sleep(30)
+
+    before = time.monotonic()
+    with pytest.raises(BrokenProcessPool):
+        run_tasks(work, range(4), 2)
+    assert time.monotonic() - before < 10
+    assert len(list(tmp_path.iterdir())) == 2
+    assert not alive(tmp_path)
+
+
+def lose_a_worker_that_waits(folder):
+    def stop(signum, frame):
+        raise SystemExit(3)
+
+    def work(item):
+        (folder / f"{item}").write_text(str(os.getpid()))
+        if item == 1:
+            assert wait_until((folder / "0").exists, 10)
+            time.sleep(0.5)  # the other waits for a third item and holds the queue's lock
+            os.kill(int((folder / "0").read_text()), signal.SIGKILL)
+            time.sleep(30)
+
+    signal.signal(signal.SIGTERM, stop)
+    run_tasks(work, range(2), 2)
+
+
+def test_a_handler_of_the_caller_does_not_keep_workers_alive(tmp_path):
+    """Otherwise a worker that is told to end, since another was killed, would run the caller's
+    handler and report a failed task."""
+    process = FORK.Process(target=lose_a_worker_that_waits, args=(tmp_path,))
+    process.start()
+    process.join(10)
+    assert process.exitcode == 1, "still waiting for a worker"
+    assert not alive(tmp_path)
+
+
+def test_ctrl_c_which_reaches_all_processes_is_for_the_caller_to_handle(tmp_path):
+    def work(item):
+        (tmp_path / f"{item}").write_text(str(os.getpid()))
+        if item == 1:
+            assert wait_until((tmp_path / "0").exists, 10)
+            time.sleep(0.3)  # until the other waits for an item
+            for waiting_or_busy in ("0", "1"):
+                os.kill(int((tmp_path / waiting_or_busy).read_text()), signal.SIGINT)
+            time.sleep(0.3)
+        return item
+
+    assert run_tasks(work, range(2), 2) == [0, 1]
+
+
+def sleep_for_long(folder):
+    def work(item):
+        (folder / f"{item}").write_text(str(os.getpid()))
+        time.sleep(60)
+
+    run_tasks(work, range(2), 2)
+
+
+def test_workers_die_with_their_caller(tmp_path):
+    process = FORK.Process(target=sleep_for_long, args=(tmp_path,))
+    process.start()
+    assert wait_until(lambda: len(alive(tmp_path)) == 2, 10)
+    process.kill()
+    process.join()
+    assert wait_until(lambda: not alive(tmp_path), 5)
+
+
+@pytest.mark.parametrize(("is_alive", "exit_code"), [(True, 0), (False, 1)])
+def test_a_worker_whose_caller_has_died_before_it_could_be_tied_to_it_ends(is_alive, exit_code):
+    gone = FORK.Process()
+    gone.start()
+    gone.join()
+    caller = os.getpid() if is_alive else gone.pid
+    worker = FORK.Process(target=_start_worker, args=(str, FORK.Value("q", 0), caller))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == exit_code

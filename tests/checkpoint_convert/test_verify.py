@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 
-from checkpoint_convert.formats.torch_values import DTYPE_NAMES, bit_view
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.verify import compare, verify_weights
 from helpers.conversions import run_cli, variant, weights_of
@@ -17,11 +16,6 @@ from parallel import ParallelDims
 
 TABLE = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -61,31 +55,16 @@ def test_all_formats_of_a_model_are_the_same(model, imported, tmp_path):
     bins = shutil.copytree(model, tmp_path / "bin")
     (bins / "model.safetensors").unlink()
     torch.save(weights_of(model), bins / "pytorch_model.bin")
-    formats = [model, imported, bins]
-    for a in formats:
-        for b in formats:
-            assert told(a, b) == [], (a, b)
+    for a, b in ((model, imported), (imported, bins), (bins, model)):
+        assert told(a, b) == [], (a, b)
 
 
-def test_so_are_those_of_a_model_whose_layers_differ(tmp_path):
-    model = tiny_model(tmp_path / "model", "deepseek_v3")
-    import_checkpoint(model, tmp_path / "imported", ParallelDims(tensor=2, pipeline=2))
-    assert told(model, tmp_path / "imported") == []
-
-
-@pytest.mark.parametrize("max_elements", [100, 1 << 20])
-def test_one_element_in_one_tensor(model, imported, tmp_path, monkeypatch, max_elements):
-    monkeypatch.setattr("checkpoint_convert.verify._MAX_ELEMENTS", max_elements)
+def test_one_element_in_one_tensor(model, imported, tmp_path):
     value = weights_of(model)[TABLE][7, 3].item() + 0.5
     other = edited(model, tmp_path, table=value)
     expected = [f"{TABLE}: 1 of 16,000 elements differ, by 0.5 at most"]
     assert told(model, other) == told(other, imported) == expected
     assert told(model, other, num_workers=2) == expected
-
-
-def test_all_tensors_that_differ_are_named_in_order(model, tmp_path):
-    other = edited(model, tmp_path, table=100.0, norm=100.0)
-    assert [line.split(":")[0] for line in told(model, other)] == [TABLE, NORM]
 
 
 def test_another_dtype_is_a_difference_even_when_the_values_are_equal(model, tmp_path):
@@ -134,49 +113,39 @@ def test_a_config_given_for_a_nameless_side_is_not_that_of_the_other(model, name
     assert told(nameless, longer, hf_config=model) == told(model, longer) == []
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "faults"),
-    [
-        (
-            "qwen3",
-            {"num_hidden_layers": 3, "intermediate_size": 128},
-            ["num_layers: 2, 3", "intermediate_size: 96, 128"],
-        ),
-        ("deepseek_v3", {}, ["latent.rank: None, 32", "moe.num_groups: None, 4"]),
-    ],
-)
-def test_different_models_are_told_by_their_sizes(model, tmp_path, family, fields, faults):
+def test_different_models_are_told_by_their_sizes(model, tmp_path):
+    other = tiny_model(tmp_path / "other", "deepseek_v3", intermediate_size=128)
     with pytest.raises(ValueError, match="are different models") as error:
-        verify_weights(model, tiny_model(tmp_path / "other", family, **fields))
-    assert {f"  {fault}" for fault in faults} <= set(str(error.value).splitlines())
+        verify_weights(model, other)
+    faults = {
+        "  family: qwen3, deepseek_v3",
+        "  intermediate_size: 96, 128",
+        "  moe.num_groups: None, 4",
+    }
+    assert faults <= set(str(error.value).splitlines())
 
 
 # Two tensors.
-
-
-def compared(a, b, tolerance):
-    names = DTYPE_NAMES[a.dtype], DTYPE_NAMES[b.dtype]
-    return compare("x", names, bit_view(a), bit_view(b), tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_bits_are_compared_in_every_dtype(dtype):
     a = torch.tensor([1.0, -0.0, math.nan, math.inf, 2.0], dtype=dtype)
     b = torch.tensor([1.0, 0.0, math.nan, math.inf, 4.0], dtype=dtype)
-    assert compared(a, a.clone(), None).num_different == 0
-    difference = compared(a, b, None)
+    assert compare("x", a, a.clone(), None).num_different == 0
+    difference = compare("x", a, b, None)
     assert (difference.num_different, difference.largest) == (2, 2.0)
-    assert compared(a, b, 0.0).num_different == 1  # zeros are equal
+    assert compare("x", a, b, 0.0).num_different == 1  # zeros are equal
 
 
 def test_equal_values_are_within_every_tolerance_infinite_ones_too():
     a = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
     b = torch.tensor([math.inf, -math.inf, math.nan, 1.25])
-    assert compared(a, b, 0.5).num_different == 0
-    assert compared(a, b, 0.125).num_different == 1
-    assert compared(a, b, 0.125).largest == 0.25
+    assert compare("x", a, b, 0.5).num_different == 0
+    assert compare("x", a, b, 0.125).num_different == 1
+    assert compare("x", a, b, 0.125).largest == 0.25
     opposite = torch.tensor([-math.inf, math.inf, 1.0, 1.0])
-    difference = compared(a, opposite, 1e300)
+    difference = compare("x", a, opposite, 1e300)
     assert difference.num_different == 3
     assert math.isnan(difference.largest)
 
@@ -208,6 +177,3 @@ def test_the_exit_code_says_whether_they_are_the_same(model, imported, tmp_path)
     assert re.fullmatch(rf"{NORM}: 1 of 64 .*\ndifferences: 1\n", different.output)
     within = run_cli("verify", imported, other, "--tolerance", "1000", logs=logs)
     assert (within.exit_code, within.output) == (0, "the same within 1000\n")
-    failed = run_cli("verify", imported, tmp_path / "nowhere", logs=logs)
-    assert failed.exit_code == 2
-    assert str(tmp_path / "nowhere") in failed.message

@@ -1,6 +1,7 @@
 """Helpers for tests of conversions: reading weights, and running the command line."""
 
 import os
+import pickle
 import re
 import resource
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -25,8 +27,7 @@ from checkpoint_convert.formats.torch_dist_writer import (
     finish_checkpoint,
     index_of,
 )
-from checkpoint_convert.formats.torch_values import DTYPE_NAMES, DTYPES, bit_view
-from checkpoint_convert.formats.values import RawBits
+from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES
 from helpers.cli_process import run_main
 from helpers.ranks import CONTEXT
 from parallel import Box, cover_exactly
@@ -51,14 +52,11 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def tensor_of(bits: RawBits, dtype: str) -> Tensor:
-    """The tensor of these bits."""
-    return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(DTYPES[dtype])
-
-
 def read_tensor(source: TensorSource, name: str, box: Box) -> Tensor:
     """Read a box of a stored tensor."""
-    return tensor_of(source.read(name, box), source.dtypes[name])
+    values = torch.empty(box.size, dtype=DTYPES[source.dtypes[name]])
+    source.read_into(name, box, values)
+    return values
 
 
 def variant(
@@ -129,9 +127,17 @@ def write_checkpoint(
     for each in created:
         with each.place.file.open("r+b", buffering=0) as file:
             values = tensors[each.chunk.key][each.chunk.box.slices]
-            write_box(file.fileno(), each.place, Box.whole(values.shape), bit_view(values))
+            write_box(file.fileno(), each.place, Box.whole(values.shape), values)
     finish_checkpoint(folder, index_of(created, empty_objects))
     return folder
+
+
+def edit_metadata(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change the index of a checkpoint."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
 
 
 def read_checkpoint(

@@ -31,11 +31,6 @@ LLAMA_70B = ModelShape(
 LLAMA_405B = replace(
     LLAMA_70B, num_layers=126, hidden_size=16384, num_attention_heads=128, intermediate_size=53248
 )
-QWEN_72B = replace(
-    LLAMA_70B, family="qwen2", intermediate_size=29568, vocab_size=152064, attention_bias=True
-)
-
-
 QWEN3_30B = replace(
     LLAMA_70B,
     family="qwen3_moe",
@@ -46,13 +41,6 @@ QWEN3_30B = replace(
     vocab_size=151936,
     qk_norm=True,
     moe=MoeShape(num_experts=128, experts_per_token=8, intermediate_size=768, normalize_topk=True),
-)
-QWEN3_235B = replace(
-    QWEN3_30B,
-    num_layers=94,
-    hidden_size=4096,
-    num_attention_heads=64,
-    moe=replace(QWEN3_30B.moe, intermediate_size=1536),
 )
 MIXTRAL_8X7B = replace(
     LLAMA_70B,

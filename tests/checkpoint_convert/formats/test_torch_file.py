@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from checkpoint_convert.formats.tensor_io import StoredTensors
+from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.formats.torch_file import read_place, read_places, saved_tensor
-from checkpoint_convert.formats.torch_values import DTYPES
 from helpers.conversions import Touch, assert_same, bytes_of, read_tensor
 from parallel import Box
 
@@ -41,11 +41,12 @@ def refusal(path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("with_checksums", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "with_checksums"), [*((dtype, True) for dtype in DTYPES), ("BF16", False)]
+)
 def test_the_bytes_of_every_tensor_are_found(path, dtype, with_checksums):
     saved = OrderedDict(
-        {f"layers.{i}.weight": torch.randn(i + 1, 7, 33).to(dtype) for i in range(20)}
+        {f"layers.{i}.weight": torch.randn(i + 1, 7, 33).to(DTYPES[dtype]) for i in range(20)}
     )
     torch.serialization.set_crc32_options(with_checksums)
     try:
@@ -154,7 +155,7 @@ def test_files_of_before_torch_1_6_are_refused_with_a_way_out(path):
     assert "load it and save it again with a newer torch" in refusal(path)
 
 
-@pytest.mark.parametrize("keep", [0, 3, 10, 100, 0.5, -1])
+@pytest.mark.parametrize("keep", [0, 100, 0.5, -1])
 def test_a_truncated_file_is_refused(path, keep):
     torch.save({"a": torch.randn(100), "b": torch.randn(100)}, path)
     data = path.read_bytes()
@@ -179,14 +180,14 @@ def test_a_tensor_that_would_end_after_its_storage_is_refused(path, count, messa
 # Other programs may have written the archive.
 
 
-def rewrite(path, change=lambda name, content: content, compressed=()):
+def rewrite(path, compressed=()):
     """Rewrite the archive as another archiver would."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in records.items():
             method = zipfile.ZIP_DEFLATED if Path(name).name in compressed else zipfile.ZIP_STORED
-            archive.writestr(name, change(name, content), compress_type=method)
+            archive.writestr(name, content, compress_type=method)
 
 
 def test_an_archive_that_another_program_has_packed_anew_is_refused(path):
@@ -205,17 +206,11 @@ def test_tensors_are_found_in_files_of_older_versions_of_torch(path):
     assert_same(stored(path), saved)
 
 
-@pytest.mark.parametrize("name", ["data.pkl", "byteorder", "0"])
+@pytest.mark.parametrize("name", ["data.pkl", "0"])
 def test_compressed_records_are_refused_by_their_name(path, name):
     torch.save({"w": torch.zeros(1000)}, path)
     rewrite(path, compressed=[name])
     assert f"{name} is compressed: load it and save it with torch" in refusal(path)
-
-
-def test_a_pickle_larger_than_any_model_needs_is_not_read(path):
-    torch.save({"w": torch.zeros(10)}, path)
-    rewrite(path, lambda name, content: content + bytes(100 << 20) * name.endswith("data.pkl"))
-    assert "bytes, more than 100000000" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -249,8 +244,10 @@ def test_a_directory_that_points_elsewhere_is_refused(path):
 # Files whose values are written later.
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4, 5), (1, 70_000, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("F64", (1,)), ("F32", (2, 3, 4, 5)), ("BF16", (1, 70_000))],
+)
 def test_what_surrounds_values_makes_them_a_file_of_torch_save(shape, dtype, path):
     value = torch.randn(shape).to(DTYPES[dtype])
     around = saved_tensor(shape, dtype)

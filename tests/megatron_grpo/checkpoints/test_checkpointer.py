@@ -21,8 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint_convert.formats.torch_dist import read_chunks
-from checkpoint_convert.formats.torch_dist_metadata import read_object_places
+from checkpoint_convert.formats.torch_dist import read_chunks, read_object_places
 from checkpoint_convert.formats.torch_dist_writer import CreatedChunk, index_of
 from helpers.conversions import file_size_limit
 from helpers.models import tiny_model

@@ -9,17 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import hf_tensors, megatron_layout, read_shape
 from checkpoint_convert.formats.safetensors_file import create_file
-from checkpoint_convert.weights import read_weights
-from helpers.conversions import variant
-from helpers.models import tiny_model
-from parallel import ParallelDims
+from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.weights import RowCache, open_weights, read_weights
+from helpers.conversions import edit_metadata, read_tensor, variant
+from parallel import Box, ParallelDims
 
 ONE_RANK = ParallelDims()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("tiny"), "qwen3")
 
 
 def layout_of(model, dims=ONE_RANK, rank=0):
@@ -32,8 +27,11 @@ def empty_parameters(layout, dtype=torch.float32):
     return {n: torch.full(s, torch.nan, dtype=dtype) for n, s in layout.shapes.items()}
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [(torch.float64, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16,) * 2],
+    ids=str,
+)
 def test_values_are_converted_to_the_dtype_of_the_parameters(model, tmp_path, stored, wanted):
     weights = {k: v.to(stored) for k, v in load_file(model / "model.safetensors").items()}
     save_file(weights, tmp_path / "model.safetensors")
@@ -114,3 +112,77 @@ def test_a_rank_reads_the_bytes_of_its_boxes_and_no_others(tmp_path, config, dim
     assert wanted < 75e6
     assert wanted <= num_bytes_read() - before < wanted + 500_000  # headers are read too
     assert not any(p.any() for p in parameters.values())
+
+
+def test_a_checkpoint_that_lacks_a_part_of_a_tensor_is_damaged(model, tmp_path):
+    def lose_a_layer(metadata):
+        metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+
+    checkpoint, shape = tmp_path / "checkpoint", read_shape(model)
+    import_checkpoint(model, checkpoint, ONE_RANK)
+    edit_metadata(checkpoint, lose_a_layer)
+    with pytest.raises(ValueError, match=r"is damaged.*\n.*linear_fc2\.weight: \d+ of \d+ elem"):
+        open_weights(checkpoint, shape)
+
+
+# Rows are read once for all their columns.
+
+
+class Counted:
+    """A matrix; records the boxes that are read."""
+
+    def __init__(self, values):
+        self.values, self.dtypes, self.boxes = values, {"x": "F32"}, []
+
+    def read_into(self, name, box, target):
+        self.boxes.append(box)
+        target.copy_(self.values[box.slices])
+
+
+def columns(first, last, rows=(3, 9)):
+    return Box((rows[0], first), (rows[1] - rows[0], last - first))
+
+
+@pytest.fixture
+def matrix():
+    return Counted(torch.randn(64, 96))
+
+
+@pytest.fixture
+def cache(matrix):
+    return RowCache(matrix, {"x": matrix.values.shape})
+
+
+def test_columns_are_read_with_their_neighbours_once(matrix, cache):
+    for rows in ((3, 9), (9, 10), (0, 64), (3, 9)):
+        for first, last in ((0, 7), (7, 50), (50, 96)):
+            box = columns(first, last, rows)
+            assert torch.equal(read_tensor(cache, "x", box), matrix.values[box.slices])
+    assert [box.size for box in matrix.boxes] == [(count, 96) for count in (6, 1, 64, 6)]
+
+
+@pytest.mark.parametrize("last_column", [7, 96])
+def test_whole_rows_and_rows_too_large_to_be_kept_are_read_as_they_are(
+    matrix, cache, monkeypatch, last_column
+):
+    if last_column < 96:
+        monkeypatch.setattr("checkpoint_convert.weights._MAX_BYTES", 100)
+    box = columns(0, last_column)
+    for _ in range(2):
+        assert torch.equal(read_tensor(cache, "x", box), matrix.values[box.slices])
+    assert matrix.boxes == [box, box]
+
+
+def test_a_failed_read_is_not_taken_for_rows(matrix, cache, monkeypatch):
+    expected = read_tensor(cache, "x", columns(0, 7))
+    other = columns(0, 7, rows=(10, 16))
+
+    def fail(name, box, target):
+        raise OSError("no such bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(matrix, "read_into", fail)
+        for _ in range(2):
+            with pytest.raises(OSError):
+                read_tensor(cache, "x", other)
+    assert torch.equal(read_tensor(cache, "x", columns(0, 7)), expected)
