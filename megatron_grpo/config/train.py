@@ -210,6 +210,13 @@ class ParallelConfig(Section):
     sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_parallel_size"] > 1)
     """Whether tensor-parallel ranks also split the activations between matrices; default: true when
     tensor_parallel_size is above 1."""
+    overlap_grad_reduce: bool = False
+    """Whether gradients are summed over data and context ranks, bucket by bucket, during the last
+    backward of an optimizer step; otherwise after it."""
+    overlap_param_gather: bool = False
+    """Whether data and context ranks gather updated weights, bucket by bucket, during the next
+    forward; otherwise right after the update. What reads weights before, such as a push, gathers
+    them first."""
 
     @model_validator(mode="after")
     def _sequence_parallel_has_ranks(self) -> Self:
@@ -217,6 +224,15 @@ class ParallelConfig(Section):
             raise ValueError(
                 "parallel.sequence_parallel=true splits over tensor-parallel ranks and "
                 "parallel.tensor_parallel_size is 1: leave it out, or raise tensor_parallel_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gathers_buckets(self) -> Self:
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError(
+                "parallel.overlap_param_gather=true gathers by the buckets into which only "
+                "parallel.overlap_grad_reduce divides the weights: set that to true as well"
             )
         return self
 

@@ -69,7 +69,7 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
     with fake_rank(cfg.dims, rank) as groups:
         with without_memory():
             model = build_model(cfg, shape, groups)
-            add_gradients(model)
+            add_gradients(model, cfg)
             policy = add_optimizer(model, cfg)
         faults = compare(policy, saved, getattr(torch, cfg.model.dtype))
         return BuiltRank(

@@ -13,8 +13,10 @@ from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.megatron import layout_sender
 from checkpoint_convert.weights import read_weights
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
+from megatron_grpo.policy.overlap import reduce_in_last_backward, whole_weights
 from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
@@ -74,6 +76,11 @@ class Policy(Model):
     router_losses: RouterLosses
     """What the routers of a mixture lost in the microbatches since `zero_grad`."""
 
+    def parameters(self) -> dict[str, Tensor]:
+        """`Model.parameters`, whole: see `whole_weights`, by which this is collective."""
+        whole_weights(self.chunks)
+        return super().parameters()
+
     def zero_grad(self) -> None:
         """Zero all gradients, before the first microbatch of an optimizer step."""
         for chunk in self.chunks:
@@ -98,7 +105,7 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     model = build_model(cfg, shape, groups)
     if cfg.rollout.router_replay:
         add_router_replay(model.chunks)
-    add_gradients(model)
+    add_gradients(model, cfg)
     read_weights(cfg.model.path, shape, model.layout, model.parameters())
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
     return add_optimizer(model, cfg)
@@ -132,9 +139,11 @@ def describe(policy: Policy) -> str:
     )
 
 
-def add_gradients(model: Model) -> None:
+def add_gradients(model: Model, cfg: Config) -> None:
     """Give a model's chunks gradient buffers, which are summed over data and context ranks."""
-    model.chunks = [_with_gradients(chunk) for chunk in model.chunks]
+    model.chunks = [_with_gradients(chunk, cfg.parallel) for chunk in model.chunks]
+    if cfg.parallel.overlap_grad_reduce:
+        reduce_in_last_backward(model.chunks)
 
 
 def add_optimizer(model: Model, cfg: Config) -> Policy:
@@ -165,13 +174,15 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     return output.squeeze(0) if unwrapped(chunk).post_process else output
 
 
-def _with_gradients(chunk: GPTModel) -> DistributedDataParallel:
+def _with_gradients(chunk: GPTModel, cfg: ParallelConfig) -> DistributedDataParallel:
     """Give a chunk a float32 gradient buffer, which is summed over data and context ranks."""
     return DistributedDataParallel(
         chunk.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
+            overlap_grad_reduce=cfg.overlap_grad_reduce,
+            overlap_param_gather=cfg.overlap_param_gather,
             # This check is an assert on one rank, which ends the run; `train_step` instead makes
             # all ranks skip the step.
             check_for_nan_in_grad=False,

@@ -41,7 +41,7 @@ def measured_activations(rank: int, cfg: Config, lengths: Lengths) -> int:
     setup_device(rank)
     groups = init_groups(cfg.dims)
     model = build_model(cfg, read_shape(cfg.model.path), groups)
-    add_gradients(model)
+    add_gradients(model, cfg)
     policy = add_optimizer(model, cfg)
     for parameter in policy.parameters().values():
         parameter.data.uniform_(-0.02, 0.02)
