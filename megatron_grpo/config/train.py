@@ -271,12 +271,16 @@ PERFORMANCE_FIELDS = (
     "bias_activation_fusion",
     "bias_dropout_fusion",
     "clone_scatter_output_in_embedding",
+    "cp_comm_type",
     "deterministic_mode",
     "disable_bf16_reduced_precision_matmul",
     "gradient_accumulation_fusion",
+    "moe_flex_dispatcher_backend",
     "moe_permute_fusion",
     "moe_router_dtype",
     "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "moe_token_dispatcher_type",
     "recompute_granularity",
     "recompute_method",
     "recompute_modules",
@@ -294,9 +298,14 @@ ROUTER_LOSS_FIELDS = (
 
 LEGAL_VALUES = {
     "attention_backend": ("auto", "flash", "fused", "unfused"),
+    # Transformer Engine 2.11 has all_gather and a2a+p2p only for sequences that are not packed.
+    "cp_comm_type": ("p2p", "a2a"),
+    "moe_flex_dispatcher_backend": ("deepep", "hybridep"),
     "moe_router_dtype": ("fp32", "fp64"),
     # A packed microbatch is many sequences, to which seq_aux_loss would give one loss. The weight
     # of global_aux_loss would depend on the number of data ranks.
     "moe_router_load_balancing_type": ("aux_loss", "none"),
+    # allgather needs equally many tokens on all ranks, and packed microbatches differ in length.
+    "moe_token_dispatcher_type": ("alltoall", "flex"),
 }
 """Legal values of fields of which Megatron accepts more, or ignores what it does not know."""
