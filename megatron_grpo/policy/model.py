@@ -16,7 +16,11 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
-from megatron_grpo.policy.overlap import reduce_in_last_backward, whole_weights
+from megatron_grpo.policy.overlap import (
+    gather_weights,
+    reduce_in_last_backward,
+    weights_are_whole,
+)
 from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
@@ -77,8 +81,8 @@ class Policy(Model):
     """What the routers of a mixture lost in the microbatches since `zero_grad`."""
 
     def parameters(self) -> dict[str, Tensor]:
-        """`Model.parameters`, whole: see `whole_weights`, by which this is collective."""
-        whole_weights(self.chunks)
+        """`Model.parameters`, whole: see `gather_weights`, by which this is collective."""
+        gather_weights(self.chunks)
         return super().parameters()
 
     def zero_grad(self) -> None:
@@ -144,6 +148,7 @@ def add_gradients(model: Model, cfg: Config) -> None:
     model.chunks = [_with_gradients(chunk, cfg.parallel) for chunk in model.chunks]
     if cfg.parallel.overlap_grad_reduce:
         reduce_in_last_backward(model.chunks)
+    weights_are_whole(model.chunks)
 
 
 def add_optimizer(model: Model, cfg: Config) -> Policy:

@@ -8,6 +8,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import fused_a2a
 
 from checkpoint_convert import ModelShape, MoeShape
+from checkpoint_convert.shape import LatentShape
 from megatron_grpo.config.train import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
 from megatron_grpo.policy import overrides, transformer
 from megatron_grpo.policy.overrides import check_context_exchange
@@ -37,6 +38,8 @@ MIXTURE = replace(
     SHAPE,
     moe=MoeShape(num_experts=4, experts_per_token=2, intermediate_size=48, normalize_topk=True),
 )
+
+LATENT = LatentShape(query_rank=None, rank=32, rotary_dim=8, value_dim=16)
 
 
 def configure(dims: ParallelDims | None = None, shape: ModelShape = SHAPE, **overrides: Any) -> Any:
@@ -111,7 +114,7 @@ def test_an_override_that_cannot_be_had_is_refused(name, value, told):
     [
         (ParallelDims(context=2), SHAPE, None),
         (ParallelDims(tensor=2, context=2), SHAPE, r"divides the 1 key-value heads .*context\(2\)"),
-        (ParallelDims(context=2), replace(SHAPE, head_dim=24, value_dim=16), "has 24 and 16"),
+        (ParallelDims(context=2), replace(SHAPE, head_dim=24, latent=LATENT), "has 24 and 16"),
     ],
     ids=str,
 )
