@@ -1,11 +1,9 @@
 """Checks of `model.megatron`, whose fields override those of Megatron-Core's TransformerConfig."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any
-
-from megatron.core.transformer.moe import fused_a2a
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.train import (
@@ -31,12 +29,16 @@ NOT_FOR_PACKED_SEQUENCES = {
 
 
 def check_overrides(
-    overrides: Mapping[str, Any], decided: Mapping[str, Any], best_implementation: str
+    overrides: Mapping[str, Any],
+    decided: Mapping[str, Any],
+    best_implementation: str,
+    flexible_backends: Collection[str],
 ) -> None:
     """Raise ValueError for an override that is not legal on this host.
 
     `decided` are the fields that the model, the mesh and the trainer determine,
-    `best_implementation` the value of ``transformer_impl`` unless it is overridden.
+    `best_implementation` the value of ``transformer_impl`` unless it is overridden, and
+    `flexible_backends` those of the dispatcher ``flex`` that are installed.
     """
     for name, value in overrides.items():
         _check_field(name, decided)
@@ -62,7 +64,7 @@ def check_overrides(
     if "layernorm" in (overrides.get("recompute_modules") or ()):
         _check_layernorm()
     implementation = overrides.get("transformer_impl", best_implementation)
-    _check_dispatcher(overrides, decided, implementation)
+    _check_dispatcher(overrides, decided, implementation, flexible_backends)
     if implementation not in ("local", best_implementation):
         raise ValueError(
             f"model.megatron.transformer_impl is {implementation!r}; "
@@ -108,7 +110,10 @@ def check_context_exchange(
 
 
 def _check_dispatcher(
-    overrides: Mapping[str, Any], decided: Mapping[str, Any], implementation: str
+    overrides: Mapping[str, Any],
+    decided: Mapping[str, Any],
+    implementation: str,
+    flexible_backends: Collection[str],
 ) -> None:
     """Raise ValueError for fields of the dispatch of tokens to experts that cannot work here."""
     prefix = "model.megatron.moe_"
@@ -143,8 +148,7 @@ def _check_dispatcher(
             "tokens on all ranks, and packed microbatches differ in length: use deepep, or Python "
             "3.12 with Megatron-Core 0.19.2"
         )
-    kernels = {"deepep": "fused_dispatch", "hybridep": "hybrid_ep_dispatch"}[backend]
-    if getattr(fused_a2a, kernels) is None:
+    if backend not in flexible_backends:
         branch = " of its branch hybrid-ep" if backend == "hybridep" else ""
         raise ValueError(
             f"{prefix}token_dispatcher_type flex with {backend} needs the package deep_ep{branch} "

@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -82,7 +82,7 @@ def transformer_config(
         free = _moe_defaults(free["transformer_impl"]) | free
         if HYBRIDEP_PADS:
             decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
-    check_overrides(overrides, decided, _best_implementation(dtype))
+    check_overrides(overrides, decided, _best_implementation(dtype), _flexible_backends())
     if "cp_comm_type" in free:
         check_context_exchange(free["cp_comm_type"], shape, dims, free["transformer_impl"])
     if "attention_backend" in free:
@@ -138,6 +138,11 @@ def _moe_defaults(implementation: str) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_permute_fusion": implementation == "transformer_engine",
     }
+
+
+def _flexible_backends() -> list[str]:
+    kernels = {"deepep": fused_a2a.fused_dispatch, "hybridep": fused_a2a.hybrid_ep_dispatch}
+    return [name for name, kernel in kernels.items() if kernel is not None]
 
 
 def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any]) -> None:
