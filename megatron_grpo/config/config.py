@@ -189,6 +189,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _attention_is_transformer_engines(self) -> Self:
+        if self.grpo.shared_prompts and "cp_comm_type" in self.model.megatron:
+            raise ValueError(
+                "model.megatron.cp_comm_type is for Transformer Engine's attention, which "
+                "grpo.shared_prompts true replaces: leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _process_has_steps(self) -> Self:
         if self.grpo.supervision == "process" and self.environment.name is None:
             raise ValueError(

@@ -297,6 +297,13 @@ class ParallelConfig(Section):
     sequence_parallel: bool = Field(default_factory=lambda data: data["tensor_parallel_size"] > 1)
     """Whether tensor-parallel ranks also split the activations between matrices; default: true when
     tensor_parallel_size is above 1."""
+    overlap_grad_reduce: bool = False
+    """Whether gradients are summed over data and context ranks, bucket by bucket, during the last
+    backward of an optimizer step; otherwise after it."""
+    overlap_param_gather: bool = False
+    """Whether data and context ranks gather updated weights, bucket by bucket, during the next
+    forward; otherwise right after the update. What reads weights before, such as a push, gathers
+    them first."""
 
     @model_validator(mode="after")
     def _sequence_parallel_has_ranks(self) -> Self:
@@ -304,6 +311,15 @@ class ParallelConfig(Section):
             raise ValueError(
                 "parallel.sequence_parallel=true splits over tensor-parallel ranks and "
                 "parallel.tensor_parallel_size is 1: leave it out, or raise tensor_parallel_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gathers_buckets(self) -> Self:
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError(
+                "parallel.overlap_param_gather=true gathers by the buckets into which only "
+                "parallel.overlap_grad_reduce divides the weights: set that to true as well"
             )
         return self
 
@@ -342,12 +358,16 @@ PERFORMANCE_FIELDS = (
     "bias_activation_fusion",
     "bias_dropout_fusion",
     "clone_scatter_output_in_embedding",
+    "cp_comm_type",
     "deterministic_mode",
     "disable_bf16_reduced_precision_matmul",
     "gradient_accumulation_fusion",
+    "moe_flex_dispatcher_backend",
     "moe_permute_fusion",
     "moe_router_dtype",
     "moe_router_fusion",
+    "moe_shared_expert_overlap",
+    "moe_token_dispatcher_type",
     "recompute_granularity",
     "recompute_method",
     "recompute_modules",
@@ -365,9 +385,14 @@ ROUTER_LOSS_FIELDS = (
 
 LEGAL_VALUES = {
     "attention_backend": ("auto", "flash", "fused", "unfused"),
+    # Transformer Engine 2.11 has all_gather and a2a+p2p only for sequences that are not packed.
+    "cp_comm_type": ("p2p", "a2a"),
+    "moe_flex_dispatcher_backend": ("deepep", "hybridep"),
     "moe_router_dtype": ("fp32", "fp64"),
     # A packed microbatch is many sequences, to which seq_aux_loss would give one loss. The weight
     # of global_aux_loss would depend on the number of data ranks.
     "moe_router_load_balancing_type": ("aux_loss", "none"),
+    # allgather needs equally many tokens on all ranks, and packed microbatches differ in length.
+    "moe_token_dispatcher_type": ("alltoall", "flex"),
 }
 """Legal values of fields of which Megatron accepts more, or ignores what it does not know."""

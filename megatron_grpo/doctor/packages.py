@@ -35,6 +35,11 @@ OPTIONAL = {
         "attention in Transformer Engine, in addition to cuDNN's",
         "pip install --no-build-isolation flash-attn",
     ),
+    "apex": (
+        "model.megatron.gradient_accumulation_fusion of torch's layers",
+        "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "
+        "git+https://github.com/NVIDIA/apex",
+    ),
     "wandb": ("wandb.project", "pip install -e '.[wandb]'"),
     "tensorboard": ("train.tensorboard", "pip install -e '.[tensorboard]'"),
 }

@@ -17,6 +17,11 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.dynamic_context import split_dynamically
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
+from megatron_grpo.policy.overlap import (
+    gather_weights,
+    reduce_in_last_backward,
+    weights_are_whole,
+)
 from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
@@ -74,6 +79,11 @@ class Policy(Model):
     """Sets the optimizer's learning rate; stepped once per optimizer step."""
     router_losses: RouterLosses
     """What the routers of a mixture lost in the microbatches since `zero_grad`."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """`Model.parameters`, whole: see `gather_weights`, by which this is collective."""
+        gather_weights(self.chunks)
+        return super().parameters()
 
     def zero_grad(self) -> None:
         """Zero all gradients, before the first microbatch of an optimizer step."""
@@ -137,6 +147,9 @@ def describe(policy: Policy) -> str:
 def add_gradients(model: Model, cfg: Config) -> None:
     """Give a model's chunks gradient buffers, which are summed over data and context ranks."""
     model.chunks = [_with_gradients(chunk, cfg) for chunk in model.chunks]
+    if cfg.parallel.overlap_grad_reduce:
+        reduce_in_last_backward(model.chunks)
+    weights_are_whole(model.chunks)
 
 
 def add_optimizer(model: Model, cfg: Config) -> Policy:
@@ -177,6 +190,8 @@ def _with_gradients(chunk: GPTModel, cfg: Config) -> DistributedDataParallel:
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=cfg.optimizer.grad_reduce_in_fp32,
             use_distributed_optimizer=True,
+            overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+            overlap_param_gather=cfg.parallel.overlap_param_gather,
             # This check is an assert on one rank, which ends the run; `train_step` instead makes
             # all ranks skip the step.
             check_for_nan_in_grad=False,

@@ -1,28 +1,44 @@
 """Checks of `model.megatron`, whose fields override those of Megatron-Core's TransformerConfig."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from checkpoint_convert import ModelShape
 from megatron_grpo.config.train import (
     LEGAL_VALUES,
     PERFORMANCE_FIELDS,
     ROUTER_LOSS_FIELDS,
     ParallelConfig,
 )
+from megatron_grpo.policy.releases import HYBRIDEP_PADS
+from parallel import ParallelDims
 
 WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
 TRANSFORMER_ENGINE_FUSIONS = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
+NOT_FOR_PACKED_SEQUENCES = {
+    "tp_comm_overlap": "each of Transformer Engine's buffers for it takes inputs of one length",
+    "cuda_graph_impl": "a graph repeats kernels for tensors of the same shapes",
+    "enable_cuda_graph": "a graph repeats kernels for tensors of the same shapes",
+    "external_cuda_graph": "a graph repeats kernels for tensors of the same shapes",
+    "moe_expert_capacity_factor": "tokens would be dropped depending on others of a microbatch",
+    "moe_pad_expert_input_to_capacity": "tokens would be dropped depending on others",
+}
+"""Why fields are refused that Megatron has for microbatches of one length."""
 
 
 def check_overrides(
-    overrides: Mapping[str, Any], decided: Mapping[str, Any], best_implementation: str
+    overrides: Mapping[str, Any],
+    decided: Mapping[str, Any],
+    best_implementation: str,
+    flexible_backends: Collection[str],
 ) -> None:
     """Raise ValueError for an override that is not legal on this host.
 
     `decided` are the fields that the model, the mesh and the trainer determine,
-    `best_implementation` the value of ``transformer_impl`` unless it is overridden.
+    `best_implementation` the value of ``transformer_impl`` unless it is overridden, and
+    `flexible_backends` those of the dispatcher ``flex`` that are installed.
     """
     for name, value in overrides.items():
         _check_field(name, decided)
@@ -48,6 +64,7 @@ def check_overrides(
     if "layernorm" in (overrides.get("recompute_modules") or ()):
         _check_layernorm()
     implementation = overrides.get("transformer_impl", best_implementation)
+    _check_dispatcher(overrides, decided, implementation, flexible_backends)
     if implementation not in ("local", best_implementation):
         raise ValueError(
             f"model.megatron.transformer_impl is {implementation!r}; "
@@ -70,7 +87,82 @@ def _check_layernorm() -> None:
         )
 
 
+def check_context_exchange(
+    how: str, shape: ModelShape, dims: ParallelDims, implementation: str
+) -> None:
+    """Raise ValueError unless context ranks can exchange what attention needs by `cp_comm_type`."""
+    if implementation == "local":
+        raise ValueError(
+            f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention; torch's "
+            "layers gather keys and values: leave it out"
+        )
+    heads = max(shape.num_key_value_heads // dims.tensor, 1)
+    if how == "a2a" and heads % dims.context:
+        raise ValueError(
+            f"model.megatron.cp_comm_type a2a divides the {heads} key-value heads of a tensor rank "
+            f"among context({dims.context}) ranks: use p2p"
+        )
+    if how == "a2a" and shape.head_dim != shape.value_dim:
+        raise ValueError(
+            "model.megatron.cp_comm_type a2a needs keys and values of one size, and this model has "
+            f"{shape.head_dim} and {shape.value_dim}: use p2p"
+        )
+
+
+def _check_dispatcher(
+    overrides: Mapping[str, Any],
+    decided: Mapping[str, Any],
+    implementation: str,
+    flexible_backends: Collection[str],
+) -> None:
+    """Raise ValueError for fields of the dispatch of tokens to experts that cannot work here."""
+    prefix = "model.megatron.moe_"
+    if overrides.get("moe_shared_expert_overlap") and not decided.get(
+        "moe_shared_expert_intermediate_size"
+    ):
+        raise ValueError(
+            f"{prefix}shared_expert_overlap needs an expert that all tokens go to, and this model "
+            "has none: leave it out"
+        )
+    if overrides.get("moe_token_dispatcher_type") != "flex":
+        if "moe_flex_dispatcher_backend" in overrides:
+            raise ValueError(
+                f"{prefix}flex_dispatcher_backend does nothing without "
+                f"{prefix}token_dispatcher_type=flex: set that, or leave it out"
+            )
+        return
+    if implementation == "local":
+        raise ValueError(
+            f"{prefix}token_dispatcher_type flex needs Transformer Engine's layers, on GPUs: use "
+            "alltoall"
+        )
+    if decided["expert_model_parallel_size"] * decided["expert_tensor_parallel_size"] == 1:
+        raise ValueError(
+            f"{prefix}token_dispatcher_type flex sends tokens to other ranks, and "
+            "parallel.expert_parallel_size and expert_tensor_parallel_size are 1: use alltoall"
+        )
+    backend = overrides.get("moe_flex_dispatcher_backend", "deepep")
+    if backend == "hybridep" and not HYBRIDEP_PADS:
+        raise ValueError(
+            f"{prefix}flex_dispatcher_backend hybridep of Megatron-Core 0.16.1 needs equally many "
+            "tokens on all ranks, and packed microbatches differ in length: use deepep, or Python "
+            "3.12 with Megatron-Core 0.19.2"
+        )
+    if backend not in flexible_backends:
+        branch = " of its branch hybrid-ep" if backend == "hybridep" else ""
+        raise ValueError(
+            f"{prefix}token_dispatcher_type flex with {backend} needs the package deep_ep{branch} "
+            "(https://github.com/deepseek-ai/DeepEP), which does not import here: install it, or "
+            "use alltoall"
+        )
+
+
 def _check_field(name: str, decided: Mapping[str, Any]) -> None:
+    if name in NOT_FOR_PACKED_SEQUENCES:
+        raise ValueError(
+            f"model.megatron.{name} is not possible, as packed microbatches differ in length, and "
+            f"{NOT_FOR_PACKED_SEQUENCES[name]}: leave it out"
+        )
     if name in decided:
         owner = f"parallel.{name}" if name in ParallelConfig.model_fields else "parallel.*"
         raise ValueError(

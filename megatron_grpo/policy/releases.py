@@ -26,6 +26,12 @@ COUNTS_TOKENS_OF_ALL_RANKS = not IS_OLD
 0.16.1 multiplies it by those of one tensor and context rank.
 """
 
+HYBRIDEP_PADS = not IS_OLD
+"""Whether HybridEP can pad the tokens of its ranks to the most that one of them has.
+
+0.16.1 would need equally many.
+"""
+
 
 def no_initialization() -> dict[str, Any]:
     """Fields of a TransformerConfig that leave weights uninitialized: they are read from files."""

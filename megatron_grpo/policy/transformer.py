@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
@@ -28,9 +28,10 @@ from torch.nn.functional import silu
 
 from checkpoint_convert import ModelShape, MoeShape
 from megatron_grpo.policy.mla import LatentAttention, WholeLinear, yarn_scaling, yarn_softmax_scale
-from megatron_grpo.policy.overrides import check_overrides
+from megatron_grpo.policy.overrides import check_context_exchange, check_overrides
 from megatron_grpo.policy.releases import (
     FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS,
+    HYBRIDEP_PADS,
     no_initialization,
 )
 from parallel import ParallelDims, pipeline_layers
@@ -64,7 +65,10 @@ def transformer_config(
     if overrides.get("transformer_impl") != "local":
         _check_transformer_engine(dtype)
     free = {"transformer_impl": _best_implementation(dtype)} | dict(overrides)
-    free = _fusions(free["transformer_impl"]) | {"batch_p2p_sync": False} | free
+    # Megatron's default, all-gathering, needs equal lengths, and is refused even without experts.
+    free = {"moe_token_dispatcher_type": "alltoall", "batch_p2p_sync": False} | (
+        _fusions(free["transformer_impl"]) | free
+    )
     if free["transformer_impl"] == "transformer_engine":
         # Megatron's head, which never runs here, would refuse it: see `accumulate_in_products`.
         free.pop("gradient_accumulation_fusion", None)
@@ -77,10 +81,12 @@ def transformer_config(
     if shape.moe is not None:
         _check_sequence_parallel(dims, sequence_parallel)
         decided |= _moe(shape, shape.moe, free["transformer_impl"])
-        # The scores of two experts may differ by less than bfloat16 can resolve.
-        fused = free["transformer_impl"] == "transformer_engine"
-        free = {"moe_router_dtype": "fp32", "moe_permute_fusion": fused} | free
-    check_overrides(overrides, decided, _best_implementation(dtype))
+        free = _moe_defaults(free["transformer_impl"]) | free
+        if HYBRIDEP_PADS:
+            decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
+    check_overrides(overrides, decided, _best_implementation(dtype), _flexible_backends())
+    if "cp_comm_type" in free:
+        check_context_exchange(free["cp_comm_type"], shape, dims, free["transformer_impl"])
     if "attention_backend" in free:
         free["attention_backend"] = AttnBackend[free["attention_backend"]]
     try:
@@ -127,6 +133,19 @@ def _fusions(implementation: str) -> dict[str, Any]:
     """
     fused = implementation == "transformer_engine"
     return {"apply_rope_fusion": fused, "bias_activation_fusion": fused}
+
+
+def _moe_defaults(implementation: str) -> dict[str, Any]:
+    return {
+        # The scores of two experts may differ by less than bfloat16 can resolve.
+        "moe_router_dtype": "fp32",
+        "moe_permute_fusion": implementation == "transformer_engine",
+    }
+
+
+def _flexible_backends() -> list[str]:
+    kernels = {"deepep": fused_a2a.fused_dispatch, "hybridep": fused_a2a.hybrid_ep_dispatch}
+    return [name for name, kernel in kernels.items() if kernel is not None]
 
 
 def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any]) -> None:
@@ -333,10 +352,8 @@ def _mesh(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Packed microbatches differ in length; Megatron then requires this dispatcher, even without
-        # experts.
+        # Packed microbatches differ in length.
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
         "deallocate_pipeline_outputs": (
             dims.virtual_pipeline == 1 or FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS
         ),

@@ -5,11 +5,14 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import fused_a2a, moe_utils
 
 from checkpoint_convert import ModelShape, MoeShape
+from checkpoint_convert.shape import LatentShape
 from megatron_grpo.config.train import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
 from megatron_grpo.policy import overrides, transformer
+from megatron_grpo.policy.overrides import check_context_exchange
+from megatron_grpo.policy.releases import IS_OLD
 from megatron_grpo.policy.transformer import transformer_config
 from parallel import ParallelDims
 
@@ -35,6 +38,8 @@ MIXTURE = replace(
     SHAPE,
     moe=MoeShape(num_experts=4, experts_per_token=2, intermediate_size=48, normalize_topk=True),
 )
+
+LATENT = LatentShape(query_rank=None, rank=32, rotary_dim=8, value_dim=16)
 
 
 def configure(dims: ParallelDims | None = None, shape: ModelShape = SHAPE, **overrides: Any) -> Any:
@@ -82,7 +87,15 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
         ("recompute_granularty", "full", "recompute_granularty .*did you mean recompute_granular"),
         # What might change what the model computes, and what packed sequences do not have.
         ("window_size", 1, r"window_size is not supported.* recompute_granularity.*_loss"),
-        ("cp_comm_type", 1, "cp_comm_type is not supported"),
+        ("cp_comm_type", "all_gather", r"'all_gather'; possible here: \['p2p', 'a2a'\]"),
+        ("cp_comm_type", "p2p", "p2p is for Transformer Engine's attention"),
+        ("tp_comm_overlap", True, "packed microbatches differ in length, and each of Transformer"),
+        ("cuda_graph_impl", "local", "differ in length, and a graph repeats kernels"),
+        ("moe_expert_capacity_factor", 1.0, "differ in length, and tokens would be dropped"),
+        ("moe_token_dispatcher_type", "allgather", r"'allgather'; possible here: \['alltoall', 'f"),
+        ("moe_token_dispatcher_type", "flex", "flex needs Transformer Engine's layers, on GPUs"),
+        ("moe_flex_dispatcher_backend", "deepep", "does nothing without .*_type=flex"),
+        ("moe_shared_expert_overlap", True, "needs an expert that all tokens go to"),
         ("num_layers", 1, "model.megatron.num_layers is not free"),
         ("calculate_per_token_loss", 1, "model.megatron.calculate_per_token_loss is not free"),
         (
@@ -103,6 +116,45 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
 def test_an_override_that_cannot_be_had_is_refused(name, value, told):
     with pytest.raises(ValueError, match=told):
         configure(shape=MIXTURE, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "told"),
+    [
+        (ParallelDims(context=2), SHAPE, None),
+        (ParallelDims(tensor=2, context=2), SHAPE, r"divides the 1 key-value heads .*context\(2\)"),
+        (ParallelDims(context=2), replace(SHAPE, head_dim=24, latent=LATENT), "has 24 and 16"),
+    ],
+    ids=str,
+)
+def test_context_ranks_exchange_heads_only_if_each_has_one(dims, shape, told):
+    check_context_exchange("p2p", shape, dims, "transformer_engine")
+    if told is None:
+        check_context_exchange("a2a", shape, dims, "transformer_engine")
+    else:
+        with pytest.raises(ValueError, match=told):
+            check_context_exchange("a2a", shape, dims, "transformer_engine")
+
+
+def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatch):
+    monkeypatch.setattr(transformer, "_best_implementation", lambda dtype: "transformer_engine")
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", object())
+    dims, flex = ParallelDims(data=2, expert=2), {"moe_token_dispatcher_type": "flex"}
+    plain = {"moe_permute_fusion": False}
+    for backend, kernels in ("deepep", "fused_dispatch"), ("hybridep", "hybrid_ep_dispatch"):
+        chosen = plain | flex | {"moe_flex_dispatcher_backend": backend}
+        if backend == "hybridep" and IS_OLD:
+            with pytest.raises(ValueError, match=r"0\.16\.1 needs equally many tokens"):
+                configure(dims, MIXTURE, **chosen)
+            continue
+        with pytest.raises(ValueError, match=f"with {backend} needs the package deep_ep"):
+            configure(dims, MIXTURE, **chosen)
+        monkeypatch.setattr(fused_a2a, kernels, object())
+        config = configure(dims, MIXTURE, **chosen)
+        assert config.moe_token_dispatcher_type == "flex"
+        assert IS_OLD or config.moe_hybridep_pad_uneven_dispatch_inputs
+    with pytest.raises(ValueError, match="expert_tensor_parallel_size are 1: use alltoall"):
+        configure(ParallelDims(data=2), MIXTURE, **plain, **flex)
 
 
 def test_losses_of_routers_are_refused_where_they_would_miss_something():

@@ -1,0 +1,43 @@
+"""Sums of gradients and gathering of weights over data ranks, while layers compute.
+
+Megatron-Core's DistributedDataParallel does both by hooks: it reduces a bucket of gradients once
+the last of them is there, and before a module's forward waits until its weights are whole.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+def reduce_in_last_backward(chunks: Sequence[Any]) -> None:
+    """Tell Megatron's schedules to reduce gradients only in a chunk's last backward of a step.
+
+    They would reduce after each microbatch, sums included that were reduced before.
+    """
+    functions = [chunk.no_sync for chunk in chunks]
+    chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
+
+
+def weights_are_whole(chunks: Sequence[Any]) -> None:
+    """Tell Megatron that a rank has all weights: the first forward need not gather any."""
+    for group in _bucket_groups(chunks):
+        group.param_gather_dispatched = True
+
+
+def gather_weights(chunks: Sequence[Any]) -> None:
+    """Gather the weights that the last update has changed, as the next forward would have done.
+
+    Until then a rank has only its shard of the new ones. Does nothing where that forward has been,
+    or an update gathers them itself. Collective over data and context ranks. Not for between the
+    reduction of a gradient and the update by it, whose weights would then be taken for whole.
+    """
+    for group in _bucket_groups(chunks):
+        if not group.param_gather_dispatched or group.param_gather_handle is not None:
+            group.start_param_sync(force_sync=True)
+
+
+def _bucket_groups(chunks: Sequence[Any]) -> Iterator[Any]:
+    """Those of chunks that gather weights in the forward."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            yield from chunk.bucket_groups
+            yield from chunk.expert_parallel_bucket_groups
