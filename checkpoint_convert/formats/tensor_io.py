@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,7 +108,8 @@ def start_syncing(descriptor: int) -> None:
 
 def _runs(values: Tensor, place: TensorPlace, box: Box) -> Iterator[tuple[memoryview, int]]:
     """The bytes of `values` as runs that are contiguous in the file, each with its file offset."""
-    data = values.view(-1).view(torch.uint8).numpy().data
+    # Not `numpy()`, after which the storage could not be freed in place: see `policy/residency.py`.
+    data = np.from_dlpack(values.view(-1).view(torch.uint8)).data
     starts, length = _run_starts(place.shape, box)
     num_bytes = length * values.itemsize
     for i, start in enumerate(starts):
