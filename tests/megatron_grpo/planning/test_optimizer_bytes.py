@@ -66,6 +66,6 @@ def test_real_ranks_keep_what_the_plan_says(tmp_path, kind, family, dims):
         return
     for (on_gpu, on_host, gradients), state in zip(kept, planned, strict=True):
         assert gradients == state.gradients
-        # Neither is more than planned; together they have every element once.
+        # Each is at most as planned, which is within one parameter: here, an embedding.
         assert on_gpu <= state.optimizer and on_host <= state.host
-        assert on_gpu > 0.5 * state.optimizer and on_host > 0.5 * state.host
+        assert on_gpu > 0.5 * state.optimizer and on_host > 0.4 * state.host
