@@ -1,4 +1,7 @@
-"""Bytes that a trainer rank always holds: weights, gradients and optimizer state. Exact."""
+"""Bytes that a trainer rank always holds: weights, gradients and optimizer state. Exact.
+
+An optimizer that is partly on the host is the exception: see `optimizer_bytes.py`.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
