@@ -1,6 +1,7 @@
 """Bytes of a rank's shard of the optimizer: on its GPU, on the host, and during an update."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.config.config import Config
@@ -24,13 +25,14 @@ class ShardBytes:
     host: int
 
 
-def shard_bytes(cfg: Config, shards: Iterable[Sequence[int]]) -> ShardBytes:
-    """Bytes of the `shards`: by optimizer, the elements of each parameter, in its order."""
-    keys, shards = cfg.optimizer, list(shards)
-    owned = sum(map(sum, shards))
+def shard_bytes(cfg: Config, shards: Sequence[Sequence[int]]) -> ShardBytes:
+    """Bytes of the `shards`: by optimizer, the elements of each parameter.
+
+    Exact, but for a part on the host: Megatron-Core takes parameters in its order until they are
+    that fraction or more. On either side it is then at most this, and less by one parameter.
+    """
+    keys, owned = cfg.optimizer, sum(map(sum, shards))
     fraction = keys.optimizer_offload_fraction if keys.optimizer_cpu_offload else 0.0
-    host_sizes = [size for sizes in shards for size in _offloaded(sizes, fraction)]
-    on_host = sum(host_sizes)
     moments = [ITEMSIZE[dtype] for dtype in (keys.exp_avg_dtype, keys.exp_avg_sq_dtype)]
     per_element, copies = _master_bytes(cfg) + sum(moments), 0
     if keys.optimizer_cpu_offload:
@@ -40,27 +42,26 @@ def shard_bytes(cfg: Config, shards: Iterable[Sequence[int]]) -> ShardBytes:
         copies = FLOAT if len(set(moments)) > 1 else 0
     else:
         copies = 0 if keys.grad_reduce_in_fp32 else FLOAT
+    on_host = sum(math.ceil(fraction * sum(sizes)) for sizes in shards)
     return ShardBytes(
         device=(owned - on_host) * per_element,
         update=owned * copies,
-        host=on_host * HOST_COPIES * FLOAT + sum(_pinned(size * FLOAT) for size in host_sizes),
+        host=sum(_host_bytes(sizes, fraction) for sizes in shards),
     )
+
+
+def _host_bytes(sizes: Sequence[int], fraction: float) -> int:
+    if not fraction or not sum(sizes):
+        return 0
+    most = min(sum(sizes), math.ceil(fraction * sum(sizes)) + max(sizes))
+    pinned = sum(_pinned(size * FLOAT) for size in sizes)
+    return most * HOST_COPIES * FLOAT + min(pinned, 2 * most * FLOAT)
 
 
 def _master_bytes(cfg: Config) -> int:
     if cfg.model.dtype == "float32":  # weights are their own master weights
         return 0
     return REST_BYTES if cfg.optimizer.use_precision_aware_optimizer else FLOAT
-
-
-def _offloaded(sizes: Sequence[int], fraction: float) -> list[int]:
-    """Sizes on the host: Megatron-Core takes parameters until they are the fraction, or more."""
-    threshold, taken = sum(sizes) * fraction, 0
-    for count, size in enumerate(sizes):
-        if taken >= threshold:
-            return [*sizes[:count]]
-        taken += size
-    return [*sizes]
 
 
 def _pinned(num_bytes: int) -> int:

@@ -1,4 +1,7 @@
-"""Bytes that a trainer rank always holds: weights, gradients and optimizer state. Exact."""
+"""Bytes that a trainer rank always holds: weights, gradients and optimizer state. Exact.
+
+An optimizer that is partly on the host is the exception: see `optimizer_bytes.py`.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +76,11 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         expert_weights += sum(bucket.sizes) if bucket.is_expert else 0
         gradients += bucket.padded
     itemsize, of_biases = ITEMSIZE[cfg.model.dtype], biases * ITEMSIZE["float32"]
-    shard = shard_bytes(cfg, _shards(buckets))
+    owned = [
+        [size for bucket in buckets if bucket.is_expert == is_expert for size in bucket.owned]
+        for is_expert in (False, True)
+    ]
+    shard = shard_bytes(cfg, owned)
     of_reference = itemsize + (ITEMSIZE["float32"] if cfg.mixes_in_float32 else 0)
     return StateBytes(
         weights=weights * itemsize + of_biases,
@@ -107,9 +114,7 @@ def stage_states(cfg: Config, shape: ModelShape) -> list[StateBytes]:
 class _Bucket:
     """Parameters whose gradients are reduced together; each replica's rank updates one shard."""
 
-    chunk: int
     is_expert: bool
-    names: Sequence[str]
     sizes: Sequence[int]
     """Elements of each parameter, in bucket order."""
     num_shards: int
@@ -143,47 +148,17 @@ def _buckets(
 ) -> Iterator[_Bucket]:
     """The buckets of a rank. Experts, and an embedding tied across stages, have separate ones."""
     is_tied_over_stages = shape.tie_word_embeddings and dims.pipeline > 1
-    buckets: dict[tuple[int, bool, bool], list[tuple[str, int]]] = {}
+    buckets: dict[tuple[int, bool, bool], list[int]] = {}
     for chunk, name, size in parameters:
         is_shared = is_tied_over_stages and ("word_embeddings" in name or "output_layer" in name)
         if not name.endswith(EXPERT_BIAS):
-            key = chunk, ".experts." in name, is_shared
-            buckets.setdefault(key, []).append((name, size))
-    for (chunk, is_expert, _), members in buckets.items():
+            buckets.setdefault((chunk, ".experts." in name, is_shared), []).append(size)
+    for (_, is_expert, _), sizes in buckets.items():
         if is_expert:
             num_shards, shard = expert_shards(dims), dims.expert_place(at).data
         else:
             num_shards, shard = dims.data * dims.context, at.context + dims.context * at.data
-        names, sizes = zip(*members[::-1], strict=True)
-        yield _Bucket(
-            chunk=chunk,
-            is_expert=is_expert,
-            names=names,
-            sizes=sizes,
-            num_shards=num_shards,
-            shard=shard,
-        )
-
-
-def _shards(buckets: Sequence[_Bucket]) -> Iterator[list[int]]:
-    """What the rank owns of each parameter, in the order of the optimizers of dense weights and of
-    experts.
-
-    Each takes matrices, then what has no weight decay, from the last of a chunk to the first.
-    """
-    in_order = sorted(buckets, key=lambda bucket: -bucket.chunk)[::-1]
-    for is_expert in (False, True):
-        owned = [
-            (_has_no_decay(name), size)
-            for bucket in in_order
-            if bucket.is_expert == is_expert
-            for name, size in zip(bucket.names, bucket.owned, strict=True)
-        ]
-        yield [size for _, size in sorted(owned, key=lambda each: each[0])]
-
-
-def _has_no_decay(name: str) -> bool:
-    return name.endswith(".bias") or "norm" in name
+        yield _Bucket(is_expert=is_expert, sizes=sizes[::-1], num_shards=num_shards, shard=shard)
 
 
 def expert_shards(dims: ParallelDims) -> int:

@@ -52,7 +52,7 @@ def test_it_goes_on_from_what_it_saved(folder, tmp_path, kind):
     assert all(torch.equal(loaded[key], values) for key, values in saved.items())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "half" not in kind])
 def test_it_keeps_what_the_plan_says(folder, kind):
     state = state_bytes(tiny_config(folder, ONE, *BFLOAT16, *KINDS[kind]), read_shape(folder), 0)
     kept = run_ranks(1, bytes_kept, folder, ONE, kind, cuda=True)
