@@ -1,5 +1,6 @@
 """Torch tensors as raw bits. See `values`."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,4 +18,5 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def bit_view(tensor: Tensor) -> RawBits:
     """The raw bits of a tensor on the CPU, as a view of its memory."""
     integers = tensor.detach().view(_INTEGERS[tensor.itemsize])
-    return integers.numpy().view(BIT_DTYPES[DTYPE_NAMES[tensor.dtype]])
+    # Tensor.numpy() would keep the storage from being freed in place for good: `train.offload`.
+    return np.from_dlpack(integers).view(BIT_DTYPES[DTYPE_NAMES[tensor.dtype]])
