@@ -2,7 +2,8 @@
 
 A part of the state is a list of storages. To leave, a storage is copied and freed in place; to come
 back, it is allocated and filled. Its tensors stay the same objects, so whatever is a view of it
-(parameters, gradient buckets, shards, master weights) is valid again once it is back.
+(parameters, gradient buckets, shards, master weights) is valid again once it is back. Meanwhile
+torch cuts no new views from it.
 
 Megatron-Core's own `offload_to_cpu` are not used: that of optimizers makes new tensors in pageable
 memory in every move, and cuts float32 weights from the shards that are their master weights; that

@@ -148,12 +148,13 @@ def change_and_come_back(rank: int, folder: Path) -> list[bool]:
     cfg = config(folder, ParallelDims(), "float32", "all")
     residency = build_residency(cfg, policy, None, CPU, num_ranks=1)
     [first, *_] = policy.parameters().values()
+    corner = first[1:3, :4]  # torch cuts no view from what is away
     residency.enter("push")
     assert residency.readable(first) is first
     residency.enter("generate")
-    copy = residency.readable(first[1:3, :4])
+    copy = residency.readable(corner)
     residency.enter("train")
-    same = torch.equal(copy, first[1:3, :4]) and copy is not first
+    same = torch.equal(copy, corner) and copy is not corner
     first.data[1, 0] += 1.0
     moved = first.detach().clone()
     residency.enter("generate")
