@@ -37,3 +37,4 @@ def test_where_there_is_no_terminal_a_longer_one_is_a_line_from_time_to_time(
     monkeypatch.setattr(bars, "LINE_SECONDS", 0.0)
     assert shown(is_terminal=False) == "reading [models/8B]: 1.0 MB of 4.0 MB\n"
     assert shown(is_terminal=False, shows=False) == ""
+    assert shown(is_terminal=True) == ""

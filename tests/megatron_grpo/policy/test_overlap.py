@@ -143,11 +143,14 @@ def own_weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def fault(policy: Policy, groups: Groups, share: Sequence[PackedBatch]) -> str:
-    """What is said of a step whose gradient is not finite; nothing is updated."""
+    """Of which tensor a step says that its gradient is not finite; nothing is updated.
+
+    How many of its values a rank has contributed itself depends on where shards lie.
+    """
     bad = [replace(batch, loss_weights=batch.loss_weights * torch.nan) for batch in share]
     accumulate(policy, groups, bad)
     assert not torch.tensor(gradient_norm(policy.optimizer)).isfinite()
-    return name_nonfinite(policy, [], torch.device("cpu"))
+    return name_nonfinite(policy, [], torch.device("cpu")).partition(" has ")[0]
 
 
 Steps = tuple[list[Any], list[bool], Boxes]
