@@ -19,8 +19,9 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines import RolloutAborted
 from megatron_grpo.evaluation.evaluation import is_due
 from megatron_grpo.launch.process import Preempted
+from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.export import export_model
-from megatron_grpo.policy.model import build_policy, describe, weight_sender
+from megatron_grpo.policy.model import build_policy, unwrapped, weight_sender
 from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.residency import build_residency
 from megatron_grpo.policy.skipped_steps import SkippedSteps
@@ -140,7 +141,7 @@ class Trainer:
         run, cfg = self.run, self.cfg
         self.policy = build_policy(cfg, shape, run.groups)
         if run.groups.rank == 0:
-            print(describe(self.policy))
+            print(describe(unwrapped(self.policy.chunks[0]), self.policy.optimizer))
         self.reference = build_reference(cfg, shape, run.groups) if cfg.grpo.beta > 0 else None
         num_ranks = cfg.dims.world_size // run.num_hosts
         self.residency = build_residency(cfg, self.policy, self.reference, run.device, num_ranks)

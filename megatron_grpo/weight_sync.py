@@ -8,11 +8,8 @@ checksums of every parameter that are summed over the ranks.
 import json
 import os
 import sys
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -24,6 +21,7 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines import RolloutAborted, RolloutClient, WorkerSums
+from megatron_grpo.engines.client import meanwhile
 from megatron_grpo.engines.layouts import shard_bytes, worker_dtypes, worker_layouts
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
@@ -264,25 +262,3 @@ class WeightSync:
         by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(by_rank, mine)
         return [column.nonzero().flatten().tolist() for column in torch.stack(by_rank, dim=1)]
-
-
-@contextmanager
-def meanwhile(
-    engines: RolloutClient | None, action: Callable[[RolloutClient, Callable[[], bool]], None]
-) -> Iterator[None]:
-    """On rank 0, which holds `engines`, run `action` on them concurrently with the block.
-
-    `action` gets a function that tells whether the block is still running. Its error replaces that
-    of the block, which sees only a broken channel when an engine dies.
-    """
-    if engines is None:
-        yield
-        return
-    is_over = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(action, engines, lambda: not is_over.is_set())
-        try:
-            yield
-        finally:
-            is_over.set()
-            done.result()

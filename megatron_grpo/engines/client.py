@@ -1,10 +1,12 @@
 """The trainer's client of the rollout engines: requests samples and pushes new weights."""
 
 import asyncio
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from checkpoint_convert.vllm import EngineReport
@@ -249,3 +251,25 @@ class RolloutClient:
 async def _describe(engine: Engine) -> list[EngineReport]:
     answers = await engine.ask_workers("describe_parameters")
     return [answer["parameters"] for answer in answers]
+
+
+@contextmanager
+def meanwhile(
+    engines: RolloutClient | None, action: Callable[[RolloutClient, Callable[[], bool]], None]
+) -> Iterator[None]:
+    """On rank 0, which holds `engines`, run `action` on them concurrently with the block.
+
+    `action` gets a function that tells whether the block is still running. Its error replaces that
+    of the block, which sees only a broken channel when an engine dies.
+    """
+    if engines is None:
+        yield
+        return
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(action, engines, lambda: not is_over.is_set())
+        try:
+            yield
+        finally:
+            is_over.set()
+            done.result()

@@ -8,6 +8,7 @@ from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import get_te_version
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, padded_vocab_size
@@ -16,7 +17,12 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.policy.dynamic_context import rotate_own_tokens
 from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
 from megatron_grpo.policy.packed_params import PackedRotary
-from megatron_grpo.policy.transformer import accumulate_in_products, block_spec, transformer_config
+from megatron_grpo.policy.transformer import (
+    accumulate_in_products,
+    block_spec,
+    transformer_config,
+    uses_transformer_engine,
+)
 from parallel import pipeline_layers
 from parallel.groups import Groups
 
@@ -63,6 +69,21 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
         if groups.is_dynamic:
             rotate_own_tokens(chunk, groups)
     return chunks
+
+
+def describe(chunk: GPTModel, optimizer: Any) -> str:
+    """What computes layers, attention and optimizer steps: they differ in speed and in rounding."""
+    fused = uses_transformer_engine(chunk.config)
+    attention = chunk.decoder.layers[0].self_attention.core_attention
+    steps = {
+        type(part.optimizer).__name__
+        for part in optimizer.chained_optimizers
+        if part.optimizer is not None
+    }
+    return (
+        f"layers: {f'Transformer Engine {get_te_version()}' if fused else 'torch'}, "
+        f"attention: {type(attention).__name__}, optimizer: {', '.join(sorted(steps))}"
+    )
 
 
 def expert_biases(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.utils import get_te_version
 from torch import Tensor
 
 from checkpoint_convert import ModelShape, megatron_layout
@@ -16,12 +15,8 @@ from megatron_grpo.bars import waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.dynamic_context import split_dynamically
+from megatron_grpo.policy.gradients import gather_weights, with_gradients
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
-from megatron_grpo.policy.overlap import (
-    gather_weights,
-    reduce_in_last_backward,
-    weights_are_whole,
-)
 from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
@@ -128,28 +123,9 @@ def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
     return Model(shape=shape, layout=layout, chunks=chunks)
 
 
-def describe(policy: Policy) -> str:
-    """What computes layers, attention and optimizer steps: they differ in speed and in rounding."""
-    chunk = unwrapped(policy.chunks[0])
-    fused = uses_transformer_engine(chunk.config)
-    attention = chunk.decoder.layers[0].self_attention.core_attention
-    steps = {
-        type(part.optimizer).__name__
-        for part in policy.optimizer.chained_optimizers
-        if part.optimizer is not None
-    }
-    return (
-        f"layers: {f'Transformer Engine {get_te_version()}' if fused else 'torch'}, "
-        f"attention: {type(attention).__name__}, optimizer: {', '.join(sorted(steps))}"
-    )
-
-
 def add_gradients(model: Model, cfg: Config) -> None:
     """Give a model's chunks gradient buffers, which are summed over data and context ranks."""
-    model.chunks = [_with_gradients(chunk, cfg) for chunk in model.chunks]
-    if cfg.parallel.overlap_grad_reduce:
-        reduce_in_last_backward(model.chunks)
-    weights_are_whole(model.chunks)
+    model.chunks = with_gradients(model.chunks, cfg)
 
 
 def add_optimizer(model: Model, cfg: Config) -> Policy:
@@ -181,23 +157,6 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
         packed_seq_params=params,
     )
     return output.squeeze(0) if unwrapped(chunk).post_process else output
-
-
-def _with_gradients(chunk: GPTModel, cfg: Config) -> DistributedDataParallel:
-    """Give a chunk a gradient buffer, which is summed over data and context ranks."""
-    return DistributedDataParallel(
-        chunk.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=cfg.optimizer.grad_reduce_in_fp32,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
-            overlap_param_gather=cfg.parallel.overlap_param_gather,
-            # This check is an assert on one rank, which ends the run; `train_step` instead makes
-            # all ranks skip the step.
-            check_for_nan_in_grad=False,
-        ),
-        chunk,
-    )
 
 
 def weight_sender(model: Model, groups: Groups) -> Sender:

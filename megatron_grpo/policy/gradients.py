@@ -1,4 +1,4 @@
-"""Sums of gradients and gathering of weights over data ranks, while layers compute.
+"""Gradients of a model, their sums over data ranks, and gathering of weights, while layers compute.
 
 Megatron-Core's DistributedDataParallel does both by hooks: it reduces a bucket of gradients once
 the last of them is there, and before a module's forward waits until its weights are whole.
@@ -7,8 +7,38 @@ the last of them is there, and before a module's forward waits until its weights
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 
-def reduce_in_last_backward(chunks: Sequence[Any]) -> None:
+from megatron_grpo.config.config import Config
+
+
+def with_gradients(chunks: Sequence[GPTModel], cfg: Config) -> list[Any]:
+    """Give the chunks of a rank gradient buffers, which are summed over data and context ranks."""
+    wrapped = [_with_gradients(chunk, cfg) for chunk in chunks]
+    if cfg.parallel.overlap_grad_reduce:
+        _reduce_in_last_backward(wrapped)
+    _weights_are_whole(wrapped)
+    return wrapped
+
+
+def _with_gradients(chunk: GPTModel, cfg: Config) -> DistributedDataParallel:
+    return DistributedDataParallel(
+        chunk.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=cfg.optimizer.grad_reduce_in_fp32,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
+            overlap_param_gather=cfg.parallel.overlap_param_gather,
+            # This check is an assert on one rank, which ends the run; `train_step` instead makes
+            # all ranks skip the step.
+            check_for_nan_in_grad=False,
+        ),
+        chunk,
+    )
+
+
+def _reduce_in_last_backward(chunks: Sequence[Any]) -> None:
     """Tell Megatron's schedules to reduce gradients only in a chunk's last backward of a step.
 
     They would reduce after each microbatch, sums included that were reduced before.
@@ -17,7 +47,7 @@ def reduce_in_last_backward(chunks: Sequence[Any]) -> None:
     chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
 
 
-def weights_are_whole(chunks: Sequence[Any]) -> None:
+def _weights_are_whole(chunks: Sequence[Any]) -> None:
     """Tell Megatron that a rank has all weights: the first forward need not gather any."""
     for group in _bucket_groups(chunks):
         group.param_gather_dispatched = True
