@@ -54,15 +54,17 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
 def check_optimizer(cfg: OptimizerConfig) -> None:
     """Raise ValueError for a key that needs what this host lacks."""
     for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if getattr(cfg, key) and not torch.cuda.is_available():
+        if not getattr(cfg, key):
+            continue
+        if not torch.cuda.is_available():
             raise ValueError(
                 f"optimizer.{key} true needs a GPU, and this host has none: leave it out"
             )
-    if cfg.use_precision_aware_optimizer and not find_spec("transformer_engine"):
-        raise ValueError(
-            "optimizer.use_precision_aware_optimizer true needs Transformer Engine's FusedAdam, "
-            "which this host lacks: run `bash requirements/gpu.sh`, or leave it out"
-        )
+        if not find_spec("transformer_engine"):
+            raise ValueError(
+                f"optimizer.{key} true needs Transformer Engine, which this host lacks: run `bash "
+                "requirements/gpu.sh`, or leave it out"
+            )
 
 
 def _memory_fields(cfg: OptimizerConfig) -> dict[str, Any]:

@@ -59,10 +59,16 @@ class _HostTensors(TorchFunctionMode):
 
 def _allow_offload() -> None:
     """Let ``optimizer.optimizer_cpu_offload`` run, with one memory for both devices."""
-    policy_optimizer.check_optimizer = lambda cfg: None
+    _pretend_transformer_engine()
     torch.accelerator.empty_host_cache = lambda: None
     for name in ("_init_sub_optimizers", "step"):
         setattr(HybridDeviceOptimizer, name, _beside_a_gpu(getattr(HybridDeviceOptimizer, name)))
+
+
+def _pretend_transformer_engine() -> None:
+    policy_optimizer.check_optimizer = lambda cfg: None
+    for config in (megatron_optimizer, optimizer_config):
+        config.is_te_min_version = lambda version: True
 
 
 def _beside_a_gpu(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +92,6 @@ class FusedAdam(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        capturable: bool,
         adam_w_mode: bool,
         exp_avg_dtype: torch.dtype,
         exp_avg_sq_dtype: torch.dtype,
@@ -94,6 +99,7 @@ class FusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: bool,
         master_weight_dtype: torch.dtype,
         store_param_remainders: bool,
+        capturable: bool = False,
     ) -> None:
         assert adam_w_mode and master_weights and use_decoupled_grad and store_param_remainders
         assert master_weight_dtype == torch.float32 and not capturable
@@ -142,14 +148,12 @@ class FusedAdam(torch.optim.Optimizer):
 
 def _allow_precision_aware() -> None:
     """Let ``optimizer.use_precision_aware_optimizer`` run, with the `FusedAdam` here."""
-    policy_optimizer.check_optimizer = lambda cfg: None
+    _pretend_transformer_engine()
     module: Any = ModuleType("transformer_engine.pytorch.optimizers")
     module.FusedAdam = FusedAdam
     sys.modules[module.__name__] = module  # where Megatron's config looks at its arguments
     for user in (megatron_optimizer, distrib_optimizer):
         user.Adam = FusedAdam
-    for config in (megatron_optimizer, optimizer_config):
-        config.is_te_min_version = lambda version: True
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
 
 
