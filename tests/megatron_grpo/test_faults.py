@@ -131,7 +131,7 @@ HANGS = {
 def test_a_rank_that_hangs_is_named_and_the_job_ends(
     sabotage: InPhase, runs: Runs, undisturbed: Path, tmp_path: Path
 ) -> None:
-    with runs.start(tmp_path / "run", "train.hang_timeout=5", sabotage=sabotage) as job:
+    with runs.start(tmp_path / "run", "train.hang_timeout=8", sabotage=sabotage) as job:
         others = [process for rank, process in enumerate(job.ranks) if rank != sabotage.rank]
         for process in others:
             process.join(30 + HANG_SECONDS)
@@ -403,7 +403,7 @@ def way_to_the_engine(runs: Runs) -> Iterator[Proxy]:
 def test_a_job_whose_last_engine_is_lost_saves_and_stops_and_resumes(
     runs: Runs, undisturbed: Path, way_to_the_engine: Proxy, tmp_path: Path
 ) -> None:
-    run_dir, limit = tmp_path / "run", 5
+    run_dir, limit = tmp_path / "run", 10
     arguments = [f"rollout.base_urls=[{way_to_the_engine.url}]", f"rollout.startup_timeout={limit}"]
     with runs.start(run_dir, *arguments) as job:
         job.wait_for(lambda: 1 in steps_of(run_dir), seconds=60)
