@@ -177,6 +177,11 @@ def pack(
     masks = [True if each.response_mask is None else each.response_mask for each in members]
     loss_mask = of_responses.column(masks, bool)
     sequence_indices = [-1 if s.index is None else s.index for s in segments]
+    cached: dict[str, Any] = {
+        name: response_column(name)
+        for name in CACHED_VALUES
+        if name in known or any(getattr(each, name) is not None for each in members)
+    }
     return PackedBatch(
         tokens=of_segments.column([s.tokens for s in segments], np.int64),
         position_ids=torch.cat(
@@ -193,11 +198,7 @@ def pack(
         log_rows=_log_rows(members, of_responses),
         routed_experts=_routed_experts(segments, starts, total),
         prefixes=_prefixes(segments, starts) if share_prompts else None,
-        **{
-            name: response_column(name)
-            for name in CACHED_VALUES
-            if name in known or any(getattr(each, name) is not None for each in members)
-        },
+        **cached,
     )
 
 
