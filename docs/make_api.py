@@ -96,6 +96,7 @@ print(plan_microbatches(lengths, 1024, dims, alignment, CostModel.transformer(10
 LOGPROBS = """
 import torch
 from parallel.logprobs import chosen_logprobs
+from parallel.rank_part import Predictions
 
 torch.manual_seed(0)
 hidden, weight = torch.randn(4, 16), torch.randn(32, 16)  # [tokens, size], [vocabulary, size]
@@ -103,7 +104,8 @@ tokens = torch.tensor([3, 1, 4, 1])
 targets = torch.tensor([1, 2, 3, -1])  # each position predicts the next token
 select = torch.tensor([False, True, True, True])
 options = {"temperature": 1.0, "vocab_size": 32, "tensor_group": None}
-chosen = chosen_logprobs(hidden, weight, tokens, targets, select, **options)
+predictions = Predictions.of(targets, select)
+chosen = chosen_logprobs(hidden, weight, tokens, predictions, **options)
 logits = torch.log_softmax(hidden @ weight.T, dim=-1)
 print(torch.allclose(chosen.logprobs, logits[[0, 1, 2], tokens[1:]], atol=1e-5))
 """

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from megatron_grpo.config.config import Config
@@ -12,6 +13,7 @@ from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.train import Run, train
 from megatron_grpo.watchdog import Limits, Watchdog
+from parallel.cores import run_near
 from parallel.cpu_device import communication_backend, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 
@@ -42,12 +44,15 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
         timeout = timedelta(seconds=cfg.rollout.startup_timeout)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     cfg = with_steps_of_rank_0(cfg, place.rank, store)
-    watchdog = Watchdog(place, store, Limits.from_config(cfg), cfg.train.run_dir)
+    limits = Limits.from_config(cfg, on_gpu=torch.cuda.is_available())
+    watchdog = Watchdog(place, store, limits, cfg.train.run_dir)
     if place.rank == 0:
         print(_beginning(cfg), flush=True)
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
     with watchdog, lock:
         device = setup_device(place.local_rank)
+        if device.type == "cuda" and place.rank > 0:  # rank 0 also has engines and reward workers
+            run_near(device)
         with process_groups(cfg, place, store) as groups:
             train(Run(cfg, groups, device, place.num_hosts, token, watchdog))
 

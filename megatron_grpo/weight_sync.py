@@ -152,6 +152,7 @@ class WeightSync:
             except ConnectionError as error:
                 raise RolloutAborted(str(error)) from None
 
+        self._make_room()
         assembled = on_rank_0(self._engines, assemble, (Preempted, RolloutAborted))
         found = torch.tensor(assembled or (0, 0))
         dist.broadcast(found, src=0)
@@ -161,6 +162,14 @@ class WeightSync:
         if has_changed:
             self.close()
         return has_changed
+
+    def _make_room(self) -> None:
+        """Give back memory that ranks keep unused, if an engine is starting again: it may be beside
+        them, and vLLM ends unless all of its share is free."""
+        starting = torch.tensor(bool(self._engines and self._engines.pool.starting))
+        dist.broadcast(starting, src=0)
+        if starting:
+            torch.cuda.empty_cache()
 
     def _try_push(
         self,

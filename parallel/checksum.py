@@ -19,7 +19,7 @@ checksum_kernel.c sums rows while it copies them.
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import chain, repeat
 from math import prod
 
@@ -34,7 +34,7 @@ from parallel.views import matrices_of
 WORD_BYTES = 8
 
 
-@lru_cache(maxsize=256)
+@cache  # without a limit: other streams may still use what a full cache would drop
 def factors_of(shape: Shape, per_word: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The factors of a tensor's rows, in its dimensions but the last, and of its word columns."""
     num_rows, num_columns = prod(shape[:-1]), -(-shape[-1] // per_word)

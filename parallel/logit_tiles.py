@@ -225,9 +225,12 @@ def _gradient_of_tile(
         of_entropy = of_entropy * -scale
         factor = torch.addcmul(factor + (entropy * of_entropy)[:, None], log_p, of_entropy[:, None])
     gradient = log_p.exp_().mul_(factor)
+    if space is None:  # compiled to one kernel, which a scatter would split in three
+        is_token = columns[:, None] == torch.arange(logits.shape[1], device=logits.device)
+        return torch.where(is_token, gradient + of_logprob[:, None], gradient).to(dtype)
     at, is_here = _within(columns, logits)
     gradient.scatter_add_(1, at, (of_logprob * is_here)[:, None])
-    if space is None or space.product is None:
+    if space.product is None:
         return gradient.to(dtype)
     return space.product.copy_(gradient)
 
@@ -259,11 +262,24 @@ def _set_product(target: Tensor, a: Tensor, b: Tensor) -> None:
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+    elif a.is_cuda:  # added in the product, instead of written, read and added
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += _product(a, b, total.dtype)
 
 
 @cache
 def _for_device(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """`function`, compiled into fused kernels on a GPU, for any number of rows."""
-    return torch.compile(function, dynamic=True) if kind == "cuda" else function
+    """`function`, compiled into fused kernels on a GPU, for any number of rows.
+
+    A single row, each temperature and wide tiles have kernels of their own, 3 to 6 in a run. Beyond
+    its limit, 8 by default, torch would only log that it computes without them; with `fullgraph`
+    that is an error.
+    """
+    if kind != "cuda":
+        return function
+    compiler: Any = torch.compile  # torch 2.13's overloads do not tell of recompile_limit
+    compiled: Callable[..., Any] = compiler(
+        function, dynamic=True, fullgraph=True, recompile_limit=64
+    )
+    return compiled

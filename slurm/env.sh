@@ -32,3 +32,12 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 # need HF_HUB_OFFLINE=1 and everything fetched beforehand.
 export HF_HUB_CACHE="${HF_HUB_CACHE:-${HF_HOME:-$PWD/.cache/huggingface}/hub}"
 export HF_DATASETS_CACHE="${HF_DATASETS_CACHE:-${HF_HOME:-$PWD/.cache/huggingface}/datasets}"
+
+# Caches of compiled kernels, on each node's own disk: on a shared one, all processes of a job would wait
+# for each other's locks. They are kept for later jobs. A process compiles with few others beside it: by
+# default with up to 32, and a node may have 16 such processes.
+NODE_CACHE=${NODE_CACHE:-/tmp/megatron-grpo-$UID}
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$NODE_CACHE/triton}"
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$NODE_CACHE/inductor}"
+export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$NODE_CACHE/vllm}"
+export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-4}"

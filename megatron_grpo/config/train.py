@@ -91,9 +91,10 @@ class TrainConfig(Section):
     keep_every: PositiveInt | None = None
     """Checkpoints whose step is a multiple of this are kept for good; a multiple of save_interval.
     Null: only the newest are kept."""
-    hang_timeout: PositiveFloat = 45.0
+    hang_timeout: PositiveFloat | None = None
     """Seconds without progress in a training phase until the run is stopped; the first step has
-    more."""
+    more. Null: 45, on GPUs 300, where the first save or evaluation may still compile kernels and
+    make connections."""
     max_skipped_steps: PositiveInt = 3
     """Steps with a NaN or infinite loss or gradient are skipped; this many in a row stop the
     run."""

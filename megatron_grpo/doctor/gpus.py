@@ -14,6 +14,8 @@ from megatron_grpo.doctor.packages import FOR_GPUS, installed_version
 SECTION = "GPUs"
 MIN_CAPABILITY = (8, 0)
 """The first compute capability with bfloat16."""
+PACKED_CAPABILITY = (9, 0)
+"""The first for which cuDNN has attention over packed sequences; Transformer Engine uses it."""
 LOAD = "import torch, transformer_engine.pytorch; print(open('/proc/self/maps').read())"
 
 
@@ -90,8 +92,14 @@ def check_gpus(found: Gpus | None) -> Iterator[Check]:
         major, minor = gpu.capability
         value = f"{count} x {gpu.name}, {gpu.memory / 1e9:,.0f} GB"
         value += f", compute capability {major}.{minor}"
-        is_old = gpu.capability < MIN_CAPABILITY
-        remedy = "model.dtype=float32: it has no bfloat16" if is_old else ""
+        remedy = ""
+        if gpu.capability < MIN_CAPABILITY:
+            remedy = "model.dtype=float32: it has no bfloat16"
+        elif gpu.capability < PACKED_CAPABILITY and installed_version("flash-attn") is None:
+            remedy = (
+                "pip install flash-attn, or model.megatron.transformer_impl=local: cuDNN has no "
+                "attention over packed sequences for it"
+            )
         yield Check.warn_if(remedy, SECTION, "GPUs", value)
     value = f"driver {found.driver}, CUDA {found.cuda} in torch, NCCL {found.nccl}"
     yield Check(SECTION, "driver, CUDA and NCCL", "ok", value)

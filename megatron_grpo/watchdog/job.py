@@ -20,6 +20,9 @@ from parallel.weight_transfer import TIMEOUT
 MARGIN_SECONDS = 15.0
 """Added to the limits of waits with their own timeout, so that these fail first."""
 
+HANG_SECONDS, HANG_SECONDS_ON_GPU = 45.0, 300.0
+"""Defaults of `train.hang_timeout`."""
+
 START = "start"
 """The phase before the first step, while engines start. Reading weights is another one: `load`."""
 
@@ -41,14 +44,15 @@ class Limits:
     push: Limit
 
     @classmethod
-    def from_config(cls, cfg: Config) -> "Limits":
+    def from_config(cls, cfg: Config, *, on_gpu: bool) -> "Limits":
         """From the time-outs of the config; see docs/cluster.md."""
         rollout = cfg.rollout
         # A channel without traffic for TIMEOUT is given up; then its engine is waited for until it
         # counts as lost, and the push is repeated.
         waits = TIMEOUT.total_seconds() + rollout.stall_timeout
         push = Limit(waits + MARGIN_SECONDS, "rollout.stall_timeout")
-        step = Limit(cfg.train.hang_timeout, "train.hang_timeout")
+        seconds = cfg.train.hang_timeout or (HANG_SECONDS_ON_GPU if on_gpu else HANG_SECONDS)
+        step = Limit(seconds, "train.hang_timeout")
         return cls(
             start=Limit(rollout.startup_timeout + MARGIN_SECONDS, "rollout.startup_timeout"),
             step=step,

@@ -3,6 +3,7 @@
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,29 @@ def address_of_meeting(rank: int, folder: Path) -> str:
         cfg, read_shape(folder), sender, torch.device("cpu"), num_hosts=2, engines=None
     )
     return sync._address
+
+
+def memory_given_back(rank: int, folder: Path, lost: list[list[str]]) -> list[int]:
+    """How often a rank has given memory back before it assembles engines, of which some start."""
+    dims, calls, found = ParallelDims(data=2), [], []
+    policy, groups = start_policy(rank, folder, dims)
+    sender, cfg = weight_sender(policy, groups), tiny_config(folder, dims)
+    torch.cuda.empty_cache = lambda: calls.append(None)  # of this process alone
+    for starting in lost:
+        pool = SimpleNamespace(starting=starting)
+        engines = SimpleNamespace(pool=pool, assemble=lambda check: (1, 1)) if rank == 0 else None
+        sync = WeightSync(
+            cfg, read_shape(folder), sender, torch.device("cpu"), num_hosts=1, engines=engines
+        )
+        sync._assemble()
+        found.append(len(calls))
+    return found
+
+
+def test_ranks_give_memory_back_to_an_engine_that_starts_again(tied_model: Path) -> None:
+    """Beside them: vLLM ends at once if its share of the GPU is not free."""
+    lost = [[], ["http://127.0.0.1:1"], []]
+    assert run_ranks(2, memory_given_back, tied_model, lost) == [[0, 1, 1]] * 2
 
 
 def test_ranks_of_several_hosts_meet_where_the_last_rank_finds_rank_0(tied_model: Path) -> None:

@@ -290,11 +290,18 @@ def test_an_engine_that_always_dies_is_started_again_three_times(bash, tmp_path)
         ({"SLURM_GPUS_PER_NODE": "4", "GPUS_PER_NODE": "2"}, "$GPUS_PER_NODE", "2"),
         ({}, "$PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "of_the_site"}, "$PYTORCH_CUDA_ALLOC_CONF", "of_the_site"),
+        # Kernels are compiled on the node's own disk, by a few processes at a time.
+        ({}, "$TRITON_CACHE_DIR", f"/tmp/megatron-grpo-{os.getuid()}/triton"),
+        ({"NODE_CACHE": "/nvme"}, "$TORCHINDUCTOR_CACHE_DIR", "/nvme/inductor"),
+        ({"VLLM_CACHE_ROOT": "/of/the/site"}, "$VLLM_CACHE_ROOT", "/of/the/site"),
+        ({}, "$TORCHINDUCTOR_COMPILE_THREADS", "4"),
         # The token of the hub is not put beside its caches.
         ({}, "${HF_HOME-none} $HF_HUB_CACHE", f"none {REPOSITORY}/.cache/huggingface/hub"),
     ],
 )
 def test_the_environment_is_that_of_the_job_and_the_site(bash, variables, printed, expected):
-    unset = "" if "PYTORCH_CUDA_ALLOC_CONF" in variables else "unset PYTORCH_CUDA_ALLOC_CONF;"
-    script = f'unset HF_HOME HF_HUB_CACHE; {unset} source slurm/env.sh; echo "{printed}"'
+    own = {"HF_HOME", "HF_HUB_CACHE", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_CACHE_DIR"}
+    own |= {"TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"}  # also set by torch
+    unset = " ".join(own - variables.keys())
+    script = f'unset {unset}; source slurm/env.sh; echo "{printed}"'
     assert bash(script, {}, **variables).stdout == f"{expected}\n"

@@ -32,6 +32,7 @@ def test_equal_gpus_are_one_line():
     [
         ({"gpus": (), "cuda": None}, "GPUs", "missing", "bash requirements/gpu.sh"),
         ({"gpus": ()}, "GPUs", "missing", "nvidia-smi"),
+        ({"gpus": (replace(H100, capability=(8, 0)),)}, "GPUs", "warning", "flash-attn"),
         ({"gpus": (replace(H100, capability=(7, 0)),)}, "GPUs", "warning", "model.dtype=float32"),
         ({"without_peer_access": ((0, 4),)}, "peer access", "warning", "nvidia-smi topo"),
     ],

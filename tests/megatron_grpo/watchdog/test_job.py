@@ -192,8 +192,9 @@ def test_stragglers(stacks, progress, expected):
     assert stragglers(dict(enumerate(stacks)), dict(enumerate(progress))) == expected
 
 
-def limits_of(*overrides: str) -> Limits:
-    return Limits.from_config(tiny_config(Path("unused"), ParallelDims(), *overrides))
+def limits_of(*overrides: str, on_gpu: bool = False) -> Limits:
+    cfg = tiny_config(Path("unused"), ParallelDims(), *overrides)
+    return Limits.from_config(cfg, on_gpu=on_gpu)
 
 
 @pytest.mark.parametrize("hang_timeout", [7, 400])
@@ -205,6 +206,12 @@ def test_limits_exceed_the_time_outs_within_their_phase(hang_timeout):
         "rollout.stall_timeout=30",
         f"train.hang_timeout={hang_timeout}",
     ) == Limits(Limit(215, "rollout.startup_timeout"), step, push)
+
+
+def test_a_step_on_gpus_may_take_longer_unless_the_config_says():
+    assert limits_of().step == Limit(45, "train.hang_timeout")
+    assert limits_of(on_gpu=True).step == Limit(300, "train.hang_timeout")
+    assert limits_of("train.hang_timeout=7", on_gpu=True).step.seconds == 7
 
 
 def test_limits_are_those_of_the_docs():
