@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 from checkpoint_convert import ModelShape
-from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.config.config import Config
@@ -83,6 +82,9 @@ class Replay:
     thread = engines = None
 
     def __init__(self, run_dir: Path, cfg: Config, shape: ModelShape) -> None:
+        # Imports transformers, which the other ranks make no use of.
+        from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
+
         self._run_dir = run_dir
         self.tokenizer = load_tokenizer(cfg.model.path)
         self.stream = load_stream(cfg, shape, self.tokenizer)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -227,6 +228,8 @@ def parameters_of(worker: Any) -> dict[str, Tensor]:
 
 class WorkerClient:
     """The part of `RolloutClient` that pushes use, without HTTP and without pausing a server."""
+
+    pool = SimpleNamespace(starting=False)
 
     def __init__(self, workers: WorkerEngines) -> None:
         self.workers = workers

@@ -202,7 +202,7 @@ def mixture(tmp_path_factory) -> Path:
     ("override", "part"),
     [
         ("parallel.sequence_parallel=false", "tensor_parallel_size to 1"),
-        ("model.megatron.moe_expert_capacity_factor=1.0", "factor is not free"),
+        ("model.megatron.moe_expert_capacity_factor=1.0", "factor is not possible"),
     ],
 )
 def test_what_a_mixture_cannot_do_is_refused(override, part, config, mixture):

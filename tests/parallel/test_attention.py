@@ -54,6 +54,7 @@ def context_parallel_attention(rank: int, ranks_per_group: int) -> list[Tensor]:
         prefixes=None,
         block_mask=None,
         context_order=context_order(cu_seqlens, group.size()),
+        cp_group=None,
     )
     output = attention(query, key, value, None, packed_seq_params=params)
     probe = torch.linspace(-1, 1, tensors[0].numel(), dtype=output.dtype)
@@ -77,7 +78,7 @@ def bfloat16_attention(rank: int) -> tuple[Tensor, Tensor]:
         pg_collection=SimpleNamespace(cp=torch.distributed.group.WORLD),
     )
     query, key, value, cu_seqlens = random_pack(torch.bfloat16)
-    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_mask=None)
+    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_mask=None, cp_group=None)
     output = attention(query, key, value, None, packed_seq_params=params)
     (gradient,) = torch.autograd.grad(output.float().sum(), key)
     return output.detach(), gradient

@@ -9,7 +9,7 @@ from helpers.ranks import run_ranks
 from parallel import Coordinates, ParallelDims
 from parallel.cpu_device import communication_backend, setup_device
 from parallel.fake_rank import fake_rank
-from parallel.groups import init_groups
+from parallel.groups import Groups, init_groups
 
 DIMS = ParallelDims(tensor=2, context=2, pipeline=2)
 NAMES = ("tensor", "context", "data", "pipeline", "data_context", "replica")
@@ -20,9 +20,13 @@ def ranks_of_groups(rank: int, dims: ParallelDims) -> dict[str, list[int]]:
     groups = init_groups(dims)
     assert groups.coordinates == dims.coordinates(rank)
     return {
-        name: torch.distributed.get_process_group_ranks(getattr(groups, name))
+        name: torch.distributed.get_process_group_ranks(group_named(groups, name))
         for name in (*NAMES, "data_gloo")
     }
+
+
+def group_named(groups: Groups, name: str) -> torch.distributed.ProcessGroup:
+    return groups.contexts[groups.dims.context] if name == "context" else getattr(groups, name)
 
 
 def along(dims: ParallelDims, at: Coordinates, axes: tuple[str, ...]) -> list[int]:
@@ -60,7 +64,8 @@ def ranks_of_fake_groups(dims: ParallelDims, rank: int) -> dict[str, list[int]]:
             groups.coordinates.data
         )
         return {
-            name: torch.distributed.get_process_group_ranks(getattr(groups, name)) for name in NAMES
+            name: torch.distributed.get_process_group_ranks(group_named(groups, name))
+            for name in NAMES
         }
 
 

@@ -65,7 +65,7 @@ def waits_of_a_step(rank: int, folder: Path, dims: ParallelDims, *overrides: str
             replace(batch, ref_logprobs=torch.zeros(len(batch.tokens)))
             for batch in (each.on_rank(dims, groups.coordinates) for each in share)
         ],
-        groups.data,
+        groups,
     )
     with counted_waits() as waits:
         compute_logprobs(policy, batches, 1.0, groups)
