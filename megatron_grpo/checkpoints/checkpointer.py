@@ -45,6 +45,7 @@ from megatron_grpo.checkpoints.trainer_state import (
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.policy.gradients import gather_weights
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
@@ -161,6 +162,7 @@ class Checkpoints:
         FloatingPointError on all ranks, and writes nothing, when a tensor is not finite.
         """
         self.wait()
+        gather_weights(self._policy.chunks)  # in place: the parts are views
         parts = [
             replace(part, values=self._residency.readable(part.values)) for part in self._parts
         ]

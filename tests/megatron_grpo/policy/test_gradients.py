@@ -21,10 +21,10 @@ from helpers.policies import (
     layout_name,
     numbers_of,
     pack_all,
-    save_checkpoint,
     start_policy,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.policy import model
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Policy, unwrapped
@@ -165,6 +165,7 @@ def take_steps(
     seen: list[Any] = []
     if resumed:
         checkpoints_of(resumed, policy, folder, dims).load()
+    checkpoints = checkpoints_of(saved, policy, folder, dims)  # as a run has them: before any step
     whole = []
     for step, num_microbatches in enumerate((len(share), dims.pipeline, len(share))):
         # The forward of training, or one without gradient, is the first to see new weights.
@@ -175,10 +176,10 @@ def take_steps(
         accumulate(policy, groups, share[:num_microbatches])
         seen.append(gradient_norm(policy.optimizer))
         apply_gradient(policy.optimizer, seen[-1])
-        if step == 0:
-            continue  # nothing but a forward reads the weights
-        whole.append(is_whole(policy))
-    save_checkpoint(saved, 3, policy, folder, dims)
+        if step == 1:  # else nothing but a forward, or at last the save, is first to read weights
+            whole.append(is_whole(policy))
+    checkpoints.save(TrainerState(step=3), None)
+    checkpoints.wait()
     parameters = policy.parameters()
     weights = [
         (piece.tensor, piece.box, parameters[piece.local][piece.local_box.slices].detach().clone())
