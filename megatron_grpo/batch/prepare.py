@@ -70,7 +70,7 @@ def with_old_logprobs(
     `logprobs` [T] are of each batch's tokens on this context rank, 0 elsewhere; none if the batches
     have theirs, or this is not the last stage. All further steps on the batches compare with them.
     """
-    for batch, of_batch in zip(batches, logprobs, strict=False):
+    for batch, of_batch in zip(batches, logprobs, strict=bool(logprobs)):
         dist.all_reduce(of_batch, group=groups.contexts[batch.context_size])
     return _filled(batches, "old_logprobs", logprobs)
 

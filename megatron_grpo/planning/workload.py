@@ -98,7 +98,8 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     """
     chosen = spread(lengths, BatchSchedule.of(cfg.grpo).minibatch_size)
     dims, limit = cfg.dims, cfg.train.max_tokens_per_microbatch
-    # Only these sizes affect how sequences are grouped; of expert, only whether it is above 1.
+    # Only these sizes affect how sequences are grouped; of expert, only whether it is above 1, and
+    # context only where its ranks take turns.
     sizes = ParallelDims(
         context=dims.context if cfg.parallel.dynamic_context_parallel else 1,
         data=dims.data,
@@ -141,7 +142,7 @@ def _packed(
 ) -> tuple[list[int], Computed, int]:
     """`Packed`, and the tokens that ranks receive from their context ranks."""
     cost = CostModel.transformer(hidden_size)
-    if dims.context > 1:
+    if dims.context > 1:  # see `workload`: else it is left out
         plan = plan_turns(lengths, max_tokens, dims, alignment, cost)
     else:
         whole = plan_microbatches(lengths, max_tokens, dims, alignment, cost)

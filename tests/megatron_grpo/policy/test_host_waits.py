@@ -80,6 +80,7 @@ def waits_of_a_step(rank: int, folder: Path, dims: ParallelDims, *overrides: str
         ("llama", ParallelDims(tensor=2), []),
         ("llama", ParallelDims(context=2), []),
         ("llama", ParallelDims(context=2), ["grpo.shared_prompts=true"]),
+        ("llama", ParallelDims(context=2), ["parallel.dynamic_context_parallel=true"]),
         ("llama", ParallelDims(pipeline=2), []),
         ("llama", ParallelDims(pipeline=2, virtual_pipeline=2), []),
         ("qwen3_moe", ParallelDims(data=2, expert=2), []),
