@@ -59,10 +59,10 @@ class RolloutClient:
         """
 
         async def until_answered() -> None:
-            async with run_with(self._raise_when_cancelled()):
+            async with run_with(self.raise_when_cancelled()):
                 await generation.wait_for_environments()
                 while generation.open:
-                    await RequestDispatcher(self.pool, self._connect, generation).run()
+                    await RequestDispatcher(self.pool, self.connect, generation).run()
                     await generation.wait_for_environments()
 
         asyncio.run(until_answered())
@@ -73,7 +73,7 @@ class RolloutClient:
         """Make a running `generate` or `assemble` raise Preempted soon; from any thread."""
         self._is_cancelled = True
 
-    async def _raise_when_cancelled(self) -> NoReturn:
+    async def raise_when_cancelled(self) -> NoReturn:
         while not self._is_cancelled:
             await asyncio.sleep(POLL_SECONDS)
         raise Preempted("the generation was given up")
@@ -186,7 +186,7 @@ class RolloutClient:
     async def _put_to_sleep(self, url: str) -> bool:
         """Let an engine sleep; returns whether it does."""
         try:
-            async with self._connect(url) as engine, run_with(engine.watch(lambda: None)):
+            async with self.connect(url) as engine, run_with(engine.watch(lambda: None)):
                 await engine.sleep()
         except (EngineError, TimeoutError) as error:
             self.pool.mark_dead(url, str(error))
@@ -227,7 +227,7 @@ class RolloutClient:
 
         async def on(url: str) -> T:
             try:
-                async with self._connect(url) as engine, run_with(engine.watch(progress)):
+                async with self.connect(url) as engine, run_with(engine.watch(progress)):
                     return await action(engine)
             except TimeoutError as error:
                 failed[url] = EngineDown(str(error))
@@ -239,7 +239,7 @@ class RolloutClient:
         return asyncio.run(gather_all(map(on, urls)))
 
     @asynccontextmanager
-    async def _connect(self, url: str) -> AsyncIterator[Engine]:
+    async def connect(self, url: str) -> AsyncIterator[Engine]:
         rollout = self._rollout
         patience = Patience(rollout.health_timeout, rollout.stall_timeout)
         async with http_client(

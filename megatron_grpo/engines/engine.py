@@ -32,9 +32,11 @@ class Logprobs(msgspec.Struct):
 
 
 class WeightVersion(msgspec.Struct):
-    """A version of the weights that sampled some tokens of a completion."""
+    """The version of the weights that sampled the tokens from `start` to `end` of a completion."""
 
     version: str
+    start: int
+    end: int
 
 
 class Choice(msgspec.Struct, dict=True):
@@ -89,6 +91,8 @@ def decode_choice(answer: bytes) -> Choice:
 PROBE_INTERVAL = 1.0
 # What vLLM sends instead of a log-probability that is not finite.
 NOT_FINITE = -9999.0
+# `finish_reason` of a completion that an engine gave up.
+CUT = "abort"
 # Version that samples are labelled with while an engine holds no complete weights.
 NO_VERSION = "none"
 # In the Prometheus metrics: one line for each replica behind the address.
@@ -141,8 +145,13 @@ class Engine:
     http: httpx.AsyncClient
     patience: Patience
 
-    async def complete(self, request: Json, policy_version: int) -> Choice:
-        """The answer to a request for a completion, made by weights of that version."""
+    async def complete(
+        self, request: Json, policy_version: int, is_cut: Callable[[], bool] = lambda: False
+    ) -> Choice:
+        """The answer to a request for a completion, made by weights of that version.
+
+        Its `finish_reason` is CUT if the engine gave it up when `is_cut()`.
+        """
         # It is answered at its end, after all that wait before it; `watch` notices if all hang.
         usual = self.http.timeout
         endless = httpx.Timeout(
@@ -156,6 +165,9 @@ class Engine:
                 f"rollout engine {self.url} answered with something else than a completion of "
                 f"vLLM 0.32 or 0.33: {error}"
             ) from error
+        if choice.finish_reason == CUT and is_cut():
+            self._check_tokens(choice, policy_version)
+            return choice
         self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
         self._check_routes(choice, request)
         return choice
@@ -294,6 +306,10 @@ class Engine:
         count: int = (await self.get("/load"))["server_load"]
         return count
 
+    async def cut(self) -> None:
+        """Hold new requests back, and answer those that the engine has with the tokens so far."""
+        await self.post("/pause?mode=abort&clear_cache=false")
+
     async def pause(self) -> None:
         """Hold new requests back until /resume, and drop the prefix cache."""
         await self.post("/pause?mode=keep&clear_cache=false")  # the call below reports success
@@ -368,13 +384,20 @@ class Engine:
                 f"of {wanted}"
             )
 
-    def _check(self, choice: Choice, policy_version: int, max_tokens: int) -> None:
+    def _check_tokens(self, choice: Choice, policy_version: int) -> None:
         versions = [span.version for span in choice.weight_versions]
-        if versions != [str(policy_version)]:
+        if versions != [str(policy_version)] and choice.token_ids:
             raise EngineError(
                 f"rollout engine {self.url} sampled from weights of version "
                 f"{', '.join(versions)}, but version {policy_version} was requested"
             )
+        if any(logprob <= NOT_FINITE for logprob in choice.token_logprobs):
+            raise EngineError(
+                f"rollout engine {self.url} returned a log-probability that is not finite"
+            )
+
+    def _check(self, choice: Choice, policy_version: int, max_tokens: int) -> None:
+        self._check_tokens(choice, policy_version)
         if choice.finish_reason not in ("stop", "length"):
             raise EngineDown(  # such as `abort`, when the engine is shut down
                 f"rollout engine {self.url} gave up a sample: {choice.finish_reason}"
@@ -384,8 +407,4 @@ class Engine:
                 f"rollout engine {self.url} ended a completion after {len(choice.token_ids)} of "
                 f"{max_tokens} tokens: its context is too short; start it with a larger "
                 "rollout.vllm.max_model_len, or lower rollout.max_completion_length"
-            )
-        if any(logprob <= NOT_FINITE for logprob in choice.token_logprobs):
-            raise EngineError(
-                f"rollout engine {self.url} returned a log-probability that is not finite"
             )

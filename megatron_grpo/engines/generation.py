@@ -81,6 +81,7 @@ class Generation:
 
     def _sample(self, number: int, choice: Choice) -> Sample:
         position, sample_index = divmod(number, self._params.num_generations)
+        spans = [(int(each.version), each.end - each.start) for each in choice.weight_versions]
         return Sample(
             prompt=self._prompts[position],
             sample_index=sample_index,
@@ -88,6 +89,7 @@ class Generation:
             logprobs=choice.token_logprobs,
             finish_reason=choice.finish_reason,
             text=choice.text,
-            policy_version=self.policy_version,
+            policy_version=spans[0][0] if spans else self.policy_version,
+            versions=tuple(spans) if len(spans) > 1 else (),
             routed_experts=choice.routes if self._params.router_replay else None,
         )
