@@ -31,7 +31,11 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints import folders, manifest
 from megatron_grpo.checkpoints import state as megatron_state
-from megatron_grpo.checkpoints.experience_file import read_experience, ready_prefix, write_experience
+from megatron_grpo.checkpoints.experience_file import (
+    read_experience,
+    ready_prefix,
+    write_experience,
+)
 from megatron_grpo.checkpoints.manifest import FileHash, hash_files
 from megatron_grpo.checkpoints.newest import load_newest, load_start
 from megatron_grpo.checkpoints.shard_file import HostMemory, chunks_to_write

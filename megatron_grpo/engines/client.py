@@ -14,7 +14,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Engine, Json, Patience
-from megatron_grpo.engines.generation import Requests
+from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.http import EngineDown, EngineError, http_client
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import WorkerSums, check_reports
@@ -47,7 +47,7 @@ class RolloutClient:
         self._failed: dict[str, EngineDown] = {}
         self._channels = ""
 
-    def generate(self, generation: Requests) -> list[Sample]:
+    def generate(self, generation: SampleRequests) -> list[Sample]:
         """Return all samples of `generation` once every request is answered.
 
         Open requests are queued at the serving engines in contiguous, equal shares, and some move
@@ -74,6 +74,7 @@ class RolloutClient:
         self._is_cancelled = True
 
     async def raise_when_cancelled(self) -> NoReturn:
+        """Raise Preempted soon after `cancel` was called."""
         while not self._is_cancelled:
             await asyncio.sleep(POLL_SECONDS)
         raise Preempted("the generation was given up")
@@ -240,6 +241,7 @@ class RolloutClient:
 
     @asynccontextmanager
     async def connect(self, url: str) -> AsyncIterator[Engine]:
+        """A connection to an engine."""
         rollout = self._rollout
         patience = Patience(rollout.health_timeout, rollout.stall_timeout)
         async with http_client(

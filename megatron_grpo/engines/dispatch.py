@@ -225,9 +225,7 @@ class EngineQueue:
     async def _complete(self, request: Json) -> Choice:
         self._num_at_engine += 1
         try:
-            return await self._engine.complete(
-                request, self._policy_version, lambda: self._is_cut
-            )
+            return await self._engine.complete(request, self._policy_version, lambda: self._is_cut)
         finally:
             self._num_at_engine -= 1
 

@@ -26,6 +26,10 @@ class Requests(Protocol):
     async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process the answer to an open request from the engine at `url`; returns the follow-up."""
 
+
+class SampleRequests(Requests, Protocol):
+    """Requests for samples."""
+
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once no request is open."""
 

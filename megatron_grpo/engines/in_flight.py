@@ -15,7 +15,7 @@ from megatron_grpo.data.samples import Sample, seed_after
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Choice, Json, Logprobs, Token, WeightVersion
-from megatron_grpo.engines.generation import Requests
+from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.workers.child_process import COLLECTOR
 from megatron_grpo.workers.tasks import run_with
 
@@ -81,7 +81,7 @@ class OpenGenerations:
         self.policy_version = 0
         """Version of the weights that the engines hold."""
         self._decode = decode
-        self._generations: dict[int, tuple[Requests, asyncio.Future[None]]] = {}
+        self._generations: dict[int, tuple[SampleRequests, asyncio.Future[None]]] = {}
         self._beginnings: dict[int, Beginning] = {}
 
     @property
@@ -104,7 +104,7 @@ class OpenGenerations:
             found[number] = {**rest, "priority": number}
         return found
 
-    async def answered(self, generation: int, requests: Requests) -> None:
+    async def answered(self, generation: int, requests: SampleRequests) -> None:
         """Wait until all `requests` of a generation are answered."""
         future = asyncio.get_running_loop().create_future()
         self._generations[generation] = requests, future
@@ -155,9 +155,10 @@ class InFlight:
         self._loop = asyncio.new_event_loop()
         self._may_dispatch, self._is_idle = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
-        self._thread.submit(self._loop.run_until_complete, self._run())
+        self._thread.submit(self._loop.run_forever)
+        self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
-    def generate(self, generation: int, requests: Requests) -> list[Sample]:
+    def generate(self, generation: int, requests: SampleRequests) -> list[Sample]:
         """All samples of `requests`, once they are answered; called by one thread of each
         generation.
 
@@ -183,10 +184,12 @@ class InFlight:
 
     def close(self) -> None:
         """End the thread, after the client was cancelled."""
+        self._running.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.shutdown()
         self._loop.close()
 
-    async def _generate(self, generation: int, requests: Requests) -> None:
+    async def _generate(self, generation: int, requests: SampleRequests) -> None:
         if self._ended:
             raise self._ended
         answered = asyncio.ensure_future(self._generations.answered(generation, requests))

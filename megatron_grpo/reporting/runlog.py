@@ -80,7 +80,7 @@ class RunLog:
                 [sample.num_sampled for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
-            "rollout/version_lag_mean": _mean_lag(step - 1, samples),
+            **lag_metrics(step - 1, samples),
             "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
             **times,
         }
@@ -180,9 +180,18 @@ class RunLog:
                 draw_curves(self.run_dir)
 
 
-def _mean_lag(policy_version: int, samples: Sequence[Sample]) -> float:
-    """Mean number of optimizer steps between the sampling weights and those being trained."""
-    return sum(policy_version - sample.policy_version for sample in samples) / len(samples)
+def lag_metrics(policy_version: int, samples: Sequence[Sample]) -> dict[str, float]:
+    """Optimizer steps between the weights that sampled tokens and those that are trained.
+
+    By token; also the share of completions that more than one version has sampled.
+    """
+    spans = [(policy_version - version, n) for sample in samples for version, n in sample.spans]
+    num_tokens = sum(n for _, n in spans)
+    return {
+        "rollout/version_lag_mean": sum(lag * n for lag, n in spans) / num_tokens,
+        "rollout/version_lag_max": max(lag for lag, _ in spans),
+        "rollout/mixed_versions_frac": sum(bool(s.versions) for s in samples) / len(samples),
+    }
 
 
 @contextmanager

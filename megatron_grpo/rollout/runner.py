@@ -95,8 +95,8 @@ class RolloutRunner:
             return
         self._rollouter.in_flight.resume(policy_version)
         for making in self._making.values():
-            ended = making.made is not None and making.made.done()
-            if ended and isinstance(making.made.exception(), NoServingEngine):
+            made = making.made
+            if made and made.done() and isinstance(made.exception(), NoServingEngine):
                 self._submit(making)
 
     def close(self) -> None:
