@@ -183,7 +183,8 @@ class InFlight:
         self._loop.call_soon_threadsafe(resume)
 
     def close(self) -> None:
-        """End the thread, after the client was cancelled."""
+        """Cancel the client, and end the thread."""
+        self._client.cancel()
         self._running.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.shutdown()

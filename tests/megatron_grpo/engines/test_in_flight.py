@@ -28,24 +28,21 @@ def other_model(tmp_path_factory):
 @pytest.fixture
 def client(vllm_engine, tied_model):
     vllm_engine.push(tied_model)
-    client = vllm_engine.client()
-    yield client
-    client.cancel()
+    return vllm_engine.client()
 
 
 @pytest.fixture
 def in_flight(client, tied_model):
     in_flight = InFlight(client, AutoTokenizer.from_pretrained(tied_model).decode)
     yield in_flight
-    client.cancel()
     in_flight.close()
 
 
 @pytest.fixture
-def threads(in_flight):  # which end before it
+def threads(client, in_flight):
     with ThreadPoolExecutor(2) as threads:
         yield threads
-        in_flight._client.cancel()
+        client.cancel()
 
 
 def generation(number, version, num_tokens=NUM_TOKENS):
