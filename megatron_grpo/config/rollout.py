@@ -1,5 +1,6 @@
 """The rollout engines: the keys of `rollout`."""
 
+import warnings
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -76,6 +77,11 @@ class RolloutConfig(Section):
                 f"rollout.async_generate true is the former name of rollout.max_staleness 1, and "
                 f"rollout.max_staleness is {staleness}: leave out rollout.async_generate"
             )
+        warnings.warn(
+            "rollout.async_generate true is now called rollout.max_staleness 1: change its name",
+            FutureWarning,
+            stacklevel=2,
+        )
         return {**given, "max_staleness": 1, "async_generate": False}
 
     @model_validator(mode="after")

@@ -14,7 +14,8 @@ from contextlib import AbstractAsyncContextManager, suppress
 from itertools import pairwise
 from typing import NoReturn, TypeVar
 
-from megatron_grpo.engines.engine import CUT, Choice, Counts, Engine, Json
+from megatron_grpo.engines.choice import CUT, Choice
+from megatron_grpo.engines.engine import Counts, Engine, Json
 from megatron_grpo.engines.generation import Requests
 from megatron_grpo.engines.http import EngineDown, EngineError, EngineStale, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool

@@ -5,7 +5,8 @@ from typing import Protocol
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
-from megatron_grpo.engines.engine import Choice, Json
+from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams
 
 

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from megatron_grpo.data.samples import Sample, seed_after
+from megatron_grpo.engines.choice import Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.dispatch import RequestDispatcher
-from megatron_grpo.engines.engine import Choice, Json, Logprobs, Token, WeightVersion
+from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.workers.child_process import COLLECTOR
 from megatron_grpo.workers.tasks import run_with

@@ -7,8 +7,8 @@ weights with which the training on g begins, and are made while the ranks train.
 K = 1 pushes no weights before the next generation is complete: all of its samples come from one
 version, the weights at the beginning of the training on the previous generation. With
 `rollout.in_flight_updates` completions go on under the new weights after a push. Training on a
-generation begins at most K pushes after the one that it was requested at, so no token comes from
-older weights than those K pushes back.
+generation g + K begins after that on g, so no token comes from older weights than those with which
+the training on the K-th generation before began.
 """
 
 from collections.abc import Callable

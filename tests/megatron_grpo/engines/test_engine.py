@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from megatron_grpo.engines import engine as engine_module
+from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.dispatch import EngineQueue
-from megatron_grpo.engines.engine import Choice, Engine, Patience
+from megatron_grpo.engines.engine import Engine, Patience
 from megatron_grpo.engines.http import EngineDown, EngineError
 
 URL = "http://engine"

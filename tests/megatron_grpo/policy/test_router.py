@@ -31,7 +31,7 @@ from helpers.ranks import run_ranks
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import packed_minibatches
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines.engine import decode_choice
+from megatron_grpo.engines.choice import decode_choice
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.transformers_engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
