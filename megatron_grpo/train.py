@@ -376,8 +376,9 @@ class Trainer:
         Raises Preempted if any rank was told to stop: engines are told at the same time, and may
         have ended before this was seen. Returns if the run is complete but for an evaluation.
         """
-        with suppress(Preempted, RolloutAborted):  # a generation that cannot be made is given up
+        with suppress(Preempted, RolloutAborted):
             self.rollouts.finish_for_save(self.step, self.timer)
+        self.rollouts.give_up()
         self.save(now=True)
         told = agree_to_stop(self.run.watchdog.is_preempted, self.run.device)
         if isinstance(reason, RolloutAborted) and not told:

@@ -183,10 +183,13 @@ class InFlight:
 
         self._loop.call_soon_threadsafe(resume)
 
-    def close(self) -> None:
-        """Cancel the client, and end the thread."""
+    def end(self) -> None:
+        """Cancel the client, and take no notice of engines from now on."""
         self._client.cancel()
         self._running.result()
+
+    def close(self) -> None:
+        """End the thread, after `end` and after the engines that it started."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.shutdown()
         self._loop.close()

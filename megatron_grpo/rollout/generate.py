@@ -227,6 +227,8 @@ class Rollouter:
             if self.environments:
                 stack.callback(self.environments.close)
             stack.callback(self._pools.close)
+            if self.in_flight:  # it would start ended engines again
+                stack.callback(self.in_flight.end)
 
 
 class Rollout:

@@ -103,6 +103,10 @@ class RolloutScheduler:
             if request.policy_version != step:
                 self._finish(generation, step, timer)
 
+    def give_up(self) -> None:
+        """Leave all generations in progress to a resumed run, which requests them again."""
+        self.pending = {}
+
     def _request(self, generation: int, step: int) -> None:
         """Request a generation from the engines, which serve the weights after `step` steps."""
         self.pending[generation] = RolloutRequest(generation, step)

@@ -102,6 +102,29 @@ def test_a_run_that_is_killed_again_and_again_trains_on_every_generation_once(
     check(run_dir)
 
 
+def test_a_preempted_run_saves_what_is_ready_and_gives_up_the_rest(in_flight_runs: Runs) -> None:
+    run_dir = in_flight_runs.folder / "preempted"
+    with in_flight_runs.start("preempted", "train.save_interval=100") as job:
+        wait_for_steps(job, run_dir, 3)
+        job.signal(signal.SIGTERM)
+        ended = job.end(30)
+    assert ended.exit_codes == [75], ended.output
+    saved = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step_*"))
+    assert saved >= 3
+    with in_flight_runs.start("preempted") as job:
+        assert job.end(120).exit_codes == [0]
+    check(run_dir)
+
+
+@pytest.mark.slow
+def test_engines_that_the_run_has_started_end_with_it(in_flight_runs: Runs) -> None:
+    own = "rollout.base_urls=[]", "rollout.num_engines=1", "train.num_steps=4"
+    with in_flight_runs.start("own", *own) as job:
+        ended = job.end(200)
+    assert ended.exit_codes == [0] and ended.survivors == [], ended.output
+    assert "is lost" not in ended.output
+
+
 def test_completions_go_on_when_the_only_engine_is_lost_and_comes_back(
     in_flight_runs: Runs,
 ) -> None:

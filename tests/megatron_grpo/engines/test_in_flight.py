@@ -35,6 +35,7 @@ def client(vllm_engine, tied_model):
 def in_flight(client, tied_model):
     in_flight = InFlight(client, AutoTokenizer.from_pretrained(tied_model).decode)
     yield in_flight
+    in_flight.end()
     in_flight.close()
 
 
