@@ -52,7 +52,8 @@ class RunLog:
             config=cfg.model_dump(mode="json"),
             tensorboard=cfg.train.tensorboard,
         )
-        self.timeline = Timeline(self.run_dir / TIMELINE_FILE)
+        num_rollouts = cfg.rollout.max_staleness + 1 if self._in_flight else 1
+        self.timeline = Timeline(self.run_dir / TIMELINE_FILE, num_rollouts)
         self.timeline.step = first_step
         self.bar = ProgressBar(first_step, cfg.num_steps)
         self.symptoms = Symptoms()

@@ -115,7 +115,8 @@ class RolloutRunner:
         rollout = making.rollout
 
         def record(name: str, began: float, seconds: float) -> None:
-            self._timeline.add(name, began, seconds, ROLLOUT, **asdict(rollout.request))
+            row = ROLLOUT + rollout.request.generation % self._timeline.num_rollouts
+            self._timeline.add(name, began, seconds, row, **asdict(rollout.request))
 
         timer = PhaseTimer(making.phases.put, record)
         try:

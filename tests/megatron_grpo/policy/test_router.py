@@ -166,6 +166,7 @@ NUM_SAMPLES = 32
 def bfloat16_samples(folder: Path) -> list[Sample]:
     """What an engine with bfloat16 weights samples, sent as vLLM sends it."""
     engine = TransformersEngine(folder, torch.bfloat16, "cpu", return_routed_experts=True)
+    engine.weight_version = "0"
     params = sampling_params(
         num_generations=4, max_completion_length=24, stop_token_ids=[], router_replay=True
     )
