@@ -125,6 +125,7 @@ def test_engines_that_the_run_has_started_end_with_it(in_flight_runs: Runs) -> N
     assert "is lost" not in ended.output
 
 
+@pytest.mark.slow
 def test_completions_go_on_when_the_only_engine_is_lost_and_comes_back(
     in_flight_runs: Runs,
 ) -> None:
