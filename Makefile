@@ -22,7 +22,7 @@ MEGATRON := $(addprefix tests/,parallel checkpoint_convert test_project.py) \
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm test-view check bench bench-convert bench-reshard bench-peers
+.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm test-view check bench bench-async bench-convert bench-reshard bench-peers
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
@@ -109,6 +109,9 @@ bench-convert: setup
 # One thread per process, as torchrun has it.
 bench-reshard: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python benchmarks/bench_reshard.py $(ARGS)
+
+bench-async: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python benchmarks/bench_async.py $(ARGS)
 
 # Compares with other projects, which it installs from the package index; writes docs/peers.md. Takes
 # about an hour, an otherwise idle machine with 16 GB of free memory and, as the others do, Python 3.12

@@ -16,7 +16,7 @@ from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
 from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
 from megatron_grpo.rollout.replay import Replay, write_generation
-from megatron_grpo.rollout.rollouts import RolloutRunner, as_rollout_aborted
+from megatron_grpo.rollout.runner import RolloutRunner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.watchdog import Watchdog
 

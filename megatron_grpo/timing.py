@@ -69,8 +69,7 @@ def is_beside(name: str, metrics: Mapping[str, object]) -> bool:
 
 TIMELINE_FILE = "timeline.json"
 TRAINER, ROLLOUT = 0, 1
-"""The two rows: rank 0's part of the steps, and generations made in the background."""
-_ROWS = {TRAINER: "trainer", ROLLOUT: "rollout"}
+"""The rows: rank 0's part of the steps, and from ROLLOUT on generations made in the background."""
 
 
 class Timeline:
@@ -84,7 +83,9 @@ class Timeline:
     them. A step adds some ten lines of about 130 bytes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_rollouts: int = 1) -> None:
+        """At most `num_rollouts` generations, of successive numbers, are made at a time."""
+        self.num_rollouts = num_rollouts
         self.step = 0
         """The trainer's current step, counted from 1; before the first, the number already done."""
         self._lock, self._is_broken = threading.Lock(), False
@@ -92,7 +93,8 @@ class Timeline:
         self._file = path.open("a", encoding="utf-8")
         if is_new:
             self._file.write("[\n")
-            for row, name in _ROWS.items():
+            more = (f"rollout {number}" for number in range(2, num_rollouts + 1))
+            for row, name in enumerate(["trainer", "rollout", *more]):
                 self._write(name="thread_name", ph="M", tid=row, args={"name": name})
 
     def add(self, name: str, start: float, seconds: float, row: int, **about: int) -> None:

@@ -157,6 +157,7 @@ class Trainer:
         if self.cfg.train.replay is None:
             self._meet_engines()
         self._evaluate()  # one that an interrupted run did not get to, or before the first step
+        self.rollouts.after_push(self.step)
         self._restore_ready()
         self._begin_step()
 
@@ -188,15 +189,14 @@ class Trainer:
         return PhaseTimer(self.zero.enter, self.zero.log.timeline.add_step)
 
     def _restore_ready(self) -> None:
-        """Restore the generation that was ready, but not trained on yet, when the run was saved."""
-        if (ready := self.state.ready) is None:
-            return
-        batch = None
-        if self.zero:
-            with self.timer.phase("load"):
-                experience = self.checkpoints.load_ready(self.step, self.zero.prompts)
-            batch = RolloutBatch(experience, ready.metrics)
-        self.rollouts.restore(ready.generation, batch)
+        """Restore the generations that were ready, but not trained on, when the run was saved."""
+        for number, ready in enumerate(self.state.ready):
+            batch = None
+            if self.zero:
+                with self.timer.phase("load"):
+                    experience = self.checkpoints.load_ready(self.step, self.zero.prompts, number)
+                batch = RolloutBatch(experience, ready.metrics)
+            self.rollouts.ready[ready.generation] = batch
 
     def next_minibatch(self) -> list[PackedBatch]:
         """This rank's microbatches of the next optimizer step.
@@ -220,12 +220,10 @@ class Trainer:
 
     def _take_generation(self, generation: int) -> None:
         """Wait until the engines have made `generation`, requesting it if that was not done yet."""
-        if self.rollouts.ready_generation != generation:
-            self.rollouts.request(generation, self.step)
-            self.rollouts.finish_pending(self.step, self.timer)
+        self.rollouts.take(generation, self.step, self.timer)
         # Before the generation is taken: a checkpoint keeps one that training has not begun.
         self.stop_if_preempted()
-        if batch := self.rollouts.take_ready():
+        if batch := self.rollouts.ready.pop(generation):
             self.experience = batch.experience
             self._unlogged |= batch.metrics
             if self.zero:
@@ -290,9 +288,10 @@ class Trainer:
         starts_generation = self.schedule.cursor(self.step).starts_generation
         if not (starts_generation or is_last or is_due(self.cfg, self.step)):
             return
-        self.rollouts.finish_pending(self.step, self.timer)
+        self.rollouts.before_push(self.step, self.timer)
         self.push(self.step)
         self._evaluate()
+        self.rollouts.after_push(self.step)
         if not is_last:
             self.rollouts.request_ahead(self.step)
 
@@ -348,9 +347,7 @@ class Trainer:
     def _checkpoint(self) -> None:
         """Start writing the checkpoint of the current weights."""
         cursor = self.schedule.cursor(self.step)
-        ready, batch = None, self.rollouts.batch
-        if self.cfg.rollout.async_generate and self.rollouts.ready_generation is not None and batch:
-            ready = Ready(generation=self.rollouts.ready_generation, metrics=batch.metrics)
+        ready = {number: batch for number, batch in self.rollouts.ready.items() if batch}
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
         state = TrainerState(
             step=self.step,
@@ -358,7 +355,7 @@ class Trainer:
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
             prompts=self.zero.rollouter.stream.fingerprint if self.zero else None,
             beta=self.beta,
-            ready=ready,
+            ready=tuple(Ready(generation=n, metrics=batch.metrics) for n, batch in ready.items()),
         )
         present = None
         if not cursor.starts_generation:
@@ -366,7 +363,7 @@ class Trainer:
             present = with_cached_values(
                 self.experience, self.minibatches, indices, self.cfg, self.run.groups
             )
-        self.checkpoints.save(state, present, batch.experience if ready and batch else None)
+        self.checkpoints.save(state, present, [batch.experience for batch in ready.values()])
 
     def stop_if_preempted(self) -> None:
         """Raise Preempted on all ranks if any rank was told to stop."""
@@ -379,8 +376,9 @@ class Trainer:
         Raises Preempted if any rank was told to stop: engines are told at the same time, and may
         have ended before this was seen. Returns if the run is complete but for an evaluation.
         """
-        with suppress(Preempted, RolloutAborted):  # a generation that cannot be made is given up
+        with suppress(Preempted, RolloutAborted):
             self.rollouts.finish_for_save(self.step, self.timer)
+        self.rollouts.give_up()
         self.save(now=True)
         told = agree_to_stop(self.run.watchdog.is_preempted, self.run.device)
         if isinstance(reason, RolloutAborted) and not told:

@@ -31,7 +31,11 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints import folders, manifest
 from megatron_grpo.checkpoints import state as megatron_state
-from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
+from megatron_grpo.checkpoints.experience_file import (
+    read_experience,
+    ready_prefix,
+    write_experience,
+)
 from megatron_grpo.checkpoints.manifest import FileHash, hash_files
 from megatron_grpo.checkpoints.newest import load_newest, load_start
 from megatron_grpo.checkpoints.shard_file import HostMemory, chunks_to_write
@@ -60,8 +64,8 @@ class SharedFiles:
     record: Record
     experience: Experience | None
     """The generation that the next steps train on, if they continue one."""
-    ready: Experience | None
-    """The generation after it, if it is already there."""
+    ready: Sequence[Experience]
+    """The generations after it that are already there."""
     index: Future[bytes]
     """The index of the chunks in all ranks' files."""
     random_states: Tensor
@@ -77,8 +81,8 @@ class SharedFiles:
         write_random_states(folder, self.random_states)
         if self.experience is not None:
             write_experience(folder, self.experience)
-        if self.ready is not None:
-            write_experience(folder, self.ready, READY)
+        for number, experience in enumerate(self.ready):
+            write_experience(folder, experience, ready_prefix(number))
         finish_checkpoint(folder, self.index.result())
         of_ranks = {file_name(rank) for rank in range(len(self.random_states))}
         names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
@@ -142,10 +146,10 @@ class Checkpoints:
         """The generation that the checkpoint of `step` was training on; None between two."""
         return read_experience(folders.step_folder(self._folder, step), prompts)
 
-    def load_ready(self, step: int, prompts: Sequence[Prompt]) -> Experience:
-        """The next generation, if the checkpoint holds one (`TrainerState.ready` is not None)."""
+    def load_ready(self, step: int, prompts: Sequence[Prompt], number: int) -> Experience:
+        """The generation of `TrainerState.ready[number]`."""
         folder = folders.step_folder(self._folder, step)
-        ready = read_experience(folder, prompts, READY)
+        ready = read_experience(folder, prompts, ready_prefix(number))
         assert ready is not None, f"the manifest of {folder} is right"
         return ready
 
@@ -153,12 +157,12 @@ class Checkpoints:
         self,
         state: TrainerState,
         experience: Experience | None,
-        ready: Experience | None = None,
+        ready: Sequence[Experience] = (),
     ) -> None:
         """Start to save both models in their current state, after waiting for the previous save.
 
         On rank 0, `experience` is the generation that the next steps train on, if they continue
-        one, and `ready` is the generation after it, if it is already there. Raises
+        one, and `ready` are the generations after it that are already there. Raises
         FloatingPointError on all ranks, and writes nothing, when a tensor is not finite.
         """
         self.wait()
@@ -245,7 +249,7 @@ class Checkpoints:
         file: Path,
         state: TrainerState,
         experience: Experience | None,
-        ready: Experience | None,
+        ready: Sequence[Experience],
     ) -> SharedFiles | None:
         """The files that rank 0 writes for all ranks; None on the others. Collective."""
         random = megatron_state.random_state()

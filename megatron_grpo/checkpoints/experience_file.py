@@ -28,6 +28,13 @@ SAMPLES_FILE = "samples.jsonl"
 TOKENS_FILE = "samples.safetensors"
 READY = "ready_"
 """Prefix of both file names for the next generation, on which training has not started."""
+
+
+def ready_prefix(number: int) -> str:
+    """The prefix of the ready generation of that `number`, counted from 0; READY of the next."""
+    return f"{READY}{number}_" if number else READY
+
+
 BY_TOKEN = (*CACHED_VALUES, "token_advantages")
 """Optional per-token fields of an experience: given for all tokens of all completions, or None."""
 
@@ -48,6 +55,7 @@ def write_experience(folder: Path, experience: Experience, prefix: str = "") -> 
             "finish_reason": sample.finish_reason,
             "text": sample.text,
             "policy_version": sample.policy_version,
+            "versions": sample.versions,
             "step_rewards": sample.step_rewards,
             "own_prompt": _own(sample.prompt),
             "rewards": rewards,
@@ -101,6 +109,7 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -
             finish_reason=row["finish_reason"],
             text=row["text"],
             policy_version=row["policy_version"],
+            versions=tuple((version, count) for version, count in row.get("versions", ())),
             loss_mask=tensors["loss_mask"][start:end].tolist(),
             step_rewards=tuple((token, reward) for token, reward in row["step_rewards"]),
             routed_experts=routes,

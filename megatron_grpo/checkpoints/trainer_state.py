@@ -19,7 +19,7 @@ RANDOM_FILE = "random_states.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """The next generation, which has been sampled but not yet trained on."""
+    """A generation that has been sampled but not yet trained on."""
 
     generation: int
     metrics: dict[str, float]
@@ -37,7 +37,8 @@ class TrainerState:
     """Fingerprint of the prompts that generations are drawn from."""
     beta: float | None = None
     """Weight of the KL penalty in the next step."""
-    ready: Ready | None = None
+    ready: tuple[Ready, ...] = ()
+    """Generations that training has not begun, in their order."""
 
     def check_prompts(self, now: str) -> None:
         """Raise ValueError when the run was saved with prompts that have another fingerprint."""
@@ -79,8 +80,9 @@ def read_record(folder: Path, step: int) -> Record:
             found = json.loads(path.read_text())
         found.pop("versions")
         said, layout = found.pop("state"), ParallelDims(**found.pop("layout"))
-        ready = said.pop("ready")
-        state = TrainerState(**said, ready=Ready(**ready) if ready else None)
+        ready = said.pop("ready") or []  # one by itself, or null, in older checkpoints
+        each = [ready] if isinstance(ready, dict) else ready
+        state = TrainerState(**said, ready=tuple(Ready(**one) for one in each))
         record = Record(state=state, layout=layout, **found)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"its {STATE_FILE} is damaged: {error!r}") from None

@@ -129,12 +129,22 @@ class Config(Section):
     @model_validator(mode="after")
     def _staleness_is_corrected(self) -> Self:
         mode, old = self.grpo.rollout_importance_sampling_mode, self.grpo.old_logprobs
-        if self.rollout.async_generate and old != "rollout" and mode is None:
+        if (staleness := self.rollout.max_staleness) and old != "rollout" and mode is None:
             raise ValueError(
-                "rollout.async_generate true trains on samples of older weights, and "
+                f"rollout.max_staleness {staleness} trains on samples of older weights, and "
                 f"grpo.old_logprobs {old} with grpo.rollout_importance_sampling_mode null treats "
                 "them as samples of the current ones: use grpo.old_logprobs=rollout, or a mode "
                 "such as token_truncate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dialogues_have_one_version(self) -> Self:
+        if self.rollout.in_flight_updates and self.environment.name is not None:
+            raise ValueError(
+                "rollout.in_flight_updates true does not go with an environment yet, whose answers "
+                "a push would have to wait for: set rollout.in_flight_updates=false and "
+                "rollout.max_staleness to at most 1"
             )
         return self
 
@@ -145,7 +155,7 @@ class Config(Section):
             raise ValueError(
                 f"train.offload {offload} makes room for engines that generate on the ranks' GPUs "
                 "while the ranks wait, and give it back: set rollout.enable_sleep_mode=true, "
-                "without rollout.async_generate, or train.offload=none"
+                "with rollout.max_staleness=0, or train.offload=none"
             )
         if offload != "none" and self.optimizer.optimizer_cpu_offload:
             raise ValueError(

@@ -1,5 +1,6 @@
 """The rollout engines: the keys of `rollout`."""
 
+import warnings
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -36,9 +37,14 @@ class RolloutConfig(Section):
     a base model with a chat template, the one that ends its turns."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
     """Strings that end a completion or turn, and belong to it; only with engine vllm."""
+    max_staleness: NonNegativeInt = 0
+    """Generations that may be made ahead while the ranks train; samples are at most that many
+    pushes of weights old when training on them begins. 0: synchronous."""
+    in_flight_updates: bool = False
+    """Push weights without waiting for completions in progress: these go on under the new weights,
+    which compute their tokens anew. Needed by a max_staleness above 1."""
     async_generate: bool = False
-    """Generate the next batch while training on the current one; samples are one generation
-    older."""
+    """Deprecated: true stands for max_staleness 1."""
     enable_sleep_mode: bool = False
     """Between generations, engines give the memory of weights and cache to the ranks on the same
     GPUs; vLLM's sleep mode of level 2. No use to engines on GPUs of their own."""
@@ -61,6 +67,56 @@ class RolloutConfig(Section):
     weight_transport: Literal["auto", "network"] = "auto"
     """`auto`: host or GPU memory that both ends share, else the network; `network`: only that."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, given: Any) -> Any:
+        if not (isinstance(given, dict) and given.get("async_generate") is True):
+            return given
+        if (staleness := given.get("max_staleness", 1)) != 1:
+            raise ValueError(
+                f"rollout.async_generate true is the former name of rollout.max_staleness 1, and "
+                f"rollout.max_staleness is {staleness}: leave out rollout.async_generate"
+            )
+        warnings.warn(
+            "rollout.async_generate true is now called rollout.max_staleness 1: change its name",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return {**given, "max_staleness": 1, "async_generate": False}
+
+    @model_validator(mode="after")
+    def _goes_in_flight(self) -> Self:
+        if self.max_staleness > 1 and not self.in_flight_updates:
+            raise ValueError(
+                f"rollout.max_staleness {self.max_staleness} without rollout.in_flight_updates "
+                "would gain nothing over 1, as every push would wait for all completions: set "
+                "rollout.in_flight_updates=true, or rollout.max_staleness=1"
+            )
+        if not self.in_flight_updates:
+            return self
+        if self.max_staleness == 0:
+            raise ValueError(
+                "rollout.in_flight_updates true with rollout.max_staleness 0 has no completions in "
+                "progress when weights are pushed: set rollout.max_staleness to 1 or more"
+            )
+        if self.engine == "transformers":
+            raise ValueError(
+                "rollout.in_flight_updates true needs engines that hand out unfinished "
+                "completions: use rollout.engine=vllm"
+            )
+        if self.stop:
+            raise ValueError(
+                f"rollout.stop {[*self.stop]} is not seen where a push cuts it in two: use "
+                "rollout.stop_token_ids, or rollout.in_flight_updates=false"
+            )
+        if self.router_replay:
+            raise ValueError(
+                "rollout.router_replay true needs the experts that each token had when it was "
+                "sampled, which vLLM does not return of unfinished completions: use "
+                "rollout.in_flight_updates=false"
+            )
+        return self
+
     @model_validator(mode="after")
     def _supported(self) -> Self:
         if self.top_p != 1.0 or self.top_k != -1:
@@ -79,11 +135,11 @@ class RolloutConfig(Section):
                 f"rollout.engine transformers cannot end completions at strings {[*self.stop]} "
                 "(rollout.stop): use rollout.stop_token_ids or rollout.engine=vllm"
             )
-        if self.enable_sleep_mode and (self.engine == "transformers" or self.async_generate):
+        if self.enable_sleep_mode and (self.engine == "transformers" or self.max_staleness):
             raise ValueError(
                 "rollout.enable_sleep_mode true needs engines of vLLM that have nothing to do "
                 f"while the ranks train: leave it out with rollout.engine {self.engine} and "
-                f"rollout.async_generate {str(self.async_generate).lower()}"
+                f"rollout.max_staleness {self.max_staleness}"
             )
         if self.enable_sleep_mode and self.vllm.get("speculative_config"):
             raise ValueError(

@@ -45,7 +45,10 @@ class Sample:
     text: str
     """The completion without special tokens, except those around observations."""
     policy_version: int
-    """Version of the weights that sampled every token, as the engine reports it."""
+    """Version of the weights that sampled the first token, as the engine reports it."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """Version and number of tokens of each part of the completion, if pushes cut it into several.
+    """
     loss_mask: Sequence[int] = ()
     """For each token 1 if it was sampled, and 0 if it is part of an observation. Default: all 1.
     An array of int8."""
@@ -62,6 +65,11 @@ class Sample:
         object.__setattr__(self, "logprobs", array("f", self.logprobs))
         object.__setattr__(self, "loss_mask", array("b", mask))
         assert len(self.loss_mask) == len(self.logprobs) == len(self.completion_ids)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Version of the weights and number of tokens, of each part of the completion."""
+        return self.versions or ((self.policy_version, len(self.completion_ids)),)
 
     @cached_property  # every optimizer step asks for it, and it takes seconds for long generations
     def num_sampled(self) -> int:
@@ -104,6 +112,11 @@ def turn_seed(seed: int, series: int, position: int, sample_index: int, turn: in
     Like `first_seed`, a pure function: it does not depend on when a turn begins.
     """
     return _hash(seed, series, position, sample_index, turn)
+
+
+def seed_after(seed: int, num_tokens: int) -> int:
+    """Seed of the tokens that follow `num_tokens` that were sampled with `seed`."""
+    return _hash(seed, num_tokens)
 
 
 def _hash(*numbers: int) -> int:

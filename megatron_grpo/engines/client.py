@@ -14,7 +14,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Engine, Json, Patience
-from megatron_grpo.engines.generation import Requests
+from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.http import EngineDown, EngineError, http_client
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import WorkerSums, check_reports
@@ -47,7 +47,7 @@ class RolloutClient:
         self._failed: dict[str, EngineDown] = {}
         self._channels = ""
 
-    def generate(self, generation: Requests) -> list[Sample]:
+    def generate(self, generation: SampleRequests) -> list[Sample]:
         """Return all samples of `generation` once every request is answered.
 
         Open requests are queued at the serving engines in contiguous, equal shares, and some move
@@ -59,10 +59,10 @@ class RolloutClient:
         """
 
         async def until_answered() -> None:
-            async with run_with(self._raise_when_cancelled()):
+            async with run_with(self.raise_when_cancelled()):
                 await generation.wait_for_environments()
                 while generation.open:
-                    await RequestDispatcher(self.pool, self._connect, generation).run()
+                    await RequestDispatcher(self.pool, self.connect, generation).run()
                     await generation.wait_for_environments()
 
         asyncio.run(until_answered())
@@ -73,7 +73,8 @@ class RolloutClient:
         """Make a running `generate` or `assemble` raise Preempted soon; from any thread."""
         self._is_cancelled = True
 
-    async def _raise_when_cancelled(self) -> NoReturn:
+    async def raise_when_cancelled(self) -> NoReturn:
+        """Raise Preempted soon after `cancel` was called."""
         while not self._is_cancelled:
             await asyncio.sleep(POLL_SECONDS)
         raise Preempted("the generation was given up")
@@ -186,7 +187,7 @@ class RolloutClient:
     async def _put_to_sleep(self, url: str) -> bool:
         """Let an engine sleep; returns whether it does."""
         try:
-            async with self._connect(url) as engine, run_with(engine.watch(lambda: None)):
+            async with self.connect(url) as engine, run_with(engine.watch(lambda: None)):
                 await engine.sleep()
         except (EngineError, TimeoutError) as error:
             self.pool.mark_dead(url, str(error))
@@ -227,7 +228,7 @@ class RolloutClient:
 
         async def on(url: str) -> T:
             try:
-                async with self._connect(url) as engine, run_with(engine.watch(progress)):
+                async with self.connect(url) as engine, run_with(engine.watch(progress)):
                     return await action(engine)
             except TimeoutError as error:
                 failed[url] = EngineDown(str(error))
@@ -239,7 +240,8 @@ class RolloutClient:
         return asyncio.run(gather_all(map(on, urls)))
 
     @asynccontextmanager
-    async def _connect(self, url: str) -> AsyncIterator[Engine]:
+    async def connect(self, url: str) -> AsyncIterator[Engine]:
+        """A connection to an engine."""
         rollout = self._rollout
         patience = Patience(rollout.health_timeout, rollout.stall_timeout)
         async with http_client(

@@ -14,7 +14,8 @@ from contextlib import AbstractAsyncContextManager, suppress
 from itertools import pairwise
 from typing import NoReturn, TypeVar
 
-from megatron_grpo.engines.engine import Choice, Counts, Engine, Json
+from megatron_grpo.engines.choice import CUT, Choice
+from megatron_grpo.engines.engine import Counts, Engine, Json
 from megatron_grpo.engines.generation import Requests
 from megatron_grpo.engines.http import EngineDown, EngineError, EngineStale, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
@@ -33,7 +34,8 @@ request, if there is one."""
 class EngineQueue:
     """The requests of one engine, by number, which is also their priority.
 
-    `ended` is called when a request is answered or was stolen.
+    `ended` is called when a request is answered or was stolen, and `keep` with what an engine has
+    sampled for a request that was cut.
     """
 
     def __init__(
@@ -42,12 +44,15 @@ class EngineQueue:
         policy_version: int,
         take: TakeAnswer,
         ended: Callable[[], None],
+        keep: Callable[[int, Choice], None] = lambda number, choice: None,
     ) -> None:
         self.open = dict(requests)
         """Requests that are not answered, or their follow-ups."""
         self._policy_version, self._take_answer, self._ended = policy_version, take, ended
+        self._keep = keep
         self._asks: dict[int, asyncio.Task[None]] = {}
         self._num_at_engine = self._num_arrived = self._num_answered = 0
+        self._is_sending = self._is_cut = False
         self._is_working = False
         """Whether the engine has started, and has not failed."""
         self._num_initial = len(requests)
@@ -76,9 +81,10 @@ class EngineQueue:
                 try:
                     if self.open:
                         await self._start()
-                    self._is_working = True
+                    self._is_working = self._is_sending = True
                     self._note_change()
                     await is_over.wait()
+                    await self._wait_for_cut()
                 finally:
                     self._is_working = False
             if await engine.held_push() != push:
@@ -111,6 +117,19 @@ class EngineQueue:
         self._has_taken_over = True
         self._send(requests)
         self._note_change()
+
+    def append(self, requests: Mapping[int, Json]) -> None:
+        """Have the engine answer these, too: their numbers are higher than those that it has."""
+        self._num_initial += len(requests)
+        if self._is_sending:
+            self._send(requests)
+            self._note_change()
+        else:
+            self.open |= requests
+
+    def cut(self) -> None:
+        """Have the engine give up its requests, once `is_over` is set; they stay `open`."""
+        self._is_cut = True
 
     def steal(self, count: int) -> dict[int, Json]:
         """Remove the last `count` requests, cancel them at the engine, and return them."""
@@ -157,8 +176,9 @@ class EngineQueue:
             await engine.pause()
             # Not 0 if an abandoned request is still counted.
             before = await engine.num_open_requests()
+            self._is_sending = True
             self._send(self.open)
-            while self._num_arrived < self._num_initial:
+            while self._num_arrived < self._num_initial and not self._is_cut:
                 await asyncio.sleep(POLL_INTERVAL)
                 self._num_arrived = await engine.num_open_requests() - before
             # A counted request may not have reached vLLM's core yet: an engine's first requests ask
@@ -172,9 +192,15 @@ class EngineQueue:
                     await engine.post("/resume")
             raise
 
+    async def _wait_for_cut(self) -> None:
+        # Again for those that arrived after the last time.
+        while self._is_cut and not all(ask.done() for ask in self._asks.values()):
+            await self._engine.cut()
+            await asyncio.sleep(POLL_INTERVAL)
+
     def _send(self, requests: Mapping[int, Json]) -> None:
         self.open |= requests
-        for number in requests:
+        for number in () if self._is_cut else requests:
             self._asks[number] = self._group.create_task(self._ask(number))
 
     async def _ask(self, number: int) -> None:
@@ -182,6 +208,9 @@ class EngineQueue:
             while number in self.open:
                 choice = await self._complete(self.open[number])
                 self._num_answered += 1
+                if choice.finish_reason == CUT:
+                    self._keep(number, choice)
+                    return
                 if request := await self._take_answer(number, choice, self._engine.url):
                     self.open[number] = request
                 else:
@@ -197,7 +226,7 @@ class EngineQueue:
     async def _complete(self, request: Json) -> Choice:
         self._num_at_engine += 1
         try:
-            return await self._engine.complete(request, self._policy_version)
+            return await self._engine.complete(request, self._policy_version, lambda: self._is_cut)
         finally:
             self._num_at_engine -= 1
 
@@ -210,7 +239,8 @@ T = TypeVar("T")
 class RequestDispatcher:
     """Queues all open `requests` at the serving engines of the `pool`.
 
-    Raises NoServingEngine if none serves.
+    With `keep`, see `EngineQueue`, it goes on when they are answered, until it is `cut`, and more
+    may be added. Raises NoServingEngine if none serves.
     """
 
     def __init__(
@@ -218,6 +248,7 @@ class RequestDispatcher:
         pool: EnginePool,
         connect: Callable[[str], AbstractAsyncContextManager[Engine]],
         requests: Requests,
+        keep: Callable[[int, Choice], None] | None = None,
     ) -> None:
         if not (serving := pool.serving):
             raise NoServingEngine(f"no rollout engine serves:\n{pool.status_report()}")
@@ -225,16 +256,38 @@ class RequestDispatcher:
         self._is_over = asyncio.Event()
         shares = equal_shares([*requests.open.items()], len(serving))
         version, take = requests.policy_version, requests.take_answer
+        self._stays, keeps = keep is not None, [keep] if keep else []
         self._queues = {
-            url: EngineQueue(dict(share), version, take, self._check_over)
+            url: EngineQueue(dict(share), version, take, self._check_over, *keeps)
             for url, share in zip(serving, shares, strict=True)
         }
         """Of each engine that is not lost, by address."""
 
     async def run(self) -> None:
-        """Return when all requests are answered, except those of engines that were lost."""
+        """Return when all requests are answered, except those of engines that were lost.
+
+        If it stays: when it is cut, or no engine is left.
+        """
         async with run_with(self._balance()):
             await gather_all(map(self._serve, [*self._queues]))
+
+    def add(self, requests: Mapping[int, Json]) -> None:
+        """Queue more `requests`, with higher numbers; nothing happens if no engine is left."""
+        for queue, share in self._with_shares(requests):
+            queue.append(share)
+
+    def cut(self) -> None:
+        """Have the engines give up their requests, and `run` return when they have."""
+        for queue in self._queues.values():
+            queue.cut()
+        self._is_over.set()
+
+    def _with_shares(
+        self, requests: Mapping[int, Json]
+    ) -> Iterator[tuple[EngineQueue, dict[int, Json]]]:
+        queues = [*self._queues.values()]
+        shares = equal_shares([*requests.items()], len(queues)) if queues else ()
+        yield from zip(queues, map(dict, shares), strict=True)
 
     async def _serve(self, url: str) -> None:
         """Have an engine answer its queue; mark it stale or dead if it cannot."""
@@ -245,11 +298,15 @@ class RequestDispatcher:
             self._pool.mark_stale(url, str(error))
         except (EngineDown, TimeoutError) as error:  # late with an answer other than completions
             self._pool.mark_dead(url, str(error))
-        del self._queues[url]
+        left = self._queues.pop(url).open
+        if self._stays and not self._is_over.is_set():
+            for queue, share in self._with_shares(left):
+                queue.enqueue(share)
         self._check_over()
 
     def _check_over(self) -> None:
-        if not any(queue.open for queue in self._queues.values()):
+        has_work = self._stays or any(queue.open for queue in self._queues.values())
+        if not (self._queues and has_work):
             self._is_over.set()
 
     async def _balance(self) -> NoReturn:

@@ -1,90 +1,20 @@
 """The trainer's client of one rollout engine, over vLLM's HTTP routes."""
 
 import asyncio
-import io
 import re
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import httpx
 import msgspec
-import numpy as np
 
+from megatron_grpo.engines.choice import CUT, Choice, decode_choice
 from megatron_grpo.engines.http import EngineDown, EngineError, EngineStale
 from megatron_grpo.engines.push_protocol import LOADED, LOADED_VERSION
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
-
-
-class Token(msgspec.Struct, gc=False):
-    """The log-probability of a sampled token."""
-
-    logprob: float
-
-
-class Logprobs(msgspec.Struct):
-    """The log-probabilities of a completion."""
-
-    content: list[Token]
-
-
-class WeightVersion(msgspec.Struct):
-    """A version of the weights that sampled some tokens of a completion."""
-
-    version: str
-
-
-class Choice(msgspec.Struct, dict=True):
-    """A completion; the fields are those of vLLM's answer."""
-
-    token_ids: list[int]
-    logprobs: Logprobs
-    finish_reason: str
-    text: str
-    weight_versions: list[WeightVersion]
-    routed_experts: bytes | None = None
-    """A `.npy` file, base64 in the answer; None unless the engine returns the experts of tokens."""
-
-    @property
-    def token_logprobs(self) -> list[float]:
-        """The log-probability of each token."""
-        return [token.logprob for token in self.logprobs.content]
-
-    @cached_property
-    def routes(self) -> np.ndarray:
-        """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt
-        and completion, but for the last token.
-
-        Raises ValueError if the engine did not return them.
-        """
-        if not self.routed_experts:
-            raise ValueError("the answer does not have the experts of its tokens")
-        routes: np.ndarray = np.load(io.BytesIO(self.routed_experts), allow_pickle=False)
-        # vLLM's for more than 256 experts is uint16, for which torch has few operations.
-        return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
-
-
-class Answer(msgspec.Struct):
-    """The answer to a request, which is for one completion."""
-
-    choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
-
-
-_DECODER = msgspec.json.Decoder(Answer)
-
-
-def decode_choice(answer: bytes) -> Choice:
-    """The completion in the body of an answer; raises msgspec.MsgspecError if there is none.
-
-    An answer has some 200 bytes per token, and decoding it holds the interpreter's lock, for which
-    a training thread would wait: this takes a twentieth of the time of `json.loads`.
-    """
-    [choice] = _DECODER.decode(answer).choices
-    return choice
-
 
 PROBE_INTERVAL = 1.0
 # What vLLM sends instead of a log-probability that is not finite.
@@ -141,8 +71,13 @@ class Engine:
     http: httpx.AsyncClient
     patience: Patience
 
-    async def complete(self, request: Json, policy_version: int) -> Choice:
-        """The answer to a request for a completion, made by weights of that version."""
+    async def complete(
+        self, request: Json, policy_version: int, is_cut: Callable[[], bool] = lambda: False
+    ) -> Choice:
+        """The answer to a request for a completion, made by weights of that version.
+
+        Its `finish_reason` is CUT if the engine gave it up when `is_cut()`.
+        """
         # It is answered at its end, after all that wait before it; `watch` notices if all hang.
         usual = self.http.timeout
         endless = httpx.Timeout(
@@ -156,6 +91,9 @@ class Engine:
                 f"rollout engine {self.url} answered with something else than a completion of "
                 f"vLLM 0.32 or 0.33: {error}"
             ) from error
+        if choice.finish_reason == CUT and is_cut():
+            self._check_tokens(choice, policy_version)
+            return choice
         self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
         self._check_routes(choice, request)
         return choice
@@ -294,6 +232,10 @@ class Engine:
         count: int = (await self.get("/load"))["server_load"]
         return count
 
+    async def cut(self) -> None:
+        """Hold new requests back, and answer those that the engine has with the tokens so far."""
+        await self.post("/pause?mode=abort&clear_cache=false")
+
     async def pause(self) -> None:
         """Hold new requests back until /resume, and drop the prefix cache."""
         await self.post("/pause?mode=keep&clear_cache=false")  # the call below reports success
@@ -368,13 +310,20 @@ class Engine:
                 f"of {wanted}"
             )
 
-    def _check(self, choice: Choice, policy_version: int, max_tokens: int) -> None:
+    def _check_tokens(self, choice: Choice, policy_version: int) -> None:
         versions = [span.version for span in choice.weight_versions]
-        if versions != [str(policy_version)]:
+        if versions != [str(policy_version)] and choice.token_ids:
             raise EngineError(
                 f"rollout engine {self.url} sampled from weights of version "
                 f"{', '.join(versions)}, but version {policy_version} was requested"
             )
+        if any(logprob <= NOT_FINITE for logprob in choice.token_logprobs):
+            raise EngineError(
+                f"rollout engine {self.url} returned a log-probability that is not finite"
+            )
+
+    def _check(self, choice: Choice, policy_version: int, max_tokens: int) -> None:
+        self._check_tokens(choice, policy_version)
         if choice.finish_reason not in ("stop", "length"):
             raise EngineDown(  # such as `abort`, when the engine is shut down
                 f"rollout engine {self.url} gave up a sample: {choice.finish_reason}"
@@ -384,8 +333,4 @@ class Engine:
                 f"rollout engine {self.url} ended a completion after {len(choice.token_ids)} of "
                 f"{max_tokens} tokens: its context is too short; start it with a larger "
                 "rollout.vllm.max_model_len, or lower rollout.max_completion_length"
-            )
-        if any(logprob <= NOT_FINITE for logprob in choice.token_logprobs):
-            raise EngineError(
-                f"rollout engine {self.url} returned a log-probability that is not finite"
             )

@@ -5,7 +5,8 @@ from typing import Protocol
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
-from megatron_grpo.engines.engine import Choice, Json
+from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams
 
 
@@ -25,6 +26,10 @@ class Requests(Protocol):
 
     async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process the answer to an open request from the engine at `url`; returns the follow-up."""
+
+
+class SampleRequests(Requests, Protocol):
+    """Requests for samples."""
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once no request is open."""
@@ -81,6 +86,7 @@ class Generation:
 
     def _sample(self, number: int, choice: Choice) -> Sample:
         position, sample_index = divmod(number, self._params.num_generations)
+        spans = [(int(each.version), each.end - each.start) for each in choice.weight_versions]
         return Sample(
             prompt=self._prompts[position],
             sample_index=sample_index,
@@ -88,6 +94,7 @@ class Generation:
             logprobs=choice.token_logprobs,
             finish_reason=choice.finish_reason,
             text=choice.text,
-            policy_version=self.policy_version,
+            policy_version=spans[0][0] if spans else self.policy_version,
+            versions=tuple(spans) if len(spans) > 1 else (),
             routed_experts=choice.routes if self._params.router_replay else None,
         )

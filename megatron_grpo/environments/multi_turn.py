@@ -18,7 +18,8 @@ from megatron_grpo.config.data import DataConfig
 from megatron_grpo.data.encoding import TEMPLATE_ERRORS, Encoded, encode_rows, render_chats
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, turn_seed
-from megatron_grpo.engines.engine import Choice, Json
+from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
 from megatron_grpo.workers.tasks import gather_all

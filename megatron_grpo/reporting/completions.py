@@ -63,6 +63,7 @@ def sample_row(
         "rewards": {name: _known(value) for name, value in scores.items()},
         "finish_reason": sample.finish_reason,
         "policy_version": sample.policy_version,
+        **({"versions": sample.versions} if sample.versions else {}),
         "columns": columns[sample.prompt.index],
     }
 

@@ -37,6 +37,7 @@ class RunLog:
         self._tokenizer, self._prompt_column = tokenizer, cfg.data.prompt_column
         self._num_printed = cfg.train.print_completions
         self._model, self._first_step = cfg.model.path, first_step
+        self._in_flight = cfg.rollout.in_flight_updates
         self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
         self.has_environment = cfg.environment.name is not None
         self._held_out = tuple(cfg.eval.named_sets)
@@ -51,7 +52,8 @@ class RunLog:
             config=cfg.model_dump(mode="json"),
             tensorboard=cfg.train.tensorboard,
         )
-        self.timeline = Timeline(self.run_dir / TIMELINE_FILE)
+        num_rollouts = cfg.rollout.max_staleness + 1 if self._in_flight else 1
+        self.timeline = Timeline(self.run_dir / TIMELINE_FILE, num_rollouts)
         self.timeline.step = first_step
         self.bar = ProgressBar(first_step, cfg.num_steps)
         self.symptoms = Symptoms()
@@ -80,7 +82,7 @@ class RunLog:
                 [sample.num_sampled for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
-            "rollout/version_lag_mean": _mean_lag(step - 1, samples),
+            **lag_metrics(step - 1, samples, self._in_flight),
             "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
             **times,
         }
@@ -180,9 +182,22 @@ class RunLog:
                 draw_curves(self.run_dir)
 
 
-def _mean_lag(policy_version: int, samples: Sequence[Sample]) -> float:
-    """Mean number of optimizer steps between the sampling weights and those being trained."""
-    return sum(policy_version - sample.policy_version for sample in samples) / len(samples)
+def lag_metrics(
+    policy_version: int, samples: Sequence[Sample], in_flight: bool
+) -> dict[str, float]:
+    """Optimizer steps between the weights that sampled a token and those that are trained.
+
+    If weights are pushed in flight, also the share of completions of more than one version.
+    """
+    spans = [(policy_version - version, n) for sample in samples for version, n in sample.spans]
+    mean = sum(lag * n for lag, n in spans) / sum(n for _, n in spans)
+    if not in_flight:
+        return {"rollout/version_lag_mean": mean}
+    return {
+        "rollout/version_lag_mean": mean,
+        "rollout/version_lag_max": max(lag for lag, _ in spans),
+        "rollout/mixed_versions_frac": sum(bool(s.versions) for s in samples) / len(samples),
+    }
 
 
 @contextmanager

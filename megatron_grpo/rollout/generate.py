@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +20,7 @@ from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.layouts import worker_dtypes, worker_layouts
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.sampling_params import SamplingParams
@@ -79,11 +82,12 @@ class Rollouter:
         from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
 
         self.cfg, self.shape = cfg, shape
-        self.thread: ThreadPoolExecutor | None = None
-        """Makes generations ahead. It ends after the engines: when the thread that started an
+        self.threads: ThreadPoolExecutor | None = None
+        """Make generations ahead. They end after the engines: when the thread that started an
         engine ends, Linux ends the engine."""
-        if cfg.rollout.async_generate:
-            self.thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
+        if num_ahead := cfg.rollout.max_staleness:
+            num_threads = num_ahead + 1 if cfg.rollout.in_flight_updates else 1
+            self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=COLLECTOR)
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks)
@@ -94,6 +98,12 @@ class Rollouter:
             self.environments = EnvironmentPool(cfg.environment)
         tokenizer = load_tokenizer(cfg.model.path)
         self.engines = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
+        self.in_flight: InFlight | None = None
+        """Has the engines answer several generations at once; None if they make one at a time."""
+        if cfg.rollout.in_flight_updates:
+            decode = partial(tokenizer.decode, skip_special_tokens=True)
+            self.in_flight = InFlight(self.engines, decode)
+        self._scoring = Lock()
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
         self.stream = load_stream(cfg, shape, tokenizer)
@@ -160,11 +170,20 @@ class Rollouter:
             max_turns=self.cfg.environment.max_turns,
         )
 
+    def answers(
+        self, request: RolloutRequest, requests: Generation | DialogueGeneration
+    ) -> list[Sample]:
+        """All samples of the requests of one round."""
+        if self.in_flight:
+            return self.in_flight.generate(request.generation, requests)
+        return self.engines.generate(requests)
+
     def score(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
         """The samples of a round by prompt, with their rewards."""
         # In a round that only replaces prompts, too, the limit is a share of a whole generation.
         size = max(self.cfg.grpo.generation_batch_size, len(samples))
-        rewards = self.rewards.score(samples, num_completions=size)
+        with self._scoring:  # of one generation after the other
+            rewards = self.rewards.score(samples, num_completions=size)
         if self.environments:
             add_environment_rewards(rewards, samples)
         totals = total_rewards(rewards, self.cfg.reward_terms, self.cfg.reward.clip_range)
@@ -200,12 +219,16 @@ class Rollouter:
     def close(self) -> None:
         """Stop the reward workers, the environments, and the engines that were started here."""
         with ExitStack() as stack:
-            if self.thread:  # last: Linux kills the engines that it started when it ends
-                stack.callback(self.thread.shutdown)
+            if self.threads:  # last: Linux kills the engines that they started when they end
+                stack.callback(self.threads.shutdown)
+            if self.in_flight:
+                stack.callback(self.in_flight.close)
             stack.callback(self.servers.close)
             if self.environments:
                 stack.callback(self.environments.close)
             stack.callback(self._pools.close)
+            if self.in_flight:  # it would start ended engines again
+                stack.callback(self.in_flight.end)
 
 
 class Rollout:
@@ -233,7 +256,7 @@ class Rollout:
         while sampler.prompts:
             with timer.phase("generate"):
                 self._open = self._open or self._rollouter.requests(sampler, self.request)
-                samples = self._rollouter.engines.generate(self._open)
+                samples = self._rollouter.answers(self.request, self._open)
                 num_engines = len(self._open.engines)
                 if isinstance(self._open, DialogueGeneration):
                     self._open.print_failures()

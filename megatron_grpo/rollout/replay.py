@@ -79,7 +79,7 @@ def rollouter_of(
 class Replay:
     """Has the generations of the run in `run_dir`, in place of a `Rollouter`."""
 
-    thread = engines = None
+    threads = engines = in_flight = None
 
     def __init__(self, run_dir: Path, cfg: Config, shape: ModelShape) -> None:
         # Imports transformers, which the other ranks make no use of.

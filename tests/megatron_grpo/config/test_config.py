@@ -16,6 +16,10 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 DEMO = CONFIGS / "demo_smollm2_135m.yaml"
 NORMALIZED = "grpo.multi_objective_aggregation=normalize_then_sum"
 PROCESS = "grpo.supervision=process"
+IN_FLIGHT = (
+    "rollout.in_flight_updates=true + rollout.max_staleness=2"
+    " + grpo.rollout_importance_sampling_mode=token_truncate"
+)
 
 
 def refusal(*overrides: str, path: Path = DEMO) -> str:
@@ -395,7 +399,14 @@ REFUSED = [
     ("rollout.engine=transformers + rollout.stop=[end]", "rollout.stop_token_ids"),
     ("rollout.stop=['']", "empty string"),
     ("rollout.enable_sleep_mode=true + rollout.engine=transformers", "rollout.engine transformers"),
-    ("rollout.enable_sleep_mode=true + rollout.async_generate=true", "rollout.async_generate true"),
+    ("rollout.enable_sleep_mode=true + rollout.async_generate=true", "rollout.max_staleness 1"),
+    ("rollout.async_generate=true + rollout.max_staleness=2", "leave out rollout.async_generate"),
+    ("rollout.max_staleness=2", "or rollout.max_staleness=1"),
+    ("rollout.in_flight_updates=true", "rollout.max_staleness to 1 or more"),
+    (f"{IN_FLIGHT} + rollout.engine=transformers", "rollout.engine=vllm"),
+    (f"{IN_FLIGHT} + rollout.stop=[end]", "rollout.stop_token_ids"),
+    (f"{IN_FLIGHT} + rollout.router_replay=true", "rollout.in_flight_updates=false"),
+    (f"{IN_FLIGHT} + environment.name=a.py:B", "rollout.max_staleness to at most 1"),
     ("train.offload=all", "set rollout.enable_sleep_mode=true"),
     ("reward.functions=[]", "name at least 1"),
     ("reward.functions=exact", "is a list"),

@@ -18,7 +18,7 @@ from megatron_grpo.engines.http import EngineDown
 
 URL, PROBES = "http://engine", 0.02
 ANSWER = {
-    "weight_versions": [{"version": "7"}],
+    "weight_versions": [{"version": "7", "start": 0, "end": 1}],
     "finish_reason": "stop",
     "text": "a",
     "token_ids": [5],

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 from megatron_grpo.engines import engine as engine_module
+from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.dispatch import EngineQueue
-from megatron_grpo.engines.engine import Choice, Engine, Patience
+from megatron_grpo.engines.engine import Engine, Patience
 from megatron_grpo.engines.http import EngineDown, EngineError
 
 URL = "http://engine"
 MAX_TOKENS = 3
 CHOICE = {
-    "weight_versions": [{"version": "7"}],
+    "weight_versions": [{"version": "7", "start": 0, "end": 1}],
     "finish_reason": "stop",
     "text": "ab",
     "token_ids": [5, 6],
@@ -131,7 +132,12 @@ def test_an_answer_that_is_well_is_taken_and_a_completion_alone_may_take_any_tim
 
 DOCTORED = {
     "two weights": (
-        {"weight_versions": [{"version": "7"}, {"version": "8"}]},
+        {
+            "weight_versions": [
+                {"version": "7", "start": 0, "end": 1},
+                {"version": "8", "start": 1, "end": 2},
+            ]
+        },
         "sampled from weights of version 7, 8, but version 7 was requested",
     ),
     "given up": ({"finish_reason": "abort"}, "gave up a sample: abort"),

@@ -10,7 +10,7 @@ import pytest
 from helpers.engines import sampling_params
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
-from megatron_grpo.engines.engine import Choice, Logprobs, Token
+from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.engines.generation import Generation
 
 PROMPTS = [Prompt(index=7 + i, token_ids=(i,), text="", row={}) for i in range(3)]

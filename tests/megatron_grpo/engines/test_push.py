@@ -50,7 +50,7 @@ def speak(engine: TestEngine, action) -> None:
     """Do one part of a push by hand."""
 
     async def connected() -> None:
-        async with engine.client()._connect(engine.servers.base_urls[0]) as connection:
+        async with engine.client().connect(engine.servers.base_urls[0]) as connection:
             await action(connection)
 
     asyncio.run(connected())

@@ -31,7 +31,7 @@ from helpers.ranks import run_ranks
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import packed_minibatches
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines.engine import decode_choice
+from megatron_grpo.engines.choice import decode_choice
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.transformers_engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
@@ -166,6 +166,7 @@ NUM_SAMPLES = 32
 def bfloat16_samples(folder: Path) -> list[Sample]:
     """What an engine with bfloat16 weights samples, sent as vLLM sends it."""
     engine = TransformersEngine(folder, torch.bfloat16, "cpu", return_routed_experts=True)
+    engine.weight_version = "0"
     params = sampling_params(
         num_generations=4, max_completion_length=24, stop_token_ids=[], router_replay=True
     )

@@ -14,7 +14,7 @@ from helpers.models import tiny_model
 from helpers.policies import tiny_config
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines import Generation, NoServingEngine
-from megatron_grpo.engines.engine import Choice, Logprobs, Token
+from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.launch.run_dir import new_token
 from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
 from megatron_grpo.rollout.rollouts import RolloutRunner
@@ -84,9 +84,9 @@ def test_a_rollout_continues_with_the_same_weights_and_begins_anew_with_others(r
     for version in (1, 1, 2):
         runner.begin(RolloutRequest(GENERATION, version))
         with pytest.raises(NoServingEngine):
-            runner.finish(timer)
+            runner.finish(GENERATION, timer)
     runner.begin(RolloutRequest(GENERATION, 2))
-    batch = runner.finish(timer)
+    batch = runner.finish(GENERATION, timer)
     asked = [generation for generation, _ in engines.asked]
     assert asked[0] is asked[1] is not asked[2] is asked[3]
     assert [num_open for _, num_open in engines.asked] == [16, 15, 16, 15]

@@ -11,7 +11,7 @@ from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.generate import RolloutRequest
-from megatron_grpo.rollout.rollouts import RolloutRunner
+from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 
 
@@ -30,11 +30,11 @@ def finish(thread):
     """Begins generation 3, which raises an error, and waits for it."""
 
     def finish(error: Exception, is_preempted: bool = False) -> None:
-        rollouter = SimpleNamespace(thread=thread, rollout=partial(Failing, error))
+        rollouter = SimpleNamespace(threads=thread, rollout=partial(Failing, error))
         watchdog = SimpleNamespace(is_preempted=is_preempted)
         runner = RolloutRunner(rollouter, watchdog, None)
         runner.begin(RolloutRequest(generation=3, policy_version=1))
-        runner.finish(PhaseTimer(lambda phase: None))
+        runner.finish(3, PhaseTimer(lambda phase: None))
 
     return finish
 

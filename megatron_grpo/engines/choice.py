@@ -1,0 +1,80 @@
+"""What an engine answers to a request for a completion."""
+
+import io
+from functools import cached_property
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+CUT = "abort"
+"""`finish_reason` of a completion that an engine gave up."""
+
+
+class Token(msgspec.Struct, gc=False):
+    """The log-probability of a sampled token."""
+
+    logprob: float
+
+
+class Logprobs(msgspec.Struct):
+    """The log-probabilities of a completion."""
+
+    content: list[Token]
+
+
+class WeightVersion(msgspec.Struct):
+    """The version of the weights that sampled the tokens from `start` to `end` of a completion."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct, dict=True):
+    """A completion; the fields are those of vLLM's answer."""
+
+    token_ids: list[int]
+    logprobs: Logprobs
+    finish_reason: str
+    text: str
+    weight_versions: list[WeightVersion]
+    routed_experts: bytes | None = None
+    """A `.npy` file, base64 in the answer; None unless the engine returns the experts of tokens."""
+
+    @property
+    def token_logprobs(self) -> list[float]:
+        """The log-probability of each token."""
+        return [token.logprob for token in self.logprobs.content]
+
+    @cached_property
+    def routes(self) -> np.ndarray:
+        """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt
+        and completion, but for the last token.
+
+        Raises ValueError if the engine did not return them.
+        """
+        if not self.routed_experts:
+            raise ValueError("the answer does not have the experts of its tokens")
+        routes: np.ndarray = np.load(io.BytesIO(self.routed_experts), allow_pickle=False)
+        # vLLM's for more than 256 experts is uint16, for which torch has few operations.
+        return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
+
+
+class Answer(msgspec.Struct):
+    """The answer to a request, which is for one completion."""
+
+    choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
+
+
+_DECODER = msgspec.json.Decoder(Answer)
+
+
+def decode_choice(answer: bytes) -> Choice:
+    """The completion in the body of an answer; raises msgspec.MsgspecError if there is none.
+
+    An answer has some 200 bytes per token, and decoding it holds the interpreter's lock, for which
+    a training thread would wait: this takes a twentieth of the time of `json.loads`.
+    """
+    [choice] = _DECODER.decode(answer).choices
+    return choice

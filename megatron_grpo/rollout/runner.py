@@ -1,0 +1,128 @@
+"""Makes generations, in threads of their own if they are made beside the training. Rank 0 only."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from queue import SimpleQueue
+
+from megatron_grpo.engines import EngineError, NoServingEngine, RolloutAborted
+from megatron_grpo.environments import EnvironmentsLost
+from megatron_grpo.launch.process import preempted_instead
+from megatron_grpo.rewards import RewardError
+from megatron_grpo.rollout.generate import Rollout, RolloutBatch, Rollouter, RolloutRequest
+from megatron_grpo.rollout.replay import Replay, ReplayedRollout
+from megatron_grpo.timing import IDLE, ROLLOUT, WAIT, PhaseTimer, Timeline
+from megatron_grpo.watchdog import Watchdog
+
+
+@contextmanager
+def as_rollout_aborted(what: str) -> Iterator[None]:
+    """Turn a failure of `what` in the block into RolloutAborted: all ranks save and stop."""
+    try:
+        yield
+    except (NoServingEngine, RolloutAborted):
+        raise
+    except (RewardError, TimeoutError, EngineError, EnvironmentsLost) as error:
+        raise RolloutAborted(f"{what} failed: {error}") from error
+
+
+@dataclass
+class Making:
+    """A generation that is being made."""
+
+    rollout: Rollout | ReplayedRollout
+    made: Future[RolloutBatch] | None = None
+    """What its thread makes; None without a thread."""
+    phases: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
+    """The phases that the thread enters; None when it is done."""
+
+    def wait(self, timer: PhaseTimer) -> RolloutBatch:
+        """The result of the thread; the watchdog is told its phases, as each has its own limit."""
+        assert self.made is not None
+        phase: str | None = IDLE
+        while phase is not None:
+            with timer.phase(WAIT, phase):
+                phase = self.phases.get()
+            while not self.phases.empty():  # all but the phase that is going on
+                phase = self.phases.get()
+        return self.made.result()
+
+
+class RolloutRunner:
+    """Makes generations, in the threads of the rollouter if it has any."""
+
+    def __init__(
+        self, rollouter: Rollouter | Replay, watchdog: Watchdog, timeline: Timeline
+    ) -> None:
+        self._rollouter, self._watchdog, self._timeline = rollouter, watchdog, timeline
+        self._making: dict[int, Making] = {}
+
+    def begin(self, request: RolloutRequest) -> None:
+        """Begin a generation, or continue it if it is the one that engines were lost in."""
+        making = self._making.get(request.generation)
+        if making is None or making.rollout.request != request:
+            if making is not None:
+                making.rollout.abandon()
+            making = Making(self._rollouter.rollout(request))
+            self._making[request.generation] = making
+        self._submit(making)
+
+    def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
+        """Wait for a generation and return it; without a thread, make it here.
+
+        Raises NoServingEngine if engines may come back, and RolloutAborted for any other failure,
+        so that the run saves what it has learnt before it ends; Preempted instead of these if the
+        scheduler wants the machine back.
+        """
+        making = self._making[generation]
+        with (
+            preempted_instead(lambda: self._watchdog.is_preempted),
+            as_rollout_aborted(f"generation {generation}"),
+        ):
+            made = making.wait(timer) if making.made else making.rollout.run(timer)
+        del self._making[generation]
+        return made
+
+    def suspend(self) -> None:
+        """Have the engines give up their requests, before a push of weights."""
+        if self._rollouter.in_flight:
+            self._rollouter.in_flight.suspend()
+
+    def resume(self, policy_version: int) -> None:
+        """Go on with weights of that version, also with what failed because engines were lost."""
+        if not self._rollouter.in_flight:
+            return
+        self._rollouter.in_flight.resume(policy_version)
+        for making in self._making.values():
+            made = making.made
+            if made and made.done() and isinstance(made.exception(), NoServingEngine):
+                self._submit(making)
+
+    def close(self) -> None:
+        """Cancel the generations in progress, since their rollouter is about to be closed."""
+        if futures := [making.made for making in self._making.values() if making.made]:
+            self._rollouter.cancel()
+            wait(futures)
+
+    def _submit(self, making: Making) -> None:
+        if threads := self._rollouter.threads:
+            making.phases = SimpleQueue()
+            making.made = threads.submit(self._make, making)
+
+    def _make(self, making: Making) -> RolloutBatch:
+        """Make the generation, in a thread; its metrics include the seconds it took."""
+        rollout = making.rollout
+
+        def record(name: str, began: float, seconds: float) -> None:
+            row = ROLLOUT + rollout.request.generation % self._timeline.num_rollouts
+            self._timeline.add(name, began, seconds, row, **asdict(rollout.request))
+
+        timer = PhaseTimer(making.phases.put, record)
+        try:
+            made = rollout.run(timer)
+            seconds = timer.metrics()
+            del seconds["time/step"]
+            return replace(made, metrics={**made.metrics, **seconds})
+        finally:
+            making.phases.put(None)

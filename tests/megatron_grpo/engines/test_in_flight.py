@@ -1,0 +1,125 @@
+"""Completions that go on under new weights: against a real vLLM whose weights change meanwhile."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import httpx
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from helpers.engines import random_prompts, reference_logprobs, sampling_params, served_model
+from megatron_grpo.engines import Generation
+from megatron_grpo.engines.engine import COUNTS
+from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.launch.process import Preempted
+
+NUM_TOKENS = 300
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    """`tied_model` with other weights."""
+    return served_model(tmp_path_factory.mktemp("other"), "qwen3", tied=True, seed=1)
+
+
+@pytest.fixture
+def client(vllm_engine, tied_model):
+    vllm_engine.push(tied_model)
+    return vllm_engine.client()
+
+
+@pytest.fixture
+def in_flight(client, tied_model):
+    in_flight = InFlight(client, AutoTokenizer.from_pretrained(tied_model).decode)
+    yield in_flight
+    in_flight.end()
+    in_flight.close()
+
+
+@pytest.fixture
+def threads(client, in_flight):
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+        client.cancel()
+
+
+def generation(number, version, num_tokens=NUM_TOKENS):
+    """Four samples of each of two prompts, without an end token."""
+    params = sampling_params(
+        num_generations=4,
+        policy_version=version,
+        max_completion_length=num_tokens,
+        stop_token_ids=(),
+        series=number,
+    )
+    return Generation(random_prompts(2, seed=number), params)
+
+
+def wait_for_tokens(engine, count):
+    """Wait until the engine has generated that many more."""
+
+    def generated():
+        url, token = engine.servers.base_urls[0], engine.servers.token
+        page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {token}"}).text
+        return float(COUNTS["generated"].search(page)[1])
+
+    before, deadline = generated(), time.monotonic() + 60
+    while generated() < before + count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
+    vllm_engine, in_flight, threads, tied_model, other_model
+):
+    weights = {vllm_engine.version: tied_model}
+    in_flight.resume(vllm_engine.version)
+    made = [
+        threads.submit(in_flight.generate, number, generation(number, vllm_engine.version))
+        for number in range(2)
+    ]
+    for folder in (other_model, tied_model):
+        wait_for_tokens(vllm_engine, 200)
+        in_flight.suspend()
+        weights[vllm_engine.push(folder)] = folder
+        in_flight.resume(vllm_engine.version)
+    samples = [sample for each in made for sample in each.result(timeout=120)]
+
+    assert len(samples) == 16
+    assert {len(sample.spans) for sample in samples} >= {3}
+    for sample in samples:
+        assert sum(count for _, count in sample.spans) == len(sample.completion_ids) == NUM_TOKENS
+        bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
+        for (version, _), (start, end) in zip(sample.spans, bounds, strict=True):
+            ids, logprobs = sample.completion_ids[:end], sample.logprobs[:end]
+            until = replace(sample, completion_ids=ids, logprobs=logprobs, loss_mask=())
+            found = torch.tensor(sample.logprobs[start:end])
+            expected = reference_logprobs(weights[version], until)[start:]
+            assert (found - expected).abs().max() < 1e-3
+
+
+def test_completions_without_a_push_are_those_of_one_generation_alone(
+    vllm_engine, client, in_flight, threads
+):
+    alone = client.generate(generation(0, vllm_engine.version, 40))
+    in_flight.resume(vllm_engine.version)
+    together = [
+        threads.submit(in_flight.generate, number, generation(number, vllm_engine.version, 40))
+        for number in range(2)
+    ]
+    samples = together[0].result(timeout=60)
+    assert [s.completion_ids[:5] for s in samples] == [s.completion_ids[:5] for s in alone]
+    assert all(len(sample.spans) == 1 for sample in samples)
+    assert together[1].result(timeout=60) != samples
+
+
+def test_who_waits_is_told_that_the_run_ends(vllm_engine, client, in_flight, threads):
+    waiting = threads.submit(in_flight.generate, 0, generation(0, vllm_engine.version))
+    client.cancel()  # while the engines are suspended
+    with pytest.raises(Preempted):
+        waiting.result(timeout=10)
+    with pytest.raises(Preempted):
+        in_flight.generate(1, generation(1, vllm_engine.version))
