@@ -100,7 +100,7 @@ def token_rows(
     `indices` are the completions of the optimizer batch. Every list has one entry per token of the
     completion, or of its beginning if the log had no room for more. `mask` is 1 for tokens that
     enter the loss: the others, such as observations, have no values of the policy. Those and values
-    that are not finite are null.
+    that are not finite are null. `policy_version` is a single number if all tokens have the same.
     """
     samples = [experience.samples[i] for i in indices]
     firsts = first_rows([len(sample.completion_ids) for sample in samples], len(values))
@@ -119,7 +119,7 @@ def token_rows(
                 "step": step,
                 "prompt_index": sample.prompt.index,
                 "sample_index": sample.sample_index,
-                "policy_version": sample.policy_version,
+                "policy_version": _versions(sample, len(ids)),
                 "tokens": token_texts(ids, tokenizer),
                 "token_ids": ids,
                 "mask": mask,
@@ -149,6 +149,13 @@ def token_texts(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase") -> lis
             text = stream.step(tokenizer.backend_tokenizer, token)
         texts.append(text or "")
     return texts
+
+
+def _versions(sample: Sample, num_tokens: int) -> int | list[int]:
+    """Version of the weights that sampled each of the first tokens, or all of the completion."""
+    if not sample.versions:
+        return sample.policy_version
+    return [version for version, count in sample.versions for _ in range(count)][:num_tokens]
 
 
 def _rounded(value: float) -> float | None:

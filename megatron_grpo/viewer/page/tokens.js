@@ -29,7 +29,7 @@ function coloured(row, colouring) {
   return row[colouring] ?? row.tokens.map(() => null);
 }
 
-/* A row has one policy version for all of its tokens. */
+/* A row may have one policy version for all of its tokens. */
 function valueAt(row, name, k) {
   return Array.isArray(row[name]) ? row[name][k] : row[name];
 }

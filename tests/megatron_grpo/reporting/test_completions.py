@@ -127,6 +127,15 @@ def test_the_values_of_tokens_stand_beside_their_texts_as_far_as_the_log_has_row
     assert (first["advantage"], second["advantage"]) == ([-1.0, -1.0], [1.0])
 
 
+def test_tokens_have_the_version_that_sampled_them(tokenizer: Any) -> None:
+    values = torch.zeros(3, len(VALUES))
+    made = experience(versions=((5, 1), (6, 1)), policy_version=5)
+    found = token_rows(7, made, [0, 1], values, tokenizer)
+    assert [row["policy_version"] for row in found] == [[5, 6], [5]]
+    whole = token_rows(7, experience(), [0, 1], values, tokenizer)
+    assert [row["policy_version"] for row in whole] == [6, 6]
+
+
 def test_a_character_of_several_tokens_is_at_the_last_of_them() -> None:
     letters = sorted(ByteLevel.alphabet())
     of_bytes = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
