@@ -191,7 +191,7 @@ class Config(Section):
                 f"{told} does not know grpo.shared_prompts true: leave out one of the two"
             )
         for name in ROUTER_LOSS_FIELDS:
-            if self.model.megatron.get(name):
+            if self.model.megatron.get(name) not in (None, 0, "none"):
                 raise ValueError(
                     f"{told} would count the tokens of model.megatron.{name} by the number of "
                     "ranks that split them: leave out one of the two"

@@ -99,9 +99,11 @@ def with_num_steps(config: Config, num_steps: int) -> Config:
     """
     if config.train.num_epochs is None:
         return config
-    table = config.model_dump(mode="json")
-    table["train"] |= {"num_steps": num_steps, "num_epochs": None}
-    return parse_config(table)
+    train = config.train.model_copy(update={"num_steps": num_steps, "num_epochs": None})
+    try:
+        return Config.model_validate({**dict(config), "train": train})
+    except ValidationError as error:
+        raise ValueError("\n".join(_mistakes(error))) from None
 
 
 def dump_config(config: Config) -> str:

@@ -90,7 +90,9 @@ def _wanted(cfg: Config | None) -> Wanted:
         return Wanted()
     local = cfg.model.dtype == "float32" or cfg.model.megatron.get("transformer_impl") == "local"
     return Wanted(
-        vllm=cfg.rollout.engine == "vllm" and not cfg.rollout.base_urls,
+        vllm=cfg.rollout.engine == "vllm"
+        and not cfg.rollout.base_urls
+        and cfg.train.replay is None,
         wandb=cfg.wandb.project is not None,
         transformer_engine=not local,
     )

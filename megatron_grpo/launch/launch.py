@@ -132,7 +132,7 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
 
     If these cannot hold all engines, engines share GPUs with the ranks. An engine of more GPUs than
     a node has takes whole nodes. Raises ValueError if ranks or such an engine do not fill nodes, or
-    if there are too few nodes.
+    if there are too few nodes. A replay has no engines.
     """
     num_ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
     ranks_per_node = min(num_ranks, gpus_per_node)
@@ -154,7 +154,7 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
         *_places(nodes[num_trainers:], 0, gpus_per_node, tensor),
     ]
     shared = sorted(_places(nodes, 0, gpus_per_node, tensor), key=lambda at: at.gpus.start)
-    num_engines = cfg.rollout.num_engines
+    num_engines = 0 if cfg.train.replay is not None else cfg.rollout.num_engines
     places = free if num_engines <= len(free) else shared
     if num_engines > len(places):
         fewer = f"set it to {len(places)} or less, or take more nodes"

@@ -24,6 +24,7 @@ from checkpoint_convert import (
 from checkpoint_convert.megatron import checkpoint_layout, float32_tensors
 from megatron_grpo.checkpoints.state import weight_layout
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.policy.model import (
@@ -203,6 +204,10 @@ def print_comparison(cfg: Config) -> bool:
     return False
 
 
+MANY_STEPS = 1_000_000_000
+"""More than any schedule's; how many only the data can tell, and modules do not depend on it."""
+
+
 def instantiate(cfg: Config) -> Instantiation:
     """Build every distinct rank of `cfg` and check what the planner says about it.
 
@@ -215,6 +220,7 @@ def instantiate(cfg: Config) -> Instantiation:
             "optimizer.optimizer_cpu_offload true: ranks are built without memory here, so none of "
             "theirs can be on the host; set it to false to build the rest"
         )
+    cfg = with_num_steps(cfg, MANY_STEPS)
     shape, dims = read_shape(cfg.model.path), cfg.dims
     check_divisible(shape, dims)
     workers = worker_layouts(shape, cfg.rollout)

@@ -207,6 +207,8 @@ def _layouts(
             if tensor > card.per_node or pipeline > shape.num_layers:
                 continue
             for context in divisors(num_ranks // tensor // pipeline):
+                takes_turns = cfg.parallel.dynamic_context_parallel
+                turns = {"dynamic_context_parallel": context > 1} if takes_turns else {}
                 for virtual in VIRTUAL_STAGES if pipeline > 1 else (1,):
                     for expert in _experts(shape, card, num_ranks // pipeline):
                         yield ParallelConfig(
@@ -219,6 +221,7 @@ def _layouts(
                             expert_tensor_parallel_size=1 if shape.moe else tensor,
                             **said,
                             **even,
+                            **turns,
                         )
 
 

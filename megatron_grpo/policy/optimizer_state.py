@@ -65,7 +65,8 @@ class SplitFloats:
         self.rest.copy_(rest.clamp_(-(2**15), 2**15 - 1))
 
     def _upper(self) -> Tensor:
-        return self.weights.view(torch.int16).int() << 16
+        # While engines have the GPU, one of the two may be on the host.
+        return self.weights.to(self.rest.device).view(torch.int16).int() << 16
 
 
 def states_of(part: Any, parameter: Tensor) -> dict[str, Tensor | SplitFloats]:

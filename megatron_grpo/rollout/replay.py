@@ -7,6 +7,7 @@ any layout, on the completions, rewards and advantages of that run.
 
 import json
 from pathlib import Path
+from typing import Any
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
@@ -32,6 +33,7 @@ def write_generation(cfg: Config, generation: int, batch: RolloutBatch, prompts:
     """
     folder = generation_folder(cfg.train.run_dir, generation)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / FACTS_FILE).unlink(missing_ok=True)  # of a run that is resumed before it
     write_experience(folder, batch.experience, READY)
     facts = {"prompts": prompts, "sizes": _sizes(cfg), "metrics": batch.metrics}
     (folder / FACTS_FILE).write_text(json.dumps(facts))
@@ -76,6 +78,17 @@ def rollouter_of(
     return Rollouter(cfg, shape, token, num_ranks)
 
 
+def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
+    """What is known of a generation; raises ValueError if it was drawn from other prompts."""
+    facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text())
+    if facts["prompts"] != (now := stream.fingerprint):
+        raise ValueError(
+            f"{folder} was drawn from {facts['prompts']}, but data and tokenizer now give {now}: "
+            "set data.* and model.path as they were"
+        )
+    return facts
+
+
 class Replay:
     """Has the generations of the run in `run_dir`, in place of a `Rollouter`."""
 
@@ -88,6 +101,7 @@ class Replay:
         self._run_dir = run_dir
         self.tokenizer = load_tokenizer(cfg.model.path)
         self.stream = load_stream(cfg, shape, self.tokenizer)
+        _facts(generation_folder(run_dir, 0), self.stream)
 
     def rollout(self, request: RolloutRequest) -> "ReplayedRollout":
         """The generation of that number, from whatever weights it was sampled."""
@@ -114,15 +128,12 @@ class ReplayedRollout:
     def run(self, timer: PhaseTimer) -> RolloutBatch:
         """Read it; raises ValueError if it was drawn from other prompts."""
         with timer.phase("load"):
-            facts = json.loads((self._folder / FACTS_FILE).read_text())
-            if facts["prompts"] != (now := self._stream.fingerprint):
-                raise ValueError(
-                    f"{self._folder} was drawn from {facts['prompts']}, but data and tokenizer now "
-                    f"give {now}: set data.* and model.path as they were"
-                )
+            facts = _facts(self._folder, self._stream)
             experience = read_experience(self._folder, self._stream.prompts, READY)
         assert experience is not None, "the preflight has found it"
-        return RolloutBatch(experience, facts["metrics"])
+        # Its seconds are no part of this run's steps.
+        metrics = {k: v for k, v in facts["metrics"].items() if not k.startswith("time/")}
+        return RolloutBatch(experience, metrics)
 
     def abandon(self) -> None:
         """Nothing has begun."""

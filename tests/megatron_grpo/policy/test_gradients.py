@@ -25,7 +25,7 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from megatron_grpo.checkpoints.trainer_state import TrainerState
-from megatron_grpo.policy import model
+from megatron_grpo.policy import gradients
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Policy, unwrapped
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
@@ -73,7 +73,9 @@ def cases(tmp_path_factory):
 
 def in_buckets(rank: int, size: int, fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn(rank, *args)` with buckets of about `size` parameters."""
-    model.DistributedDataParallelConfig = partial(DistributedDataParallelConfig, bucket_size=size)
+    gradients.DistributedDataParallelConfig = partial(
+        DistributedDataParallelConfig, bucket_size=size
+    )
     return fn(rank, *args)
 
 
@@ -93,6 +95,7 @@ def second_gradient(rank: int, folder: Path, dims: ParallelDims) -> tuple[Number
     policy, groups = start_policy(rank, folder, dims, *OVERLAP)
     share = pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data]
     accumulate(policy, groups, share)
+    assert len(bucket_groups(policy)) > len(policy.chunks)
     started = []
     finish = unwrapped(policy.chunks[0]).config.finalize_model_grads_func
 
