@@ -18,6 +18,7 @@ from helpers.optimizers import (
 from helpers.policies import tiny_config
 from helpers.ranks import run_ranks
 from megatron_grpo.planning.state import state_bytes
+from megatron_grpo.policy.optimizer_state import SplitFloats
 from parallel import ParallelDims
 
 pytestmark = [
@@ -57,3 +58,10 @@ def test_it_keeps_what_the_plan_says(folder, kind):
     state = state_bytes(tiny_config(folder, ONE, *BFLOAT16, *KINDS[kind]), read_shape(folder), 0)
     kept = run_ranks(1, bytes_kept, folder, ONE, kind, cuda=True)
     assert kept == [(state.optimizer, state.host, state.gradients)]
+
+
+def test_values_are_joined_while_their_halves_are_on_two_devices():
+    values = torch.randn(1000)
+    split = SplitFloats(values.bfloat16().cuda(), torch.zeros(1000, dtype=torch.int16))
+    split.copy_(values)  # the rest is on the host, as while engines have the GPU
+    assert (split.joined() - values).abs().max() <= 2**-22
