@@ -74,7 +74,9 @@ def rollouter_of(
 ) -> "Rollouter | Replay":
     """What has the generations of a run; the arguments are those of `Rollouter`."""
     if cfg.train.replay is not None:
-        return Replay(cfg.train.replay, cfg, shape)
+        replay = Replay(cfg.train.replay, cfg, shape)
+        _facts(generation_folder(cfg.train.replay, 0), replay.stream)  # before anything is trained
+        return replay
     return Rollouter(cfg, shape, token, num_ranks)
 
 
@@ -101,7 +103,6 @@ class Replay:
         self._run_dir = run_dir
         self.tokenizer = load_tokenizer(cfg.model.path)
         self.stream = load_stream(cfg, shape, self.tokenizer)
-        _facts(generation_folder(run_dir, 0), self.stream)
 
     def rollout(self, request: RolloutRequest) -> "ReplayedRollout":
         """The generation of that number, from whatever weights it was sampled."""

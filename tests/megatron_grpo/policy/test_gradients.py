@@ -95,7 +95,8 @@ def second_gradient(rank: int, folder: Path, dims: ParallelDims) -> tuple[Number
     policy, groups = start_policy(rank, folder, dims, *OVERLAP)
     share = pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data]
     accumulate(policy, groups, share)
-    assert len(bucket_groups(policy)) > len(policy.chunks)
+    if groups.coordinates.pipeline == 0:  # Megatron-Core has one bucket in later stages
+        assert len(bucket_groups(policy)) > len(policy.chunks)
     started = []
     finish = unwrapped(policy.chunks[0]).config.finalize_model_grads_func
 
