@@ -10,7 +10,7 @@ from megatron_grpo.algorithm.kl import beta_after
 from megatron_grpo.batch.cached_values import with_cached_values
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
-from megatron_grpo.batch.prepare import Preparation, add_logprobs, with_old_logprobs
+from megatron_grpo.batch.prepare import Preparation, with_old_logprobs
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
@@ -258,9 +258,6 @@ class Trainer:
                 self.policy, minibatch, self.cfg, self.run.groups, self.skipped, self.beta
             )
             kept = with_old_logprobs(minibatch, report.logprobs, self.run.groups)
-            if report.metrics["skipped_steps"]:  # by a fault of the moment, they may be NaN
-                cfg, groups = self.cfg, self.run.groups
-                kept = add_logprobs(minibatch, self.policy, None, cfg, groups, is_next=False)
             self.minibatches[self.schedule.cursor(self.step).minibatch] = kept
             self.step += 1
             if self.reference:
