@@ -116,6 +116,7 @@ keep_engine() {
         echo "the engine ended with exit code $code: started again in $pause s" >>"$1"
         sleep "$pause" & # not in the foreground, where a signal would wait for its end
         engine=$!
+        [[ -z $was_told ]] || kill "$engine" 2>/dev/null || true
         wait "$engine" || true
         [[ -z $was_told ]] || exit "$code"
     done
