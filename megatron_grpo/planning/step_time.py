@@ -22,9 +22,9 @@ ATTAINABLE_OF_LINK = 0.8
 
 
 FLEX_SLOWDOWN = 1.5
-"""Time of torch's flex attention, which `grpo.shared_prompts` needs, over that of cuDNN's, for as many
-pairs of tokens: FlashAttention-3's authors measured 389 and 609 TFLOP/s for Triton's and cuDNN's, on an
-H100 at 4,096 tokens and heads of 128 (arXiv 2407.08608)."""
+"""Time of torch's flex attention, which `grpo.shared_prompts` needs, over that of cuDNN's, for as
+many pairs of tokens. FlashAttention-3's authors measured 389 TFLOP/s for Triton's kernels and 609
+for cuDNN's, on an H100 at 4,096 tokens and heads of 128 (arXiv 2407.08608)."""
 
 
 @dataclass(frozen=True, kw_only=True)

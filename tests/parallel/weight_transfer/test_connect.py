@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from parallel.weight_transfer import ChannelError, TransferInitInfo
+from parallel.weight_transfer import ChannelError, TransferInitInfo, rendezvous
 from parallel.weight_transfer import connect as connect_module
-from parallel.weight_transfer import rendezvous
 from parallel.weight_transfer.rendezvous import RendezvousAddress
 
 HERE = "boot net ipc pid GPU-1"
