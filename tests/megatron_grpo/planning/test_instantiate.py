@@ -128,7 +128,7 @@ IN_BUCKETS = [
     # embedding tied over two stages, of which the second does not divide its gradients.
     ("SmolLM2-135M", {}, {"data": 7, "pipeline": 2}),
     # Larger buckets for more data ranks; context ranks do not count.
-    ("SmolLM2-135M", {}, {"data": 43, "context": 2}),
+    ("SmolLM2-135M", {}, {"data": 61, "context": 2}),
     ("Qwen3-30B-A3B", {"num_hidden_layers": 4}, {"data": 10, "expert": 2, "pipeline": 2}),
 ]
 
