@@ -90,6 +90,7 @@ class FolderEvaluation:
     def _evaluate(self, timer: PhaseTimer, bar: EvaluationBar) -> dict[str, Evaluated]:
         while True:
             # Nothing is pushed to the engines: they serve the weights that they have loaded.
+            self._client.take_stock(lambda workers: None)
             self._client.assemble(lambda workers: None)
             try:
                 self._client.serve_loaded()

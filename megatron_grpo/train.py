@@ -10,7 +10,7 @@ from megatron_grpo.algorithm.kl import beta_after
 from megatron_grpo.batch.cached_values import with_cached_values
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
-from megatron_grpo.batch.prepare import Preparation, with_old_logprobs
+from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
@@ -257,7 +257,8 @@ class Trainer:
             report = train_step(
                 self.policy, minibatch, self.cfg, self.run.groups, self.skipped, self.beta
             )
-            kept = with_old_logprobs(minibatch, report.logprobs, self.run.groups)
+            is_skipped = report.metrics["skipped_steps"] > 0
+            kept = self.preparation.after_step(minibatch, report.logprobs, is_skipped=is_skipped)
             self.minibatches[self.schedule.cursor(self.step).minibatch] = kept
             self.step += 1
             if self.reference:

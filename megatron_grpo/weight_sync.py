@@ -164,11 +164,19 @@ class WeightSync:
         return has_changed
 
     def _make_room(self) -> None:
-        """Give back memory that ranks keep unused, if an engine is starting again: it may be beside
-        them, and vLLM ends unless all of its share is free."""
-        starting = torch.tensor(bool(self._engines and self._engines.pool.starting))
-        dist.broadcast(starting, src=0)
-        if starting:
+        """Find out which engines are lost, and make room if one is starting again. Collective.
+
+        It may be beside the ranks, and vLLM ends unless all of its share is free. So they give back
+        what they keep unused, and their state leaves as before a generation.
+        """
+        needs_room = torch.tensor(False)
+        if self._engines is not None:
+            self._engines.take_stock(self._check_engine)
+            pool = self._engines.pool
+            needs_room.fill_(bool(pool.starting) or not pool.up)
+        dist.broadcast(needs_room, src=0)
+        if needs_room:
+            self._residency.enter("generate")
             torch.cuda.empty_cache()
 
     def _try_push(

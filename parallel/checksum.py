@@ -220,16 +220,70 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return added_up((name, whole_checksum(tensor)) for name, tensor in tensors.items())
 
 
-def copy_and_sum(source: Tensor, target: Tensor, box: Box, shape: Shape) -> Tensor:
-    """Copy `source` to `target`, and return the `checksum` of what `target` then holds.
+def copied_and_summed(copies: Iterable[BoxCopy]) -> Iterator[NamedSum]:
+    """Make the copies, by torch on any device; yields the contributions of all to the checksums."""
 
-    On a CPU in one pass, or at least block by block: a second pass over the memory would take as
-    long as the copy.
+    def made() -> Iterator[BoxCopy]:
+        for copy in copies:
+            copy.target.copy_(copy.source)
+            yield copy
+
+    for copy in joined(made()):
+        yield copy.name, checksum_by_torch(copy.target, copy.box, copy.shape)
+
+
+def joined(copies: Iterable[BoxCopy]) -> Iterator[BoxCopy]:
+    """The targets of `copies`, as few as possible: those of consecutive rows that are consecutive
+    in memory become one.
+
+    A GPU has read megabytes in the time that the kernels of a checksum take to start, and a bucket
+    may have thousands of boxes of experts.
     """
-    if target.device.type == "cpu":
-        return _sum_on_cpu(BoxCopy("", source, target, box, shape))
-    target.copy_(source)
-    return checksum_by_torch(target, box, shape)
+    run: list[BoxCopy] = []
+    for copy in copies:
+        if run and not _follows(copy, run[-1]):
+            yield _joined(run)
+            run = []
+        run.append(copy)
+    if run:
+        yield _joined(run)
+
+
+def _follows(copy: BoxCopy, before: BoxCopy) -> bool:
+    rows, rows_before = _rows(copy), _rows(before)
+    return (
+        copy.name == before.name
+        and rows is not None
+        and rows_before is not None
+        and rows.start == rows_before.stop
+        and copy.box.start[-1] == before.box.start[-1]
+        and copy.box.size[-1] == before.box.size[-1]
+        and copy.target.data_ptr() == before.target.data_ptr() + before.target.nbytes
+    )
+
+
+def _rows(copy: BoxCopy) -> range | None:
+    """The rows of the tensor that a box covers, if they are consecutive, there and in memory."""
+    first, is_split = 0, False
+    for start, size, extent in zip(
+        copy.box.start[:-1], copy.box.size[:-1], copy.shape[:-1], strict=True
+    ):
+        if is_split and size < extent:
+            return None
+        first, is_split = first * extent + start, is_split or size > 1
+    return range(first, first + prod(copy.box.size[:-1])) if copy.target.is_contiguous() else None
+
+
+def _joined(run: Sequence[BoxCopy]) -> BoxCopy:
+    if len(run) == 1:
+        return run[0]
+    first, rows = run[0], _rows(run[0])
+    assert rows is not None, "others follow it"
+    column, width = first.box.start[-1], first.box.size[-1]
+    num_rows = sum(prod(copy.box.size[:-1]) for copy in run)
+    target = first.target.as_strided((num_rows, width), (width, 1))
+    box, shape = Box((rows.start, column), (num_rows, width)), first.shape
+    return BoxCopy(first.name, target, target, box, (prod(shape[:-1]), shape[-1]))
 
 
 def added_up(sums: Iterable[NamedSum]) -> dict[str, int]:

@@ -73,11 +73,16 @@ def plan_shares(sender: Sender, workers: Sequence[Layout]) -> list[Shared]:
 
 
 def cut_shares(shares: Iterable[Shared], max_elements: int) -> dict[int, list[Copy]]:
-    """The copies of a rank's `shares`, by worker, none larger than `max_elements`."""
+    """The copies of a rank's `shares`, by worker, none larger than `max_elements`.
+
+    They are in the order of their destinations: many then fill consecutive rows of a parameter.
+    """
     sends: dict[int, list[Copy]] = {}
     for worker, have, want, box in shares:
         copies = [Copy.between(have, want, part) for part in box.cut(max_elements)]
         sends.setdefault(worker, []).extend(copies)
+    for ordered in sends.values():
+        ordered.sort(key=lambda copy: (copy.destination, copy.destination_box.start))
     return sends
 
 

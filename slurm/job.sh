@@ -9,7 +9,7 @@
 # mostly a file system that is temporarily unavailable.
 set -euo pipefail
 
-readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4 MAX_ENGINE_RESTARTS=3
+readonly PREEMPTED=75 FOR_THE_USER=2 MAX_STARTS=4 MAX_ENGINE_RESTARTS=3 ENGINE_PAUSE=60
 
 run_job() {
     cd "$SLURM_SUBMIT_DIR"
@@ -92,9 +92,10 @@ start_engines() {
 # Run an engine as a job step until this is told to end (SIGTERM): `keep_engine LOG NODE,... COMMAND ...`.
 # If it ends on one of its nodes, Slurm ends it on all. If that happens while the trainer runs, it is
 # started again: meanwhile the trainer sends its requests to the other engines, and new weights to this
-# one when it answers again.
+# one when it answers again. What ends the new one may last, such as ranks beside it that need the memory
+# until they have trained: each further start waits ENGINE_PAUSE seconds longer.
 keep_engine() {
-    local nodes restarts engine="" code was_told=""
+    local nodes restarts engine="" code was_told="" pause
     IFS=, read -ra nodes <<<"$2"
     trap 'was_told=yes; kill "$engine" 2>/dev/null || true' TERM
     for ((restarts = 0; ; restarts++)); do
@@ -111,7 +112,13 @@ keep_engine() {
             ((code == FOR_THE_USER || restarts == MAX_ENGINE_RESTARTS)); then
             exit "$code"
         fi
-        echo "the engine ended with exit code $code: started again" >>"$1"
+        pause=$((restarts * ENGINE_PAUSE))
+        echo "the engine ended with exit code $code: started again in $pause s" >>"$1"
+        sleep "$pause" & # not in the foreground, where a signal would wait for its end
+        engine=$!
+        [[ -z $was_told ]] || kill "$engine" 2>/dev/null || true
+        wait "$engine" || true
+        [[ -z $was_told ]] || exit "$code"
     done
 }
 

@@ -23,6 +23,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.router import with_own_layers
+from megatron_grpo.policy.skipped_steps import is_so_on_all_ranks
 from megatron_grpo.timing import PhaseTimer
 from parallel.alignment import Alignment
 from parallel.groups import Groups
@@ -175,6 +176,22 @@ class Preparation:
                 )
                 for number, minibatch in enumerate(packed)
             ]
+
+    def after_step(
+        self, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor], *, is_skipped: bool
+    ) -> list[PackedBatch]:
+        """The batches of a step for further steps on them: `with_old_logprobs`.
+
+        If the step was skipped, what broke it may have broken its `logprobs`, too. Then a pass
+        computes them, with the same weights. Only the last stage knows whether it had to: all ranks
+        learn it, so that all take part or none.
+        """
+        if not is_skipped:
+            return with_old_logprobs(batches, logprobs, self.groups)
+        if is_so_on_all_ranks(not logprobs, self.device):
+            return list(batches)
+        computed = _computed(self.policy, batches, self.cfg, self.groups)
+        return _filled(batches, "old_logprobs", [values for values, _ in computed])
 
     def subtract_kl(
         self,

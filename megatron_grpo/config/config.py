@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
+from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.reward import (
     ENVIRONMENT_TERM,
     RIGHT,
@@ -287,6 +288,16 @@ class Config(Section):
         """Number of optimizer steps; with `train.num_epochs` only after `with_num_steps`."""
         assert self.train.num_steps is not None, "the data is not read yet"
         return self.train.num_steps
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines that the run works with; a replay has none."""
+        return 0 if self.train.replay is not None else self.rollout.num_engines
+
+    @property
+    def offload(self) -> Offload:
+        """What makes room for engines: `train.offload`, where there are any."""
+        return self.train.offload if self.num_engines else "none"
 
     @property
     def reward_terms(self) -> tuple[RewardFunction, ...]:

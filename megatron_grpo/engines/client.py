@@ -35,7 +35,7 @@ class RolloutClient:
     an EngineError that names the engine.
 
     A push goes to the engines found by `assemble`. An engine that fails during a push gets no more
-    requests and is counted as lost at the next `assemble`.
+    requests and is counted as lost by the next `take_stock`.
     """
 
     def __init__(self, pool: EnginePool, rollout: RolloutConfig) -> None:
@@ -79,31 +79,15 @@ class RolloutClient:
             await asyncio.sleep(POLL_SECONDS)
         raise Preempted("the generation was given up")
 
-    def assemble(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
-        """Find the engines for the next push: all healthy ones.
+    def take_stock(self, check: Callable[[list[EngineReport]], None]) -> None:
+        """Lose the engines that have failed, died or hang, and find those that came back.
 
-        An engine that came back takes part if `check` accepts the parameters of its workers, that
-        is, does not raise ValueError. As long as one engine is healthy, no other is waited for.
-        Otherwise, wait up to `rollout.startup_timeout` seconds for one, then raise RolloutAborted,
-        which says how each ended.
-
-        Returns the number of engines, and an id that changes when one joins, leaves or restarts.
+        These take part again if `check` accepts the parameters of their workers, that is, does not
+        raise ValueError.
         """
         for url, error in self._failed.items():
             self.pool.mark_dead(url, str(error))
         self._failed = {}
-        deadline = time.monotonic() + self._rollout.startup_timeout
-        while not self._find_well(check):
-            if self._is_cancelled:
-                raise Preempted("the wait for an engine was given up")
-            self.pool.raise_if_all_dead(deadline)
-            time.sleep(POLL_SECONDS)
-        if self._chain != self.pool.up:
-            self._chain = self.pool.up
-            self._num_chains += 1
-        return len(self._chain), self._num_chains
-
-    def _find_well(self, check: Callable[[list[EngineReport]], None]) -> bool:
         for url in self.pool.check_engines():
             try:
                 [workers] = self._on([url], _describe, {})
@@ -112,7 +96,27 @@ class RolloutClient:
                 self.pool.mark_dead(url, str(error))
             else:
                 self.pool.mark_recovered(url)
-        return bool(self.pool.up)
+
+    def assemble(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
+        """The engines for the next push: all that are healthy by the last `take_stock`.
+
+        As long as there is one, no other is waited for. Otherwise, wait up to
+        `rollout.startup_timeout` seconds for one, then raise RolloutAborted, which says how each
+        ended.
+
+        Returns the number of engines, and an id that changes when one joins, leaves or restarts.
+        """
+        deadline = time.monotonic() + self._rollout.startup_timeout
+        while not self.pool.up:
+            if self._is_cancelled:
+                raise Preempted("the wait for an engine was given up")
+            self.pool.raise_if_all_dead(deadline)
+            time.sleep(POLL_SECONDS)
+            self.take_stock(check)
+        if self._chain != self.pool.up:
+            self._chain = self.pool.up
+            self._num_chains += 1
+        return len(self._chain), self._num_chains
 
     def describe_parameters(self) -> dict[str, list[EngineReport]]:
         """Parameter shapes and dtypes of every worker, by engine address."""

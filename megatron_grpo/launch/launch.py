@@ -148,13 +148,14 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
             f"{num_ranks} ranks need {num_trainers} nodes of {gpus_per_node} GPUs, and the job has "
             f"{len(nodes)}: sbatch --nodes={num_trainers}"
         )
-    check_engine_size(tensor, gpus_per_node)
+    num_engines = cfg.num_engines
+    if num_engines:
+        check_engine_size(tensor, gpus_per_node)
     free = [
         *_places(nodes[:num_trainers], ranks_per_node, gpus_per_node, tensor),
         *_places(nodes[num_trainers:], 0, gpus_per_node, tensor),
     ]
     shared = sorted(_places(nodes, 0, gpus_per_node, tensor), key=lambda at: at.gpus.start)
-    num_engines = 0 if cfg.train.replay is not None else cfg.rollout.num_engines
     places = free if num_engines <= len(free) else shared
     if num_engines > len(places):
         fewer = f"set it to {len(places)} or less, or take more nodes"

@@ -31,12 +31,9 @@ NOT_COUNTED = "microbatches, operations, times and traffic are those of a run wi
 
 def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
     """The memory of every kind of stage, the work of a step, and the traffic over each link."""
-    where = "on the same GPUs" if plan.is_shared else "on GPUs of their own"
-    rollout = cfg.rollout
     lines = [
         f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
-        f"{_count(rollout.num_engines, 'engine')} of "
-        f"{_count(rollout.tensor_parallel_size, 'GPU')}, {where}",
+        f"{_engines(cfg, plan)}",
         "",
         *_memory_rows(cfg, plan),
         *(["", *host_lines(cfg, plan.host, plan.fullest, card_named(gpu))] if plan.host else []),
@@ -46,6 +43,14 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
         *_link_rows(cfg, plan),
     ]
     return "\n".join(lines)
+
+
+def _engines(cfg: Config, plan: JobPlan) -> str:
+    if not cfg.num_engines:
+        return "no engines, for train.replay"
+    where = "on the same GPUs" if plan.is_shared else "on GPUs of their own"
+    size = _count(cfg.rollout.tensor_parallel_size, "GPU")
+    return f"{_count(cfg.num_engines, 'engine')} of {size}, {where}"
 
 
 def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str) -> str:
@@ -211,10 +216,11 @@ def print_suggestions(
     elif suggestions:
         print(suggestion_table(suggestions, num_gpus, gpu))
     if not suggestions:
-        raise ValueError(
-            f"no layout fits on {num_gpus} {gpu}: use more GPUs, {_less_work(cfg, lengths)}, or a "
-            "lower rollout.vllm.gpu_memory_utilization"
-        )
+        ways = ["use more GPUs", _less_work(cfg, lengths)]
+        if cfg.num_engines:
+            ways.append("a lower rollout.vllm.gpu_memory_utilization")
+        text = f"{', '.join(ways[:-1])}, or {ways[-1]}"
+        raise ValueError(f"no layout fits on {num_gpus} {gpu}: {text}")
 
 
 def _lengths(cfg: Config, shape: ModelShape, file: Path | None) -> list[int]:

@@ -40,7 +40,7 @@ class HostUse:
 
 def host_use(cfg: Config, states: Sequence[StateBytes], card: GpuSpec) -> HostUse | None:
     """What `train.offload` takes of the nodes; None if nothing is moved."""
-    copied = parts_copied(cfg.train.offload)
+    copied = parts_copied(cfg.offload)
     if not copied:
         return None
     moved, state = max(((part_bytes(each, copied), each) for each in states), key=lambda m: m[0])

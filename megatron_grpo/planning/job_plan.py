@@ -45,11 +45,10 @@ class JobPlan:
     work: Workload
     stages: Sequence[StageMemory]
     engine: EngineBytes | None
-    """None if rollouts do not come from vLLM."""
+    """None if rollouts do not come from vLLM, or are replayed."""
     time: StepTime
     rollout: RolloutTime | None
-    """Time of one generation; None if rollouts do not come from vLLM, or if the length of prompts
-    is unknown."""
+    """Time of one generation; None without an `engine`, or if the length of prompts is unknown."""
     push: LinkUse | None
     """The push of weights for one generation, which may serve several steps."""
     shared_prompts: dict[bool, PromptSharing]
@@ -174,11 +173,12 @@ def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
     engines.
     """
     ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
-    engines = cfg.rollout.num_engines * tensor
-    check_engine_size(tensor, card.per_node)
+    engines = cfg.num_engines * tensor
+    if engines:
+        check_engine_size(tensor, card.per_node)
     if max(ranks, engines) > num_gpus:
         raise ValueError(
-            f"{cfg.dims} needs {ranks} GPUs, and {cfg.rollout.num_engines} engines of "
+            f"{cfg.dims} needs {ranks} GPUs, and {cfg.num_engines} engines of "
             f"rollout.tensor_parallel_size {tensor} need {engines}, but the job has {num_gpus} in "
             f"all; use --gpus {max(ranks, engines)} or more"
         )
@@ -199,14 +199,14 @@ def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:
     Ranks and engines take the same nodes, unless one `engine` alone fills what a plan may use of a
     card. An engine of more GPUs than a node has takes whole nodes.
     """
-    tensor, num_engines = cfg.rollout.tensor_parallel_size, cfg.rollout.num_engines
+    tensor, num_engines = cfg.rollout.tensor_parallel_size, cfg.num_engines
     rank_nodes = -(-cfg.dims.world_size // card.per_node)
     if tensor > card.per_node:
         engine_nodes = num_engines * (tensor // card.per_node)
     else:
         engine_nodes = -(-num_engines // (card.per_node // tensor))
     # An engine starts at a multiple of its size.
-    apart = round_up(cfg.dims.world_size, tensor) + num_engines * tensor
+    apart = round_up(cfg.dims.world_size, tensor if num_engines else 1) + num_engines * tensor
     if engine and engine.total > memory_limit(card):
         return apart if apart <= card.per_node else (rank_nodes + engine_nodes) * card.per_node
     nodes = max(rank_nodes, engine_nodes)

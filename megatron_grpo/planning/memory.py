@@ -95,7 +95,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
 
     Raises ValueError if its weights do not fit there.
     """
-    if cfg.rollout.engine != "vllm":
+    if cfg.rollout.engine != "vllm" or not cfg.num_engines:
         return None
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
     if card.memory - weights < per_token:
@@ -116,7 +116,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
 
 def _push_buffers(cfg: Config) -> int:
     """What a process keeps, from the first push on, to send or receive weights: at most this."""
-    return cfg.rollout.update_weights_bucket_megabytes * 10**6
+    return cfg.rollout.update_weights_bucket_megabytes * 10**6 if cfg.num_engines else 0
 
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:

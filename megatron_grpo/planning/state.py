@@ -3,9 +3,9 @@
 An optimizer that is partly on the host is the exception: see `optimizer_bytes.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm, prod
+from math import inf, lcm, prod
 
 from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.families.ffn import EXPERT_BIAS
@@ -19,6 +19,9 @@ from parallel.alignment import round_up
 
 START_MULTIPLE, BUCKET_MULTIPLE = 64, 128
 """Elements to which Megatron-Core aligns parameters and buckets in its gradient buffers."""
+BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
+"""Elements with which Megatron-Core closes a bucket where sums of gradients overlap with the
+backward: the first, or the second for each data rank, if that is more."""
 ROUTER_WEIGHT = ".router.weight"
 """Suffix of what `model.freeze_moe_router` keeps from being trained."""
 
@@ -70,7 +73,7 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     if cfg.model.freeze_moe_router:  # weights without gradients and moments
         weights = sum(size for _, name, size in parameters if name.endswith(ROUTER_WEIGHT))
         parameters = [each for each in parameters if not each[1].endswith(ROUTER_WEIGHT)]
-    buckets = list(_buckets(parameters, shape, cfg.dims, at))
+    buckets = list(_buckets(parameters, shape, cfg, at))
     for bucket in buckets:
         weights += sum(bucket.sizes)
         expert_weights += sum(bucket.sizes) if bucket.is_expert else 0
@@ -144,21 +147,46 @@ class _Bucket:
 
 
 def _buckets(
-    parameters: Sequence[_Parameter], shape: ModelShape, dims: ParallelDims, at: Coordinates
+    parameters: Sequence[_Parameter], shape: ModelShape, cfg: Config, at: Coordinates
 ) -> Iterator[_Bucket]:
-    """The buckets of a rank. Experts, and an embedding tied across stages, have separate ones."""
+    """The buckets of a rank. Experts have separate ones; later stages do not divide theirs."""
+    dims = cfg.dims
     is_tied_over_stages = shape.tie_word_embeddings and dims.pipeline > 1
-    buckets: dict[tuple[int, bool, bool], list[int]] = {}
+    most: float = max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * dims.data)
+    if not cfg.parallel.overlap_grad_reduce or at.pipeline > 0:
+        most = inf
+    buffers: dict[tuple[int, bool], list[tuple[int, bool]]] = {}
     for chunk, name, size in parameters:
-        is_shared = is_tied_over_stages and ("word_embeddings" in name or "output_layer" in name)
+        is_tied = is_tied_over_stages and ("word_embeddings" in name or "output_layer" in name)
         if not name.endswith(EXPERT_BIAS):
-            buckets.setdefault((chunk, ".experts." in name, is_shared), []).append(size)
-    for (_, is_expert, _), sizes in buckets.items():
+            buffers.setdefault((chunk, ".experts." in name), []).append((size, is_tied))
+    for (_, is_expert), buffer in buffers.items():
         if is_expert:
             num_shards, shard = expert_shards(dims), dims.expert_place(at).data
         else:
             num_shards, shard = dims.data * dims.context, at.context + dims.context * at.data
-        yield _Bucket(is_expert=is_expert, sizes=sizes[::-1], num_shards=num_shards, shard=shard)
+        for sizes in _divided(reversed(buffer), most):
+            yield _Bucket(is_expert=is_expert, sizes=sizes, num_shards=num_shards, shard=shard)
+
+
+def _divided(buffer: Iterable[tuple[int, bool]], most: float) -> Iterator[list[int]]:
+    """The sizes of the parameters of each bucket of a buffer: one is closed at `most` elements.
+
+    A parameter that is tied across stages has a bucket of its own.
+    """
+    sizes: list[int] = []
+    end = 0
+    for size, is_tied in buffer:
+        if is_tied and sizes:
+            yield sizes
+            sizes, end = [], 0
+        sizes.append(size)
+        end = round_up(end, START_MULTIPLE) + size
+        if is_tied or end >= most:
+            yield sizes
+            sizes, end = [], 0
+    if sizes:
+        yield sizes
 
 
 def expert_shards(dims: ParallelDims) -> int:

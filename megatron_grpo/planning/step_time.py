@@ -21,6 +21,12 @@ ATTAINABLE_OF_LINK = 0.8
 """NCCL's protocol takes about 20%: 370 of an H100's 450 GB/s are left (NVIDIA/nccl-tests#212)."""
 
 
+FLEX_SLOWDOWN = 1.5
+"""Time of torch's flex attention, which `grpo.shared_prompts` needs, over that of cuDNN's, for as
+many pairs of tokens. FlashAttention-3's authors measured 389 TFLOP/s for Triton's kernels and 609
+for cuDNN's, on an H100 at 4,096 tokens and heads of 128 (arXiv 2407.08608)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkUse:
     """Bytes that the busiest GPU sends for one purpose in an optimizer step."""
@@ -43,6 +49,8 @@ class StepTime:
     """Fraction of the peak that the estimate assumes."""
     compute_seconds: float
     """Time of the busiest pipeline stage at the peak of its cards: no step is faster."""
+    paced_seconds: float
+    """The same with the slowdown of attention by shared prompts."""
     bubble: float
     """Idle time of the pipeline, as a fraction of its busy time."""
     links: Sequence[LinkUse]
@@ -55,7 +63,7 @@ class StepTime:
     @property
     def estimate(self) -> float:
         """Seconds, if no traffic is hidden behind computation."""
-        return self.compute_seconds / self.attainable * (1 + self.bubble) + self.waits
+        return self.paced_seconds / self.attainable * (1 + self.bubble) + self.waits
 
 
 def step_time(
@@ -63,10 +71,13 @@ def step_time(
 ) -> StepTime:
     """The time of one optimizer step of `cfg`; `states` is what each stage holds."""
     dims, flops = cfg.dims, stage_flops(cfg, shape, work.computed)
+    slowdown = FLEX_SLOWDOWN if work.is_shared else 1.0
+    paced = replace(work.computed, pairs=slowdown * work.computed.pairs)
     return StepTime(
         flops=sum(flops),
         attainable=ATTAINABLE if shape.moe is None else ATTAINABLE_BY_EXPERTS,
         compute_seconds=max(flops) / dims.stage_size / card.flops,
+        paced_seconds=max(stage_flops(cfg, shape, paced)) / dims.stage_size / card.flops,
         bubble=(dims.pipeline - 1) / (work.microbatches * dims.virtual_pipeline),
         links=_links(cfg, shape, states, work, card),
     )

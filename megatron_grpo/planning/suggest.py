@@ -56,7 +56,7 @@ class Suggestion:
         given = self.cfg.parallel.model_dump(exclude_unset=True)
         return [
             *(f"parallel.{name}={_as_yaml(value)}" for name, value in given.items()),
-            f"rollout.num_engines={self.cfg.rollout.num_engines}",
+            *([f"rollout.num_engines={n}"] if (n := self.cfg.num_engines) else []),
             f"'model.megatron={_as_yaml(self.cfg.model.megatron)}'",
         ]
 
@@ -116,7 +116,7 @@ def _with_engines(
 ) -> tuple[Config, int]:
     """`cfg` with the engines of a job on `num_gpus` GPUs, and the number of trainer ranks."""
     tensor = cfg.rollout.tensor_parallel_size
-    engines = cfg.rollout.num_engines * tensor
+    engines = cfg.num_engines * tensor
     if cfg.dims.world_size + engines > min_gpus(cfg, card, engine):  # they share
         update = {"num_engines": max(1, _most_engines(num_gpus, tensor, card)), "base_urls": ()}
         cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=update)})

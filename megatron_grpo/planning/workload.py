@@ -47,6 +47,8 @@ class Workload:
     """Tokens whose keys and values ranks receive from their context ranks, over all copies."""
     room: int
     """Tokens that all microbatches of all copies could hold."""
+    is_shared: bool
+    """Whether completions of a microbatch share their prompt."""
 
     @property
     def padding(self) -> int:
@@ -109,7 +111,8 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     )
     alignment = Alignment.for_mesh(dims, cfg.parallel.sequence_parallel)
     packing = tuple(chosen), limit, sizes, alignment, shape.hidden_size
-    if cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None:
+    is_shared = cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None
+    if is_shared:
         group = cfg.data.max_prompt_length, cfg.grpo.num_generations
         filled, computed = _packed_groups(*group, *packing)
         received = sum(filled) * (dims.context - 1)
@@ -122,6 +125,7 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
         filled=sum(filled),
         received=received,
         room=limit * len(filled),
+        is_shared=is_shared,
     )
 
 

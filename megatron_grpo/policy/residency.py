@@ -155,7 +155,7 @@ def build_residency(
 
     Raises ValueError on all ranks when a host, which has `num_ranks` ranks, has too little memory.
     """
-    offload = cfg.train.offload
+    offload = cfg.offload
     if offload == "none":
         return EVERYTHING_STAYS
     storages = _storages(state_of(policy, reference), parts_moved(offload), device)

@@ -175,8 +175,8 @@ class Peer:
         if self.device.type == "cuda" and domain.split()[-1] == here.split()[-1]:
             raise ChannelError(
                 f"{worker} and {self.name} are on one GPU, and NCCL cannot connect a GPU to "
-                "itself: leave rollout.weight_transport at auto, and run both in the same network "
-                "and IPC namespaces (docker: --network=host --ipc=host)"
+                "itself: leave rollout.weight_transport at auto, and run both in the same network, "
+                "IPC and PID namespaces (docker: --network=host --ipc=host --pid=host)"
             )
         return False
 

@@ -166,13 +166,15 @@ def memory_domain(device: torch.device) -> str:
     """Identifies the memory of `device`: processes with equal values can share it.
 
     They are on the same boot of a host and in one network namespace, in which local channels find
-    each other; for CUDA, also on the same GPU and in one IPC namespace.
+    each other; for CUDA, also on the same GPU and in one IPC and one PID namespace, without which
+    the driver opens no handle of another process.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     host = f"{boot} {_namespace('net')}"
     if device.type == "cpu":
         return f"{host} cpu"
-    return f"{host} {_namespace('ipc')} {torch.cuda.get_device_properties(device).uuid}"
+    others = f"{_namespace('ipc')} {_namespace('pid')}"
+    return f"{host} {others} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def _namespace(kind: str) -> int:

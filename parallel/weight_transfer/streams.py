@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parallel.checksum import BoxCopy, NamedSum, PreparedCopies, copy_and_sum
+from parallel.checksum import BoxCopy, NamedSum, PreparedCopies, copied_and_summed
 from parallel.layout import Box, Copy, Shape
 from parallel.views import as_local, as_whole
 from parallel.weight_transfer.buckets import Bucket, bucketed
@@ -100,9 +100,7 @@ class OutStream(_Stream):
                 if self._device.type == "cpu":
                     sums += self._copy_on_cpu(bucket, buffer, copies)
                 else:
-                    for each in copies:
-                        added = copy_and_sum(each.source, each.target, each.box, each.shape)
-                        sums.append((each.name, added))
+                    sums += copied_and_summed(copies)
                 self.channel.send_bucket(bucket.num_bytes)
             self.channel.flush()
         return sums

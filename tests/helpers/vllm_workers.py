@@ -229,14 +229,16 @@ def parameters_of(worker: Any) -> dict[str, Tensor]:
 class WorkerClient:
     """The part of `RolloutClient` that pushes use, without HTTP and without pausing a server."""
 
-    pool = SimpleNamespace(starting=False)
+    pool = SimpleNamespace(starting=False, up=True)
 
     def __init__(self, workers: WorkerEngines) -> None:
         self.workers = workers
         self.base_urls = workers.base_urls
 
-    def assemble(self, check: Any) -> tuple[int, int]:
+    def take_stock(self, check: Any) -> None:
         """See `RolloutClient` for this method and those below; the engines never change."""
+
+    def assemble(self, check: Any) -> tuple[int, int]:
         return len(self.workers.addresses), 1
 
     def open_channels(self, transfer: dict[str, Any], is_sending: Any) -> None:

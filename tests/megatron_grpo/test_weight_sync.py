@@ -3,7 +3,6 @@
 import os
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,9 @@ from helpers.policies import start_policy, tiny_config
 from helpers.pushes import push_policy, push_whole, rollout_overrides
 from helpers.ranks import run_ranks
 from megatron_grpo.config.offload import Phase
-from megatron_grpo.engines.http import EngineError
+from megatron_grpo.engines import EnginePool, RolloutClient
+from megatron_grpo.engines import pool as pool_module
+from megatron_grpo.engines.http import EngineDown, EngineError
 from megatron_grpo.policy.model import weight_sender
 from megatron_grpo.policy.residency import Residency
 from megatron_grpo.timing import PhaseTimer
@@ -143,27 +144,64 @@ def address_of_meeting(rank: int, folder: Path) -> str:
     return sync._address
 
 
-def memory_given_back(rank: int, folder: Path, lost: list[list[str]]) -> list[int]:
-    """How often a rank has given memory back before it assembles engines, of which some start."""
-    dims, calls, found = ParallelDims(data=2), [], []
+class Servers:
+    """Servers of two engines of ours, of which nothing listens: of the second, the end is known."""
+
+    token, are_ours = "0123456789abcdef", True
+    base_urls = ("http://127.0.0.1:9", "http://127.0.0.1:10")
+
+    def __init__(self) -> None:
+        self.ends: dict[str, str] = {}
+        self.restarted: list[str] = []
+
+    def end(self, url: str) -> str:
+        return self.ends.get(url, "")
+
+    def kill(self, url: str) -> str:
+        return self.ends.pop(url, "")
+
+    def restart(self, url: str) -> None:
+        self.restarted.append(url)
+
+    def log_tail(self, url: str) -> str:
+        return ""
+
+
+def events_of_assembling(rank: int, folder: Path, loss: str) -> list[str]:
+    """What a rank does, with all of its state on the GPU, before it knows the engines of a push.
+
+    `loss` is how an engine was lost, or empty; rank 0 also tells which were started again.
+    """
+    dims, events = ParallelDims(data=2), list[str]()
     policy, groups = start_policy(rank, folder, dims)
     sender, cfg = weight_sender(policy, groups), tiny_config(folder, dims)
-    torch.cuda.empty_cache = lambda: calls.append(None)  # of this process alone
-    for starting in lost:
-        pool = SimpleNamespace(starting=starting)
-        engines = SimpleNamespace(pool=pool, assemble=lambda check: (1, 1)) if rank == 0 else None
-        sync = WeightSync(
-            cfg, read_shape(folder), sender, torch.device("cpu"), num_hosts=1, engines=engines
-        )
-        sync._assemble()
-        found.append(len(calls))
-    return found
+    torch.cuda.empty_cache = lambda: events.append("memory")  # of this process alone
+    pool_module.is_healthy = lambda url, timeout: not url.endswith(":10") or not loss
+    engines, servers = None, Servers()
+    if rank == 0:
+        of_servers: Any = servers
+        engines = RolloutClient(EnginePool(of_servers, cfg.rollout), cfg.rollout)
+        second = servers.base_urls[1]
+        if loss == "died":
+            servers.ends[second] = "ended with signal SIGKILL"
+        elif loss == "failed in a push":
+            engines._failed[second] = EngineDown("it cannot be reached")
+    sync = WeightSync(
+        cfg, read_shape(folder), sender, torch.device("cpu"), 1, engines, Recorded(events)
+    )
+    sync._assemble()
+    if engines is not None:
+        assert sync._num_engines == len(engines.pool.up) == 2 - bool(loss)
+    return [*dict.fromkeys(events), *servers.restarted]
 
 
-def test_ranks_give_memory_back_to_an_engine_that_starts_again(tied_model: Path) -> None:
-    """Beside them: vLLM ends at once if its share of the GPU is not free."""
-    lost = [[], ["http://127.0.0.1:1"], []]
-    assert run_ranks(2, memory_given_back, tied_model, lost) == [[0, 1, 1]] * 2
+@pytest.mark.parametrize("loss", ["", "died", "failed in a push"])
+def test_ranks_make_room_for_an_engine_that_starts_again(tied_model: Path, loss: str) -> None:
+    """It may be beside them, and vLLM ends at once if its share of the GPU is not free."""
+    first, second = run_ranks(2, events_of_assembling, tied_model, loss)
+    room = ["ranks: generate", "memory"] if loss else []
+    assert first == [*room, *([Servers.base_urls[1]] if loss else [])]
+    assert second == room
 
 
 def test_ranks_of_several_hosts_meet_where_the_last_rank_finds_rank_0(tied_model: Path) -> None:

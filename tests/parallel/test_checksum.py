@@ -10,9 +10,11 @@ from parallel.checksum import (
     CPU_BLOCK_BYTES,
     BoxCopy,
     PreparedCopies,
+    added_up,
     checksum,
     checksum_by_torch,
-    copy_and_sum,
+    copied_and_summed,
+    joined,
     whole_checksum,
 )
 
@@ -21,6 +23,11 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def copy_and_sum(source: torch.Tensor, target: torch.Tensor, box: Box, shape) -> torch.Tensor:
+    [(_, total)] = PreparedCopies([BoxCopy("", source, target, box, shape)]).make()
+    return total
 
 
 def written_out(tensor: torch.Tensor) -> int:
@@ -143,6 +150,51 @@ def test_prepared_copies_are_made_of_what_is_there_each_time():
         }
 
 
+HALVES = [Box((expert, half, 4), (1, 3, 8)) for expert in range(4) for half in (0, 3)]
+"""Of each of four experts: all columns behind the fourth, of its first and of its second rows."""
+
+
+@pytest.mark.parametrize(
+    ("boxes", "sizes"),
+    [
+        (HALVES, [(24, 8)]),
+        (HALVES[1:4] + HALVES[5:], [(9, 8), (9, 8)]),
+        (HALVES[1::-1], [(1, 3, 8)] * 2),
+        ([Box((0, 0, 4), (1, 6, 8)), Box((1, 0, 4), (3, 6, 8))], [(24, 8)]),
+        ([Box((0, 0, 4), (2, 3, 8)), Box((2, 0, 4), (2, 3, 8))], [(2, 3, 8)] * 2),
+        ([Box((0, 0, 4), (1, 3, 8)), Box((0, 3, 0), (1, 3, 4))], [(1, 3, 8), (1, 3, 4)]),
+    ],
+    ids=["all", "one is missing", "backwards", "several experts", "rows apart", "other columns"],
+)
+def test_what_fills_consecutive_rows_from_one_buffer_is_summed_as_one(boxes, sizes):
+    whole, shape = random_tensor(4, 6, 12), (4, 6, 12)
+    buffer = torch.zeros(whole.numel(), dtype=whole.dtype)
+    copies, end = [], 0
+    for box in boxes:
+        target = buffer[end : end + box.num_elements].view(box.size)
+        copies.append(BoxCopy("experts", whole[box.slices], target, box, shape))
+        end += box.num_elements
+    assert [copy.box.size for copy in joined(copies)] == sizes
+    arrived = torch.zeros_like(whole)
+    for box in boxes:
+        arrived[box.slices] = whole[box.slices]
+    assert added_up(copied_and_summed(copies)) == {"experts": written_out(arrived)}
+
+
+def test_boxes_of_two_tensors_or_with_a_gap_between_them_stay_apart():
+    whole, buffer = random_tensor(4, 8), torch.zeros(5, 8, dtype=torch.bfloat16)
+    top, bottom = Box((0, 0), (2, 8)), Box((2, 0), (2, 8))
+
+    def copies(name: str, first_row: int) -> list[BoxCopy]:
+        rows = buffer[first_row : first_row + 2]
+        return [
+            BoxCopy("a", whole[:2], buffer[:2], top, (4, 8)),
+            BoxCopy(name, whole[2:], rows, bottom, (4, 8)),
+        ]
+
+    assert [len([*joined(copies(*each))]) for each in (("a", 2), ("b", 2), ("a", 3))] == [1, 2, 2]
+
+
 def test_a_parameter_that_is_trained_can_be_summed():
     tensor = random_tensor(6, 8)
     parameter = torch.nn.Parameter(tensor.clone())
@@ -174,5 +226,6 @@ def test_a_gpu_gets_the_same_number():
     tensor = random_tensor(300, 129)
     assert int(whole_checksum(tensor.cuda())) == int(whole_checksum(tensor))
     box, target = Box((0, 0), (300, 129)), torch.zeros(300, 129, dtype=tensor.dtype, device="cuda")
-    assert int(copy_and_sum(tensor.cuda(), target, box, (300, 129))) == written_out(tensor)
+    copy = BoxCopy("", tensor.cuda(), target, box, (300, 129))
+    assert added_up(copied_and_summed([copy])) == {"": written_out(tensor)}
     assert torch.equal(target.cpu(), tensor)

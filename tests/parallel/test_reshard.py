@@ -231,3 +231,14 @@ def test_experts_are_sent_by_the_ranks_that_hold_them():
         place = dims.expert_place(dims.coordinates(sender.rank))
         assert {worker for worker, _ in experts} == {place.expert}
         assert len(experts) in (16, 32)
+
+
+def test_what_a_worker_gets_is_sent_in_the_order_of_its_rows():
+    """Gate and up of an expert, then of the next: so a GPU sums all of them at once."""
+    dims = ParallelDims(data=4, expert=4, expert_tensor=1)
+    shape = replace(QWEN3_30B, num_layers=2)
+    workers = engine_layouts(shape, EngineDims(tensor=2))
+    for sender in senders_of(shape, dims):
+        for copies in plan_sends(sender, workers, 1 << 27).values():
+            places = [(copy.destination, copy.destination_box.start) for copy in copies]
+            assert places == sorted(places)

@@ -275,11 +275,23 @@ def test_an_engine_that_ends_by_itself_ends_the_step_on_its_other_nodes(bash, tm
     assert bash(ENGINE, programs, LOGS=str(tmp_path), SLURM_NODEID="0").returncode == code
 
 
-def test_an_engine_that_always_dies_is_started_again_three_times(bash, tmp_path):
+KEEP_ENGINE = "step() { echo start; exit 1; }; keep_engine $LOGS/engine_0.log n0"
+
+
+def test_an_engine_that_always_dies_is_started_again_three_times_after_longer_pauses(
+    bash, tmp_path
+):
     (tmp_path / "trainer_0.log").touch()
-    script = "step() { echo start; exit 1; }; keep_engine $LOGS/engine_0.log n0"
-    done = bash(script, {}, LOGS=str(tmp_path))
-    assert (done.stdout, done.returncode) == ("start\n" * 4, 1)
+    done = bash(KEEP_ENGINE, {"sleep": 'echo "pause $1"'}, LOGS=str(tmp_path))
+    pauses = [f"pause {seconds}\nstart\n" for seconds in (0, 60, 120)]
+    assert (done.stdout, done.returncode) == ("start\n" + "".join(pauses), 1)
+
+
+def test_an_engine_that_is_told_to_end_in_a_pause_is_not_started_again(bash, tmp_path):
+    (tmp_path / "trainer_0.log").touch()
+    programs = {"sleep": "kill -TERM $PPID; exec /bin/sleep 25"}
+    done = bash(KEEP_ENGINE, programs, LOGS=str(tmp_path))
+    assert (done.stdout, done.returncode) == ("start\n", 1)
 
 
 @pytest.mark.parametrize(

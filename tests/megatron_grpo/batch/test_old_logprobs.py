@@ -18,13 +18,14 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
-from megatron_grpo.batch.prepare import add_logprobs, with_old_logprobs
+from megatron_grpo.batch.prepare import Preparation, add_logprobs, with_old_logprobs
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.train_step import accumulate_gradient
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.groups import Groups
+from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch, pack
 
 RECIPE = (
@@ -118,3 +119,37 @@ def test_its_forward_has_the_values_of_a_pass_and_so_the_gradient_bit_for_bit(
             assert other.keys() == apart.keys()
             differing = [name for name in apart if not torch.equal(other[name], apart[name])]
             assert not differing
+
+
+def kept_after_skipped_steps(
+    rank: int, folder: Path, dims: ParallelDims
+) -> list[list[Tensor | None]]:
+    """Old log-probabilities of a good forward, and after one and two steps that were skipped."""
+    policy, groups = start_policy(rank, folder, dims, *RECIPE)
+    cfg = tiny_config(folder, dims, *RECIPE)
+    batches = packed(cfg, groups)
+    found = accumulate_gradient(policy, batches, cfg, groups, 0.0).logprobs
+    broken = [torch.full_like(of_batch, torch.nan) for of_batch in found]
+    cpu = torch.device("cpu")
+    preparation = Preparation(policy, None, CostModel.transformer(64), cfg, groups, cpu)
+    good = with_old_logprobs(batches, found, groups)
+    once = preparation.after_step(batches, broken, is_skipped=True)
+    twice = preparation.after_step(once, [], is_skipped=True)
+    return [[batch.old_logprobs for batch in kept] for kept in (good, once, twice)]
+
+
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(pipeline=2, virtual_pipeline=2), ParallelDims(context=2)], ids=layout_name
+)
+def test_a_skipped_step_leaves_the_values_of_a_pass_and_not_its_own(
+    tmp_path: Path, dims: ParallelDims
+) -> None:
+    folder = tiny_model(tmp_path, "llama", num_hidden_layers=4)
+    for rank, kept in enumerate(run_ranks(2, kept_after_skipped_steps, folder, dims)):
+        is_last_stage = dims.coordinates(rank).pipeline == dims.pipeline - 1
+        for values in zip(*kept, strict=True):
+            if is_last_stage:
+                good, once, twice = values
+                assert torch.equal(once, good) and torch.equal(twice, good)
+            else:
+                assert values == (None, None, None)

@@ -171,7 +171,6 @@ def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(ti
         samples = engine.generate(prompts, policy_version=LOADED_VERSION)
         assert largest_logprob_error(tied_model, samples) < 1e-4
         engine.push(tied_model)
-        client.assemble(lambda workers: None)
         with pytest.raises(EngineStale, match="a trainer has pushed others"):
             client.serve_loaded()
         assert engine.generate(prompts)  # and what was pushed is still served

@@ -17,6 +17,7 @@ from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_plan, print_suggestions
 from megatron_grpo.planning.job_plan import min_gpus, plan_job, shares_gpus
 from megatron_grpo.planning.memory import EngineBytes
+from megatron_grpo.planning.suggest import suggest
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEFAULTS = {"gpu": "h100", "num_gpus": None, "lengths_file": None, "as_json": False}
@@ -196,6 +197,27 @@ def job_of(cfg, ranks, engines, tensor):
         f"rollout.num_engines={engines}",
         f"rollout.tensor_parallel_size={tensor}",
     )
+
+
+def test_a_replay_is_planned_without_engines(cfg, capsys):
+    """Their size, which does not fill nodes here, does not matter either."""
+    replay = ("train.replay=runs/other", "eval.data=null", "rollout.tensor_parallel_size=12")
+    offload = ("rollout.enable_sleep_mode=true", "train.offload=all")
+    job = cfg(*replay, *offload, "rollout.num_engines=100")
+    print_plan(job, **DEFAULTS | {"as_json": True})
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["num_gpus"], figures["is_shared"]) == (64, False)
+    assert [figures[part] for part in ("engine", "rollout", "push", "host")] == [None] * 4
+    # 0.6 GB and 5 groups of ranks, without buffers of a push.
+    assert {stage["buffers"] for stage in figures["stages"]} == {3_100_000_000}
+    assert all({"push", "generate"}.isdisjoint(stage["phases"]) for stage in figures["stages"])
+    print_plan(job, **DEFAULTS)
+    assert "; no engines, for train.replay\n" in capsys.readouterr().out
+    few = cfg(*replay, *(f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline")))
+    assert min_gpus(few, CARDS["h100"], None) == few.dims.world_size == 2
+    [first, *_] = suggest(job, read_shape(job.model.path), CARDS["h100"], [4096], 64)
+    assert first.cfg.dims.world_size == 64
+    assert not any("num_engines" in word for word in first.overrides)
 
 
 def test_a_job_without_the_gpus_of_its_engines_is_refused(cfg):

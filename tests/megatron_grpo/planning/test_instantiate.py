@@ -123,6 +123,27 @@ def test_bytes_are_those_of_real_ranks_and_of_the_plan(elsewhere, tmp_path):
     ]
 
 
+IN_BUCKETS = [
+    # Numbers of ranks that do not divide the parameters, so that the ends of buckets are padded. An
+    # embedding tied over two stages, of which the second does not divide its gradients.
+    ("SmolLM2-135M", {}, {"data": 7, "pipeline": 2}),
+    # Larger buckets for more data ranks; context ranks do not count.
+    ("SmolLM2-135M", {}, {"data": 61, "context": 2}),
+    ("Qwen3-30B-A3B", {"num_hidden_layers": 4}, {"data": 10, "expert": 2, "pipeline": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "own", "sizes"), IN_BUCKETS, ids=str)
+def test_bytes_of_gradients_in_buckets_are_as_planned(elsewhere, tmp_path, name, own, sizes):
+    folder = write_config(tmp_path, name, **own)
+    values = {f"parallel.{axis}_parallel_size": size for axis, size in sizes.items()}
+    cfg = config(folder, **values, **{"parallel.overlap_grad_reduce": True})
+    for rank in elsewhere(fake_ranks, cfg):
+        planned = state_bytes(cfg, read_shape(folder), rank.sender.rank)
+        assert planned.gradients == rank.gradient_bytes
+        assert planned.optimizer == rank.optimizer_bytes
+
+
 def test_only_copies_are_left_out():
     assert distinct_ranks(ParallelDims(tensor=2, data=3, pipeline=2)) == [0, 1, 6, 7]
     assert distinct_ranks(ParallelDims(tensor=2, context=2, data=3)) == [0, 1, 2, 3]

@@ -67,6 +67,21 @@ def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
         assert of_step(folder, shape, *overrides) == plain + more, overrides
 
 
+def test_attention_between_shared_prompts_takes_half_as_long_again(tmp_path):
+    folder, shape = model(tmp_path)
+    overrides = ["model.dtype=bfloat16", "grpo.beta=0.0", LONG, "data.max_prompt_length=512"]
+
+    def plan(*more):
+        cfg = tiny_config(folder, ONE_RANK, *overrides, *more)
+        return plan_job(cfg, shape, CARD, [1024], num_gpus=64)
+
+    plain, shared = plan(), plan("grpo.shared_prompts=true")
+    assert plain.time.paced_seconds == plain.time.compute_seconds
+    attention = 3 * 32 * 2 * 2 * 32 * 128 * shared.work.computed.pairs
+    more = shared.time.paced_seconds - shared.time.compute_seconds
+    assert more * CARD.flops == pytest.approx(0.5 * attention)
+
+
 def traffic(folder, shape, dims, *overrides, card=CARD):
     """Bytes by purpose, of 16 sequences of 1,024 tokens in bfloat16."""
     cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.0", LONG, *overrides)

@@ -187,8 +187,14 @@ def test_a_host_without_the_memory_is_named_at_the_start_on_all_ranks(tied_model
     assert "set train.offload to optimizer or none" in second
 
 
-def test_nothing_is_moved_without_the_key(tied_model: Path) -> None:
-    cfg = tiny_config(tied_model, ParallelDims())
+@pytest.mark.parametrize("offload", ["none", "all"])
+def test_nothing_is_moved_without_the_key_or_without_engines(
+    tied_model: Path, offload: str
+) -> None:
+    cfg = config(tied_model, ParallelDims(), "float32", offload)
+    if offload != "none":
+        replayed = cfg.train.model_copy(update={"replay": Path("another_run")})
+        cfg = cfg.model_copy(update={"train": replayed})
     stays: Residency = build_residency(cfg, None, None, CPU, num_ranks=1)  # type: ignore[arg-type]
     stays.enter("generate")
     assert stays.away == ()

@@ -1,18 +1,19 @@
 """Whether the channel to a receiver shares memory, depending on where both ends run."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from parallel.weight_transfer import ChannelError, TransferInitInfo
+from parallel.weight_transfer import ChannelError, TransferInitInfo, rendezvous
 from parallel.weight_transfer import connect as connect_module
 from parallel.weight_transfer.rendezvous import RendezvousAddress
 
-HERE = "boot net ipc GPU-1"
-OTHER_NAMESPACE = "boot net other GPU-1"
-OTHER_GPU = "boot net ipc GPU-2"
-OTHER_HOST = "other net ipc GPU-3"
+HERE = "boot net ipc pid GPU-1"
+OTHER_NAMESPACE = "boot net other pid GPU-1"
+OTHER_GPU = "boot net ipc pid GPU-2"
+OTHER_HOST = "other net ipc pid GPU-3"
 
 
 @pytest.fixture
@@ -48,3 +49,12 @@ def test_two_processes_on_one_gpu_that_share_no_memory_are_told_what_to_do(
 )
 def test_memory_is_shared_on_one_gpu_only(shares_memory, network_only, receiver):
     assert shares_memory(network_only, receiver) == (receiver == HERE)
+
+
+@pytest.mark.parametrize("other", ["net", "ipc", "pid"])
+def test_containers_share_memory_of_a_gpu_in_the_same_namespaces_only(monkeypatch, other):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=1))
+    here = rendezvous.memory_domain(torch.device("cuda"))
+    inside = rendezvous._namespace
+    monkeypatch.setattr(rendezvous, "_namespace", lambda kind: inside(kind) + (kind == other))
+    assert rendezvous.memory_domain(torch.device("cuda")) != here
