@@ -15,6 +15,7 @@ from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
 from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
+from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.replay import Replay, write_generation
 from megatron_grpo.rollout.runner import RolloutRunner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
@@ -29,7 +30,7 @@ class RankZero:
     watchdog: Watchdog
     rollouter: Rollouter | Replay
     log: RunLog
-    runner: RolloutRunner
+    runner: RolloutRunner | GroupRunner
 
     @classmethod
     def open(
@@ -50,7 +51,11 @@ class RankZero:
         keep_export(cfg, state.step)  # before the log writes the new config
         log = stack.enter_context(closing(RunLog(cfg, state.step, rollouter.tokenizer)))
         log.begin(len(rollouter.stream.prompts))
-        runner = RolloutRunner(rollouter, watchdog, log.timeline)
+        runner: RolloutRunner | GroupRunner
+        if cfg.rollout.over_sampling > 1 and isinstance(rollouter, Rollouter):
+            runner = GroupRunner(rollouter, watchdog, log.timeline, state)
+        else:
+            runner = RolloutRunner(rollouter, watchdog, log.timeline)
         stack.enter_context(closing(runner))
         return cls(cfg, watchdog, rollouter, log, runner)
 

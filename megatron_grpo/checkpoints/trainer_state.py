@@ -39,6 +39,10 @@ class TrainerState:
     """Weight of the KL penalty in the next step."""
     ready: tuple[Ready, ...] = ()
     """Generations that training has not begun, in their order."""
+    next_group: int | None = None
+    """With `rollout.over_sampling`: the place in the stream of the next prompt to be asked for."""
+    open_groups: tuple[int, ...] = ()
+    """The places before it whose prompts are in no generation yet; to be asked for again."""
 
     def check_prompts(self, now: str) -> None:
         """Raise ValueError when the run was saved with prompts that have another fingerprint."""
@@ -82,7 +86,8 @@ def read_record(folder: Path, step: int) -> Record:
         said, layout = found.pop("state"), ParallelDims(**found.pop("layout"))
         ready = said.pop("ready") or []  # one by itself, or null, in older checkpoints
         each = [ready] if isinstance(ready, dict) else ready
-        state = TrainerState(**said, ready=tuple(Ready(**one) for one in each))
+        groups = tuple(said.pop("open_groups", ()))
+        state = TrainerState(**said, ready=tuple(Ready(**one) for one in each), open_groups=groups)
         record = Record(state=state, layout=layout, **found)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"its {STATE_FILE} is damaged: {error!r}") from None

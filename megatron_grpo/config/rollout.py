@@ -43,6 +43,10 @@ class RolloutConfig(Section):
     in_flight_updates: bool = False
     """Push weights without waiting for completions in progress: these go on under the new weights,
     which compute their tokens anew. Needed by a max_staleness above 1."""
+    over_sampling: float = Field(default=1.0, ge=1.0)
+    """Above 1: as many times the prompts of a generation are at the engines, the first groups that
+    are complete make up the generation, and the others go on into the next, for at most
+    max_staleness generations. Needs in_flight_updates; at most max_staleness + 1."""
     async_generate: bool = False
     """Deprecated: true stands for max_staleness 1."""
     enable_sleep_mode: bool = False
@@ -83,6 +87,23 @@ class RolloutConfig(Section):
             stacklevel=2,
         )
         return {**given, "max_staleness": 1, "async_generate": False}
+
+    @model_validator(mode="after")
+    def _over_samples(self) -> Self:
+        if self.over_sampling == 1:
+            return self
+        if not self.in_flight_updates:
+            raise ValueError(
+                f"rollout.over_sampling {self.over_sampling} leaves completions in progress when "
+                "weights are pushed: set rollout.in_flight_updates=true, or rollout.over_sampling=1"
+            )
+        if self.over_sampling > (most := self.max_staleness + 1):
+            raise ValueError(
+                f"rollout.over_sampling {self.over_sampling} has more prompts at the engines than "
+                f"can be trained on within rollout.max_staleness {self.max_staleness}: set it to "
+                f"at most {most}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _goes_in_flight(self) -> Self:

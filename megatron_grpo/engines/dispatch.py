@@ -271,8 +271,14 @@ class RequestDispatcher:
         async with run_with(self._balance()):
             await gather_all(map(self._serve, [*self._queues]))
 
-    def add(self, requests: Mapping[int, Json]) -> None:
-        """Queue more `requests`, with higher numbers; nothing happens if no engine is left."""
+    def add(self, requests: Mapping[int, Json], *, together: bool = False) -> None:
+        """Queue more `requests`, with higher numbers; nothing happens if no engine is left.
+
+        With `together`, all at the engine that has the fewest.
+        """
+        if together and self._queues:
+            min(self._queues.values(), key=lambda queue: len(queue.open)).append(requests)
+            return
         for queue, share in self._with_shares(requests):
             queue.append(share)
 

@@ -7,8 +7,8 @@ it after all tokens before it, as in a training forward. At a push nothing runs 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from megatron_grpo.data.samples import Sample, seed_after
@@ -112,7 +112,17 @@ class OpenGenerations:
         try:
             await future
         finally:
+            for number in requests.open:  # all are answered, unless it is given up
+                self._beginnings.pop(generation * MOST_REQUESTS + number, None)
             del self._generations[generation]
+
+    async def give_up(self, generations: Iterable[int]) -> None:
+        """Cancel those who wait for any of these that is not answered yet."""
+        waiting = {number for number in generations if number in self._generations}
+        for number in waiting:
+            self._generations[number][1].cancel()
+        while waiting & self._generations.keys():
+            await asyncio.sleep(0)
 
     def fail(self, error: Exception) -> None:
         """Raise `error` for all who wait; they may come again, but what was cut starts anew."""
@@ -166,9 +176,24 @@ class InFlight:
         Raises NoServingEngine when no engine is left: `resume` after a push, and call again.
         Raises Preempted once the client was cancelled.
         """
-        asked = self._generate(generation, requests)
-        asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        self.submit(generation, requests).result()
         return requests.samples()
+
+    def submit(
+        self, generation: int, requests: SampleRequests, *, together: bool = False
+    ) -> Future[None]:
+        """As `generate`, without waiting: the result is there when all `requests` are answered.
+
+        With `together`, one engine gets all of them: they share their prompt.
+        """
+        asked = self._generate(generation, requests, together)
+        return asyncio.run_coroutine_threadsafe(asked, self._loop)
+
+    def give_up(self, generations: Iterable[int]) -> None:
+        """Cancel those of these submissions that are not answered yet, between `suspend` and
+        `resume`."""
+        given_up = self._generations.give_up(generations)
+        asyncio.run_coroutine_threadsafe(given_up, self._loop).result()
 
     def suspend(self) -> None:
         """Return when no request is at any engine."""
@@ -194,13 +219,13 @@ class InFlight:
         self._thread.shutdown()
         self._loop.close()
 
-    async def _generate(self, generation: int, requests: SampleRequests) -> None:
+    async def _generate(self, generation: int, requests: SampleRequests, together: bool) -> None:
         if self._ended:
             raise self._ended
         answered = asyncio.ensure_future(self._generations.answered(generation, requests))
         await asyncio.sleep(0)  # now it is among the open ones
         if self._dispatcher:
-            self._dispatcher.add(self._generations.open_of(generation))
+            self._dispatcher.add(self._generations.open_of(generation), together=together)
         await answered
 
     async def _suspend(self) -> None:

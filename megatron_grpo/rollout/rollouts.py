@@ -19,6 +19,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines import NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
+from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
@@ -53,7 +54,10 @@ class RolloutScheduler:
     """
 
     def __init__(
-        self, cfg: Config, runner: RolloutRunner | None, push: Callable[[int], None]
+        self,
+        cfg: Config,
+        runner: RolloutRunner | GroupRunner | None,
+        push: Callable[[int], None],
     ) -> None:
         self.pending: dict[int, RolloutRequest] = {}
         """The generations in progress, by number."""
@@ -62,6 +66,7 @@ class RolloutScheduler:
         they contain."""
         self._max_staleness = cfg.rollout.max_staleness
         self._in_flight = cfg.rollout.in_flight_updates
+        self._over_samples = cfg.rollout.over_sampling > 1
         self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self._runner, self._push = runner, push
 
@@ -98,7 +103,12 @@ class RolloutScheduler:
 
     def finish_for_save(self, step: int, timer: PhaseTimer) -> None:
         """Wait before a checkpoint after `step` steps for the generations in progress that were
-        requested from weights that it does not hold: a resumed run could not do that again."""
+        requested from weights that it does not hold: a resumed run could not do that again.
+
+        With over-sampling no group belongs to a generation yet; the checkpoint says which are open.
+        """
+        if self._over_samples:
+            return
         for generation, request in [*self.pending.items()]:
             if request.policy_version != step:
                 self._finish(generation, step, timer)

@@ -99,6 +99,10 @@ class RolloutRunner:
             if made and made.done() and isinstance(made.exception(), NoServingEngine):
                 self._submit(making)
 
+    def open_groups(self) -> tuple[None, tuple[int, ...]]:
+        """Every group belongs to a generation; see `GroupRunner`."""
+        return None, ()
+
     def close(self) -> None:
         """Cancel the generations in progress, since their rollouter is about to be closed."""
         if futures := [making.made for making in self._making.values() if making.made]:

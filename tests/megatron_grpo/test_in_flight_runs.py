@@ -14,7 +14,7 @@ from helpers.engines import Proxy, TestEngine
 from helpers.jobs import Job
 from helpers.runs import read_json_lines, read_metrics
 
-NUM_STEPS, MAX_STALENESS, BATCH_SIZE = 10, 3, 16
+NUM_STEPS, MAX_STALENESS, BATCH_SIZE, NUM_GENERATIONS = 10, 3, 16, 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Runs:
                 f"rollout.max_staleness={MAX_STALENESS}",
                 "rollout.max_completion_length=200",
                 f"grpo.generation_batch_size={BATCH_SIZE}",
+                f"grpo.num_generations={NUM_GENERATIONS}",
                 "grpo.rollout_importance_sampling_mode=token_truncate",
                 f"train.num_steps={NUM_STEPS}",
                 "train.save_interval=2",
@@ -100,6 +101,25 @@ def test_a_run_that_is_killed_again_and_again_trains_on_every_generation_once(
     with in_flight_runs.start("killed") as job:
         assert job.end(120).exit_codes == [0]
     check(run_dir)
+
+
+def test_with_over_sampling_every_prompt_is_trained_on_once_through_a_kill(
+    in_flight_runs: Runs,
+) -> None:
+    run_dir, option = in_flight_runs.folder / "over", "rollout.over_sampling=2.5"
+    with in_flight_runs.start("over", option) as job:
+        wait_for_steps(job, run_dir, 5)
+        job.signal(signal.SIGKILL)
+        assert job.end(15).exit_codes == [-signal.SIGKILL]
+    with in_flight_runs.start("over", option) as job:
+        ended = job.end(120)
+    assert ended.exit_codes == [0], ended.output
+    check(run_dir)
+    rows = read_json_lines(run_dir / "completions.jsonl")
+    groups = Counter(row["prompt_index"] for row in rows)
+    assert set(groups.values()) == {NUM_GENERATIONS}
+    left = [record["rollout/dropped_stale"] for record in read_metrics(run_dir)]
+    assert len(left) == NUM_STEPS
 
 
 def test_a_preempted_run_saves_what_is_ready_and_gives_up_the_rest(in_flight_runs: Runs) -> None:

@@ -403,6 +403,8 @@ REFUSED = [
     ("rollout.async_generate=true + rollout.max_staleness=2", "leave out rollout.async_generate"),
     ("rollout.max_staleness=2", "or rollout.max_staleness=1"),
     ("rollout.in_flight_updates=true", "rollout.max_staleness to 1 or more"),
+    (f"{IN_FLIGHT} + rollout.over_sampling=3.5", "at most 3"),
+    ("rollout.over_sampling=1.5", "set rollout.in_flight_updates=true"),
     (f"{IN_FLIGHT} + rollout.engine=transformers", "rollout.engine=vllm"),
     (f"{IN_FLIGHT} + rollout.stop=[end]", "rollout.stop_token_ids"),
     (f"{IN_FLIGHT} + rollout.router_replay=true", "rollout.in_flight_updates=false"),

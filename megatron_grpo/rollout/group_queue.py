@@ -1,0 +1,96 @@
+"""Which prompts are at the engines, and which of them make up a generation, with over-sampling.
+
+With `rollout.over_sampling` more groups are at the engines than a generation needs. A group is all
+completions of one prompt. The first ones that are complete make up the generation, and the others
+go on into the next, until they would be too old for any. No engines, threads or clocks here: the
+queue only counts, so that a test can drive it through any order of events.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class GroupQueue:
+    """Groups by the number of their prompt in the stream: open, complete, or to be asked for.
+
+    `now` is the generation that the engines' weights are about to be trained on. A group that was
+    asked for at one generation may be trained on in it and in the `max_staleness` ones after it.
+    """
+
+    size: int
+    """Groups in a generation; no two of them have the same prompt."""
+    num_wanted: int
+    """Groups that are open or complete at a time: `over_sampling` times `size`, at least that."""
+    max_staleness: int
+    row_of: Callable[[int], int]
+    """The row of the data that a number's prompt comes from."""
+    next_number: int = 0
+    again: list[int] = field(default_factory=list)
+    """Numbers to ask for again, before any that is new: dropped, or open when a run was saved."""
+    num_dropped: int = 0
+    """Groups that became too old, so far."""
+
+    def __post_init__(self) -> None:
+        self._open: dict[int, int] = {}
+        self._complete: dict[int, int] = {}
+        """By number, the generation at which it was asked for."""
+
+    @property
+    def untaken(self) -> list[int]:
+        """All numbers below `next_number` that no generation has taken."""
+        return sorted([*self._open, *self._complete, *self.again])
+
+    def ask(self, now: int, limit: int) -> list[int]:
+        """The groups to ask the engines for now, at most so that `limit` are open or complete.
+
+        More if prompts are there twice, so that a generation can always be filled; `limit` is a
+        multiple of `size`.
+        """
+        asked = []
+        rows = {self.row_of(number) for number in (*self._open, *self._complete)}
+        while limit and (self._num_at_hand < min(limit, self.num_wanted) or len(rows) < self.size):
+            number = self.again.pop(0) if self.again else self._new_number()
+            self._open[number] = now
+            rows.add(self.row_of(number))
+            asked.append(number)
+        return asked
+
+    def complete(self, number: int) -> None:
+        """An open group is complete, and scored."""
+        self._complete[number] = self._open.pop(number)
+
+    def reject(self, number: int) -> None:
+        """An open group is complete, and teaches nothing: no generation takes it."""
+        del self._open[number]
+
+    def take(self) -> list[int] | None:
+        """The groups of the next generation, the oldest that are complete; None if they are few."""
+        taken: dict[int, int] = {}
+        for number in sorted(self._complete, key=lambda each: (self._complete[each], each)):
+            taken.setdefault(self.row_of(number), number)
+        if len(taken) < self.size:
+            return None
+        numbers = sorted([*taken.values()][: self.size])
+        for number in numbers:
+            del self._complete[number]
+        return numbers
+
+    def drop_stale(self, now: int) -> list[int]:
+        """Drop groups that are too old for generation `now`; they are to be asked for again."""
+        asked_at = self._open | self._complete
+        dropped = sorted(n for n, then in asked_at.items() if then < now - self.max_staleness)
+        for number in dropped:
+            self._open.pop(number, None)
+            self._complete.pop(number, None)
+        self.again = sorted([*self.again, *dropped])
+        self.num_dropped += len(dropped)
+        return dropped
+
+    def _new_number(self) -> int:
+        self.next_number += 1
+        return self.next_number - 1
+
+    @property
+    def _num_at_hand(self) -> int:
+        return len(self._open) + len(self._complete)

@@ -1,0 +1,245 @@
+"""Makes generations out of the groups that are complete first: `rollout.over_sampling`.
+
+Rank 0 only. Every group is asked for and scored by itself, so that scoring runs while the engines
+work on others. Completions go on through pushes of weights, as with `rollout.in_flight_updates`.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from statistics import fmean
+from threading import Condition
+
+from megatron_grpo.batch.experience import compute_advantages
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.engines import NoServingEngine
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.launch.process import preempted_instead
+from megatron_grpo.rewards import check_failed
+from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
+from megatron_grpo.rollout.generate import RolloutBatch, Rollouter, RolloutRequest
+from megatron_grpo.rollout.group_queue import GroupQueue
+from megatron_grpo.rollout.runner import as_rollout_aborted
+from megatron_grpo.timing import ROLLOUT, WAIT, PhaseTimer, Timeline
+from megatron_grpo.watchdog import Watchdog
+from megatron_grpo.workers.child_process import COLLECTOR
+
+
+@dataclass
+class Attempt:
+    """One attempt at a group, from its requests to its score."""
+
+    key: int
+    """Under which the engines have its requests. It increases from attempt to attempt, so that what
+    was begun earlier goes first."""
+    requests: Generation
+    began: float = field(default_factory=time.time)
+    ended: float = 0.0
+    scored: ScoredGroup | None = None
+
+
+@dataclass
+class Tally:
+    """What happened since the last generation was taken."""
+
+    totals: list[float] = field(default_factory=list)
+    """Rewards of all samples, also of groups that are rejected or not taken yet."""
+    num_groups: int = 0
+    num_equal: int = 0
+    """Groups whose rewards are all equal."""
+    rejected: list[ScoredGroup] = field(default_factory=list)
+    num_dropped: int = 0
+    """Groups that became too old."""
+
+    @property
+    def num_failed(self) -> int:
+        """Samples that could not be scored."""
+        return sum(map(math.isnan, self.totals))
+
+
+class GroupRunner:
+    """Has as many groups at the engines as over-sampling allows; see `GroupQueue`.
+
+    Takes the place of a `RolloutRunner`, and is not told which generations to begin: whenever
+    groups leave, others are asked for.
+    """
+
+    def __init__(
+        self, rollouter: Rollouter, watchdog: Watchdog, timeline: Timeline, state: TrainerState
+    ) -> None:
+        assert rollouter.in_flight is not None, "the config needs rollout.in_flight_updates"
+        self._rollouter, self._in_flight = rollouter, rollouter.in_flight
+        self._watchdog, self._timeline, cfg = watchdog, timeline, rollouter.cfg
+        self._cfg, self._schedule = cfg, BatchSchedule.of(cfg.grpo)
+        self._batch_of = lru_cache(64)(rollouter.stream.batch)
+        updates, size = self._schedule.updates_per_generation, self._schedule.num_prompts
+        self._num_generations = -(-cfg.num_steps // updates)
+        # Neither that of which a checkpoint holds the rest, nor those that it holds whole.
+        self._num_taken = -(-state.step // updates) + len(state.ready)
+        self._queue = GroupQueue(
+            size=size,
+            num_wanted=round(cfg.rollout.over_sampling * size),
+            max_staleness=cfg.rollout.max_staleness,
+            row_of=lambda number: self._prompt(number).index,
+            next_number=self._num_taken * size if state.next_group is None else state.next_group,
+            again=[*state.open_groups],
+        )
+        self._attempts: dict[int, Attempt] = {}
+        """By number, the attempt at each group that is open or complete."""
+        self._num_attempts = 0
+        self._tally = Tally()
+        self._policy_version = state.step
+        self._failure: Exception | None = None
+        self._changed = Condition()
+        """Guards all of the above, and is notified when a group is complete or something fails."""
+        self._scorer = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
+
+    def begin(self, request: RolloutRequest) -> None:
+        """Nothing: groups are asked for as others leave."""
+
+    def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
+        """Wait until enough groups are complete; raises what `RolloutRunner.finish` raises."""
+        with (
+            preempted_instead(lambda: self._watchdog.is_preempted),
+            as_rollout_aborted(f"generation {generation}"),
+            timer.phase(WAIT, "generate"),
+            self._changed,
+        ):
+            while (numbers := self._queue.take()) is None:
+                if self._failure:
+                    raise self._failure
+                self._changed.wait()
+            self._num_taken += 1
+            batch = self._batch(generation, [self._attempts.pop(number) for number in numbers])
+            self._ask()
+        return batch
+
+    def suspend(self) -> None:
+        """Have the engines give up their requests, before a push of weights."""
+        self._in_flight.suspend()
+
+    def resume(self, policy_version: int) -> None:
+        """Go on with weights of that version, without the groups that are too old by now."""
+        with self._changed:
+            self._policy_version, self._failure = policy_version, None
+            dropped = self._queue.drop_stale(self._now)
+            self._tally.num_dropped += len(dropped)
+            keys = [self._attempts.pop(number).key for number in dropped]
+        self._in_flight.give_up(keys)  # waits for what may need the lock
+        with self._changed:
+            self._ask()
+        self._in_flight.resume(policy_version)
+
+    def open_groups(self) -> tuple[int, tuple[int, ...]]:
+        """For a checkpoint: the number of the next new group, and those that no generation has."""
+        with self._changed:
+            return self._queue.next_number, tuple(self._queue.untaken)
+
+    def close(self) -> None:
+        """Cancel the groups in progress, since their rollouter is about to be closed."""
+        self._rollouter.cancel()
+        self._in_flight.end()
+        self._scorer.shutdown()
+
+    @property
+    def _now(self) -> int:
+        """The generation that the engines' weights are trained on next, or are trained on."""
+        return self._schedule.cursor(self._policy_version).generation
+
+    def _prompt(self, number: int) -> Prompt:
+        generation, position = divmod(number, self._schedule.num_prompts)
+        return self._batch_of(generation)[position]
+
+    def _ask(self) -> None:
+        """Ask the engines for as many groups as there is room for."""
+        limit = (self._num_generations - self._num_taken) * self._schedule.num_prompts
+        for number in self._queue.ask(self._now, limit):
+            generation, position = divmod(number, self._schedule.num_prompts)
+            params = self._rollouter.sampling_params(generation, 0, self._policy_version)
+            params = replace(params, first_position=position)
+            attempt = Attempt(self._num_attempts, Generation([self._prompt(number)], params))
+            self._num_attempts += 1
+            self._attempts[number] = attempt
+            self._submit(number, attempt)
+
+    def _submit(self, number: int, attempt: Attempt) -> None:
+        answered = self._in_flight.submit(attempt.key, attempt.requests, together=True)
+        answered.add_done_callback(partial(self._take_answers, number, attempt))
+
+    def _take_answers(self, number: int, attempt: Attempt, answered: Future[None]) -> None:
+        """Have a group scored whose requests are answered; runs in the thread of the engines."""
+        if answered.cancelled():  # dropped
+            return
+        if (error := answered.exception()) is None:
+            self._scorer.submit(self._score, number, attempt)
+            return
+        if isinstance(error, NoServingEngine):  # once one is back
+            self._submit(number, attempt)
+        self._fail(error)
+
+    def _score(self, number: int, attempt: Attempt) -> None:
+        try:
+            [scored] = self._rollouter.score(attempt.requests.samples())
+        except Exception as error:  # of any kind: it must reach who waits for the generation
+            self._fail(error)
+            return
+        with self._changed:
+            if self._attempts.get(number) is not attempt:  # dropped in the meantime
+                return
+            attempt.scored, attempt.ended = scored, time.time()
+            if self._rejects(scored):
+                del self._attempts[number]
+                self._queue.reject(number)
+                self._tally.rejected.append(scored)
+                self._ask()
+            else:
+                self._queue.complete(number)
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _rejects(self, scored: ScoredGroup) -> bool:
+        """Count a group, and say whether dynamic sampling replaces it."""
+        tally, grpo = self._tally, self._cfg.grpo
+        is_equal = not scored.has_reward_variance(grpo.dynamic_sample_reward)
+        tally.totals += scored.totals
+        tally.num_groups += 1
+        tally.num_equal += is_equal
+        most = grpo.max_resample_times * self._schedule.num_prompts
+        return grpo.dynamic_sample and is_equal and len(tally.rejected) < most
+
+    def _batch(self, generation: int, attempts: Sequence[Attempt]) -> RolloutBatch:
+        tally, self._tally = self._tally, Tally()
+        check_failed(tally.num_failed, len(tally.totals) or 1, self._cfg.reward)
+        groups = [attempt.scored for attempt in attempts if attempt.scored]
+        experience = compute_advantages(
+            [sample for group in groups for sample in group.samples],
+            [reward for group in groups for reward in group.rewards],
+            self._cfg,
+        )
+        began, ended = min(each.began for each in attempts), max(each.ended for each in attempts)
+        row = ROLLOUT + generation % self._timeline.num_rollouts
+        version = self._policy_version
+        self._timeline.add(
+            "generate", began, ended - began, row, generation=generation, policy_version=version
+        )
+        metrics: dict[str, float] = {
+            "rollout/num_engines": len(set().union(*(each.requests.engines for each in attempts))),
+            "rollout/dropped_stale": tally.num_dropped,
+            "reward/failed": tally.num_failed,
+            "time/generate": ended - began,
+        }
+        if self._cfg.grpo.dynamic_sample and tally.num_groups:
+            metrics["rollout/num_resampled_prompts"] = len(tally.rejected)
+            scored = [total for total in tally.totals if not math.isnan(total)]
+            metrics["unfiltered/reward"] = fmean(scored) if scored else 0.0
+            metrics["unfiltered/frac_reward_zero_std"] = tally.num_equal / tally.num_groups
+        return RolloutBatch(experience, metrics, tally.rejected)
