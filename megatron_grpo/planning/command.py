@@ -18,11 +18,11 @@ from megatron_grpo.planning.job_plan import (
     plan_job,
 )
 from megatron_grpo.planning.memory import StageMemory, engine_bytes
-from megatron_grpo.planning.rollout_time import RolloutTime
-from megatron_grpo.planning.simulation import MODES, Forecast, Loop, Mode, simulate
+from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
+from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
 from megatron_grpo.planning.state import part_bytes
 from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
-from megatron_grpo.planning.suggest import Suggestion, suggest
+from megatron_grpo.planning.suggest import Suggestion, simulated, suggest
 from megatron_grpo.planning.workload import longest_sequence, read_completion_lengths, read_lengths
 
 SHOWN_STAGES = 4
@@ -185,8 +185,7 @@ def _link_row(label: str, use: LinkUse) -> str:
 
 def _asynchrony_rows(cfg: Config, loop: Loop) -> list[str]:
     """What each `rollout.max_staleness` gains; a star marks that of `cfg`."""
-    rollout, updates = cfg.rollout, BatchSchedule.of(cfg.grpo).updates_per_generation
-    own = Mode(max_staleness=rollout.max_staleness, in_flight=rollout.in_flight_updates)
+    own, updates = mode_of(cfg), BatchSchedule.of(cfg.grpo).updates_per_generation
     modes = sorted({*MODES, own}, key=lambda mode: (mode.max_staleness, mode.in_flight))
     return [
         f"{'rollout.max_staleness':<23}{'step':>9}{'tokens/s':>12}{'engines':>9}{'trainer':>9}"
@@ -197,6 +196,15 @@ def _asynchrony_rows(cfg: Config, loop: Loop) -> list[str]:
         ),
         "simulated; engines and trainer: busy; staleness of tokens, in generations; * this config",
     ]
+
+
+def _forecast_line(cfg: Config, forecast: Forecast) -> str:
+    seconds = forecast.seconds / BatchSchedule.of(cfg.grpo).updates_per_generation
+    return (
+        f"simulated with the first and {_count(cfg.rollout.num_engines, 'engine')}: a step takes "
+        f"{seconds:.1f} s, in which engines are busy {forecast.engines_busy:.0%} of the time and "
+        f"the trainer {forecast.trainer_busy:.0%}"
+    )
 
 
 def _asynchrony_row(label: str, updates: int, forecast: Forecast) -> str:
@@ -236,6 +244,8 @@ def print_suggestions(
         print(json.dumps([suggestion.as_json() for suggestion in suggestions]))
     elif suggestions:
         print(suggestion_table(suggestions, num_gpus, gpu))
+        if forecast := simulated(suggestions[0], shape, card, lengths, num_gpus):
+            print(f"\n{_forecast_line(suggestions[0].cfg, forecast)}")
     if not suggestions:
         raise ValueError(
             f"no layout fits on {num_gpus} {gpu}: use more GPUs, {_less_work(cfg, lengths)}, or a "

@@ -13,7 +13,7 @@ from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.memory import EngineBytes
-from megatron_grpo.planning.simulation import Loop
+from megatron_grpo.planning.simulation import Loop, Mode
 from megatron_grpo.planning.step_time import LinkUse, StepTime, active_weights
 from megatron_grpo.planning.workload import spread
 
@@ -86,6 +86,12 @@ def rollout_time(
         / card.per_node
         / card.network_rate,
     )
+
+
+def mode_of(cfg: Config) -> Mode:
+    """What `cfg` allows to be generated ahead."""
+    rollout = cfg.rollout
+    return Mode(max_staleness=rollout.max_staleness, in_flight=rollout.in_flight_updates)
 
 
 def training_loop(
