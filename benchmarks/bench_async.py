@@ -5,7 +5,7 @@
 A random Qwen3 of 4 layers trains on one core, and one engine of vLLM generates on another. 64
 completions per step end at random, after 64 tokens in the mean and 1,024 at most, so that a
 generation ends with a few long ones. Runs take turns; of each, the seconds of a step without the
-first four, in which the queue fills, how much of them the ranks waited for the engine, and the
+first four, in which the queue fills, and the last, in which it runs empty; how much of them the ranks waited for the engine, and the
 share of the time in which the engine had nothing to do. Ideally a step takes as long as what the
 ranks or what the engine do in it, whichever is more.
 
@@ -68,7 +68,7 @@ PROMPT_TOKENS = 1000
 
 @dataclass(frozen=True)
 class Measured:
-    """One run, without its first steps; seconds are those of a step in the mean."""
+    """The steps of one run that count; seconds are those of a step in the mean."""
 
     step: float
     waits: float
@@ -90,9 +90,9 @@ def json_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.open()]
 
 
-def measured(run_dir: Path, watch: Watch) -> Measured:
-    """What a run took, by its records, and what the engine did meanwhile."""
-    records = json_lines(run_dir / "metrics.jsonl")[FIRST:]
+def measured(run_dir: Path, steps: int, watch: Watch) -> Measured:
+    """What a run took until `steps`, by its records, and what the engine did meanwhile."""
+    records = json_lines(run_dir / "metrics.jsonl")[FIRST:steps]
 
     def seconds(*names: str) -> float:
         return sum(record.get(f"time/{name}", 0.0) for record in records for name in names) / len(
@@ -100,7 +100,7 @@ def measured(run_dir: Path, watch: Watch) -> Measured:
         )
 
     waits = "wait_rollout" if any("time/wait_rollout" in each for each in records) else "generate"
-    looks = watch.between(*window(run_dir))
+    looks = watch.between(*window(run_dir, steps))
     rows = json_lines(run_dir / "completions.jsonl")
     return Measured(
         step=seconds("step"),
@@ -113,12 +113,12 @@ def measured(run_dir: Path, watch: Watch) -> Measured:
     )
 
 
-def window(run_dir: Path) -> tuple[float, float]:
-    """From the end of training in the first steps to that in the last, as `time.time()`."""
+def window(run_dir: Path, steps: int) -> tuple[float, float]:
+    """From the end of training in step `FIRST` to that in step `steps`, as `time.time()`."""
     lines = (run_dir / "timeline.json").read_text().splitlines()[1:]
     events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
     ends = [each["ts"] + each["dur"] for each in events if each["name"] == "train"]
-    return ends[FIRST - 1] / 1e6, ends[-1] / 1e6
+    return ends[FIRST - 1] / 1e6, ends[steps - 1] / 1e6
 
 
 def prompt_token_seconds(engine: TestEngine) -> float:
@@ -192,7 +192,7 @@ def run(
             f"model.path={folder / 'model'}",
             f"data.path={folder / 'kinds.jsonl'}",
             f"train.run_dir={run_dir}",
-            f"train.num_steps={arguments.steps}",
+            f"train.num_steps={arguments.steps + mode.max_staleness}",
             f"rollout.base_urls=[{engine.servers.base_urls[0]}]",
         ],
         1,
@@ -202,7 +202,7 @@ def run(
     with Watch(engine.servers.base_urls[0], engine.servers.token) as watch, job:
         ended = job.end(600)
     assert ended.exit_codes == [0], ended.output
-    return measured(run_dir, watch)
+    return measured(run_dir, arguments.steps, watch)
 
 
 def main() -> None:

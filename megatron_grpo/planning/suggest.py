@@ -131,7 +131,8 @@ def _best_split(
 
     @cache
     def tried(at: int) -> tuple[list[Suggestion], Forecast | None]:
-        found = _on_ranks_of(splits[at], shape, card, lengths, splits[at].dims.world_size, None)
+        split, num_ranks = splits[at]
+        found = _on_ranks_of(split, shape, card, lengths, num_ranks, None)
         return found, simulated(found[0], shape, card, lengths, num_gpus) if found else None
 
     def engines_are_busier(at: int) -> bool:
@@ -147,8 +148,8 @@ def _best_split(
     return tried(min(numbers[max(middle - 2, 0) : middle + 2], key=seconds))[0]
 
 
-def _splits(cfg: Config, card: GpuSpec, num_gpus: int) -> list[Config]:
-    """`cfg` with every number of ranks, ascending, that leaves GPUs to engines, and with these."""
+def _splits(cfg: Config, card: GpuSpec, num_gpus: int) -> list[tuple[Config, int]]:
+    """`cfg` with the engines beside every number of ranks, ascending, that leaves them GPUs."""
     tensor = cfg.rollout.tensor_parallel_size
     engines = {
         _whole_nodes(num_gpus - count * tensor, card): count
@@ -158,9 +159,9 @@ def _splits(cfg: Config, card: GpuSpec, num_gpus: int) -> list[Config]:
     for num_ranks in sorted(engines):
         update = {"num_engines": engines[num_ranks], "base_urls": ()}
         rollout = cfg.rollout.model_copy(update=update)
-        split = _on_ranks(cfg.model_copy(update={"rollout": rollout}), num_ranks)
-        if not shares_gpus(split, card, num_gpus):
-            found.append(split)
+        split = cfg.model_copy(update={"rollout": rollout})
+        if not shares_gpus(_on_ranks(split, num_ranks), card, num_gpus):
+            found.append((split, num_ranks))
     return found
 
 
