@@ -5,9 +5,9 @@
 A random Qwen3 of 4 layers trains on one core, and one engine of vLLM generates on another. 64
 completions per step end at random, after 64 tokens in the mean and 1,024 at most, so that a
 generation ends with a few long ones. Runs take turns; of each, the seconds of a step without the
-first four, in which the queue fills, and the last, in which it runs empty; how much of them the ranks waited for the engine, and the
-share of the time in which the engine had nothing to do. Ideally a step takes as long as what the
-ranks or what the engine do in it, whichever is more.
+first four, in which the queue fills, and the last, in which it runs empty; how much of them the
+ranks waited for the engine; and the share of the time in which the engine had nothing to do.
+Ideally a step takes as long as what the ranks or what the engine do in it, whichever is more.
 
 Beside it is what `megatron_grpo.planning.simulation` predicts, from the first kind of run alone:
 what the ranks need for a step, the lengths of completions, and the engine's seconds per forward

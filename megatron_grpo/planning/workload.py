@@ -83,7 +83,10 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def read_completion_lengths(path: Path, cfg: Config) -> list[int]:
-    """Lengths from a run's completions.jsonl, sorted; its prompts count as the longest allowed."""
+    """Lengths from a run's completions.jsonl, sorted; its prompts count as the longest allowed.
+
+    ValueError for another file, or without `data.max_prompt_length`.
+    """
     if (prompt := cfg.data.max_prompt_length) is None:
         raise ValueError(
             f"{path} has the tokens of completions, without those of prompts: set "
