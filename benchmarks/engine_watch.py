@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -66,17 +65,16 @@ def idle_share(looks: Sequence[Look]) -> float:
 
 
 def pass_seconds(looks: Sequence[Look]) -> Callable[[int], float]:
-    """Seconds of a forward pass by the number of running completions: a line through those seen.
+    """Seconds of a forward pass by the number of running completions: constant + slope * number.
 
-    Between two looks with n completions, each got (tokens generated) / n tokens.
+    Between two looks with n completions, a pass generated n tokens. The seconds between looks are
+    fitted, so that their sum is about right, and a pause of the engine weighs no more than it took.
     """
-    seconds, tokens = defaultdict[int, float](float), defaultdict[int, float](float)
+    rows, seconds = [], []
     for before, after in pairwise(looks):
-        running = round((before.running + after.running) / 2)
-        if min(before.running, after.running) and after.generated > before.generated:
-            seconds[running] += after.at - before.at
-            tokens[running] += after.generated - before.generated
-    each = np.array([seconds[n] * n / tokens[n] for n in seconds])
-    weights = np.sqrt([seconds[n] for n in seconds])
-    slope, constant = np.polyfit([*seconds], each, 1, w=weights)
+        tokens = after.generated - before.generated
+        if before.running and after.running and tokens > 0:
+            rows.append([2 * tokens / (before.running + after.running), tokens])
+            seconds.append(after.at - before.at)
+    (constant, slope), *_ = np.linalg.lstsq(np.array(rows), np.array(seconds))
     return lambda running: float(constant + slope * running)
