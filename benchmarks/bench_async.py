@@ -81,6 +81,11 @@ class Measured:
     lengths: list[int]
 
     @property
+    def start(self) -> float:
+        """Of a synchronous step: neither the ranks nor the engine computed anything."""
+        return max(0.0, self.idle * self.step - self.train - self.push)
+
+    @property
     def ideal(self) -> float:
         """Seconds of a step if ranks and engine did the same without waiting."""
         return max(self.train + self.push, (1 - self.idle) * self.step)
@@ -146,6 +151,7 @@ def predicted(runs: Sequence[Measured], token_seconds: float) -> Callable[[Mode]
         pass_seconds=lambda running: mean(each(running) for each in passes),
         prompt_seconds=0.0,  # a few tokens; `pass_seconds` includes them
         token_seconds=token_seconds,
+        start_seconds=median(run.start for run in runs),
         train_seconds=median(run.train for run in runs),
         push_seconds=median(run.push for run in runs),
     )

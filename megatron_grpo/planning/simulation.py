@@ -53,6 +53,8 @@ class Loop:
     """To compute a prompt, per completion."""
     token_seconds: float
     """To compute one token anew after a push."""
+    start_seconds: float
+    """Until an idle engine, or one that was cut, has its requests and computes."""
     train_seconds: float
     push_seconds: float
 
@@ -98,7 +100,7 @@ class Engine:
     def ask(self, now: float, generation: int, lengths: Sequence[int]) -> None:
         """Ask for completions of a generation, later ones than before."""
         if not self._running:
-            self.clock = max(self.clock, now)
+            self.clock = max(self.clock, now) + self._loop.start_seconds
         self.left[generation] = len(lengths)
         self._waiting.extend((generation, length) for length in lengths)
         self._start()
@@ -124,9 +126,10 @@ class Engine:
         again = sum(self._passes - end + length for end, _, length in self._running)
         self._version, self._pushed_at = version, self._passes
         self.clock = max(self.clock, now) + self._loop.push_seconds
-        self._work(
-            again * self._loop.token_seconds + len(self._running) * self._loop.prompt_seconds
-        )
+        if self._running:
+            self.clock += self._loop.start_seconds
+            prompts = len(self._running) * self._loop.prompt_seconds
+            self._work(again * self._loop.token_seconds + prompts)
 
     def _next_end(self) -> float:
         passes = self._running[0][0] - self._passes

@@ -25,6 +25,7 @@ def loop(**given) -> Loop:
         "pass_seconds": lambda running: 0.0025 * running,
         "prompt_seconds": 0.0,
         "token_seconds": 0.0,
+        "start_seconds": 0.0,
         "train_seconds": 0.4,
         "push_seconds": 0.1,
     }
@@ -67,11 +68,13 @@ def test_what_an_engine_does_not_hold_at_once_waits():
 
 
 def test_a_push_in_flight_computes_anew_what_was_sampled():
-    engine = Engine(loop(token_seconds=0.001, prompt_seconds=0.2, pass_seconds=constant))
+    costs = {"token_seconds": 0.001, "prompt_seconds": 0.2, "start_seconds": 0.3}
+    engine = Engine(loop(pass_seconds=constant, **costs))
     engine.ask(0.0, 0, [100, 100])
-    engine.run(0.9)  # two prompts, and 50 passes
-    engine.push(0.9, 1)
-    assert engine.finish(0) == pytest.approx(0.9 + 0.1 + 2 * (0.2 + 50 * 0.001) + 0.5)
+    engine.run(1.2)  # the start, two prompts, and 50 passes
+    engine.push(1.2, 1)
+    assert engine.finish(0) == pytest.approx(1.2 + 0.1 + 0.3 + 2 * (0.2 + 50 * 0.001) + 0.5)
+    assert engine.busy == pytest.approx(4 * 0.2 + 2 * 50 * 0.001 + 1.0)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
