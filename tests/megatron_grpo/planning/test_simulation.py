@@ -50,6 +50,8 @@ def test_equal_completions_take_the_sum_or_the_maximum_of_both_sides(train):
     assert one_after_another.tokens_per_second == pytest.approx(800 / (1.1 + train))
     for mode in (AHEAD, IN_FLIGHT[0]):
         assert simulate(job, mode).seconds == pytest.approx(max(1.0, train) + 0.1)
+    drained = simulate(job, AHEAD)
+    assert (drained.staleness_mean, drained.staleness_max) == (pytest.approx(1), 1)
 
 
 def test_seconds_of_a_pass_are_those_of_what_runs():
