@@ -5,23 +5,36 @@
 A random Qwen3 of 4 layers trains on one core, and one engine of vLLM generates on another. 64
 completions per step end at random, after 64 tokens in the mean and 1,024 at most, so that a
 generation ends with a few long ones. Runs take turns; of each, the seconds of a step without the
-first four, in which the queue fills, and how much of them the ranks waited for the engine. At best
-a step takes what the ranks compute in it, which is the same in all runs.
+first four, in which the queue fills, and the last, in which it runs empty; how much of them the
+ranks waited for the engine; and the share of the time in which the engine had nothing to do.
+Ideally a step takes as long as what the ranks or what the engine do in it, whichever is more.
+
+Beside it is what `megatron_grpo.planning.simulation` predicts, from the first kind of run alone:
+what the ranks need for a step, the lengths of completions, and the engine's seconds per forward
+pass. How long a prompt takes is measured before.
 """
 
 import argparse
 import json
 import os
 import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from demo.make_kinds import write
-from helpers.engines import running_engine
+from engine_watch import Look, Watch, idle_share, pass_seconds
+from helpers.engines import TestEngine, random_prompts, running_engine
 from helpers.jobs import Job
 from helpers.models import tiny_model
+from megatron_grpo.planning.simulation import Loop, Mode, simulate
 
 FIRST = 4
+BATCH = 64
+MOST_AT_ONCE = 128
+"""vLLM's `max_num_seqs` on CPUs."""
 SHAPE = {
     "hidden_size": 192,
     "num_hidden_layers": 4,
@@ -36,7 +49,7 @@ COMMON = [
     "reward.functions=[demo/rewards.py:share_of_kind]",
     f"rollout.stop_token_ids={END_TOKENS}",
     "rollout.max_completion_length=1024",
-    "grpo.generation_batch_size=64",
+    f"grpo.generation_batch_size={BATCH}",
     "grpo.num_generations=8",
     "grpo.rollout_importance_sampling_mode=token_truncate",
     "optimizer.lr=1e-7",
@@ -44,24 +57,158 @@ COMMON = [
     "train.max_tokens_per_microbatch=8192",
     *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
 ]
-KINDS = {
-    "max_staleness 0": [],
-    "max_staleness 1": ["rollout.max_staleness=1"],
-    "max_staleness 1, in flight": ["rollout.max_staleness=1", "rollout.in_flight_updates=true"],
-    "max_staleness 4, in flight": ["rollout.max_staleness=4", "rollout.in_flight_updates=true"],
-}
+KINDS = (
+    Mode(max_staleness=0, in_flight=False),
+    Mode(max_staleness=1, in_flight=False),
+    Mode(max_staleness=1, in_flight=True),
+    Mode(max_staleness=4, in_flight=True),
+)
+PROMPT_TOKENS = 1000
 
 
-def seconds(run_dir: Path) -> tuple[float, float, float]:
-    """Of a step in the mean: all, waiting for a generation, and the ranks' own."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()][FIRST:]
+@dataclass(frozen=True)
+class Measured:
+    """The steps of one run that count; seconds are those of a step in the mean."""
 
-    def mean(name: str) -> float:
-        return sum(record.get(f"time/{name}", 0.0) for record in records) / len(records)
+    step: float
+    waits: float
+    """For a generation."""
+    train: float
+    push: float
+    idle: float
+    """Share of the time in which the engine had nothing to do."""
+    looks: list[Look]
+    lengths: list[int]
+
+    @property
+    def start(self) -> float:
+        """Of a synchronous step: neither the ranks nor the engine computed anything."""
+        return max(0.0, self.idle * self.step - self.train - self.push)
+
+    @property
+    def ideal(self) -> float:
+        """Seconds of a step if ranks and engine did the same without waiting."""
+        return max(self.train + self.push, (1 - self.idle) * self.step)
+
+
+def json_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.open()]
+
+
+def measured(run_dir: Path, steps: int, watch: Watch) -> Measured:
+    """What a run took until `steps`, by its records, and what the engine did meanwhile."""
+    records = json_lines(run_dir / "metrics.jsonl")[FIRST:steps]
+
+    def seconds(*names: str) -> float:
+        return sum(record.get(f"time/{name}", 0.0) for record in records for name in names) / len(
+            records
+        )
 
     waits = "wait_rollout" if any("time/wait_rollout" in each for each in records) else "generate"
-    own = sum(mean(name) for name in ("pack", "logprobs", "train", "push", "verify_weights"))
-    return mean("step"), mean(waits), own
+    looks = watch.between(*window(run_dir, steps))
+    rows = json_lines(run_dir / "completions.jsonl")
+    return Measured(
+        step=seconds("step"),
+        waits=seconds(waits),
+        train=seconds("pack", "logprobs", "train"),
+        push=seconds("push", "verify_weights"),
+        idle=idle_share(looks),
+        looks=looks,
+        lengths=[row["num_tokens"] for row in rows],
+    )
+
+
+def window(run_dir: Path, steps: int) -> tuple[float, float]:
+    """From the end of training in step `FIRST` to that in step `steps`, as `time.time()`."""
+    lines = (run_dir / "timeline.json").read_text().splitlines()[1:]
+    events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
+    ends = [each["ts"] + each["dur"] for each in events if each["name"] == "train"]
+    return ends[FIRST - 1] / 1e6, ends[steps - 1] / 1e6
+
+
+def prompt_token_seconds(engine: TestEngine) -> float:
+    """Seconds to compute a token of a prompt, by four prompts more and one token of each."""
+
+    def seconds(count: int, seed: int) -> float:
+        prompts = random_prompts(count, seed, (PROMPT_TOKENS, PROMPT_TOKENS + 1))
+        start = time.perf_counter()
+        engine.generate(prompts, num_generations=1, max_completion_length=1)
+        return time.perf_counter() - start
+
+    seconds(1, 0)
+    rows = [(seconds(5, 2 * i + 1) - seconds(1, 2 * i + 2)) / (4 * PROMPT_TOKENS) for i in range(3)]
+    return median(rows)
+
+
+def predicted(runs: Sequence[Measured], token_seconds: float) -> Callable[[Mode], float]:
+    """Seconds of a step by simulation, from synchronous runs."""
+    passes = [pass_seconds(run.looks) for run in runs]
+    loop = Loop(
+        lengths=[length for run in runs for length in run.lengths],
+        batch=BATCH,
+        num_engines=1,
+        at_once=MOST_AT_ONCE,
+        pass_seconds=lambda running: mean(each(running) for each in passes),
+        prompt_seconds=0.0,  # a few tokens; `pass_seconds` includes them
+        token_seconds=token_seconds,
+        start_seconds=median(run.start for run in runs),
+        train_seconds=median(run.train for run in runs),
+        push_seconds=median(run.push for run in runs),
+    )
+    return lambda mode: simulate(loop, mode).seconds
+
+
+def keys_of(mode: Mode) -> list[str]:
+    return [
+        f"rollout.max_staleness={mode.max_staleness}",
+        f"rollout.in_flight_updates={str(mode.in_flight).lower()}",
+    ]
+
+
+def table(runs: dict[Mode, list[Measured]], token_seconds: float) -> str:
+    """Medians of the rounds, as Markdown."""
+    first = median(run.step for run in runs[KINDS[0]])
+    prediction = predicted(runs[KINDS[0]], token_seconds)
+    lines = [
+        "| max_staleness | seconds per step | predicted | ideal | waiting for the engine "
+        "| the ranks' own | engine idle | speed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for mode, rows in runs.items():
+        step = median(run.step for run in rows)
+        own = median(run.train + run.push for run in rows)
+        lines.append(
+            f"| {mode} | {step:.2f} | {prediction(mode):.2f} | "
+            f"{median(run.ideal for run in rows):.2f} | {median(run.waits for run in rows):.2f} | "
+            f"{own:.2f} | {median(run.idle for run in rows):.0%} | {first / step:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def run(
+    mode: Mode, arguments: argparse.Namespace, folder: Path, number: int, engine: TestEngine
+) -> Measured:
+    """Train once."""
+    run_dir = folder / f"{number}_{mode.max_staleness}_{mode.in_flight}"
+    job = Job(
+        [
+            *COMMON,
+            *keys_of(mode),
+            *arguments.override,
+            f"model.path={folder / 'model'}",
+            f"data.path={folder / 'kinds.jsonl'}",
+            f"train.run_dir={run_dir}",
+            f"train.num_steps={arguments.steps + mode.max_staleness}",
+            f"rollout.base_urls=[{engine.servers.base_urls[0]}]",
+        ],
+        1,
+        folder / f"logs_{run_dir.name}",
+        token=engine.servers.token,
+    )
+    with Watch(engine.servers.base_urls[0], engine.servers.token) as watch, job:
+        ended = job.end(600)
+    assert ended.exit_codes == [0], ended.output
+    return measured(run_dir, arguments.steps, watch)
 
 
 def main() -> None:
@@ -71,7 +218,7 @@ def main() -> None:
     parser.add_argument("override", nargs="*", help="key.sub=value of the config")
     arguments = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
-    measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in KINDS}
+    runs: dict[Mode, list[Measured]] = {mode: [] for mode in KINDS}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = tiny_model(folder / "model", "qwen3", tied=True, **SHAPE)
@@ -79,36 +226,15 @@ def main() -> None:
         os.sched_setaffinity(0, cores[:1])
         with running_engine("vllm", model, folder / "engine") as engine:
             os.sched_setaffinity(0, cores[1:2])
+            engine.push(model)
+            token_seconds = prompt_token_seconds(engine)
+            print(f"a token of a prompt takes the engine {token_seconds * 1e6:.0f} us", flush=True)
             for number in range(arguments.rounds):
-                for name, keys in KINDS.items():
-                    run_dir = folder / f"{number} {name}".replace(" ", "_").replace(",", "")
-                    job = Job(
-                        [
-                            *COMMON,
-                            *keys,
-                            *arguments.override,
-                            f"model.path={model}",
-                            f"data.path={folder / 'kinds.jsonl'}",
-                            f"train.run_dir={run_dir}",
-                            f"train.num_steps={arguments.steps}",
-                            f"rollout.base_urls=[{engine.servers.base_urls[0]}]",
-                        ],
-                        1,
-                        folder / f"logs_{run_dir.name}",
-                        token=engine.servers.token,
-                    )
-                    with job:
-                        ended = job.end(600)
-                    assert ended.exit_codes == [0], ended.output
-                    measured[name].append(seconds(run_dir))
-                    print(name, *(f"{each:.2f}" for each in measured[name][-1]), flush=True)
-    print("| run | seconds per step | waiting for the engine | the ranks' own | speed |")
-    print("|---|---|---|---|---|")
-    first = None
-    for name, rows in measured.items():
-        step, waits, own = (median(column) for column in zip(*rows, strict=True))
-        first = first or step
-        print(f"| {name} | {step:.2f} | {waits:.2f} | {own:.2f} | {first / step:.2f} |")
+                for mode in KINDS:
+                    made = run(mode, arguments, folder, number, engine)
+                    runs[mode].append(made)
+                    print(f"{mode}: {made.step:.2f} s, engine idle {made.idle:.0%}", flush=True)
+    print(table(runs, token_seconds))
 
 
 if __name__ == "__main__":

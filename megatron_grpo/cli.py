@@ -271,8 +271,8 @@ def plan(
     lengths: Annotated[
         Path | None,
         typer.Option(
-            help="File with one number per line: the tokens of a prompt and its completion. "
-            "Default: every sequence has the maximum length.",
+            help="A run's completions.jsonl, or a file with one number per line: the tokens of a "
+            "prompt and its completion. Default: every sequence has the maximum length.",
         ),
     ] = None,
     suggest: Annotated[

@@ -18,11 +18,12 @@ from megatron_grpo.planning.job_plan import (
     plan_job,
 )
 from megatron_grpo.planning.memory import StageMemory, engine_bytes
-from megatron_grpo.planning.rollout_time import RolloutTime
+from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
+from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
 from megatron_grpo.planning.state import part_bytes
 from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
-from megatron_grpo.planning.suggest import Suggestion, suggest
-from megatron_grpo.planning.workload import longest_sequence, read_lengths
+from megatron_grpo.planning.suggest import Suggestion, simulated, suggest
+from megatron_grpo.planning.workload import longest_sequence, read_completion_lengths, read_lengths
 
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
@@ -41,6 +42,7 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
         *_work_lines(cfg, plan),
         "",
         *_link_rows(cfg, plan),
+        *(["", *_asynchrony_rows(cfg, plan.loop)] if plan.loop else []),
     ]
     return "\n".join(lines)
 
@@ -186,6 +188,38 @@ def _link_row(label: str, use: LinkUse) -> str:
     return f"{label:<18}{use.num_bytes / 1e9:>9.2f} GB  {over:<10}{use.seconds:>8.2f} s"
 
 
+def _asynchrony_rows(cfg: Config, loop: Loop) -> list[str]:
+    """What each `rollout.max_staleness` gains; a star marks that of `cfg`."""
+    own, updates = mode_of(cfg), BatchSchedule.of(cfg.grpo).updates_per_generation
+    modes = sorted({*MODES, own}, key=lambda mode: (mode.max_staleness, mode.in_flight))
+    return [
+        f"{'rollout.max_staleness':<23}{'step':>9}{'tokens/s':>12}{'engines':>9}{'trainer':>9}"
+        f"{'staleness':>11}{'largest':>9}",
+        *(
+            _asynchrony_row(f"{mode}{' *' if mode == own else ''}", updates, simulate(loop, mode))
+            for mode in modes
+        ),
+        "simulated; engines and trainer: busy; staleness of tokens, in generations; * this config",
+    ]
+
+
+def _forecast_line(cfg: Config, forecast: Forecast) -> str:
+    seconds = forecast.seconds / BatchSchedule.of(cfg.grpo).updates_per_generation
+    return (
+        f"simulated with the first and {_count(cfg.rollout.num_engines, 'engine')}: a step takes "
+        f"{seconds:.1f} s, in which engines are busy {forecast.engines_busy:.0%} of the time and "
+        f"the trainer {forecast.trainer_busy:.0%}"
+    )
+
+
+def _asynchrony_row(label: str, updates: int, forecast: Forecast) -> str:
+    return (
+        f"{label:<23}{forecast.seconds / updates:>7.1f} s{forecast.tokens_per_second:>12,.0f}"
+        f"{forecast.engines_busy:>9.0%}{forecast.trainer_busy:>9.0%}"
+        f"{forecast.staleness_mean:>11.2f}{forecast.staleness_max:>9}"
+    )
+
+
 def _count(number: int, noun: str) -> str:
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{plural}"
@@ -215,6 +249,8 @@ def print_suggestions(
         print(json.dumps([suggestion.as_json() for suggestion in suggestions]))
     elif suggestions:
         print(suggestion_table(suggestions, num_gpus, gpu))
+        if forecast := simulated(suggestions[0], shape, card, lengths, num_gpus):
+            print(f"\n{_forecast_line(suggestions[0].cfg, forecast)}")
     if not suggestions:
         ways = ["use more GPUs", _less_work(cfg, lengths)]
         if cfg.num_engines:
@@ -224,7 +260,9 @@ def print_suggestions(
 
 
 def _lengths(cfg: Config, shape: ModelShape, file: Path | None) -> list[int]:
-    return read_lengths(file) if file else [longest_sequence(cfg, shape)]
+    if file is None:
+        return [longest_sequence(cfg, shape)]
+    return read_completion_lengths(file, cfg) if file.suffix == ".jsonl" else read_lengths(file)
 
 
 def _less_work(cfg: Config, lengths: Sequence[int]) -> str:

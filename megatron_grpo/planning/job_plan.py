@@ -17,7 +17,8 @@ from megatron_grpo.planning.memory import (
     memory_limit,
     stages_memory,
 )
-from megatron_grpo.planning.rollout_time import RolloutTime, rollout_time
+from megatron_grpo.planning.rollout_time import RolloutTime, rollout_time, training_loop
+from megatron_grpo.planning.simulation import MODES, Loop, simulate
 from megatron_grpo.planning.state import StateBytes, stage_states
 from megatron_grpo.planning.step_time import LinkUse, StepTime, push_link, step_time
 from megatron_grpo.planning.workload import Workload, workload
@@ -57,6 +58,8 @@ class JobPlan:
     """See `not_counted`."""
     host: HostUse | None
     """None if `train.offload` moves nothing."""
+    loop: Loop | None
+    """None like `rollout`, and if trainer and engines use the same GPUs, where they take turns."""
 
     @property
     def fullest(self) -> StageMemory:
@@ -102,6 +105,8 @@ class JobPlan:
             "step": asdict(self.time) | {"estimate_seconds": self.time.estimate},
             "rollout": self.rollout and asdict(self.rollout) | {"seconds": self.rollout.seconds},
             "push": self.push and asdict(self.push),
+            "asynchrony": self.loop
+            and [asdict(mode) | asdict(simulate(self.loop, mode)) for mode in MODES],
             "host": self.host and asdict(self.host) | {"total": self.host.total},
         }
 
@@ -125,6 +130,11 @@ def plan_job(
     colocated = engine if is_shared else None
     in_node = num_gpus <= card.per_node
     work, states = workload(cfg, shape, lengths), stage_states(cfg, shape)
+    time = step_time(cfg, shape, states, work, card)
+    push = push_link(engine.weights, card, in_node=in_node) if engine else None
+    loop = None
+    if engine and push and not is_shared:
+        loop = training_loop(cfg, shape, engine, card, lengths, time, push)
     return JobPlan(
         num_gpus=num_gpus,
         is_shared=is_shared,
@@ -132,12 +142,13 @@ def plan_job(
         work=work,
         stages=stages_memory(cfg, shape, states, work.microbatches, colocated),
         engine=engine,
-        time=step_time(cfg, shape, states, work, card),
+        time=time,
         rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,
-        push=push_link(engine.weights, card, in_node=in_node) if engine else None,
+        push=push,
         shared_prompts=_shared_prompts(cfg, shape, states, card, lengths),
         not_counted=not_counted(cfg),
         host=host_use(cfg, states, card),
+        loop=loop,
     )
 
 

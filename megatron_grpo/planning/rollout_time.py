@@ -7,12 +7,14 @@ from math import ceil
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import first_worker_layout
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.memory import EngineBytes
-from megatron_grpo.planning.step_time import active_weights
+from megatron_grpo.planning.simulation import Loop, Mode
+from megatron_grpo.planning.step_time import LinkUse, StepTime, active_weights
 from megatron_grpo.planning.workload import spread
 
 
@@ -86,6 +88,61 @@ def rollout_time(
     )
 
 
+def mode_of(cfg: Config) -> Mode:
+    """What `cfg` allows to be generated ahead."""
+    rollout = cfg.rollout
+    return Mode(max_staleness=rollout.max_staleness, in_flight=rollout.in_flight_updates)
+
+
+def training_loop(
+    cfg: Config,
+    shape: ModelShape,
+    engine: EngineBytes,
+    card: GpuSpec,
+    lengths: Sequence[int],
+    step: StepTime,
+    push: LinkUse,
+) -> Loop | None:
+    """What `simulate` needs to know of a job; None without `data.max_prompt_length`.
+
+    Passes take the least time, as in `rollout_time`, with a mean number of cached tokens for each
+    running completion. Steps take the time that is estimated.
+    """
+    if cfg.data.max_prompt_length is None:
+        return None
+    limits = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
+    grpo = cfg.grpo
+    pairs = [_split(length, *limits) for length in spread(lengths, grpo.generation_batch_size)]
+    completions = sorted(completion for _, completion in pairs)
+    group, tokens = grpo.num_generations, sum(completions)
+    read = sum(p * c + c * c / 2 for p, c in pairs) / tokens
+    cached = sum(p * c / group + c * c / 2 for p, c in pairs) / tokens
+    dense, experts = _read_bytes(cfg, shape)
+    rate = cfg.rollout.tensor_parallel_size * card.flops
+    decode, prefill = _flops(shape, 1, 0, read) / rate, _flops(shape, 0, 1, 0) / rate
+    network = _summed_bytes(cfg, shape, card) / card.per_node / card.network_rate
+
+    def pass_seconds(running: int) -> float:
+        num_bytes = dense + _reached(shape, running) * experts + running * read * engine.token_bytes
+        return max(num_bytes / card.memory_rate, running * decode) + running * network
+
+    return Loop(
+        lengths=completions,
+        batch=grpo.generation_batch_size,
+        num_engines=cfg.rollout.num_engines,
+        at_once=min(
+            engine_number(cfg.rollout.vllm, "max_num_seqs") or engine.cached_tokens,
+            max(1, int(engine.cached_tokens / cached)),
+        ),
+        pass_seconds=pass_seconds,
+        prompt_seconds=sum(p for p, _ in pairs) / len(pairs) / group * (prefill + network),
+        token_seconds=prefill + network,
+        start_seconds=0.0,
+        train_seconds=step.estimate * BatchSchedule.of(grpo).updates_per_generation,
+        push_seconds=push.seconds,
+    )
+
+
 def _split(length: int, prompt: int, longest: int) -> tuple[int, int]:
     """Tokens of prompt and completion of a sequence."""
     completion = min(max(length - prompt, 1), longest)
@@ -111,15 +168,21 @@ def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:
 def _expert_passes(shape: ModelShape, completions: Sequence[int]) -> float:
     """How often all experts are read while completions (ascending) end one after another.
 
-    b tokens, each sent to k of E experts evenly, reach E (1 - (1 - k / E)^b) of them. That is
-    concave in b: starting all completions at once reads least.
+    `_reached` is concave: starting all completions at once reads least.
+    """
+    running = range(len(completions), 0, -1)
+    steps = (end - start for start, end in pairwise([0, *completions]))
+    return sum(n * _reached(shape, b) for n, b in zip(steps, running, strict=True))
+
+
+def _reached(shape: ModelShape, running: int) -> float:
+    """Fraction of the experts that b running completions reach.
+
+    b tokens, each sent to k of E experts evenly, reach E (1 - (1 - k / E)^b) of them.
     """
     if shape.moe is None:
         return 0.0
-    missed = 1 - shape.moe.experts_per_token / shape.moe.num_experts
-    running = range(len(completions), 0, -1)
-    steps = (end - start for start, end in pairwise([0, *completions]))
-    return sum(n * (1 - missed**b) for n, b in zip(steps, running, strict=True))
+    return float(1 - (1 - shape.moe.experts_per_token / shape.moe.num_experts) ** running)
 
 
 def _summed_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> int:

@@ -1,8 +1,10 @@
 """Finds the trainer layouts that fit a number of GPUs, fastest by estimate first."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 import yaml
@@ -23,8 +25,10 @@ from megatron_grpo.planning.memory import (
     memory_limit,
     stages_memory,
 )
+from megatron_grpo.planning.rollout_time import mode_of, training_loop
+from megatron_grpo.planning.simulation import Forecast, simulate
 from megatron_grpo.planning.state import StateBytes, stage_states
-from megatron_grpo.planning.step_time import StepTime, step_time
+from megatron_grpo.planning.step_time import StepTime, push_link, step_time
 from megatron_grpo.planning.workload import workload
 from parallel import divisors
 
@@ -75,18 +79,101 @@ def suggest(
 ) -> list[Suggestion]:
     """Layouts of the trainer that fit `num_gpus` with the engines of `cfg`, fastest first.
 
-    If `cfg` puts its engines on separate GPUs, they keep as many and the trainer gets the others;
-    if they share GPUs, both get all. A trainer on several nodes fills them. Besides the layout only
-    recomputation changes: the batch and the microbatch size stay. Tensor and expert groups stay
-    within a node.
+    With `rollout.max_staleness` they get the number of engines with which a simulated step takes
+    least. Else, if `cfg` puts its engines on separate GPUs, they keep as many and the trainer gets
+    the others; if they share GPUs, both get all. A trainer on several nodes fills them. Besides the
+    layout only recomputation changes: the batch and the microbatch size stay. Tensor and expert
+    groups stay within a node.
 
     Raises ValueError if the engines leave no GPU or do not fit theirs, and for problems that no
     layout can solve: a sequence that fits no microbatch, or a batch that does not divide evenly.
     """
     engine = engine_bytes(cfg, shape, card)
+    if cfg.rollout.max_staleness and engine and cfg.data.max_prompt_length is not None:
+        return _best_split(cfg, shape, engine, card, lengths, num_gpus)
     cfg, num_ranks = _with_engines(cfg, card, engine, num_gpus)
     is_shared = shares_gpus(_on_ranks(cfg, num_ranks), card, num_gpus)
-    colocated = engine if is_shared else None
+    return _on_ranks_of(cfg, shape, card, lengths, num_ranks, engine if is_shared else None)
+
+
+def simulated(
+    each: Suggestion, shape: ModelShape, card: GpuSpec, lengths: Sequence[int], num_gpus: int
+) -> Forecast | None:
+    """How the suggested job trains; None where `training_loop` says nothing."""
+    engine = engine_bytes(each.cfg, shape, card)
+    if not engine or shares_gpus(each.cfg, card, num_gpus):
+        return None
+    push = push_link(engine.weights, card, in_node=num_gpus <= card.per_node)
+    loop = training_loop(each.cfg, shape, engine, card, lengths, each.time, push)
+    return simulate(loop, mode_of(each.cfg)) if loop else None
+
+
+def _best_split(
+    cfg: Config,
+    shape: ModelShape,
+    engine: EngineBytes,
+    card: GpuSpec,
+    lengths: Sequence[int],
+    num_gpus: int,
+) -> list[Suggestion]:
+    """The layouts for the number of engines with which a simulated step takes least.
+
+    The more ranks, and so the fewer engines, the less the ranks are busy. So the best number is
+    about where the engines become the busier ones, which bisection finds.
+    """
+    tensor = cfg.rollout.tensor_parallel_size
+    splits = _splits(cfg, card, num_gpus)
+    if not splits:
+        raise ValueError(
+            f"an engine of rollout.tensor_parallel_size {tensor} leaves none of {num_gpus} GPUs to "
+            f"the trainer: use --gpus {tensor + 1} or more"
+        )
+
+    @cache
+    def tried(at: int) -> tuple[list[Suggestion], Forecast | None]:
+        split, num_ranks = splits[at]
+        found = _on_ranks_of(split, shape, card, lengths, num_ranks, None)
+        return found, simulated(found[0], shape, card, lengths, num_gpus) if found else None
+
+    def engines_are_busier(at: int) -> bool:
+        forecast = tried(at)[1]
+        return forecast is not None and forecast.engines_busy >= forecast.trainer_busy
+
+    def seconds(at: int) -> float:
+        forecast = tried(at)[1]
+        return forecast.seconds if forecast else math.inf
+
+    numbers = range(len(splits))
+    middle = bisect_left(numbers, True, key=engines_are_busier)
+    return tried(min(numbers[max(middle - 2, 0) : middle + 2], key=seconds))[0]
+
+
+def _splits(cfg: Config, card: GpuSpec, num_gpus: int) -> list[tuple[Config, int]]:
+    """`cfg` with the engines beside every number of ranks, ascending, that leaves them GPUs."""
+    tensor = cfg.rollout.tensor_parallel_size
+    engines = {
+        _whole_nodes(num_gpus - count * tensor, card): count
+        for count in range(1, (num_gpus - 1) // tensor + 1)
+    }
+    found = []
+    for num_ranks in sorted(engines):
+        update = {"num_engines": engines[num_ranks], "base_urls": ()}
+        rollout = cfg.rollout.model_copy(update=update)
+        split = cfg.model_copy(update={"rollout": rollout})
+        if not shares_gpus(_on_ranks(split, num_ranks), card, num_gpus):
+            found.append((split, num_ranks))
+    return found
+
+
+def _on_ranks_of(
+    cfg: Config,
+    shape: ModelShape,
+    card: GpuSpec,
+    lengths: Sequence[int],
+    num_ranks: int,
+    colocated: EngineBytes | None,
+) -> list[Suggestion]:
+    """Layouts of `num_ranks` that fit, fastest first."""
     workload(_on_ranks(cfg, 1), shape, lengths)  # what fails here fails in every layout
     found, states = [], {}
     console = Console(stderr=True)

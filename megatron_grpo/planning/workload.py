@@ -1,5 +1,6 @@
 """The sequences of one optimizer step, packed into microbatches."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -80,6 +81,30 @@ def read_lengths(path: Path) -> list[int]:
         lengths.append(int(line))
     if not lengths:
         raise ValueError(f"{path} has no lengths: write one number of tokens per line")
+    return sorted(lengths)
+
+
+def read_completion_lengths(path: Path, cfg: Config) -> list[int]:
+    """Lengths from a run's completions.jsonl, sorted; its prompts count as the longest allowed.
+
+    ValueError for another file, or without `data.max_prompt_length`.
+    """
+    if (prompt := cfg.data.max_prompt_length) is None:
+        raise ValueError(
+            f"{path} has the tokens of completions, without those of prompts: set "
+            "data.max_prompt_length"
+        )
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: give a run's completions.jsonl")
+    try:
+        with path.open(encoding="utf-8") as file:
+            lengths = [prompt + json.loads(line)["num_tokens"] for line in file]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{path} has a line without num_tokens: give a run's completions.jsonl"
+        ) from None
+    if not lengths:
+        raise ValueError(f"{path} is empty: give the completions.jsonl of a run with steps")
     return sorted(lengths)
 
 

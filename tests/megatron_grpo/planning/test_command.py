@@ -68,6 +68,33 @@ def test_on_one_node_a_push_does_not_cross_the_network(tmp_path):
     assert not plan_job(cfg, shape, card, [4096], 16).push.in_node
 
 
+def test_only_engines_on_gpus_of_their_own_generate_beside_the_training(cfg, capsys):
+    def shown(*overrides: str, **options: Any) -> list[list[str]]:
+        print_plan(cfg(*overrides), **DEFAULTS | options)
+        lines = capsys.readouterr().out.splitlines()
+        heads = [number for number, line in enumerate(lines) if line.startswith("rollout.max_st")]
+        return [line.split() for head in heads for line in lines[head + 1 : -1]]
+
+    assert shown() == []
+    apart = ("parallel.data_parallel_size=1", "rollout.num_engines=4"), {"num_gpus": 64}
+    rows = shown(*apart[0], **apart[1])
+    assert [row[0].strip(",") for row in rows] == ["0", "1", "1", "2", "4", "8"]
+    assert [row[1] for row in rows if "*" in row] == ["*"] and "*" in rows[0]
+    more = "rollout.max_staleness=3", "rollout.in_flight_updates=true"
+    rows = shown(*apart[0], *more, **apart[1])
+    assert [row[:4] for row in rows if "*" in row] == [["3,", "in", "flight", "*"]]
+
+    print_plan(cfg(*apart[0]), **DEFAULTS | apart[1] | {"as_json": True})
+    found = json.loads(capsys.readouterr().out)
+    synchronous, ahead = found["asynchrony"][:2]
+    updates = 4 * found["step"]["estimate_seconds"]
+    assert synchronous["trainer_busy"] * synchronous["seconds"] == pytest.approx(updates)
+    # As long as the longest, completions of one length take what the bound says, and a prompt more.
+    generate = synchronous["seconds"] - updates - found["push"]["seconds"]
+    assert generate == pytest.approx(found["rollout"]["seconds"], rel=0.1)
+    assert ahead["seconds"] < synchronous["seconds"]
+
+
 def test_with_shared_prompts_the_figures_are_those_of_the_computed_tokens(cfg, capsys):
     room = "train.max_tokens_per_microbatch=16384"
     print_plan(cfg(), **DEFAULTS)
@@ -234,6 +261,20 @@ def test_lengths_of_a_file_make_the_microbatches(cfg, capsys, tmp_path):
     print_plan(cfg(), **DEFAULTS | {"lengths_file": file})
     text = capsys.readouterr().out
     assert "512 sequences, 383,500 tokens in 48 microbatches" in text
+
+
+def test_lengths_may_be_those_of_a_runs_completions(cfg, capsys, tmp_path):
+    file = tmp_path / "completions.jsonl"
+    rows = [{"num_tokens": 500}] * 90 + [{"num_tokens": 2000}] * 10
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    print_plan(cfg(), **DEFAULTS | {"lengths_file": file})
+    tokens = 512 * 1024 + 461 * 500 + 51 * 2000
+    assert f"512 sequences, {tokens:,} tokens" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"without those of prompts: set data.max_prompt_length"):
+        print_plan(cfg("data.max_prompt_length=null"), **DEFAULTS | {"lengths_file": file})
+    file.write_text("300\n")
+    with pytest.raises(ValueError, match=r"without num_tokens: give a run's completions.jsonl"):
+        print_plan(cfg(), **DEFAULTS | {"lengths_file": file})
 
 
 def test_suggestions_count_shared_prompts(cfg, capsys):

@@ -12,7 +12,7 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.launch import place
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
-from megatron_grpo.planning.suggest import suggest
+from megatron_grpo.planning.suggest import simulated, suggest
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CARD = CARDS["h100"]
@@ -70,14 +70,52 @@ def test_a_suggestion_can_be_written_behind_the_config_and_plans_as_it_says(tmp_
     assert plan.time == first.time
 
 
+SYNCHRONOUS = "rollout.max_staleness=0"
+
+
 def test_engines_on_gpus_of_their_own_keep_them(tmp_path):
     folder = write_config(tmp_path, "Llama-3.1-8B")
-    cfg = load_config(CONFIGS / "grpo_8b.yaml", [f"model.path={folder}"])
+    cfg = load_config(CONFIGS / "grpo_8b.yaml", [f"model.path={folder}", SYNCHRONOUS])
     found = suggest(cfg, read_shape(folder), CARD, [4096], 12)
     assert {each.cfg.dims.world_size for each in found} == {8}  # and four engines
     assert all(each.cfg.rollout.num_engines == 4 for each in found)
     with pytest.raises(ValueError, match=r"take 4 of 4 GPUs.*--gpus 5"):
         suggest(cfg, read_shape(folder), CARD, [4096], 4)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("lengths", [[1100], [2000, 4096]], ids=["short", "long"])
+def test_beside_training_there_are_as_many_engines_as_make_a_simulated_step_shortest(
+    in_flight, lengths, tmp_path
+):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    ahead = f"rollout.in_flight_updates={str(in_flight).lower()}"
+    cfg = load_config(CONFIGS / "grpo_8b.yaml", [f"model.path={folder}", ahead])
+    shape = read_shape(folder)
+    first = suggest(cfg, shape, CARD, lengths, 8)[0]
+    seconds = {}
+    for number in range(1, 8):
+        rollout = cfg.rollout.model_copy(update={"num_engines": number, "max_staleness": 0})
+        others = suggest(cfg.model_copy(update={"rollout": rollout}), shape, CARD, lengths, 8)
+        if others:  # seven engines leave one GPU, on which nothing fits
+            each = replace(others[0], cfg=_as_in(cfg, others[0].cfg))
+            seconds[number] = simulated(each, shape, CARD, lengths, 8).seconds
+    assert len(seconds) > 3
+    assert seconds[first.cfg.rollout.num_engines] == min(seconds.values())
+
+
+def _as_in(cfg: Config, other: Config) -> Config:
+    """`other`, as asynchronous as `cfg`."""
+    update = {"max_staleness": cfg.rollout.max_staleness}
+    return other.model_copy(update={"rollout": other.rollout.model_copy(update=update)})
+
+
+def test_an_engine_that_leaves_no_gpu_to_the_trainer_is_refused(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    overrides = [f"model.path={folder}", "rollout.tensor_parallel_size=8"]
+    cfg = load_config(CONFIGS / "grpo_8b.yaml", overrides)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size 8 leaves none of 8.*--gpus 9"):
+        suggest(cfg, read_shape(folder), CARD, [4096], 8)
 
 
 @pytest.mark.parametrize(("num_gpus", "num_engines"), [(24, 1), (32, 2)])
@@ -87,6 +125,7 @@ def test_engines_over_several_nodes_that_share_gpus_take_as_many_as_they_fill(
     folder = write_config(tmp_path, "Llama-3.1-8B")
     overrides = [
         f"model.path={folder}",
+        SYNCHRONOUS,
         "rollout.num_engines=1",
         "rollout.tensor_parallel_size=16",
         "rollout.vllm.gpu_memory_utilization=0.1",

@@ -1,0 +1,220 @@
+"""Simulates training whose engines generate ahead: a step's seconds, who is idle, how stale.
+
+The events are completions that end, generations that are taken, and pushes. Between two events an
+engine generates one token per forward pass for all that it runs, and the seconds of a pass depend
+on how many these are. So a completion of any length takes two operations on a heap.
+
+Left out: requests that move from one engine to another, and rewards.
+"""
+
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from heapq import heappop, heappush
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """What a run's keys allow to be generated ahead."""
+
+    max_staleness: int
+    in_flight: bool
+
+    def __str__(self) -> str:
+        return f"{self.max_staleness}, in flight" if self.in_flight else str(self.max_staleness)
+
+
+ENOUGH = 8192
+"""Completions over which means are taken, in 4 to 64 generations."""
+
+MODES = (
+    Mode(max_staleness=0, in_flight=False),
+    Mode(max_staleness=1, in_flight=False),
+    *(Mode(max_staleness=number, in_flight=True) for number in (1, 2, 4, 8)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """Engines and a trainer; seconds of the trainer are those for one generation."""
+
+    lengths: Sequence[int]
+    """Tokens of completions, of which each generation draws its own."""
+    batch: int
+    """Completions of a generation."""
+    num_engines: int
+    at_once: int
+    """Completions that an engine runs at once; others wait."""
+    pass_seconds: Callable[[int], float]
+    """Of a forward pass with that many running completions, each of which gets a token."""
+    prompt_seconds: float
+    """To compute a prompt, per completion."""
+    token_seconds: float
+    """To compute one token anew after a push."""
+    start_seconds: float
+    """Until an idle engine, or one that was cut, has its requests and computes."""
+    train_seconds: float
+    push_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The mean of generations once the queue is full."""
+
+    seconds: float
+    """From one generation that is trained on to the next."""
+    tokens_per_second: float
+    """Of completions."""
+    engines_busy: float
+    """Share of the time in which an engine computes."""
+    trainer_busy: float
+    """Share of the time in which the ranks train; pushes are not counted."""
+    staleness_mean: float
+    """Of tokens, in generations trained between the weights that sampled them and their turn."""
+    staleness_max: int
+
+
+class Engine:
+    """The completions at one engine; earlier ones go first."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.clock = 0.0
+        """Until when its work is simulated."""
+        self.busy = 0.0
+        self.left: Counter[int] = Counter()
+        """Completions that have not ended, by generation."""
+        self.lag: defaultdict[int, float] = defaultdict(float)
+        """Sum of the staleness of a generation's tokens."""
+        self.max_lag: Counter[int] = Counter()
+        self._loop, self._pass_seconds = loop, cache(loop.pass_seconds)
+        self._version = 0
+        self._ended: dict[int, float] = {}
+        self._passes = self._pushed_at = 0.0
+        """Passes so far, and at the latest push."""
+        self._running: list[tuple[float, int, int]] = []
+        """A heap: `_passes` at its end, generation and tokens of each completion."""
+        self._waiting: deque[tuple[int, int]] = deque()
+
+    def ask(self, now: float, generation: int, lengths: Sequence[int]) -> None:
+        """Ask for completions of a generation, later ones than before."""
+        if not self._running:
+            self.clock = max(self.clock, now) + self._loop.start_seconds
+        self.left[generation] = len(lengths)
+        self._waiting.extend((generation, length) for length in lengths)
+        self._start()
+
+    def run(self, until: float) -> None:
+        """Generate until a time."""
+        while self._running and (end := self._next_end()) <= until:
+            self._end_one(end)
+        if self._running and self.clock < until:
+            self._passes += (until - self.clock) / self._pass_seconds(len(self._running))
+            self._work(until - self.clock)
+
+    def finish(self, generation: int) -> float:
+        """Generate until a generation is complete; return when that is, or was."""
+        while self.left[generation]:
+            self._end_one(self._next_end())
+        return self._ended.get(generation, 0.0)
+
+    def push(self, now: float, version: int) -> None:
+        """Take new weights, and compute anew what was sampled of running completions."""
+        for end, generation, length in self._running:
+            self._count(end, generation, length)
+        again = sum(self._passes - end + length for end, _, length in self._running)
+        self._version, self._pushed_at = version, self._passes
+        self.clock = max(self.clock, now) + self._loop.push_seconds
+        if self._running:
+            self.clock += self._loop.start_seconds
+            prompts = len(self._running) * self._loop.prompt_seconds
+            self._work(again * self._loop.token_seconds + prompts)
+
+    def _next_end(self) -> float:
+        passes = self._running[0][0] - self._passes
+        return self.clock + passes * self._pass_seconds(len(self._running))
+
+    def _end_one(self, now: float) -> None:
+        self._work(now - self.clock)
+        end, generation, length = heappop(self._running)
+        self._passes = end
+        self._count(end, generation, length)
+        self.left[generation] -= 1
+        self._ended[generation] = self.clock
+        self._start()
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self._loop.at_once:
+            generation, length = self._waiting.popleft()
+            heappush(self._running, (self._passes + length, generation, length))
+            self._work(self._loop.prompt_seconds)
+
+    def _work(self, seconds: float) -> None:
+        self.clock += seconds
+        self.busy += seconds
+
+    def _count(self, end: float, generation: int, length: int) -> None:
+        """Count the staleness of what was sampled of a completion since the latest push."""
+        sampled, lag = self._passes - max(end - length, self._pushed_at), generation - self._version
+        if sampled > 0:
+            self.lag[generation] += sampled * lag
+            self.max_lag[generation] = max(self.max_lag[generation], lag)
+
+
+def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Forecast:
+    """The mean of `num_generations`, or of enough, after the first ones; the same in every call.
+
+    The order of events is that of `rollout.rollouts.RolloutScheduler`.
+    """
+    first = mode.max_staleness + 2
+    count = num_generations or max(4, min(64, ENOUGH // loop.batch))
+    engines = [Engine(loop) for _ in range(loop.num_engines)]
+    now = began = busy = 0.0
+    asked = 0
+    for generation in range(first + count):
+        if generation == first:
+            began, busy = now, sum(engine.busy for engine in engines)
+        in_flight = generation + mode.max_staleness * mode.in_flight
+        asked = _ask(loop, engines, now, range(asked, in_flight + 1))
+        now = _finished(engines, generation, now)
+        asked = _ask(loop, engines, now, range(asked, generation + mode.max_staleness + 1))
+        now += loop.train_seconds
+        if not mode.in_flight:
+            now = _finished(engines, asked - 1, now)
+        for engine in engines:
+            engine.run(now)
+            engine.push(now, generation + 1)
+        now += loop.push_seconds
+    took, measured = now - began, range(first, first + count)
+    tokens = sum(sum(drawn(loop, generation)) for generation in measured)
+    return Forecast(
+        seconds=took / count,
+        tokens_per_second=tokens / took,
+        engines_busy=(sum(engine.busy for engine in engines) - busy) / took / loop.num_engines,
+        trainer_busy=loop.train_seconds * count / took,
+        staleness_mean=sum(each.lag[i] for each in engines for i in measured) / tokens,
+        staleness_max=max(each.max_lag[i] for each in engines for i in measured),
+    )
+
+
+def drawn(loop: Loop, generation: int) -> list[int]:
+    """The tokens of each completion of a generation, which are the same in all modes."""
+    return random.Random(generation).choices(loop.lengths, k=loop.batch)
+
+
+def _ask(loop: Loop, engines: Sequence[Engine], now: float, generations: range) -> int:
+    """Divide generations evenly among the engines; return the one to ask for next."""
+    for generation in generations:
+        lengths = drawn(loop, generation)
+        for number, engine in enumerate(engines):
+            engine.ask(now, generation, lengths[number :: len(engines)])
+    return max(generations.start, generations.stop)
+
+
+def _finished(engines: Sequence[Engine], generation: int, now: float) -> float:
+    """The time, from `now` on, at which all engines have finished a generation."""
+    now = max(now, *(engine.finish(generation) for engine in engines))
+    for engine in engines:
+        engine.run(now)
+    return now
