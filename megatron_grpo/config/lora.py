@@ -2,7 +2,7 @@
 
 from difflib import get_close_matches
 from math import sqrt
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
@@ -18,10 +18,10 @@ class LoraConfig(Section):
 
     r: NonNegativeInt = 0
     """Rank of the adapters; 0: there are none, and all weights are trained."""
-    lora_alpha: PositiveFloat = 16
+    lora_alpha: PositiveFloat = 16.0
     """Scale: s is lora_alpha / r."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
-        default="all-linear", strict=False
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = (
+        "all-linear"
     )
     """Linear layers with adapters, by the ends of their Hugging Face names, such as
     [q_proj, v_proj] or [mlp.down_proj]; all-linear: all but the head."""

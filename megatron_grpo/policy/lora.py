@@ -32,6 +32,7 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.lora_targets import (
     PEFT_PREFIX,
     WEIGHT,
+    Part,
     Target,
     local_targets,
     peft_tensors,

@@ -68,7 +68,8 @@ def check_lora(cfg: LoraConfig, shape: ModelShape, tensor: int) -> None:
 
 def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
     """The modules of the weight files with adapters; ValueError as of `LoraConfig.targets`."""
-    linears, others = [], []
+    linears: list[str] = []
+    others: list[str] = []
     one = Coordinates(tensor=0, context=0, data=0, pipeline=0)
     for _, parameter in local_parameters(shape, ParallelDims(), one, transformer_engine=True):
         is_linear = parameter.name.startswith("decoder.layers.") and not parameter.is_expert
