@@ -188,6 +188,7 @@ class Config(Section):
         others = {
             "grpo.sync_ref_model": self.grpo.sync_ref_model,
             "train.offload": self.train.offload != "none",
+            "train.init_from": self.train.init_from,
             "rollout.router_replay": self.rollout.router_replay,
             "parallel.overlap_param_gather": self.parallel.overlap_param_gather,
             "model.megatron.moe_shared_expert_overlap": megatron.get("moe_shared_expert_overlap"),

@@ -45,7 +45,7 @@ class LoraConfig(Section):
         """
         for key in ("target_modules", "exclude_modules"):
             if (names := getattr(self, key)) != "all-linear":
-                self._check_known(key, names, linears + others)
+                self._check_known(key, names, linears, others)
         wanted = [x for x in (*linears, *others) if self._is_target(x, x not in others)]
         if refused := [name for name in others if name in wanted]:
             raise ValueError(
@@ -64,14 +64,18 @@ class LoraConfig(Section):
         return _ends_with(name, self.target_modules)
 
     @staticmethod
-    def _check_known(key: str, names: tuple[str, ...], known: list[str]) -> None:
+    def _check_known(
+        key: str, names: tuple[str, ...], linears: list[str], others: list[str]
+    ) -> None:
         for name in names:
-            if not any(_ends_with(each, (name,)) for each in known):
-                ends = [*dict.fromkeys(each.rpartition(".")[2] for each in known)]
-                nearest = get_close_matches(name, ends, 1, 0) or ends
-                raise ValueError(
-                    f"lora.{key}: the model has no linear layer {name}, did you mean {nearest[0]}?"
-                )
+            if any(_ends_with(each, (name,)) for each in linears + others):
+                continue
+            ends = [*dict.fromkeys(each.rpartition(".")[2] for each in linears)]
+            (nearest,) = get_close_matches(name, ends, 1, cutoff=0)
+            raise ValueError(
+                f"lora.{key}: the model has no linear layer {name} that could have an adapter, did "
+                f"you mean {nearest}?"
+            )
 
 
 def _ends_with(name: str, ends: tuple[str, ...]) -> bool:

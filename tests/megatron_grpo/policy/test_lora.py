@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.func import functional_call
 
+from checkpoint_convert.formats.torch_dist import read_chunks
 from helpers.models import tiny_model
 from helpers.oracle import oracle_logprobs
 from helpers.policies import (
@@ -27,9 +28,10 @@ from helpers.policies import (
 from helpers.ranks import run_ranks
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.forward import compute_logprobs
-from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.model import Policy, unwrapped
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.reference import reference_of
+from megatron_grpo.policy.skipped_steps import name_nonfinite
 from parallel import Box, ParallelDims
 from parallel.groups import Groups
 
@@ -261,13 +263,14 @@ def test_a_run_resumes_with_the_same_bits_and_over_layouts(folders, tmp_path):
     assert files[0].read_bytes() == files[1].read_bytes()
     stored = load_file(files[0])
     assert all(torch.equal(values, expected[name]) for name, values in stored.items())
-    size = sum(f.stat().st_size for f in (tmp_path / "checkpoints/step_2").glob("*.distcp"))
-    assert (
-        size
-        < 4 * 3 * sum(v.numel() for v in stored.values())
-        + 4 * sum(v.numel() for v in stored.values())
-        + 100_000
+    keys = read_chunks(tmp_path / "checkpoints/step_2").shapes
+    states = (
+        "",
+        "optimizer.state.param.",
+        "optimizer.state.exp_avg.",
+        "optimizer.state.exp_avg_sq.",
     )
+    assert keys.keys() == {state + name for state in states for name in stored}
 
 
 def test_peft_loads_the_folder(folders, tmp_path):
@@ -283,3 +286,54 @@ def test_peft_loads_the_folder(folders, tmp_path):
     ours, *_ = oracle(folders["llama"], load_file(tmp_path / "hf/adapter_model.safetensors"), 2.0)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+
+
+def compare_in_float64(rank: int, folder: Path, *overrides: str) -> dict[str, float]:
+    """The largest error of each linear layer's output and gradients, against the definition."""
+    policy, _ = start_policy(rank, folder, ParallelDims(), *overrides)
+    set_b(policy)
+    errors = {}
+    for name, adapter in policy.adapters.modules.items():
+        number, _, path = name.partition(".")
+        chunk = unwrapped(policy.chunks[int(number)])
+        module = chunk.get_submodule(path.removesuffix(".weight")).double()
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(5, 1, module.weight.shape[1], generator=generator, dtype=torch.float64)
+        x.requires_grad_()
+        low, weight = adapter.rank, module.weight.detach()
+        a, b = (each.detach().clone().requires_grad_() for each in (adapter.a, adapter.b))
+        change = torch.zeros_like(weight)
+        row = 0
+        for number, part in enumerate(adapter.target.parts):
+            rows = b[row : row + len(part.rows)]
+            row += len(part.rows)
+            product = rows @ a[number * low : (number + 1) * low]
+            change = change.index_add(0, torch.tensor(part.rows), product)
+        expected = x @ (weight + adapter.scale * change).T
+        found, _ = module(x)
+        seed = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        ours = torch.autograd.grad(found, (adapter.a, adapter.b, x), seed)
+        theirs = torch.autograd.grad(expected, (a, b, x), seed)
+        pairs = [(found, expected), *zip(ours, theirs, strict=True)]
+        errors[name] = max(float((one - other).detach().abs().max()) for one, other in pairs)
+    return errors
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_each_layer_is_exact_in_float64(folders, family):
+    (errors,) = run_ranks(1, compare_in_float64, folders[family], *options(family))
+    assert len(errors) >= 8 and max(errors.values()) < 1e-10, errors
+
+
+def broken(rank: int, folder: Path, *overrides: str) -> str:
+    policy, groups = start_policy(rank, folder, ParallelDims(), *overrides)
+    accumulate(policy, groups, pack_all(LENGTHS, ParallelDims()))
+    policy.adapters.parameters()["0.decoder.layers.1.mlp.linear_fc1.lora.b"].main_grad[-1] = (
+        torch.nan
+    )
+    return name_nonfinite(policy, [], torch.device("cpu"))
+
+
+def test_a_broken_gradient_is_named(folders):
+    (told,) = run_ranks(1, broken, folders["llama"], *options("llama"))
+    assert "the gradient of base_model.model.model.layers.1.mlp.up_proj.lora_B.weight" in told
