@@ -80,13 +80,19 @@ def test_each_tensor_rank_needs_rows_of_a_target(shapes):
 @pytest.mark.parametrize(
     "override",
     [
-        "grpo.sync_ref_model=true",
+        "grpo.sync_ref_model=true + grpo.beta=0.04",
         "train.init_from=run",
-        "parallel.overlap_param_gather=true",
+        "parallel.overlap_param_gather=true + parallel.overlap_grad_reduce=true",
         "model.megatron.moe_shared_expert_overlap=true",
     ],
 )
 def test_what_does_not_know_adapters_is_refused(override):
     key = override.partition("=")[0]
-    assert f"{key} does not go with adapters yet" in refusal("lora.r=2", override)
-    load_config(DEMO, ["lora.r=2", "lora.target_modules=[q_proj]", "lora.init_lora_weights=true"])
+    assert f"{key} does not go with adapters yet" in refusal("lora.r=2", *override.split(" + "))
+
+
+def test_names_and_initializations_are_read_from_a_config():
+    given = ["lora.r=2", "lora.target_modules=[q_proj]", "lora.init_lora_weights=gaussian"]
+    found = load_config(DEMO, given).lora
+    assert (found.target_modules, found.init_lora_weights) == (("q_proj",), "gaussian")
+    assert "lora.r" in refusal("lora.r=-1")
