@@ -178,7 +178,7 @@ def test_what_one_set_needs_alone_is_no_mistake_of_the_defaults():
         ("eval.sets.a.interval", "eval.interval"),
         ("grpo.eps", "section grpo has no such key"),
         ("train.total_epochs", "section train has no such key"),
-        ("adapter.r", "the sections are model, lora, data, train, "),
+        ("peft.rank", "the sections are model, lora, data, train, "),
         ("num_layers", "the sections are model, lora, data, train, "),
     ],
 )
