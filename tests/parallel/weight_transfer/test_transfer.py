@@ -112,10 +112,16 @@ def filled(layout, weights, dtypes):
 
 
 class MadeWhenAsked(UserDict):
-    """Tensors in new memory each time, like weights into which adapters are merged."""
+    """Tensors in memory that the next one takes, like weights into which adapters are merged."""
+
+    memory = threading.local()  # channels ask at the same time
 
     def __getitem__(self, name):
-        return super().__getitem__(name).clone()
+        value = super().__getitem__(name)
+        if not hasattr(self.memory, "bytes"):
+            self.memory.bytes = torch.empty(10_000, dtype=torch.uint8)
+        made = self.memory.bytes[: value.nbytes].view(value.dtype).view(value.shape)
+        return made.copy_(value)
 
 
 def trainer_rank(pipe, init_info, rank):
