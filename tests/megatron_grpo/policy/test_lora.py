@@ -200,7 +200,7 @@ def test_everything_equals_a_plain_formulation(folders, family, dims):
         seen = [item for rank in ranks for item in rank[key].items()]
         assert {index for index, _ in seen} == set(range(len(expected)))
         for index, found in seen:
-            torch.testing.assert_close(found.double(), expected[index], atol=2e-5, rtol=0)
+            torch.testing.assert_close(found.double(), expected[index], atol=1e-5, rtol=0)
     found = whole([rank["gradients"] for rank in ranks])
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
