@@ -50,7 +50,9 @@ def megatron_layout(
     them. `transformer_engine`: norms and experts are named and grouped as in its modules.
     """
     shapes, pieces, zeros = {}, [], []
-    for local, parameter in _local_parameters(shape, dims, at, transformer_engine):
+    for local, parameter in local_parameters(
+        shape, dims, at, transformer_engine=transformer_engine
+    ):
         rank, size, is_replica = _place(parameter, dims, at)
         part = shard(parameter, rank, size)
         shapes[local] = part.shape
@@ -76,7 +78,9 @@ def megatron_sender(
     `layout` is the rank's `megatron_layout`, if it is already known.
     """
     owners, replica_sets = {}, {}
-    for local, parameter in _local_parameters(shape, dims, at, transformer_engine):
+    for local, parameter in local_parameters(
+        shape, dims, at, transformer_engine=transformer_engine
+    ):
         owners[local] = _holders(parameter, dims, at)
         if parameter.split is None and not parameter.is_expert:
             replica_sets[local] = dims.tensor
@@ -84,8 +88,8 @@ def megatron_sender(
     return Sender(dims.rank(at), layout, owners, replica_sets)
 
 
-def _local_parameters(
-    shape: ModelShape, dims: ParallelDims, at: Coordinates, transformer_engine: bool
+def local_parameters(
+    shape: ModelShape, dims: ParallelDims, at: Coordinates, *, transformer_engine: bool
 ) -> Iterator[tuple[str, Parameter]]:
     """The unsplit parameters of a rank's model chunks, with their local names."""
     chunks = _chunks(shape, dims, at, transformer_engine=transformer_engine)

@@ -260,10 +260,12 @@ def _check_megatron(cfg: Config, shape: ModelShape) -> None:
     from parallel.megatron_import import import_megatron
 
     import_megatron()
+    from megatron_grpo.policy.lora_targets import check_lora
     from megatron_grpo.policy.optimizer import check_optimizer
     from megatron_grpo.policy.transformer import transformer_config
 
     check_optimizer(cfg.optimizer)
+    check_lora(cfg.lora, shape, cfg.dims.tensor)
     transformer_config(
         shape,
         cfg.dims,

@@ -22,7 +22,7 @@ from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import build_policy, unwrapped, weight_sender
-from megatron_grpo.policy.reference import build_reference
+from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.residency import build_residency
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.rank_zero import RankZero
@@ -113,6 +113,7 @@ class Trainer:
             closing(Checkpoints(cfg, self.policy, self.reference, self.residency))
         )
         self.state = self.checkpoints.load()
+        self.state.check_base(self.policy.adapters.base if self.policy.adapters else None)
         run.watchdog.enter(START)  # all ranks have loaded
         self.step = self._first_step = self._exported_step = self.state.step
         self.beta = cfg.grpo.beta
@@ -142,7 +143,7 @@ class Trainer:
         self.policy = build_policy(cfg, shape, run.groups)
         if run.groups.rank == 0:
             print(describe(unwrapped(self.policy.chunks[0]), self.policy.optimizer))
-        self.reference = build_reference(cfg, shape, run.groups) if cfg.grpo.beta > 0 else None
+        self.reference = reference_of(self.policy, cfg, run.groups) if cfg.grpo.beta > 0 else None
         num_ranks = cfg.dims.world_size // run.num_hosts
         self.residency = build_residency(cfg, self.policy, self.reference, run.device, num_ranks)
         for model in (self.policy, self.reference):
@@ -303,7 +304,7 @@ class Trainer:
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
         self._engines_may_be_awake = True
-        self.weight_sync.push(self.policy.parameters(), policy_version, timer or self.timer)
+        self.weight_sync.push(self.policy.served(), policy_version, timer or self.timer)
 
     def _evaluate(self) -> None:
         """Evaluate the engines' weights, if due. Its seconds count towards no step."""
@@ -357,6 +358,7 @@ class Trainer:
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
             prompts=self.zero.rollouter.stream.fingerprint if self.zero else None,
             beta=self.beta,
+            base=self.policy.adapters.base if self.policy.adapters else None,
             ready=tuple(Ready(generation=n, metrics=batch.metrics) for n, batch in ready.items()),
             next_group=next_group,
             open_groups=open_groups,

@@ -84,8 +84,8 @@ class StatePart:
 
 
 def weight_parts(policy: Policy) -> list[StatePart]:
-    """The parts of the policy's weights."""
-    return _parts_of(policy, policy.parameters(), "")
+    """The parts of the policy's weights, or of its adapters: the frozen ones are not saved."""
+    return _parts_of(policy, policy.saved_parameters(), "")
 
 
 def reference_parts(reference: Reference | None) -> list[StatePart]:
@@ -96,8 +96,8 @@ def reference_parts(reference: Reference | None) -> list[StatePart]:
 
 
 def _parts_of(model: Model, tensors: Mapping[str, Tensor], prefix: str) -> list[StatePart]:
-    """The parts of `tensors`, which have the names and shapes of the model's parameters."""
-    names = {parameter: name for name, parameter in model.parameters().items()}
+    """The parts of `tensors`, which have the names and shapes of the model's saved parameters."""
+    names = {parameter: name for name, parameter in model.saved_parameters().items()}
     return [
         StatePart(
             key=prefix + part.key,
@@ -236,7 +236,13 @@ def _random_states() -> list[Tensor]:
 
 
 def _sharded(model: Model) -> Iterator[Any]:
-    """Megatron's description of every parameter and of the other objects of the modules."""
+    """Megatron's description of every parameter and of the other objects of the modules.
+
+    Of a model with adapters, of those alone, in PEFT's tensors.
+    """
+    if model.adapters is not None:
+        yield from model.adapters.sharded()
+        return
     for chunk in model.chunks:
         yield from nested_values(unwrapped(chunk).sharded_state_dict(metadata={}))
 

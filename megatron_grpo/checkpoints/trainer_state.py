@@ -37,12 +37,22 @@ class TrainerState:
     """Fingerprint of the prompts that generations are drawn from."""
     beta: float | None = None
     """Weight of the KL penalty in the next step."""
+    base: int | None = None
+    """Checksum of the frozen weights that adapters were trained on; None: there are no adapters."""
     ready: tuple[Ready, ...] = ()
     """Generations that training has not begun, in their order."""
     next_group: int | None = None
     """With `rollout.over_sampling`: the place in the stream of the next prompt to be asked for."""
     open_groups: tuple[int, ...] = ()
     """The places before it whose prompts are in no generation yet; to be asked for again."""
+
+    def check_base(self, now: int | None) -> None:
+        """Raise ValueError when the saved adapters are of a model with other weights than now."""
+        if self.step and self.base != now:
+            raise ValueError(
+                f"the checkpoint of step {self.step} has adapters of other weights than those in "
+                "model.path: put back the files, or choose another train.run_dir"
+            )
 
     def check_prompts(self, now: str) -> None:
         """Raise ValueError when the run was saved with prompts that have another fingerprint."""

@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.reward import (
     ENVIRONMENT_TERM,
@@ -56,6 +57,7 @@ class Config(Section):
     """One run. Defaults suit a first run; fields without a default must be given."""
 
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig
@@ -177,6 +179,24 @@ class Config(Section):
             raise ValueError(
                 "rollout.vllm.enable_prefix_caching false: vLLM keeps the experts of tokens in its "
                 "prefix cache, and rollout.router_replay true needs them: leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> Self:
+        """What does not know a model of which most weights are frozen, or that is two models."""
+        megatron = self.model.megatron
+        others = {
+            "grpo.sync_ref_model": self.grpo.sync_ref_model,
+            "train.offload": self.train.offload != "none",
+            "train.init_from": self.train.init_from,
+            "rollout.router_replay": self.rollout.router_replay,
+            "parallel.overlap_param_gather": self.parallel.overlap_param_gather,
+            "model.megatron.moe_shared_expert_overlap": megatron.get("moe_shared_expert_overlap"),
+        }
+        if self.lora.r and (told := [key for key, value in others.items() if value]):
+            raise ValueError(
+                f"{told[0]} does not go with adapters yet: leave it out, or set lora.r=0"
             )
         return self
 

@@ -174,7 +174,8 @@ def not_counted(cfg: Config) -> list[str]:
     is_counted = cfg.data.max_prompt_length is not None
     shared = ["grpo.shared_prompts"] if cfg.grpo.shared_prompts and not is_counted else []
     offload = ["optimizer.optimizer_cpu_offload"] if cfg.optimizer.optimizer_cpu_offload else []
-    return shared + offload
+    lora = ["lora.r"] if cfg.lora.r else []
+    return shared + offload + lora
 
 
 def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:

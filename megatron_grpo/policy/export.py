@@ -21,6 +21,7 @@ from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
+from megatron_grpo.policy.lora_export import write_adapters
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from parallel.collectives import raise_first_failure
@@ -36,14 +37,29 @@ def export_model(
 ) -> None:
     """Write the policy as Hugging Face folder `folder`, replacing an older one when complete.
 
+    A policy with adapters becomes a folder of those alone, as PEFT has them.
+
     Every rank writes its own boxes at their offsets in one set of files, without gathering. If any
     rank has a weight that is not finite, raises FloatingPointError on all ranks and writes nothing.
     """
-    weights = {name: residency.readable(each) for name, each in policy.parameters().items()}
+    weights = {name: residency.readable(each) for name, each in policy.saved_parameters().items()}
     raise_first_failure(lambda: _check_finite(weights), FloatingPointError)
     partial = folder.with_name(folder.name + ".partial")
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
+    if policy.adapters:
+        write_adapters(partial, policy, cfg)
+    else:
+        _write_model(partial, policy, weights, cfg, groups)
+    if groups.rank == 0:
+        finish_export(partial, folder)
+
+
+def _write_model(
+    partial: Path, policy: Policy, weights: Mapping[str, Tensor], cfg: Config, groups: Groups
+) -> None:
+    """Fill the folder `partial`, which rank 0 has removed; collective over all ranks."""
+    if groups.rank == 0:
         dims, dtype = groups.dims, getattr(torch, cfg.model.dtype)
         # The ranks of one pipeline stage that write; its other ranks hold copies.
         num_writers = dims.pipeline * max(dims.tensor, dims.expert_tensor * dims.expert)
@@ -56,7 +72,6 @@ def export_model(
     if groups.rank == 0:
         wanted = sum(map(prod, hf_tensors(policy.shape).values()))
         assert written == wanted, f"{int(written)} of the model's {wanted} elements were written"
-        finish_export(partial, folder)
 
 
 def keep_export(cfg: Config, step: int) -> None:

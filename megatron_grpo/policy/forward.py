@@ -55,7 +55,7 @@ def run_schedule(
         batch = next(iterator)
         return forward(chunk, batch, groups), partial(_per_token_loss, loss_fn, batch, loss_scale)
 
-    with torch.set_grad_enabled(not forward_only):
+    with model.computing(), torch.set_grad_enabled(not forward_only):
         collected: list[T] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(batches) for _ in model.chunks],

@@ -1,5 +1,7 @@
 """The trained model: Megatron-Core GPTModels with weights from a Hugging Face folder."""
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,6 +18,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.dynamic_context import split_dynamically
 from megatron_grpo.policy.gradients import gather_weights, with_gradients
+from megatron_grpo.policy.lora import LOCAL_NAME, Adapters, Merged, add_adapters
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
@@ -34,6 +37,8 @@ class Model:
     """Which boxes of the Hugging Face tensors this rank's parameters hold."""
     chunks: list[Any]
     """GPTModels, wrapped in Megatron's DistributedDataParallel if they have gradients."""
+    adapters: Adapters | None = None
+    """What is trained in place of the weights, if `lora.r` is not 0."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -53,7 +58,8 @@ class Model:
     def parameters(self) -> dict[str, Tensor]:
         """Parameters by their local names in `layout`: ``{chunk}.{Megatron's name}``.
 
-        They include the biases by which experts are chosen, which have no gradient.
+        They include the biases by which experts are chosen, which have no gradient, but no
+        adapters.
         """
         return {
             f"{number}.{name}": value
@@ -61,7 +67,16 @@ class Model:
             for name, value in chain(
                 unwrapped(chunk).named_parameters(), expert_biases(unwrapped(chunk))
             )
+            if f"{LOCAL_NAME}." not in name
         }
+
+    def saved_parameters(self) -> dict[str, Tensor]:
+        """What checkpoints hold: the adapters, or else all parameters."""
+        return self.adapters.parameters() if self.adapters else self.parameters()
+
+    def computing(self) -> AbstractContextManager[None]:
+        """The context in which the chunks compute what this model does."""
+        return nullcontext()
 
 
 @dataclass(kw_only=True)
@@ -79,6 +94,11 @@ class Policy(Model):
         """`Model.parameters`, whole: see `gather_weights`, by which this is collective."""
         gather_weights(self.chunks)
         return super().parameters()
+
+    def served(self) -> Mapping[str, Tensor]:
+        """The `parameters` for engines, which know no adapters; collective like those."""
+        weights = self.parameters()
+        return Merged(weights, self.adapters) if self.adapters else weights
 
     def zero_grad(self) -> None:
         """Zero all gradients, before the first microbatch of an optimizer step."""
@@ -104,9 +124,15 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     model = build_model(cfg, shape, groups)
     if cfg.rollout.router_replay:
         add_router_replay(model.chunks)
-    add_gradients(model, cfg)
+    if not cfg.lora.r:  # else gradients are those of adapters, which come last
+        add_gradients(model, cfg)
     with waiting(f"reading {cfg.model.path}", shows=groups.rank == 0) as show:
         read_weights(cfg.model.path, shape, model.layout, model.parameters(), show)
+    if cfg.lora.r:
+        model.adapters = add_adapters(
+            model.chunks, shape, model.layout, cfg.lora, groups, cfg.train.seed
+        )
+        add_gradients(model, cfg)
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
     return add_optimizer(model, cfg)
 

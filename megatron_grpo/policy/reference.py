@@ -1,5 +1,6 @@
 """The reference model of the KL penalty: frozen, or updated towards the policy."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +24,10 @@ class Reference(Model):
 
     Either the parameters themselves, or float32 weights that are rounded to them: see `follow`.
     """
+
+    def computing(self) -> AbstractContextManager[None]:
+        """The policy's chunks are the reference's while their adapters are off."""
+        return self.adapters.switched_off() if self.adapters else nullcontext()
 
     def follow(self, policy: Policy, num_steps: int) -> None:
         """Average with the policy's weights, if due after `num_steps` optimizer steps.
@@ -51,6 +56,20 @@ class Reference(Model):
         for name, mixed in self.averaged_weights.items():
             if mixed.dtype != parameters[name].dtype:  # else they are the same memory
                 parameters[name].detach().copy_(mixed)
+
+
+def reference_of(policy: Policy, cfg: Config, groups: Groups) -> Reference:
+    """The reference: the policy's own frozen weights if it has adapters, or else another model."""
+    if policy.adapters is None:
+        return build_reference(cfg, policy.shape, groups)
+    return Reference(
+        shape=policy.shape,
+        layout=policy.layout,
+        chunks=policy.chunks,
+        adapters=policy.adapters,
+        grpo=cfg.grpo,
+        averaged_weights={},
+    )
 
 
 def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Reference:

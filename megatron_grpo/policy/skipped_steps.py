@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_convert import hf_tensors
+from megatron_grpo.policy.lora_targets import weight_of
 from megatron_grpo.policy.model import Policy
 from parallel.collectives import broadcast_text
 
@@ -90,9 +91,10 @@ def _found_here(policy: Policy, losses: Sequence[Tensor]) -> tuple[int, str]:
 
 
 def _broken_gradients(policy: Policy) -> Iterator[tuple[str, str]]:
-    """Hugging Face name and description of each non-finite gradient on this rank."""
-    parameters = policy.parameters()
-    for piece in policy.layout.pieces:
+    """Hugging Face name, and description, of each weight with a non-finite gradient here."""
+    parameters = policy.saved_parameters()
+    layout = policy.adapters.layout if policy.adapters else policy.layout
+    for piece in layout.pieces:
         if not parameters[piece.local].requires_grad:
             continue
         gradient: Tensor = parameters[piece.local].main_grad  # type: ignore[attr-defined]
@@ -100,7 +102,7 @@ def _broken_gradients(policy: Policy) -> Iterator[tuple[str, str]]:
         broken = values[~(values.abs() <= LARGEST_VALUE)]
         if len(broken):
             yield (
-                piece.tensor,
+                weight_of(piece.tensor),
                 f"the gradient of {piece.tensor} has {len(broken)} of {values.numel()} values that "
                 f"are NaN, infinite or beyond {LARGEST_VALUE:.0e}, the first {broken[0]:.1e},",
             )

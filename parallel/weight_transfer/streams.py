@@ -91,13 +91,15 @@ class OutStream(_Stream):
         dtype before the buffer is sent.
         """
         sums: list[NamedSum] = []
-        if self._device.type == "cpu":
+        # Tensors that a mapping makes when asked are in other memory each time.
+        are_repeated = self._device.type == "cpu" and isinstance(tensors, dict)
+        if are_repeated:
             self._clear_if_moved(tensors)
         with own_stream(self._device), torch.inference_mode():
             for bucket in self.packing.buckets:
                 buffer = self.channel.next_buffer()
                 copies = self._box_copies(bucket, buffer, tensors)
-                if self._device.type == "cpu":
+                if are_repeated:
                     sums += self._copy_on_cpu(bucket, buffer, copies)
                 else:
                     sums += copied_and_summed(copies)

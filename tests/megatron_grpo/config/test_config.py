@@ -178,8 +178,8 @@ def test_what_one_set_needs_alone_is_no_mistake_of_the_defaults():
         ("eval.sets.a.interval", "eval.interval"),
         ("grpo.eps", "section grpo has no such key"),
         ("train.total_epochs", "section train has no such key"),
-        ("lora.r", "the sections are model, data, train, "),
-        ("num_layers", "the sections are model, data, train, "),
+        ("peft.rank", "the sections are model, lora, data, train, "),
+        ("num_layers", "the sections are model, lora, data, train, "),
     ],
 )
 def test_unknown_key_is_answered_with_what_was_meant_or_what_there_is(wrong, nearest):

@@ -1,0 +1,86 @@
+"""The keys of `lora`, by PEFT's names: training of low-rank adapters of a frozen model."""
+
+from difflib import get_close_matches
+from math import sqrt
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat
+
+from megatron_grpo.config.section import Section
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685) that are trained in place of the model's weights.
+
+    A linear layer computes W x + s B (A x), where A [r, in] and B [out, r] are trained and W is
+    frozen. Engines get W + s B A.
+    """
+
+    r: NonNegativeInt = 0
+    """Rank of the adapters; 0: there are none, and all weights are trained."""
+    lora_alpha: PositiveFloat = 16.0
+    """Scale: s is lora_alpha / r."""
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = (
+        "all-linear"
+    )
+    """Linear layers with adapters, by the ends of their Hugging Face names, such as
+    [q_proj, v_proj] or [mlp.down_proj]; all-linear: all but the head."""
+    exclude_modules: tuple[str, ...] = Field(default=(), strict=False)
+    """Linear layers without, by the ends of their names."""
+    use_rslora: bool = False
+    """Whether s is lora_alpha / sqrt(r) (arXiv 2312.03732)."""
+    init_lora_weights: Literal[True, "gaussian"] = True
+    """How A begins: uniform as PEFT's, or normal with deviation 1 / r. B begins at 0."""
+
+    @property
+    def scale(self) -> float:
+        """The factor s of B A."""
+        return self.lora_alpha / (sqrt(self.r) if self.use_rslora else self.r)
+
+    def targets(self, linears: list[str], others: list[str]) -> list[str]:
+        """The names of `linears`, e.g. ``model.layers.0.mlp.up_proj``, that have an adapter.
+
+        `others` are those that cannot have one: experts, routers and tables. Raises ValueError for
+        a name in the config that fits no layer or one of the others.
+        """
+        for key in ("target_modules", "exclude_modules"):
+            if (names := getattr(self, key)) != "all-linear":
+                self._check_known(key, names, linears, others)
+        wanted = [x for x in (*linears, *others) if self._is_target(x, x not in others)]
+        if refused := [name for name in others if name in wanted]:
+            raise ValueError(
+                f"lora.target_modules names {refused[0]}, which cannot have an adapter here: name "
+                f"others, such as {_ends(linears)}, with their parents if need be"
+            )
+        if not wanted:
+            raise ValueError("lora.exclude_modules leaves no layer with an adapter: leave it out")
+        return wanted
+
+    def _is_target(self, name: str, is_linear: bool) -> bool:
+        if _ends_with(name, self.exclude_modules):
+            return False
+        if self.target_modules == "all-linear":
+            return is_linear or ".experts." in name
+        return _ends_with(name, self.target_modules)
+
+    @staticmethod
+    def _check_known(
+        key: str, names: tuple[str, ...], linears: list[str], others: list[str]
+    ) -> None:
+        for name in names:
+            if any(_ends_with(each, (name,)) for each in linears + others):
+                continue
+            ends = [*dict.fromkeys(each.rpartition(".")[2] for each in linears)]
+            (nearest,) = get_close_matches(name, ends, 1, cutoff=0)
+            raise ValueError(
+                f"lora.{key}: the model has no linear layer {name} that could have an adapter, did "
+                f"you mean {nearest}?"
+            )
+
+
+def _ends_with(name: str, ends: tuple[str, ...]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _ends(names: list[str]) -> str:
+    return "[" + ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)) + "]"

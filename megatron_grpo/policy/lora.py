@@ -1,0 +1,332 @@
+"""Low-rank adapters of a frozen model (arXiv 2106.09685), by PEFT's names and in its form.
+
+Each linear layer of the weight files has an A [r, in] and a B [out, r] of its own, also where
+Megatron fuses several into one (queries, keys and values; gate and up). A rank holds, in one
+parameter each, the As of a fused layer and those rows of its Bs which meet its rows of the weight.
+Tensor ranks split B where the weight has split rows, and A where it has split columns; the other of
+the two is whole on each of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import sqrt
+from threading import local
+from typing import Any, Literal
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+
+from checkpoint_convert import ModelShape, hf_tensors
+from megatron_grpo.config.lora import LoraConfig
+from megatron_grpo.policy.lora_targets import (
+    PEFT_PREFIX,
+    WEIGHT,
+    Part,
+    Target,
+    local_targets,
+    peft_tensors,
+)
+from parallel import Box, Layout, ShardMapping
+from parallel.checksum import checksum
+from parallel.groups import Groups
+
+
+class Adapter(torch.nn.Module):
+    """What is added to the output of a linear layer."""
+
+    def __init__(self, target: Target, like: Tensor, cfg: LoraConfig, sequence: bool) -> None:
+        """`like`: a weight of the same dtype and device. `sequence`: with sequence parallelism."""
+        super().__init__()
+        self.target, self.rank, self.scale = target, cfg.r, cfg.scale
+        self.sequence, self.is_on = sequence, True
+        rows = [row for part in target.parts for row in part.rows]
+        columns = target.columns.size[-1]
+        empty = like.new_empty
+        self.a = torch.nn.Parameter(empty(len(target.parts) * cfg.r, columns))
+        self.b = torch.nn.Parameter(like.new_zeros(len(rows), cfg.r))
+        order = torch.tensor(rows, device=like.device)
+        self.register_buffer("rows", order, persistent=False)
+        self.is_whole = rows == list(range(len(like)))
+        self._mark()
+
+    def _mark(self) -> None:
+        """Tell Megatron which gradients to sum over tensor ranks, and which to count once."""
+        a: Any = self.a
+        b: Any = self.b
+        a.tensor_model_parallel = self.target.split == "columns"
+        b.tensor_model_parallel = self.target.split == "rows"
+        for each in (a, b):
+            each.partition_dim, each.partition_stride = (1 if each is a else 0), 1
+            # Each tensor rank sees a part of the tokens.
+            each.sequence_parallel = self.sequence and not each.tensor_model_parallel
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., rows] from what the linear layer multiplies, in the order of `rows`."""
+        low = self._whole(linear(states, self.a))
+        inner = low.split(self.rank, dim=-1)
+        sizes = [len(part.rows) for part in self.target.parts]
+        outer = self.b.split(sizes)
+        outputs = [linear(x, b) for x, b in zip(inner, outer, strict=True) if len(b)]
+        return torch.cat(outputs, dim=-1) * self.scale
+
+    def _whole(self, low: Tensor) -> Tensor:
+        """A x of the tokens whose outputs this rank computes."""
+        whole: Tensor = low
+        if self.target.split == "rows":
+            gather = gather_from_sequence_parallel_region
+            whole = gather(low) if self.sequence else copy_to_tensor_model_parallel_region(low)
+        elif self.target.split == "columns":
+            scatter = reduce_scatter_to_sequence_parallel_region
+            reduce = reduce_from_tensor_model_parallel_region
+            whole = scatter(low) if self.sequence else reduce(low)
+        return whole
+
+    def hook(self, base: Any, args: tuple[Any, ...], output: Any) -> Any:
+        """Add the adapter's output to that of the linear layer `base`; its second is a bias."""
+        if not self.is_on:
+            return output
+        product, bias = output
+        added = self(_normalized(base, args[0]))
+        if self.is_whole:
+            return product + added, bias
+        return product.index_add(-1, self.rows, added), bias
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """W + s B A, rounded once to the dtype of W.
+
+        A sum over r of products that are rounded one by one, in float32: the same bits however
+        ranks share the weight, which a matrix product would not have.
+        """
+        total = weight.detach().clone()
+        for part, a, b in self._matrices():
+            change = torch.zeros(len(b), a.shape[1], dtype=torch.float32, device=b.device)
+            for column, row in zip(b.float().unbind(1), a.float(), strict=True):
+                change += column[:, None] * row
+            rows = torch.tensor(part.rows, device=b.device)
+            total[rows] = (weight[rows].float() + change * self.scale).to(weight.dtype)
+        return total
+
+    def _matrices(self) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        """The A and B of each part that has rows here."""
+        sizes = [len(part.rows) for part in self.target.parts]
+        pairs = zip(self.target.parts, self.a.split(self.rank), self.b.split(sizes), strict=True)
+        return ((part, a, b) for part, a, b in pairs if part.rows)
+
+    @torch.no_grad()
+    def initialize(self, init: Literal[True, "gaussian"], seed: int) -> None:
+        """Draw A, each module's from its own name, so that layouts have the same; B is 0."""
+        for part, values in zip(self.target.parts, self.a.split(self.rank), strict=True):
+            width = self.target.shapes[part.module][1]
+            generator = torch.Generator().manual_seed(seed + crc32(part.module.encode()))
+            whole = torch.empty(self.rank, width)
+            if init == "gaussian":
+                whole.normal_(0, 1 / self.rank, generator=generator)
+            else:  # Kaiming's uniform with a = sqrt(5), as PEFT has it
+                whole.uniform_(-1 / sqrt(width), 1 / sqrt(width), generator=generator)
+            values.copy_(whole[:, self.target.columns.slices[-1]])
+
+    def pieces(self, name: str, copied: bool, tensor_rank: int) -> Iterator[ShardMapping]:
+        """Where `a` and `b` of the local `name` are in PEFT's tensors.
+
+        `copied`: whether a data or context rank below this one has the same.
+        """
+        row, split = 0, self.target.split
+        owns = {"a": split == "columns" or not tensor_rank, "b": split == "rows" or not tensor_rank}
+        width = self.target.columns.size[-1]
+        for number, part in enumerate(self.target.parts):
+            yield ShardMapping(
+                f"{name}.a",
+                Box((number * self.rank, 0), (self.rank, width)),
+                f"{PEFT_PREFIX}{part.module}.lora_A.weight",
+                Box((0, self.target.columns.start[-1]), (self.rank, width)),
+                copied or not owns["a"],
+            )
+            for box in part.boxes:
+                yield ShardMapping(
+                    f"{name}.b",
+                    Box((row, 0), (box.size[0], self.rank)),
+                    f"{PEFT_PREFIX}{part.module}.lora_B.weight",
+                    Box((box.start[0], 0), (box.size[0], self.rank)),
+                    copied or not owns["b"],
+                )
+                row += box.size[0]
+
+
+class Adapters:
+    """All adapters of a rank's chunks."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, Adapter],
+        whole: Mapping[str, tuple[int, ...]],
+        groups: Groups,
+        base: int,
+    ) -> None:
+        """`modules`, by the local name of the linear layer's weight.
+
+        `base` is a checksum of the model's weights, which are in no checkpoint of adapters.
+        """
+        at = groups.coordinates
+        self.modules, self.shapes, self.base = modules, whole, base
+        self._replica = (at.data, at.context)
+        self._tensor_rank = at.tensor
+        pieces = [
+            piece
+            for name, adapter in modules.items()
+            for piece in adapter.pieces(_own(name), any(self._replica), at.tensor)
+        ]
+        shapes = {name: tuple(values.shape) for name, values in self.parameters().items()}
+        self.layout = Layout(shapes, tuple(pieces))
+        """In the coordinates of PEFT's tensors."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """All that is trained, by the local names of `layout`."""
+        return {
+            f"{_own(name)}.{x}": getattr(adapter, x)
+            for name, adapter in self.modules.items()
+            for x in "ab"
+        }
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Meanwhile the chunks compute what the base does."""
+        for adapter in self.modules.values():
+            adapter.is_on = False
+        try:
+            yield
+        finally:
+            for adapter in self.modules.values():
+                adapter.is_on = True
+
+    def sharded(self) -> Iterator[ShardedTensorFactory]:
+        """Megatron's description of each parameter, as its parts in PEFT's tensors."""
+        for name, values in self.parameters().items():
+            pieces = [piece for piece in self.layout.pieces if piece.local == name]
+            parted: Any = values
+            place = 0 if parted.tensor_model_parallel else self._tensor_rank
+            replica = (0, place, self._replica != (0, 0))
+
+            def build(
+                key: str,
+                data: Tensor,
+                replica_id: Any,
+                flattened: Any,
+                pieces: Sequence[ShardMapping] = pieces,
+            ) -> list[ShardedTensor]:
+                return [self._part(piece, data, replica_id) for piece in pieces]
+
+            yield ShardedTensorFactory(name, values, build, lambda parts: parts, replica)
+
+    def _part(self, piece: ShardMapping, data: Tensor, replica: Any) -> ShardedTensor:
+        return ShardedTensor(
+            key=piece.tensor,
+            data=data[piece.local_box.slices],
+            dtype=data.dtype,
+            local_shape=piece.box.size,
+            global_shape=self.shapes[piece.tensor],
+            global_offset=piece.box.start,
+            axis_fragmentations=None,
+            replica_id=replica,
+        )
+
+
+class Merged(Mapping[str, Tensor]):
+    """The weights that a model with adapters computes with, each merged when it is asked for.
+
+    A thread keeps its last one: what is sent is cut from a weight box by box.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], adapters: Adapters) -> None:
+        self._weights, self._adapters, self._last = weights, adapters, local()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if (adapter := self._adapters.modules.get(name)) is None:
+            return self._weights[name]
+        if getattr(self._last, "name", None) != name:
+            self._last.values = adapter.merged(self._weights[name])
+            self._last.name = name
+        merged: Tensor = self._last.values
+        return merged
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def add_adapters(
+    chunks: Sequence[Any],
+    shape: ModelShape,
+    layout: Layout,
+    cfg: LoraConfig,
+    groups: Groups,
+    seed: int,
+) -> Adapters:
+    """Freeze the chunks, whose weights are loaded, and give them adapters; collective."""
+    weights = {
+        f"{number}.{name}": values
+        for number, chunk in enumerate(chunks)
+        for name, values in chunk.named_parameters()
+    }
+    base, modules = _fingerprint(weights, shape, layout), {}
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        if chunk.pre_process:
+            chunk.embedding.register_forward_hook(_begin_gradients)
+    for target in local_targets(cfg, shape, layout, groups):
+        number, _, name = target.weight.partition(".")
+        module = chunks[int(number)].get_submodule(name.removesuffix(WEIGHT))
+        sequence = chunks[0].config.sequence_parallel
+        adapter = Adapter(target, weights[target.weight], cfg, sequence)
+        adapter.initialize(cfg.init_lora_weights, seed)
+        module.lora = adapter
+        module.register_forward_hook(adapter.hook)
+        modules[target.weight] = adapter
+    return Adapters(modules, peft_tensors(cfg, shape), groups, base)
+
+
+def _begin_gradients(_: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    """Recomputed layers have gradients only if their inputs do, and the embedding is frozen."""
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _normalized(base: Any, states: Tensor) -> Tensor:
+    """What `base` multiplies: Transformer Engine fuses norms into the layer after them."""
+    if getattr(base, "layer_norm_weight", None) is None:
+        return states
+    return rms_norm(states, states.shape[-1:], base.layer_norm_weight, base.eps)
+
+
+def _fingerprint(weights: Mapping[str, Tensor], shape: ModelShape, layout: Layout) -> int:
+    """A checksum of the weights in the files' coordinates, the same in any layout; collective."""
+    whole, total = hf_tensors(shape), torch.zeros((), dtype=torch.int64)
+    for piece in layout.pieces:
+        if piece.local in weights and not piece.is_replica:
+            values = weights[piece.local].detach()[piece.local_box.slices]
+            factor = crc32(piece.tensor.encode()) | 1
+            total += checksum(values, piece.box, whole[piece.tensor]).cpu() * factor
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _own(weight: str) -> str:
+    """The local name of the adapter of a weight."""
+    return weight.removesuffix(WEIGHT) + LOCAL_NAME
+
+
+LOCAL_NAME = ".lora"
+"""Of an adapter in the linear layer that it is for."""

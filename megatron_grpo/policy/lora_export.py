@@ -1,0 +1,56 @@
+"""The policy's adapters as a folder of PEFT's, which `peft` and engines load onto the model."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from checkpoint_convert.formats.safetensors_file import NAMES, create_file
+from checkpoint_convert.hf_export import write_weights
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.lora_targets import peft_tensors, targets_of
+from megatron_grpo.policy.model import Policy
+
+_WRITTEN, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
+
+
+def write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
+    """Fill the folder `partial`, which rank 0 has removed; collective over all ranks."""
+    assert policy.adapters is not None, "lora.r is not 0"
+    tensors, rank = peft_tensors(cfg.lora, policy.shape), dist.get_rank()
+    if rank == 0:
+        partial.mkdir()
+        dtype = NAMES[cfg.model.dtype]
+        create_file(partial / _WRITTEN, {name: (dtype, size) for name, size in tensors.items()})
+        (partial / "adapter_config.json").write_text(_config(policy, cfg))
+    dist.barrier()
+    written = torch.tensor(
+        write_weights(partial, policy.adapters.layout, policy.adapters.parameters())
+    )
+    dist.all_reduce(written)  # also waits until all ranks have written
+    if rank == 0:
+        wanted = sum(map(prod, tensors.values()))
+        assert written == wanted, f"{int(written)} of the adapters' {wanted} elements were written"
+        (partial / _WRITTEN).rename(partial / ADAPTER_FILE)
+
+
+def _config(policy: Policy, cfg: Config) -> str:
+    """PEFT's adapter_config.json. It lists every layer: PEFT reads some names as patterns."""
+    lora = cfg.lora
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(cfg.model.path),
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": lora.use_rslora,
+        "init_lora_weights": lora.init_lora_weights,
+        "target_modules": targets_of(lora, policy.shape),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    return json.dumps(values, indent=2) + "\n"

@@ -1,0 +1,134 @@
+"""Which linear layers get adapters, and which parts of them a rank has: names and integers."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+from checkpoint_convert import ModelShape, hf_tensors
+from checkpoint_convert.megatron import local_parameters
+from megatron_grpo.config.lora import LoraConfig
+from parallel import Box, Coordinates, Layout, ParallelDims, Shape, ShardMapping
+from parallel.groups import Groups
+
+Split = Literal["rows", "columns", "whole"]
+"""How tensor ranks hold a weight: split by outputs, by inputs, or all of it each."""
+WEIGHT = ".weight"
+PEFT_PREFIX = "base_model.model."
+_SPLITS: dict[int | None, Split] = {0: "rows", 1: "columns", None: "whole"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one weight of the files in a rank's fused weight."""
+
+    module: str
+    """Such as ``model.layers.0.mlp.up_proj``."""
+    rows: tuple[int, ...]
+    """In the fused weight, in the order of B."""
+    boxes: tuple[Box, ...]
+    """The same rows, as boxes of the weight in the files."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A rank's part of a linear layer of Megatron that gets adapters."""
+
+    weight: str
+    """Local name of the weight, such as ``0.decoder.layers.3.mlp.linear_fc1.weight``."""
+    split: Split
+    parts: tuple[Part, ...]
+    """Of the weights with adapters; one without rows here has no boxes."""
+    columns: Box
+    """[1, columns]: those of A, of the whole row."""
+    shapes: Mapping[str, Shape]
+    """Of the whole weights, by module."""
+
+
+def check_lora(cfg: LoraConfig, shape: ModelShape, tensor: int) -> None:
+    """Raise ValueError if `lora` does not fit the model, or its split over `tensor` ranks."""
+    if not cfg.r:
+        return
+    found = targets_of(cfg, shape)
+    layers = {".".join(name.split(".")[:3]) for name in found}
+    if len(layers) < shape.num_layers:
+        raise ValueError(
+            f"lora.target_modules gives adapters to {len(layers)} of {shape.num_layers} layers: "
+            "name a module that each layer has, such as o_proj"
+        )
+    ends = {name.rpartition(".")[2] for name in found} & {"q_proj", "k_proj", "v_proj"}
+    if shape.latent is None and len(ends) in (1, 2) and tensor > shape.num_key_value_heads:
+        raise ValueError(
+            f"parallel.tensor_parallel_size {tensor} is above the model's "
+            f"{shape.num_key_value_heads} key-value heads, and some ranks have no rows of "
+            f"{', '.join(sorted(ends))}: name q_proj, k_proj and v_proj in lora.target_modules"
+        )
+
+
+def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
+    """The modules of the weight files with adapters; ValueError as of `LoraConfig.targets`."""
+    linears: list[str] = []
+    others: list[str] = []
+    one = Coordinates(tensor=0, context=0, data=0, pipeline=0)
+    for _, parameter in local_parameters(shape, ParallelDims(), one, transformer_engine=True):
+        is_linear = parameter.name.startswith("decoder.layers.") and not parameter.is_expert
+        is_linear = is_linear and ".router." not in parameter.name
+        for source in parameter.sources:
+            if len(source.shape) == 2:
+                module = source.name.removesuffix(WEIGHT)
+                (linears if is_linear else others).append(module)
+    return cfg.targets(linears, others)
+
+
+def peft_tensors(cfg: LoraConfig, shape: ModelShape) -> dict[str, Shape]:
+    """Name and shape of every tensor of an adapter, as PEFT saves it."""
+    whole = hf_tensors(shape)
+    return {
+        f"{PEFT_PREFIX}{module}.lora_{x}.weight": size
+        for module in targets_of(cfg, shape)
+        for x, size in {
+            "A": (cfg.r, whole[module + WEIGHT][1]),
+            "B": (whole[module + WEIGHT][0], cfg.r),
+        }.items()
+    }
+
+
+def weight_of(tensor: str) -> str:
+    """The weight that one of PEFT's tensors belongs to; of a weight, itself."""
+    name = tensor.removeprefix(PEFT_PREFIX)
+    return name.replace(".lora_A.", ".").replace(".lora_B.", ".")
+
+
+def local_targets(
+    cfg: LoraConfig, shape: ModelShape, layout: Layout, groups: Groups
+) -> Iterator[Target]:
+    """Those of this rank's layers; `layout` is of its weights."""
+    wanted, whole = set(targets_of(cfg, shape)), hf_tensors(shape)
+    pieces: dict[tuple[str, str], list[ShardMapping]] = defaultdict(list)
+    for piece in layout.pieces:
+        pieces[piece.local, piece.tensor].append(piece)
+    # Names do not depend on it, but for norms and experts.
+    for name, parameter in local_parameters(
+        shape, groups.dims, groups.coordinates, transformer_engine=True
+    ):
+        sources = [x for x in parameter.sources if x.name.removesuffix(WEIGHT) in wanted]
+        if not sources or not name.endswith(WEIGHT):
+            continue
+        split = _SPLITS[parameter.split]
+        columns = Box((0, 0), (1, sources[0].shape[1]))
+        if split == "columns":
+            (piece,) = pieces[name, sources[0].name]
+            columns = Box((0, piece.box.start[1]), (1, piece.box.size[1]))
+        parts = tuple(_part(x.name, pieces[name, x.name]) for x in sources)
+        modules = [part.module for part in parts]
+        shapes = {module: whole[module + WEIGHT] for module in modules}
+        yield Target(name, split, parts, columns, shapes)
+
+
+def _part(tensor: str, pieces: Sequence[ShardMapping]) -> Part:
+    pieces = sorted(pieces, key=lambda piece: piece.local_box.start)
+    ranges = [range(p.local_box.start[0], p.local_box.end[0]) for p in pieces]
+    return Part(
+        tensor.removesuffix(WEIGHT), tuple(chain(*ranges)), tuple(piece.box for piece in pieces)
+    )

@@ -1,0 +1,339 @@
+"""Adapters against a plain formulation in float64: W + s B A on a model of transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.func import functional_call
+
+from checkpoint_convert.formats.torch_dist import read_chunks
+from helpers.models import tiny_model
+from helpers.oracle import oracle_logprobs
+from helpers.policies import (
+    LENGTHS,
+    LOSS_WEIGHT,
+    accumulate,
+    checkpoints_of,
+    layout_name,
+    load_oracle,
+    pack_all,
+    random_sequences,
+    save_checkpoint,
+    start_policy,
+    tiny_config,
+)
+from helpers.ranks import run_ranks
+from megatron_grpo.policy.export import export_model
+from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.model import Policy, unwrapped
+from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
+from megatron_grpo.policy.reference import reference_of
+from megatron_grpo.policy.skipped_steps import name_nonfinite
+from parallel import Box, ParallelDims
+from parallel.groups import Groups
+
+DENSE = [
+    ParallelDims(),
+    ParallelDims(tensor=4),  # more ranks than key-value heads
+    ParallelDims(pipeline=2, data=2, num_layers_in_last_pipeline_stage=1),
+    ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2, context=2),
+]
+EXPERTS = [ParallelDims(tensor=2, expert_tensor=1, expert=2), ParallelDims(data=2, expert=2)]
+ATTENTION = "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+LATENTS = (
+    "lora.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,"
+    "shared_experts.up_proj,shared_experts.down_proj,mlp.gate_proj]"
+)
+TARGETS = {
+    "llama": "lora.target_modules=all-linear",
+    "qwen3_moe": ATTENTION,
+    "deepseek_v3": LATENTS,
+}
+CASES = [
+    *(("llama", dims) for dims in DENSE),
+    *((family, dims) for family in ("qwen3_moe", "deepseek_v3") for dims in EXPERTS),
+]
+STEPS = ("optimizer.lr=1e-2", "optimizer.adam_eps=1e-3", "optimizer.lr_warmup_steps=0")
+RECOMPUTED = [
+    f"model.megatron.recompute_{name}"
+    for name in ("granularity=full", "method=uniform", "num_layers=1")
+]
+
+
+def options(family: str) -> list[str]:
+    return ["lora.r=3", "lora.lora_alpha=6", TARGETS[family], "grpo.beta=0.1", *STEPS]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {
+        family: tiny_model(
+            tmp_path_factory.mktemp(family), family, tied=family == "llama", num_hidden_layers=4
+        )
+        for family in TARGETS
+    }
+
+
+def set_b(policy: Policy) -> None:
+    """Give B values, the same in any layout: with B = 0, A has no gradient."""
+    assert policy.adapters
+    parameters = policy.adapters.parameters()
+    for piece in policy.adapters.layout.pieces:
+        if ".lora_B." in piece.tensor:
+            whole = b_values(piece.tensor, policy.adapters.shapes[piece.tensor])
+            values = parameters[piece.local].data[piece.local_box.slices]
+            values.copy_(whole[piece.box.slices])
+
+
+def b_values(name: str, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(len(name) * 1000 + sum(name.encode()))
+    return 0.1 * torch.randn(shape, generator=generator)
+
+
+Boxes = list[tuple[str, Box, Tensor]]
+
+
+def boxes_of(policy: Policy, tensors: dict[str, Tensor]) -> Boxes:
+    assert policy.adapters
+    return [
+        (piece.tensor, piece.box, tensors[piece.local].detach()[piece.local_box.slices].clone())
+        for piece in policy.adapters.layout.pieces
+        if not piece.is_replica
+    ]
+
+
+def gathered_gradients(policy: Policy) -> dict[str, Tensor]:
+    for chunk in policy.chunks:
+        for buffer in chunk.buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    return {name: p.main_grad for name, p in policy.adapters.parameters().items()}
+
+
+def logprobs_of(model: Any, groups: Groups, batches: list[Any]) -> dict[int, Tensor]:
+    return {
+        int(index): values[batch.loss_mask & (batch.sequence_index == index)]
+        for batch, (values, _) in zip(
+            batches, compute_logprobs(model, batches, 1.0, groups) or [], strict=False
+        )
+        for index in batch.sequence_index[batch.loss_mask].unique()
+    }
+
+
+def numbers(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> dict[str, Any]:
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    set_b(policy)
+    share = pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data]
+    reference = reference_of(policy, tiny_config(folder, dims, *overrides), groups)
+    found: dict[str, Any] = {"reference": logprobs_of(reference, groups, share)}
+    found["logprobs"] = logprobs_of(policy, groups, share)
+    accumulate(policy, groups, share)
+    found["norm"] = gradient_norm(policy.optimizer)
+    found["gradients"] = boxes_of(policy, gathered_gradients(policy))
+    found["values"] = boxes_of(policy, policy.adapters.parameters())
+    served = policy.served()
+    found["served"] = [
+        (piece.tensor, piece.box, served[piece.local].detach()[piece.local_box.slices].clone())
+        for piece in policy.layout.pieces
+        if not piece.is_replica
+    ]
+    frozen = [*policy.parameters().values()]
+    assert not any(p.requires_grad or hasattr(p, "main_grad") for p in frozen)
+    states = [p for part in policy.optimizer.chained_optimizers for p in part.get_parameters()]
+    found["trained"] = sum(p.numel() for p in states)
+    found["base"] = policy.adapters.base
+    return found
+
+
+def whole(boxes: list[Boxes]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, box, values in (each for of_rank in boxes for each in of_rank):
+        if name not in tensors:
+            ends = [b.end for of in boxes for n, b, _ in of if n == name]
+            tensors[name] = torch.full([*map(max, zip(*ends, strict=True))], torch.nan)
+        tensors[name][box.slices] = values
+    return tensors
+
+
+def oracle(
+    folder: Path, values: dict[str, Tensor], scale: float
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Log-probabilities with and without adapters, gradients, and merged weights, in float64."""
+    model = load_oracle(folder)
+    leaves = {name: each.double().requires_grad_() for name, each in values.items()}
+    merged = {}
+    for name in leaves:
+        if ".lora_A." in name:
+            weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            b = leaves[name.replace("lora_A", "lora_B")]
+            merged[weight] = model.get_parameter(weight) + scale * b @ leaves[name]
+    sequences = random_sequences(LENGTHS)
+    prompts = [s.tokens[: s.num_prompt_tokens].tolist() for s in sequences]
+    completions = [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences]
+
+    def with_adapters(**inputs: Any) -> Any:
+        return functional_call(model, merged, kwargs=inputs, tie_weights=False)
+
+    logprobs = oracle_logprobs(with_adapters, prompts, completions)
+    (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
+    with torch.no_grad():
+        plain = oracle_logprobs(model, prompts, completions)
+    gradients = {name: leaf.grad for name, leaf in leaves.items()}
+    return [x.detach() for x in logprobs], plain, gradients, merged
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"), CASES, ids=lambda v: v if isinstance(v, str) else layout_name(v)
+)
+def test_everything_equals_a_plain_formulation(folders, family, dims):
+    overrides = options(family) + (RECOMPUTED if dims.pipeline > 1 else [])
+    ranks = run_ranks(dims.world_size, numbers, folders[family], dims, *overrides)
+    values = whole([rank["values"] for rank in ranks])
+    logprobs, plain, gradients, merged = oracle(folders[family], values, scale=2.0)
+    assert max((a - b).abs().max() for a, b in zip(logprobs, plain, strict=True)) > 1e-2
+    for key, expected in {"logprobs": logprobs, "reference": plain}.items():
+        seen = [item for rank in ranks for item in rank[key].items()]
+        assert {index for index, _ in seen} == set(range(len(expected)))
+        for index, found in seen:
+            torch.testing.assert_close(found.double(), expected[index], atol=1e-5, rtol=0)
+    found = whole([rank["gradients"] for rank in ranks])
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-5, name
+    norm = float(torch.cat([g.flatten() for g in gradients.values()]).norm())
+    assert [rank["norm"] for rank in ranks] == pytest.approx([norm] * len(ranks), rel=1e-5)
+    served = whole([rank["served"] for rank in ranks])
+    for name, weight in merged.items():
+        torch.testing.assert_close(served[name].double(), weight.detach(), atol=1e-6, rtol=1e-6)
+    one = run_ranks(1, numbers, folders[family], ParallelDims(), *options(family))[0]
+    same = whole([one["served"]])
+    assert all(torch.equal(values, same[name]) for name, values in served.items())
+    assert {rank["base"] for rank in ranks} == {one["base"]}
+
+
+def take_step(policy: Policy, groups: Groups) -> None:
+    share = pack_all(LENGTHS, groups.dims)[groups.coordinates.data :: groups.dims.data]
+    accumulate(policy, groups, share)
+    apply_gradient(policy.optimizer, gradient_norm(policy.optimizer))
+
+
+def train(rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: str) -> list[Boxes]:
+    """Adapters after two steps, which are saved and exported, and after one more."""
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    take_step(policy, groups)
+    take_step(policy, groups)
+    save_checkpoint(run, 2, policy, folder, dims)
+    export_model(run / "hf", policy, tiny_config(folder, dims, *overrides), groups)
+    saved = boxes_of(policy, policy.adapters.parameters())
+    take_step(policy, groups)
+    return [saved, boxes_of(policy, policy.adapters.parameters())]
+
+
+def resume(rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: str) -> list[Boxes]:
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    assert checkpoints_of(run, policy, folder, dims).load().step == 2
+    export_model(run / f"hf {dims}", policy, tiny_config(folder, dims, *overrides), groups)
+    loaded = boxes_of(policy, policy.adapters.parameters())
+    take_step(policy, groups)
+    return [loaded, boxes_of(policy, policy.adapters.parameters())]
+
+
+def test_a_run_resumes_with_the_same_bits_and_over_layouts(folders, tmp_path):
+    folder, dims = folders["llama"], ParallelDims(tensor=2, data=2)
+    given = options("llama")
+    saved, later = map(list, zip(*run_ranks(4, train, folder, dims, tmp_path, *given), strict=True))
+    same = run_ranks(4, resume, folder, dims, tmp_path, *given)
+    for found, expected in zip(zip(*same, strict=True), (saved, later), strict=True):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(torch.equal(a[2], b[2]) for a, b in zip(ours, theirs, strict=True))
+    other = ParallelDims(pipeline=2)
+    loaded, after = map(
+        list, zip(*run_ranks(2, resume, folder, other, tmp_path, *given), strict=True)
+    )
+    expected = whole(saved)
+    assert all(torch.equal(values, expected[name]) for name, values in whole(loaded).items())
+    for name, values in whole(after).items():
+        torch.testing.assert_close(values, whole(later)[name], atol=1e-5, rtol=1e-4)
+    files = [tmp_path / name / "adapter_model.safetensors" for name in ("hf", f"hf {other}")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    stored = load_file(files[0])
+    assert all(torch.equal(values, expected[name]) for name, values in stored.items())
+    keys = read_chunks(tmp_path / "checkpoints/step_2").shapes
+    states = (
+        "",
+        "optimizer.state.param.",
+        "optimizer.state.exp_avg.",
+        "optimizer.state.exp_avg_sq.",
+    )
+    assert keys.keys() == {state + name for state in states for name in stored}
+
+
+def test_peft_loads_the_folder(folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    given = options("llama")
+    run_ranks(1, train, folders["llama"], ParallelDims(), tmp_path, *given)
+    sequences = random_sequences(LENGTHS)
+    prompts = [s.tokens[: s.num_prompt_tokens].tolist() for s in sequences]
+    completions = [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences]
+    model = peft.PeftModel.from_pretrained(load_oracle(folders["llama"]), tmp_path / "hf").double()
+    with torch.no_grad():
+        theirs = oracle_logprobs(model, prompts, completions)
+    ours, *_ = oracle(folders["llama"], load_file(tmp_path / "hf/adapter_model.safetensors"), 2.0)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+
+
+def compare_in_float64(rank: int, folder: Path, *overrides: str) -> dict[str, float]:
+    """The largest error of each linear layer's output and gradients, against the definition."""
+    policy, _ = start_policy(rank, folder, ParallelDims(), *overrides)
+    set_b(policy)
+    errors = {}
+    for name, adapter in policy.adapters.modules.items():
+        number, _, path = name.partition(".")
+        chunk = unwrapped(policy.chunks[int(number)])
+        module = chunk.get_submodule(path.removesuffix(".weight")).double()
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(5, 1, module.weight.shape[1], generator=generator, dtype=torch.float64)
+        x.requires_grad_()
+        low, weight = adapter.rank, module.weight.detach()
+        a, b = (each.detach().clone().requires_grad_() for each in (adapter.a, adapter.b))
+        change = torch.zeros_like(weight)
+        row = 0
+        for number, part in enumerate(adapter.target.parts):
+            rows = b[row : row + len(part.rows)]
+            row += len(part.rows)
+            product = rows @ a[number * low : (number + 1) * low]
+            change = change.index_add(0, torch.tensor(part.rows), product)
+        expected = x @ (weight + adapter.scale * change).T
+        found, _ = module(x)
+        seed = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        ours = torch.autograd.grad(found, (adapter.a, adapter.b, x), seed)
+        theirs = torch.autograd.grad(expected, (a, b, x), seed)
+        pairs = [(found, expected), *zip(ours, theirs, strict=True)]
+        errors[name] = max(float((one - other).detach().abs().max()) for one, other in pairs)
+    return errors
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_each_layer_is_exact_in_float64(folders, family):
+    (errors,) = run_ranks(1, compare_in_float64, folders[family], *options(family))
+    assert len(errors) >= 8 and max(errors.values()) < 1e-10, errors
+
+
+def broken(rank: int, folder: Path, *overrides: str) -> str:
+    policy, groups = start_policy(rank, folder, ParallelDims(), *overrides)
+    accumulate(policy, groups, pack_all(LENGTHS, ParallelDims()))
+    policy.adapters.parameters()["0.decoder.layers.1.mlp.linear_fc1.lora.b"].main_grad[-1] = (
+        torch.nan
+    )
+    return name_nonfinite(policy, [], torch.device("cpu"))
+
+
+def test_a_broken_gradient_is_named(folders):
+    (told,) = run_ranks(1, broken, folders["llama"], *options("llama"))
+    assert "the gradient of base_model.model.model.layers.1.mlp.up_proj.lora_B.weight" in told
