@@ -17,7 +17,7 @@ from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
 from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
 from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.replay import Replay, write_generation
-from megatron_grpo.rollout.runner import RolloutRunner, as_rollout_aborted
+from megatron_grpo.rollout.runner import RolloutRunner, Runner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.watchdog import Watchdog
 
@@ -30,7 +30,7 @@ class RankZero:
     watchdog: Watchdog
     rollouter: Rollouter | Replay
     log: RunLog
-    runner: RolloutRunner | GroupRunner
+    runner: Runner
 
     @classmethod
     def open(
@@ -51,7 +51,7 @@ class RankZero:
         keep_export(cfg, state.step)  # before the log writes the new config
         log = stack.enter_context(closing(RunLog(cfg, state.step, rollouter.tokenizer)))
         log.begin(len(rollouter.stream.prompts))
-        runner: RolloutRunner | GroupRunner
+        runner: Runner
         if cfg.rollout.over_sampling > 1 and isinstance(rollouter, Rollouter):
             runner = GroupRunner(rollouter, watchdog, log.timeline, state)
         else:

@@ -350,7 +350,6 @@ class Trainer:
         """Start writing the checkpoint of the current weights."""
         cursor = self.schedule.cursor(self.step)
         ready = {number: batch for number, batch in self.rollouts.ready.items() if batch}
-        next_group, open_groups = self.zero.runner.open_groups() if self.zero else (None, ())
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
         state = TrainerState(
             step=self.step,
@@ -360,8 +359,7 @@ class Trainer:
             beta=self.beta,
             base=self.policy.adapters.base if self.policy.adapters else None,
             ready=tuple(Ready(generation=n, metrics=batch.metrics) for n, batch in ready.items()),
-            next_group=next_group,
-            open_groups=open_groups,
+            groups=self.zero.runner.open_groups() if self.zero else None,
         )
         present = None
         if not cursor.starts_generation:

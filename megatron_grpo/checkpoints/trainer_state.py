@@ -26,6 +26,16 @@ class Ready:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OpenGroups:
+    """The prompts that no generation has taken, by their places in the stream."""
+
+    next_number: int
+    """The next one that was not asked for yet, nor any after it."""
+    untaken: tuple[int, ...]
+    """Those before it that were asked for, and are to be asked for again."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerState:
     """The progress of a run after `step` optimizer steps."""
 
@@ -41,10 +51,8 @@ class TrainerState:
     """Checksum of the frozen weights that adapters were trained on; None: there are no adapters."""
     ready: tuple[Ready, ...] = ()
     """Generations that training has not begun, in their order."""
-    next_group: int | None = None
-    """With `rollout.over_sampling`: the place in the stream of the next prompt to be asked for."""
-    open_groups: tuple[int, ...] = ()
-    """The places before it whose prompts are in no generation yet; to be asked for again."""
+    groups: OpenGroups | None = None
+    """With `rollout.over_sampling`: what no generation has yet."""
 
     def check_base(self, now: int | None) -> None:
         """Raise ValueError when the saved adapters are of a model with other weights than now."""
@@ -96,8 +104,9 @@ def read_record(folder: Path, step: int) -> Record:
         said, layout = found.pop("state"), ParallelDims(**found.pop("layout"))
         ready = said.pop("ready") or []  # one by itself, or null, in older checkpoints
         each = [ready] if isinstance(ready, dict) else ready
-        groups = tuple(said.pop("open_groups", ()))
-        state = TrainerState(**said, ready=tuple(Ready(**one) for one in each), open_groups=groups)
+        if groups := said.pop("groups", None):
+            groups = OpenGroups(next_number=groups["next_number"], untaken=tuple(groups["untaken"]))
+        state = TrainerState(**said, ready=tuple(Ready(**one) for one in each), groups=groups)
         record = Record(state=state, layout=layout, **found)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"its {STATE_FILE} is damaged: {error!r}") from None

@@ -15,7 +15,7 @@ from threading import Condition
 
 from megatron_grpo.batch.experience import compute_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
-from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.engines import NoServingEngine
 from megatron_grpo.engines.generation import Generation
@@ -81,13 +81,14 @@ class GroupRunner:
         self._num_generations = -(-cfg.num_steps // updates)
         # Neither that of which a checkpoint holds the rest, nor those that it holds whole.
         self._num_taken = -(-state.step // updates) + len(state.ready)
+        groups = state.groups
         self._queue = GroupQueue(
             size=size,
             num_wanted=round(cfg.rollout.over_sampling * size),
             max_staleness=cfg.rollout.max_staleness,
             row_of=lambda number: self._prompt(number).index,
-            next_number=self._num_taken * size if state.next_group is None else state.next_group,
-            again=[*state.open_groups],
+            next_number=groups.next_number if groups else self._num_taken * size,
+            again=[*groups.untaken] if groups else [],
         )
         self._attempts: dict[int, Attempt] = {}
         """By number, the attempt at each group that is open or complete."""
@@ -135,10 +136,11 @@ class GroupRunner:
             self._ask()
         self._in_flight.resume(policy_version)
 
-    def open_groups(self) -> tuple[int, tuple[int, ...]]:
-        """For a checkpoint: the number of the next new group, and those that no generation has."""
+    def open_groups(self) -> OpenGroups:
+        """The groups that no generation has taken, for a checkpoint."""
         with self._changed:
-            return self._queue.next_number, tuple(self._queue.untaken)
+            queue = self._queue
+            return OpenGroups(next_number=queue.next_number, untaken=tuple(queue.untaken))
 
     def close(self) -> None:
         """Cancel the groups in progress, since their rollouter is about to be closed."""
@@ -175,17 +177,19 @@ class GroupRunner:
         """Have a group scored whose requests are answered; runs in the thread of the engines."""
         if answered.cancelled():  # dropped
             return
-        if (error := answered.exception()) is None:
+        try:
+            answered.result()
+        except Exception as error:  # of any kind: it must reach who waits for the generation
+            if isinstance(error, NoServingEngine):  # asked for again, once one is back
+                self._submit(number, attempt)
+            self._fail(error)
+        else:
             self._scorer.submit(self._score, number, attempt)
-            return
-        if isinstance(error, NoServingEngine):  # once one is back
-            self._submit(number, attempt)
-        self._fail(error)
 
     def _score(self, number: int, attempt: Attempt) -> None:
         try:
             [scored] = self._rollouter.score(attempt.requests.samples())
-        except Exception as error:  # of any kind: it must reach who waits for the generation
+        except Exception as error:  # as above
             self._fail(error)
             return
         with self._changed:
@@ -201,7 +205,7 @@ class GroupRunner:
                 self._queue.complete(number)
             self._changed.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Exception) -> None:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()

@@ -19,8 +19,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines import NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
-from megatron_grpo.rollout.group_runner import GroupRunner
-from megatron_grpo.rollout.runner import RolloutRunner
+from megatron_grpo.rollout.runner import Runner
 from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
 
@@ -53,12 +52,7 @@ class RolloutScheduler:
     optimizer steps to the engines.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        runner: RolloutRunner | GroupRunner | None,
-        push: Callable[[int], None],
-    ) -> None:
+    def __init__(self, cfg: Config, runner: Runner | None, push: Callable[[int], None]) -> None:
         self.pending: dict[int, RolloutRequest] = {}
         """The generations in progress, by number."""
         self.ready: dict[int, RolloutBatch | None] = {}
@@ -103,11 +97,8 @@ class RolloutScheduler:
 
     def finish_for_save(self, step: int, timer: PhaseTimer) -> None:
         """Wait before a checkpoint after `step` steps for the generations in progress that were
-        requested from weights that it does not hold: a resumed run could not do that again.
-
-        With over-sampling no group belongs to a generation yet; the checkpoint says which are open.
-        """
-        if self._over_samples:
+        requested from weights that it does not hold: a resumed run could not do that again."""
+        if self._over_samples:  # the checkpoint has the groups, which no generation has yet
             return
         for generation, request in [*self.pending.items()]:
             if request.policy_version != step:

@@ -5,7 +5,9 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from queue import SimpleQueue
+from typing import Protocol
 
+from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.engines import EngineError, NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import preempted_instead
@@ -47,6 +49,28 @@ class Making:
             while not self.phases.empty():  # all but the phase that is going on
                 phase = self.phases.get()
         return self.made.result()
+
+
+class Runner(Protocol):
+    """Makes generations: a `RolloutRunner` each by itself, a `GroupRunner` with over-sampling."""
+
+    def begin(self, request: RolloutRequest) -> None:
+        """Begin a generation."""
+
+    def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
+        """Wait for a generation and return it."""
+
+    def suspend(self) -> None:
+        """Have the engines give up their requests, before a push of weights."""
+
+    def resume(self, policy_version: int) -> None:
+        """Go on with weights of that version."""
+
+    def open_groups(self) -> OpenGroups | None:
+        """What a checkpoint holds of the groups that belong to no generation yet."""
+
+    def close(self) -> None:
+        """Cancel what is in progress, since the rollouter is about to be closed."""
 
 
 class RolloutRunner:
@@ -99,9 +123,8 @@ class RolloutRunner:
             if made and made.done() and isinstance(made.exception(), NoServingEngine):
                 self._submit(making)
 
-    def open_groups(self) -> tuple[None, tuple[int, ...]]:
-        """Every group belongs to a generation; see `GroupRunner`."""
-        return None, ()
+    def open_groups(self) -> None:
+        """Every group belongs to a generation."""
 
     def close(self) -> None:
         """Cancel the generations in progress, since their rollouter is about to be closed."""

@@ -17,7 +17,7 @@ from megatron_grpo.engines import Generation, NoServingEngine
 from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.launch.run_dir import new_token
 from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
-from megatron_grpo.rollout.rollouts import RolloutRunner
+from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 
