@@ -23,7 +23,7 @@ from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS, PERFORMANCE_FIELDS
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.server import check_cpu_kernels
 from megatron_grpo.engines.vllm_args import check_engine_arguments
-from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_token
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
 from megatron_grpo.reporting.tracking import last_step
 
 HEALTH_TIMEOUT_SECONDS = 5.0
@@ -97,6 +97,8 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
         if cfg.train.replay is None:
             check_cpu_kernels(cfg.rollout, shape)
         _warn_of_slow_dtype(cfg.model.dtype)
+    else:
+        check_folder(cfg.train.run_dir)
     check_same_run(cfg)
     check_start(cfg)
     if cfg.wandb.project and importlib.util.find_spec("wandb") is None:

@@ -89,6 +89,14 @@ def make_folder(folder: Path) -> None:
         ) from None
 
 
+def check_folder(folder: Path) -> None:
+    """Raise ValueError if `make_folder` would; what had to be made for that is removed."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
+    make_folder(folder)
+    for path in missing:
+        path.rmdir()
+
+
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
     """Lock the run directory; raises ValueError if another process holds it or it has no locks.

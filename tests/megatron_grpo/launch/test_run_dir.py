@@ -13,6 +13,7 @@ import pytest
 from megatron_grpo.launch import run_dir
 from megatron_grpo.launch.run_dir import (
     Mount,
+    check_folder,
     check_token,
     interrupted_text,
     make_folder,
@@ -52,6 +53,15 @@ def test_run_directory_is_for_one_process_until_that_is_killed(tmp_path):
 def test_a_run_directory_that_cannot_be_made_is_named_with_its_key():
     with pytest.raises(ValueError, match=r"train\.run_dir: the folder /proc/x cannot be made"):
         make_folder(Path("/proc/x"))
+
+
+def test_a_run_directory_that_can_be_made_is_not_there_after_a_check(tmp_path):
+    check_folder(tmp_path / "runs" / "first")
+    assert not [*tmp_path.iterdir()]
+    check_folder(tmp_path)
+    assert tmp_path.is_dir()
+    with pytest.raises(ValueError, match=r"the folder /proc/x cannot be made"):
+        check_folder(Path("/proc/x"))
 
 
 def test_an_interrupted_run_says_where_the_same_command_resumes_it(tmp_path):
