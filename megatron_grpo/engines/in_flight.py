@@ -163,6 +163,8 @@ class InFlight:
         self._generations = OpenGenerations(decode)
         self._dispatcher: RequestDispatcher | None = None
         self._ended: Exception | None = None
+        self._lost: Exception | None = None
+        """Why the engines were asked for nothing more, until `suspend`."""
         self._loop = asyncio.new_event_loop()
         self._may_dispatch, self._is_idle = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
@@ -173,7 +175,7 @@ class InFlight:
         """All samples of `requests`, once they are answered; called by one thread of each
         generation.
 
-        Raises NoServingEngine when no engine is left: `resume` after a push, and call again.
+        Raises NoServingEngine when no engine is left: `suspend`, push, `resume`, and call again.
         Raises Preempted once the client was cancelled.
         """
         self.submit(generation, requests).result()
@@ -196,7 +198,8 @@ class InFlight:
         asyncio.run_coroutine_threadsafe(given_up, self._loop).result()
 
     def suspend(self) -> None:
-        """Return when no request is at any engine."""
+        """Return when no request is at any engine; what is submitted from now on waits for
+        `resume`."""
         asyncio.run_coroutine_threadsafe(self._suspend(), self._loop).result()
 
     def resume(self, policy_version: int) -> None:
@@ -220,8 +223,8 @@ class InFlight:
         self._loop.close()
 
     async def _generate(self, generation: int, requests: SampleRequests, together: bool) -> None:
-        if self._ended:
-            raise self._ended
+        if failure := self._ended or self._lost:
+            raise failure
         answered = asyncio.ensure_future(self._generations.answered(generation, requests))
         await asyncio.sleep(0)  # now it is among the open ones
         if self._dispatcher:
@@ -233,6 +236,7 @@ class InFlight:
         if self._dispatcher:
             self._dispatcher.cut()
         await self._is_idle.wait()
+        self._lost = None
 
     async def _run(self) -> None:
         try:
@@ -255,8 +259,10 @@ class InFlight:
                 self._client.pool, self._client.connect, generations, generations.keep
             )
             await self._dispatcher.run()
+            self._client.pool.finish_generation()  # engines that served from push to push
         except Exception as error:  # of any kind: it must reach who waits for the samples
             self._may_dispatch.clear()
+            self._lost = error
             generations.fail(error)
         finally:
             self._dispatcher = None

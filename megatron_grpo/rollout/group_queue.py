@@ -64,15 +64,19 @@ class GroupQueue:
         """An open group is complete, and teaches nothing: no generation takes it."""
         del self._open[number]
 
-    def take(self) -> list[int] | None:
+    def first(self) -> list[int] | None:
         """The groups of the next generation, the oldest that are complete; None if they are few."""
         taken: dict[int, int] = {}
         for number in sorted(self._complete, key=lambda each: (self._complete[each], each)):
             taken.setdefault(self.row_of(number), number)
         if len(taken) < self.size:
             return None
-        numbers = sorted([*taken.values()][: self.size])
-        for number in numbers:
+        return sorted([*taken.values()][: self.size])
+
+    def take(self) -> list[int] | None:
+        """Remove the `first` groups, and return them."""
+        numbers = self.first()
+        for number in numbers or ():
             del self._complete[number]
         return numbers
 

@@ -92,6 +92,8 @@ class GroupRunner:
         )
         self._attempts: dict[int, Attempt] = {}
         """By number, the attempt at each group that is open or complete."""
+        self._lost: dict[int, Attempt] = {}
+        """Those that no engine was left for."""
         self._num_attempts = 0
         self._tally = Tally()
         self._policy_version = state.step
@@ -111,11 +113,13 @@ class GroupRunner:
             timer.phase(WAIT, "generate"),
             self._changed,
         ):
-            while (numbers := self._queue.take()) is None:
+            while self._queue.first() is None:
                 if self._failure:
                     raise self._failure
                 self._changed.wait()
+            self._check_failed()
             self._num_taken += 1
+            numbers = self._queue.take() or []
             batch = self._batch(generation, [self._attempts.pop(number) for number in numbers])
             self._ask()
         return batch
@@ -127,12 +131,18 @@ class GroupRunner:
     def resume(self, policy_version: int) -> None:
         """Go on with weights of that version, without the groups that are too old by now."""
         with self._changed:
-            self._policy_version, self._failure = policy_version, None
+            self._policy_version = policy_version
+            if isinstance(self._failure, NoServingEngine):  # any other is the end of the run
+                self._failure = None
             dropped = self._queue.drop_stale(self._now)
             self._tally.num_dropped += len(dropped)
             keys = [self._attempts.pop(number).key for number in dropped]
         self._in_flight.give_up(keys)  # waits for what may need the lock
         with self._changed:
+            lost, self._lost = self._lost, {}
+            for number, attempt in lost.items():
+                if self._attempts.get(number) is attempt:
+                    self._submit(number, attempt)
             self._ask()
         self._in_flight.resume(policy_version)
 
@@ -179,9 +189,11 @@ class GroupRunner:
             return
         try:
             answered.result()
+        except NoServingEngine as error:
+            with self._changed:
+                self._lost[number] = attempt
+            self._fail(error)
         except Exception as error:  # of any kind: it must reach who waits for the generation
-            if isinstance(error, NoServingEngine):  # asked for again, once one is back
-                self._submit(number, attempt)
             self._fail(error)
         else:
             self._scorer.submit(self._score, number, attempt)
@@ -207,8 +219,15 @@ class GroupRunner:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            self._failure = self._failure or error
+            if self._failure is None or isinstance(self._failure, NoServingEngine):
+                self._failure = error
             self._changed.notify_all()
+
+    def _check_failed(self) -> None:
+        """Raise RewardError if too many samples have no score: before their groups are taken, so
+        that the checkpoint with which the run ends has these."""
+        tally = self._tally
+        check_failed(tally.num_failed, len(tally.totals) or 1, self._cfg.reward)
 
     def _rejects(self, scored: ScoredGroup) -> bool:
         """Count a group, and say whether dynamic sampling replaces it."""
@@ -222,7 +241,6 @@ class GroupRunner:
 
     def _batch(self, generation: int, attempts: Sequence[Attempt]) -> RolloutBatch:
         tally, self._tally = self._tally, Tally()
-        check_failed(tally.num_failed, len(tally.totals) or 1, self._cfg.reward)
         groups = [attempt.scored for attempt in attempts if attempt.scored]
         experience = compute_advantages(
             [sample for group in groups for sample in group.samples],
