@@ -58,9 +58,8 @@ class RolloutScheduler:
         self.ready: dict[int, RolloutBatch | None] = {}
         """The finished generations that training has not begun, by number; only rank 0 has what
         they contain."""
-        self._max_staleness = cfg.rollout.max_staleness
-        self._in_flight = cfg.rollout.in_flight_updates
-        self._over_samples = cfg.rollout.over_sampling > 1
+        rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
+        self._in_flight, self._over_samples = rollout.in_flight_updates, rollout.over_sampling > 1
         self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self._runner, self._push, self._is_suspended = runner, push, False
 

@@ -40,6 +40,8 @@ class ScriptedEngine:
     num_cuts: int = 0
     num_accepted: int = 0
     answers: asyncio.Event = field(default_factory=asyncio.Event)
+    first_held: int = 0
+    """Requests of lower numbers are answered even if the others are held."""
     asked: list[int] = field(default_factory=list)
 
     async def respond(self, request: httpx.Request) -> httpx.Response:
@@ -71,7 +73,10 @@ class ScriptedEngine:
     async def _complete(self, request: dict[str, Any]) -> httpx.Response:
         self.asked.append(request["priority"])
         num_cuts = self.num_cuts
-        while num_cuts == self.num_cuts and (self.is_paused or not self.answers.is_set()):
+        is_early = request["priority"] < self.first_held
+        while num_cuts == self.num_cuts and (
+            self.is_paused or not (is_early or self.answers.is_set())
+        ):
             await asyncio.sleep(0.002)  # a test may set it in another thread
         count, reason = request["sampling_params"]["max_tokens"], "length"
         if num_cuts < self.num_cuts:
