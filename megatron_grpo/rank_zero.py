@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.checkpoints.experience_file import OPEN, read_experience
+from megatron_grpo.checkpoints.folders import step_folder
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
@@ -54,6 +56,11 @@ class RankZero:
         runner: Runner
         if cfg.rollout.over_sampling > 1 and isinstance(rollouter, Rollouter):
             runner = GroupRunner(rollouter, watchdog, log.timeline, state)
+            if state.groups and state.groups.asked_at:
+                folder = step_folder(cfg.train.run_dir / "checkpoints", state.step)
+                samples = read_experience(folder, rollouter.stream.prompts, OPEN)
+                assert samples is not None, f"the manifest of {folder} is right"
+                runner.go_on(dict(state.groups.asked_at), samples)
         else:
             runner = RolloutRunner(rollouter, watchdog, log.timeline)
         stack.enter_context(closing(runner))

@@ -351,6 +351,7 @@ class Trainer:
         cursor = self.schedule.cursor(self.step)
         ready = {number: batch for number, batch in self.rollouts.ready.items() if batch}
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
+        groups, samples = self.zero.runner.open_groups() if self.zero else (None, None)
         state = TrainerState(
             step=self.step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
@@ -359,7 +360,7 @@ class Trainer:
             beta=self.beta,
             base=self.policy.adapters.base if self.policy.adapters else None,
             ready=tuple(Ready(generation=n, metrics=batch.metrics) for n, batch in ready.items()),
-            groups=self.zero.runner.open_groups() if self.zero else None,
+            groups=groups,
         )
         present = None
         if not cursor.starts_generation:
@@ -367,7 +368,7 @@ class Trainer:
             present = with_cached_values(
                 self.experience, self.minibatches, indices, self.cfg, self.run.groups
             )
-        self.checkpoints.save(state, present, [batch.experience for batch in ready.values()])
+        self.checkpoints.save(state, present, [each.experience for each in ready.values()], samples)
 
     def stop_if_preempted(self) -> None:
         """Raise Preempted on all ranks if any rank was told to stop."""

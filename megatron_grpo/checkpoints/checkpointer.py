@@ -32,6 +32,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints import folders, manifest
 from megatron_grpo.checkpoints import state as megatron_state
 from megatron_grpo.checkpoints.experience_file import (
+    OPEN,
     read_experience,
     ready_prefix,
     write_experience,
@@ -66,6 +67,8 @@ class SharedFiles:
     """The generation that the next steps train on, if they continue one."""
     ready: Sequence[Experience]
     """The generations after it that are already there."""
+    open_samples: Experience | None
+    """The samples of `TrainerState.groups`."""
     index: Future[bytes]
     """The index of the chunks in all ranks' files."""
     random_states: Tensor
@@ -83,6 +86,8 @@ class SharedFiles:
             write_experience(folder, self.experience)
         for number, experience in enumerate(self.ready):
             write_experience(folder, experience, ready_prefix(number))
+        if self.open_samples is not None:
+            write_experience(folder, self.open_samples, OPEN)
         finish_checkpoint(folder, self.index.result())
         of_ranks = {file_name(rank) for rank in range(len(self.random_states))}
         names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
@@ -158,12 +163,14 @@ class Checkpoints:
         state: TrainerState,
         experience: Experience | None,
         ready: Sequence[Experience] = (),
+        open_samples: Experience | None = None,
     ) -> None:
         """Start to save both models in their current state, after waiting for the previous save.
 
         On rank 0, `experience` is the generation that the next steps train on, if they continue
-        one, and `ready` are the generations after it that are already there. Raises
-        FloatingPointError on all ranks, and writes nothing, when a tensor is not finite.
+        one, `ready` are the generations after it that are already there, and `open_samples` those
+        of the groups that no generation has. Raises FloatingPointError on all ranks, and writes
+        nothing, when a tensor is not finite.
         """
         self.wait()
         gather_weights(self._policy.chunks)  # in place: the parts are views
@@ -177,7 +184,7 @@ class Checkpoints:
         chunks, tensors = chunks_to_write(parts)
         values = self._memory.copy(tensors)
         file = folder / file_name(self._rank)
-        shared = self._shared_files(chunks, file, state, experience, ready)
+        shared = self._shared_files(chunks, file, state, experience, ready, open_samples)
 
         def write() -> dict[str, FileHash]:
             own = {file.name: manifest.write_hashed(file, file_parts(chunks, values))}
@@ -250,6 +257,7 @@ class Checkpoints:
         state: TrainerState,
         experience: Experience | None,
         ready: Sequence[Experience],
+        open_samples: Experience | None,
     ) -> SharedFiles | None:
         """The files that rank 0 writes for all ranks; None on the others. Collective."""
         random = megatron_state.random_state()
@@ -269,6 +277,7 @@ class Checkpoints:
             record=self._record(state),
             experience=experience,
             ready=ready,
+            open_samples=open_samples,
             index=self._index,
             random_states=torch.stack(rows),
         )

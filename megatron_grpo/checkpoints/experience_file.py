@@ -30,6 +30,10 @@ READY = "ready_"
 """Prefix of both file names for the next generation, on which training has not started."""
 
 
+OPEN = "open_"
+"""Prefix of both file names for the samples of groups that no generation has taken."""
+
+
 def ready_prefix(number: int) -> str:
     """The prefix of the ready generation of that `number`, counted from 0; READY of the next."""
     return f"{READY}{number}_" if number else READY
@@ -42,7 +46,8 @@ BY_TOKEN = (*CACHED_VALUES, "token_advantages")
 def write_experience(folder: Path, experience: Experience, prefix: str = "") -> None:
     """Write samples, rewards, advantages and log-probabilities, bit for bit.
 
-    `prefix` is READY for a generation on which training has not started.
+    `prefix` is READY for a generation on which training has not started, and OPEN for samples of
+    none.
     """
     samples = experience.samples
     assert prefix or experience.old_logprobs is not None, (

@@ -33,6 +33,9 @@ class OpenGroups:
     """The next one that was not asked for yet, nor any after it."""
     untaken: tuple[int, ...]
     """Those before it that were asked for, and are to be asked for again."""
+    asked_at: tuple[tuple[int, int], ...] = ()
+    """Of those that the checkpoint has samples of, complete or cut: place, and the generation at
+    which they were asked for. The samples have these places as `group_ids`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,11 @@ def read_record(folder: Path, step: int) -> Record:
         ready = said.pop("ready") or []  # one by itself, or null, in older checkpoints
         each = [ready] if isinstance(ready, dict) else ready
         if groups := said.pop("groups", None):
-            groups = OpenGroups(next_number=groups["next_number"], untaken=tuple(groups["untaken"]))
+            groups = OpenGroups(
+                next_number=groups["next_number"],
+                untaken=tuple(groups["untaken"]),
+                asked_at=tuple((number, then) for number, then in groups.get("asked_at", ())),
+            )
         state = TrainerState(**said, ready=tuple(Ready(**one) for one in each), groups=groups)
         record = Record(state=state, layout=layout, **found)
     except (ValueError, KeyError, TypeError) as error:

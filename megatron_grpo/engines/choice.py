@@ -47,6 +47,25 @@ class Choice(msgspec.Struct, dict=True):
         """The log-probability of each token."""
         return [token.logprob for token in self.logprobs.content]
 
+    def followed_by(self, rest: "Choice", text: str) -> "Choice":
+        """This completion, which was cut, and what was sampled after it; `text` is of both.
+
+        Neither is changed, so that another thread may read them.
+        """
+        spans, start = [*self.weight_versions], len(self.token_ids)
+        for span in rest.weight_versions:
+            begin = start + span.start
+            if spans and spans[-1].version == span.version:
+                begin = spans.pop().start
+            spans.append(WeightVersion(span.version, begin, start + span.end))
+        return Choice(
+            token_ids=self.token_ids + rest.token_ids,
+            logprobs=Logprobs(self.logprobs.content + rest.logprobs.content),
+            finish_reason=rest.finish_reason,
+            text=text,
+            weight_versions=spans,
+        )
+
     @cached_property
     def routes(self) -> np.ndarray:
         """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt

@@ -86,7 +86,7 @@ class EngineQueue:
                     await is_over.wait()
                     await self._wait_for_cut()
                 finally:
-                    self._is_working = False
+                    self._is_working = self._is_sending = False
             if await engine.held_push() != push:
                 raise EngineError(
                     f"rollout engine {engine.url} was given new weights while it generated: is "
@@ -115,11 +115,13 @@ class EngineQueue:
     def enqueue(self, requests: Mapping[int, Json]) -> None:
         """Have the engine answer these, too: they come from another engine's queue."""
         self._has_taken_over = True
-        self._send(requests)
-        self._note_change()
+        self.append(requests)
 
     def append(self, requests: Mapping[int, Json]) -> None:
-        """Have the engine answer these, too: their numbers are higher than those that it has."""
+        """Have the engine answer these, too: their numbers are higher than those that it has.
+
+        One that has not started gets them when it does; one that has failed leaves them `open`.
+        """
         self._num_initial += len(requests)
         if self._is_sending:
             self._send(requests)
@@ -219,7 +221,7 @@ class EngineQueue:
             if number in self.open:  # it was not taken back
                 raise
         except BaseException:
-            self._is_working = False
+            self._is_working = self._is_sending = False  # the group takes no more tasks
             raise
         self._ended()
 
@@ -318,7 +320,7 @@ class RequestDispatcher:
     async def _balance(self) -> NoReturn:
         while True:
             await asyncio.sleep(BALANCE_INTERVAL)
-            if self._are_movable:
+            if self._are_movable and not self._is_over.is_set():
                 self._move()
 
     def _move(self) -> None:

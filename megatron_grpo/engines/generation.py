@@ -1,11 +1,12 @@
 """The requests of one generation; each is answered once, by any engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
-from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams
 
@@ -50,6 +51,8 @@ class Generation:
         self.policy_version = params.policy_version
         self.engines: set[str] = set()
         """Addresses of the engines that have answered."""
+        self.begun: dict[int, Choice] = {}
+        """What was sampled of open ones until they were cut."""
         self._prompts, self._params = prompts, params
         self._samples: dict[int, Sample] = {}
         self.open: dict[int, Json] = {}
@@ -77,12 +80,32 @@ class Generation:
         """
         self._samples[number] = self._sample(number, choice)
         del self.open[number]
+        self.begun.pop(number, None)
         self.engines.add(url)
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once no request is open."""
         assert not self.open, f"{len(self.open)} requests are open"
         return [sample for _, sample in sorted(self._samples.items())]
+
+    def so_far(self) -> list[Sample]:
+        """The samples received, and what was sampled of others until they were cut: their
+        `finish_reason` is CUT. Any thread may ask."""
+        begun = self.begun.copy()  # first: one that is answered now is still in here
+        parts = {number: self._sample(number, choice) for number, choice in begun.items()}
+        return [sample for _, sample in sorted((parts | self._samples).items())]
+
+    def go_on(self, samples: Iterable[Sample]) -> None:
+        """Take over what another generation of the same prompts had `so_far`."""
+        positions = {prompt.index: position for position, prompt in enumerate(self._prompts)}
+        for sample in samples:
+            position = positions[sample.prompt.index]
+            number = position * self._params.num_generations + sample.sample_index
+            if sample.finish_reason == CUT:
+                self.begun[number] = _choice_of(sample)
+            else:
+                self._samples[number] = sample
+                del self.open[number]
 
     def _sample(self, number: int, choice: Choice) -> Sample:
         position, sample_index = divmod(number, self._params.num_generations)
@@ -98,3 +121,18 @@ class Generation:
             versions=tuple(spans) if len(spans) > 1 else (),
             routed_experts=choice.routes if self._params.router_replay else None,
         )
+
+
+def _choice_of(sample: Sample) -> Choice:
+    """What an engine had answered."""
+    bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
+    return Choice(
+        token_ids=[*sample.completion_ids],
+        logprobs=Logprobs([Token(logprob) for logprob in sample.logprobs]),
+        finish_reason=sample.finish_reason,
+        text=sample.text,
+        weight_versions=[
+            WeightVersion(str(version), start, end)
+            for (version, _), (start, end) in zip(sample.spans, bounds, strict=True)
+        ],
+    )

@@ -9,14 +9,13 @@ it after all tokens before it, as in a training forward. At a push nothing runs 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 from megatron_grpo.data.samples import Sample, seed_after
-from megatron_grpo.engines.choice import Choice, Logprobs, Token, WeightVersion
+from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.generation import SampleRequests
+from megatron_grpo.engines.generation import Generation
 from megatron_grpo.workers.child_process import COLLECTOR
 from megatron_grpo.workers.tasks import run_with
 
@@ -27,50 +26,28 @@ MOST_REQUESTS = 1 << 32
 """More than a generation has."""
 
 
-@dataclass
-class Beginning:
-    """What was sampled of a completion before it was cut."""
+def rest_of(request: Json, begun: Choice) -> Json:
+    """The request for the rest of a completion, of which `begun` was sampled before it was cut."""
+    params, num_tokens = request["sampling_params"], len(begun.token_ids)
+    return {
+        **request,
+        "token_ids": [*request["token_ids"], *begun.token_ids],
+        "sampling_params": {
+            **params,
+            "max_tokens": params["max_tokens"] - num_tokens,
+            # The same seed would repeat the random numbers that have sampled these tokens.
+            "seed": seed_after(params["seed"], num_tokens),
+        },
+    }
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Token] = field(default_factory=list)
-    versions: list[WeightVersion] = field(default_factory=list)
 
-    def add(self, choice: Choice) -> None:
-        """Append what was sampled until it was cut again, or ended."""
-        start = len(self.token_ids)
-        self.versions += [
-            WeightVersion(each.version, start + each.start, start + each.end)
-            for each in choice.weight_versions
-        ]
-        self.token_ids += choice.token_ids
-        self.logprobs += choice.logprobs.content
-
-    def rest(self, request: Json) -> Json:
-        """The request for the rest of the completion that `request` is for."""
-        params, num_tokens = request["sampling_params"], len(self.token_ids)
-        return {
-            **request,
-            "token_ids": [*request["token_ids"], *self.token_ids],
-            "sampling_params": {
-                **params,
-                "max_tokens": params["max_tokens"] - num_tokens,
-                # The same seed would repeat the random numbers that have sampled these tokens.
-                "seed": seed_after(params["seed"], num_tokens),
-            },
-        }
-
-    def whole(self, end: Choice, decode: Decode) -> Choice:
-        """The completion that ends with `end`."""
-        self.add(end)
-        # Of a character whose bytes are tokens on both sides, neither part has the text.
-        shown = self.token_ids[:-1] if end.finish_reason == "stop" else self.token_ids
-        return Choice(
-            token_ids=self.token_ids,
-            logprobs=Logprobs(self.logprobs),
-            finish_reason=end.finish_reason,
-            text=decode(shown),
-            weight_versions=self.versions,
-        )
+def whole(begun: Choice, end: Choice, decode: Decode) -> Choice:
+    """The completion that was cut after `begun`, and ends with `end`."""
+    # Of a character whose bytes are tokens on both sides, neither part has the text.
+    token_ids = begun.token_ids + end.token_ids
+    return begun.followed_by(
+        end, decode(token_ids[:-1] if end.finish_reason == "stop" else token_ids)
+    )
 
 
 class OpenGenerations:
@@ -82,8 +59,7 @@ class OpenGenerations:
         self.policy_version = 0
         """Version of the weights that the engines hold."""
         self._decode = decode
-        self._generations: dict[int, tuple[SampleRequests, asyncio.Future[None]]] = {}
-        self._beginnings: dict[int, Beginning] = {}
+        self._generations: dict[int, tuple[Generation, asyncio.Future[None]]] = {}
 
     @property
     def open(self) -> dict[int, Json]:
@@ -99,21 +75,18 @@ class OpenGenerations:
         requests, _ = self._generations[generation]
         first, found = generation * MOST_REQUESTS, {}
         for own_number, request in requests.open.items():
-            number = first + own_number
-            beginning = self._beginnings.get(number)
-            rest = beginning.rest(request) if beginning else request
+            begun, number = requests.begun.get(own_number), first + own_number
+            rest = rest_of(request, begun) if begun else request
             found[number] = {**rest, "priority": number}
         return found
 
-    async def answered(self, generation: int, requests: SampleRequests) -> None:
+    async def answered(self, generation: int, requests: Generation) -> None:
         """Wait until all `requests` of a generation are answered."""
         future = asyncio.get_running_loop().create_future()
         self._generations[generation] = requests, future
         try:
             await future
         finally:
-            for number in requests.open:  # all are answered, unless it is given up
-                self._beginnings.pop(generation * MOST_REQUESTS + number, None)
             del self._generations[generation]
 
     async def give_up(self, generations: Iterable[int]) -> None:
@@ -125,26 +98,30 @@ class OpenGenerations:
             await asyncio.sleep(0)
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` for all who wait; they may come again, but what was cut starts anew."""
+        """Raise `error` for all who wait; they may come again."""
         for _, future in self._generations.values():
             if not future.done():
                 future.set_exception(error)
-        self._beginnings = {}
 
     async def wait_for_environments(self) -> None:
         """Nothing to wait for."""
 
     def keep(self, number: int, choice: Choice) -> None:
         """Keep what was sampled of a completion until it was cut."""
-        if choice.token_ids:
-            self._beginnings.setdefault(number, Beginning()).add(choice)
+        if not choice.token_ids:
+            return
+        generation, own_number = divmod(number, MOST_REQUESTS)
+        requests, _ = self._generations[generation]
+        if begun := requests.begun.get(own_number):
+            choice = begun.followed_by(choice, text="")
+        requests.begun[own_number] = choice
 
     async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
         """Pass the whole completion on to its generation."""
-        if beginning := self._beginnings.pop(number, None):
-            choice = beginning.whole(choice, self._decode)
         generation, own_number = divmod(number, MOST_REQUESTS)
         requests, future = self._generations[generation]
+        if begun := requests.begun.get(own_number):
+            choice = whole(begun, choice, self._decode)
         await requests.take_answer(own_number, choice, url)
         if not requests.open:
             future.set_result(None)
@@ -163,24 +140,26 @@ class InFlight:
         self._generations = OpenGenerations(decode)
         self._dispatcher: RequestDispatcher | None = None
         self._ended: Exception | None = None
+        self._lost: Exception | None = None
+        """Why the engines were asked for nothing more, until `suspend`."""
         self._loop = asyncio.new_event_loop()
         self._may_dispatch, self._is_idle = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
         self._thread.submit(self._loop.run_forever)
         self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
-    def generate(self, generation: int, requests: SampleRequests) -> list[Sample]:
+    def generate(self, generation: int, requests: Generation) -> list[Sample]:
         """All samples of `requests`, once they are answered; called by one thread of each
         generation.
 
-        Raises NoServingEngine when no engine is left: `resume` after a push, and call again.
+        Raises NoServingEngine when no engine is left: `suspend`, push, `resume`, and call again.
         Raises Preempted once the client was cancelled.
         """
         self.submit(generation, requests).result()
         return requests.samples()
 
     def submit(
-        self, generation: int, requests: SampleRequests, *, together: bool = False
+        self, generation: int, requests: Generation, *, together: bool = False
     ) -> Future[None]:
         """As `generate`, without waiting: the result is there when all `requests` are answered.
 
@@ -196,7 +175,8 @@ class InFlight:
         asyncio.run_coroutine_threadsafe(given_up, self._loop).result()
 
     def suspend(self) -> None:
-        """Return when no request is at any engine."""
+        """Return when no request is at any engine; what is submitted from now on waits for
+        `resume`."""
         asyncio.run_coroutine_threadsafe(self._suspend(), self._loop).result()
 
     def resume(self, policy_version: int) -> None:
@@ -219,9 +199,9 @@ class InFlight:
         self._thread.shutdown()
         self._loop.close()
 
-    async def _generate(self, generation: int, requests: SampleRequests, together: bool) -> None:
-        if self._ended:
-            raise self._ended
+    async def _generate(self, generation: int, requests: Generation, together: bool) -> None:
+        if failure := self._ended or self._lost:
+            raise failure
         answered = asyncio.ensure_future(self._generations.answered(generation, requests))
         await asyncio.sleep(0)  # now it is among the open ones
         if self._dispatcher:
@@ -233,6 +213,7 @@ class InFlight:
         if self._dispatcher:
             self._dispatcher.cut()
         await self._is_idle.wait()
+        self._lost = None
 
     async def _run(self) -> None:
         try:
@@ -255,8 +236,10 @@ class InFlight:
                 self._client.pool, self._client.connect, generations, generations.keep
             )
             await self._dispatcher.run()
+            self._client.pool.finish_generation()  # engines that served from push to push
         except Exception as error:  # of any kind: it must reach who waits for the samples
             self._may_dispatch.clear()
+            self._lost = error
             generations.fail(error)
         finally:
             self._dispatcher = None

@@ -174,7 +174,7 @@ class Rollouter:
         self, request: RolloutRequest, requests: Generation | DialogueGeneration
     ) -> list[Sample]:
         """All samples of the requests of one round."""
-        if self.in_flight:
+        if self.in_flight and isinstance(requests, Generation):  # there are no environments then
             return self.in_flight.generate(request.generation, requests)
         return self.engines.generate(requests)
 

@@ -6,7 +6,7 @@ go on into the next, until they would be too old for any. No engines, threads or
 queue only counts, so that a test can drive it through any order of events.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -56,6 +56,16 @@ class GroupQueue:
             asked.append(number)
         return asked
 
+    def go_on(self, asked_at: Mapping[int, int]) -> None:
+        """Groups to be asked for again are open still; they were asked for at these generations."""
+        self.again = [number for number in self.again if number not in asked_at]
+        self._open |= asked_at
+
+    @property
+    def asked_at(self) -> dict[int, int]:
+        """The generation at which each group that is open or complete was asked for."""
+        return self._open | self._complete
+
     def complete(self, number: int) -> None:
         """An open group is complete, and scored."""
         self._complete[number] = self._open.pop(number)
@@ -64,22 +74,25 @@ class GroupQueue:
         """An open group is complete, and teaches nothing: no generation takes it."""
         del self._open[number]
 
-    def take(self) -> list[int] | None:
+    def first(self) -> list[int] | None:
         """The groups of the next generation, the oldest that are complete; None if they are few."""
         taken: dict[int, int] = {}
         for number in sorted(self._complete, key=lambda each: (self._complete[each], each)):
             taken.setdefault(self.row_of(number), number)
         if len(taken) < self.size:
             return None
-        numbers = sorted([*taken.values()][: self.size])
-        for number in numbers:
+        return sorted([*taken.values()][: self.size])
+
+    def take(self) -> list[int] | None:
+        """Remove the `first` groups, and return them."""
+        numbers = self.first()
+        for number in numbers or ():
             del self._complete[number]
         return numbers
 
     def drop_stale(self, now: int) -> list[int]:
         """Drop groups that are too old for generation `now`; they are to be asked for again."""
-        asked_at = self._open | self._complete
-        dropped = sorted(n for n, then in asked_at.items() if then < now - self.max_staleness)
+        dropped = sorted(n for n, then in self.asked_at.items() if then < now - self.max_staleness)
         for number in dropped:
             self._open.pop(number, None)
             self._complete.pop(number, None)

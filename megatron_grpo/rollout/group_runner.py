@@ -6,14 +6,14 @@ work on others. Completions go on through pushes of weights, as with `rollout.in
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from statistics import fmean
 from threading import Condition
 
-from megatron_grpo.batch.experience import compute_advantages
+from megatron_grpo.batch.experience import Experience, compute_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt
@@ -24,6 +24,7 @@ from megatron_grpo.rewards import check_failed
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 from megatron_grpo.rollout.generate import RolloutBatch, Rollouter, RolloutRequest
 from megatron_grpo.rollout.group_queue import GroupQueue
+from megatron_grpo.rollout.open_samples import experience_of, groups_of
 from megatron_grpo.rollout.runner import as_rollout_aborted
 from megatron_grpo.timing import ROLLOUT, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
@@ -92,6 +93,8 @@ class GroupRunner:
         )
         self._attempts: dict[int, Attempt] = {}
         """By number, the attempt at each group that is open or complete."""
+        self._lost: dict[int, Attempt] = {}
+        """Those to ask for at the next `resume`: no engine was left for them."""
         self._num_attempts = 0
         self._tally = Tally()
         self._policy_version = state.step
@@ -111,11 +114,13 @@ class GroupRunner:
             timer.phase(WAIT, "generate"),
             self._changed,
         ):
-            while (numbers := self._queue.take()) is None:
+            while self._queue.first() is None:
                 if self._failure:
                     raise self._failure
                 self._changed.wait()
+            self._check_failed()
             self._num_taken += 1
+            numbers = self._queue.take() or []
             batch = self._batch(generation, [self._attempts.pop(number) for number in numbers])
             self._ask()
         return batch
@@ -127,20 +132,56 @@ class GroupRunner:
     def resume(self, policy_version: int) -> None:
         """Go on with weights of that version, without the groups that are too old by now."""
         with self._changed:
-            self._policy_version, self._failure = policy_version, None
+            self._policy_version = policy_version
+            if isinstance(self._failure, NoServingEngine):  # any other is the end of the run
+                self._failure = None
             dropped = self._queue.drop_stale(self._now)
             self._tally.num_dropped += len(dropped)
             keys = [self._attempts.pop(number).key for number in dropped]
         self._in_flight.give_up(keys)  # waits for what may need the lock
         with self._changed:
+            lost, self._lost = self._lost, {}
+            for number, attempt in lost.items():
+                if self._attempts.get(number) is attempt:
+                    self._submit(number, attempt)
             self._ask()
         self._in_flight.resume(policy_version)
 
-    def open_groups(self) -> OpenGroups:
-        """The groups that no generation has taken, for a checkpoint."""
+    def open_groups(self) -> tuple[OpenGroups, Experience | None]:
+        """The groups that no generation has taken, and their samples, for a checkpoint.
+
+        Requests go on: what they have sampled since the last push is not there (`open_samples`).
+        """
         with self._changed:
             queue = self._queue
-            return OpenGroups(next_number=queue.next_number, untaken=tuple(queue.untaken))
+            each = {n: attempt.scored or attempt for n, attempt in sorted(self._attempts.items())}
+            next_number, untaken, asked_at = queue.next_number, queue.untaken, queue.asked_at
+        groups = {
+            number: found if isinstance(found, ScoredGroup) else found.requests.so_far()
+            for number, found in each.items()
+        }
+        samples = experience_of(groups)
+        numbers = samples.group_ids.unique().tolist() if samples else []
+        groups_saved = OpenGroups(
+            next_number=next_number,
+            untaken=tuple(untaken),
+            asked_at=tuple((number, asked_at[number]) for number in numbers),
+        )
+        return groups_saved, samples
+
+    def go_on(self, asked_at: Mapping[int, int], samples: Experience) -> None:
+        """Go on, at the first `resume`, with the groups that a checkpoint has samples of."""
+        with self._changed:
+            self._queue.go_on(asked_at)
+            groups = groups_of(samples)
+            for number in sorted(groups, key=lambda each: (asked_at[each], each)):
+                attempt, found = self._attempt(number), groups[number]
+                if isinstance(found, ScoredGroup):
+                    attempt.scored, attempt.ended = found, time.time()
+                    self._queue.complete(number)
+                else:
+                    attempt.requests.go_on(found)
+                    self._lost[number] = attempt
 
     def close(self) -> None:
         """Cancel the groups in progress, since their rollouter is about to be closed."""
@@ -161,15 +202,22 @@ class GroupRunner:
         """Ask the engines for as many groups as there is room for."""
         limit = (self._num_generations - self._num_taken) * self._schedule.num_prompts
         for number in self._queue.ask(self._now, limit):
-            generation, position = divmod(number, self._schedule.num_prompts)
-            params = self._rollouter.sampling_params(generation, 0, self._policy_version)
-            params = replace(params, first_position=position)
-            attempt = Attempt(self._num_attempts, Generation([self._prompt(number)], params))
-            self._num_attempts += 1
-            self._attempts[number] = attempt
-            self._submit(number, attempt)
+            self._submit(number, self._attempt(number))
+
+    def _attempt(self, number: int) -> Attempt:
+        """A new attempt at a group."""
+        generation, position = divmod(number, self._schedule.num_prompts)
+        params = self._rollouter.sampling_params(generation, 0, self._policy_version)
+        params = replace(params, first_position=position)
+        attempt = Attempt(self._num_attempts, Generation([self._prompt(number)], params))
+        self._num_attempts += 1
+        self._attempts[number] = attempt
+        return attempt
 
     def _submit(self, number: int, attempt: Attempt) -> None:
+        if not attempt.requests.open:  # a checkpoint had all samples, but no scores
+            self._scorer.submit(self._score, number, attempt)
+            return
         answered = self._in_flight.submit(attempt.key, attempt.requests, together=True)
         answered.add_done_callback(partial(self._take_answers, number, attempt))
 
@@ -179,9 +227,11 @@ class GroupRunner:
             return
         try:
             answered.result()
+        except NoServingEngine as error:
+            with self._changed:
+                self._lost[number] = attempt
+            self._fail(error)
         except Exception as error:  # of any kind: it must reach who waits for the generation
-            if isinstance(error, NoServingEngine):  # asked for again, once one is back
-                self._submit(number, attempt)
             self._fail(error)
         else:
             self._scorer.submit(self._score, number, attempt)
@@ -207,8 +257,15 @@ class GroupRunner:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            self._failure = self._failure or error
+            if self._failure is None or isinstance(self._failure, NoServingEngine):
+                self._failure = error
             self._changed.notify_all()
+
+    def _check_failed(self) -> None:
+        """Raise RewardError if too many samples have no score: before their groups are taken, so
+        that the checkpoint with which the run ends has these."""
+        tally = self._tally
+        check_failed(tally.num_failed, len(tally.totals) or 1, self._cfg.reward)
 
     def _rejects(self, scored: ScoredGroup) -> bool:
         """Count a group, and say whether dynamic sampling replaces it."""
@@ -222,7 +279,6 @@ class GroupRunner:
 
     def _batch(self, generation: int, attempts: Sequence[Attempt]) -> RolloutBatch:
         tally, self._tally = self._tally, Tally()
-        check_failed(tally.num_failed, len(tally.totals) or 1, self._cfg.reward)
         groups = [attempt.scored for attempt in attempts if attempt.scored]
         experience = compute_advantages(
             [sample for group in groups for sample in group.samples],

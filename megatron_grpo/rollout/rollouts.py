@@ -58,11 +58,10 @@ class RolloutScheduler:
         self.ready: dict[int, RolloutBatch | None] = {}
         """The finished generations that training has not begun, by number; only rank 0 has what
         they contain."""
-        self._max_staleness = cfg.rollout.max_staleness
-        self._in_flight = cfg.rollout.in_flight_updates
-        self._over_samples = cfg.rollout.over_sampling > 1
+        rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
+        self._in_flight, self._over_samples = rollout.in_flight_updates, rollout.over_sampling > 1
         self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
-        self._runner, self._push = runner, push
+        self._runner, self._push, self._is_suspended = runner, push, False
 
     def request_ahead(self, step: int) -> None:
         """In an asynchronous run, request the generations after that of `step`, if training goes
@@ -85,20 +84,23 @@ class RolloutScheduler:
         """Wait until no request is at the engines. Raises Preempted or RolloutAborted on all ranks,
         which gives a generation up."""
         if not self._in_flight:
-            self._finish_pending(step, timer)
+            for generation in [*self.pending]:
+                self._finish(generation, step, timer)
         elif self._runner:
             with timer.phase("push"):
                 self._runner.suspend()
+        self._is_suspended = self._in_flight
 
     def after_push(self, step: int) -> None:
         """Go on, with the weights after `step` steps."""
+        self._is_suspended = False
         if self._in_flight and self._runner:
             self._runner.resume(step)
 
     def finish_for_save(self, step: int, timer: PhaseTimer) -> None:
         """Wait before a checkpoint after `step` steps for the generations in progress that were
         requested from weights that it does not hold: a resumed run could not do that again."""
-        if self._over_samples:  # the checkpoint has the groups, which no generation has yet
+        if self._over_samples or self._is_suspended:  # it has the groups; or nothing would finish
             return
         for generation, request in [*self.pending.items()]:
             if request.policy_version != step:
@@ -114,10 +116,6 @@ class RolloutScheduler:
         if self._runner:
             self._runner.begin(self.pending[generation])
 
-    def _finish_pending(self, step: int, timer: PhaseTimer) -> None:
-        for generation in [*self.pending]:
-            self._finish(generation, step, timer)
-
     def _finish(self, generation: int, step: int, timer: PhaseTimer) -> None:
         """Wait for a generation in progress.
 
@@ -128,6 +126,8 @@ class RolloutScheduler:
             return
 
         def push_and_request() -> None:
+            if self._in_flight:
+                self.before_push(step, timer)
             self._push(step)
             if self._in_flight:
                 self.after_push(step)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from queue import SimpleQueue
 from typing import Protocol
 
+from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.engines import EngineError, NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
@@ -66,8 +67,9 @@ class Runner(Protocol):
     def resume(self, policy_version: int) -> None:
         """Go on with weights of that version."""
 
-    def open_groups(self) -> OpenGroups | None:
-        """What a checkpoint holds of the groups that belong to no generation yet."""
+    def open_groups(self) -> tuple[OpenGroups | None, Experience | None]:
+        """What a checkpoint holds of the groups that belong to no generation yet, and their samples
+        so far."""
 
     def close(self) -> None:
         """Cancel what is in progress, since the rollouter is about to be closed."""
@@ -123,8 +125,9 @@ class RolloutRunner:
             if made and made.done() and isinstance(made.exception(), NoServingEngine):
                 self._submit(making)
 
-    def open_groups(self) -> None:
+    def open_groups(self) -> tuple[None, None]:
         """Every group belongs to a generation."""
+        return None, None
 
     def close(self) -> None:
         """Cancel the generations in progress, since their rollouter is about to be closed."""

@@ -13,6 +13,9 @@ from demo.make_sums import sums
 from helpers.engines import Proxy, TestEngine
 from helpers.jobs import Job
 from helpers.runs import read_json_lines, read_metrics
+from megatron_grpo.checkpoints.experience_file import OPEN, SAMPLES_FILE
+from megatron_grpo.checkpoints.folders import latest_step, step_folder
+from megatron_grpo.engines.choice import CUT
 
 NUM_STEPS, MAX_STALENESS, BATCH_SIZE, NUM_GENERATIONS = 10, 3, 16, 4
 
@@ -107,10 +110,13 @@ def test_with_over_sampling_every_prompt_is_trained_on_once_through_a_kill(
     in_flight_runs: Runs,
 ) -> None:
     run_dir, option = in_flight_runs.folder / "over", "rollout.over_sampling=2.5"
+    checkpoints = run_dir / "checkpoints"
     with in_flight_runs.start("over", option) as job:
         wait_for_steps(job, run_dir, 5)
         job.signal(signal.SIGKILL)
         assert job.end(15).exit_codes == [-signal.SIGKILL]
+    newest = step_folder(checkpoints, latest_step(checkpoints))
+    saved = read_json_lines(newest / f"{OPEN}{SAMPLES_FILE}")
     with in_flight_runs.start("over", option) as job:
         ended = job.end(120)
     assert ended.exit_codes == [0], ended.output
@@ -118,8 +124,13 @@ def test_with_over_sampling_every_prompt_is_trained_on_once_through_a_kill(
     rows = read_json_lines(run_dir / "completions.jsonl")
     groups = Counter(row["prompt_index"] for row in rows)
     assert set(groups.values()) == {NUM_GENERATIONS}
-    left = [record["rollout/dropped_stale"] for record in read_metrics(run_dir)]
-    assert len(left) == NUM_STEPS
+    dropped = [record["rollout/dropped_stale"] for record in read_metrics(run_dir)]
+    assert len(dropped) == NUM_STEPS
+    made = {(row["prompt_index"], row["sample_index"]): row["completion"] for row in rows}
+    whole = [row for row in saved if row["finish_reason"] != CUT]
+    assert whole
+    lost = [row for row in whole if made[row["prompt"], row["sample_index"]] != row["text"]]
+    assert len(lost) <= NUM_GENERATIONS * sum(dropped)
 
 
 def test_a_preempted_run_saves_what_is_ready_and_gives_up_the_rest(in_flight_runs: Runs) -> None:

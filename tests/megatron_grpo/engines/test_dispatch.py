@@ -1,72 +1,29 @@
 """What the trainer knows of an engine that works on its requests, and does about it."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import dispatch as dispatch_module
 from megatron_grpo.engines import engine as engine_module
-from megatron_grpo.engines.dispatch import EngineQueue
+from megatron_grpo.engines.dispatch import EngineQueue, RequestDispatcher
 from megatron_grpo.engines.engine import Engine, Patience
 from megatron_grpo.engines.http import EngineDown
 
 URL, PROBES = "http://engine", 0.02
-ANSWER = {
-    "weight_versions": [{"version": "7", "start": 0, "end": 1}],
-    "finish_reason": "stop",
-    "text": "a",
-    "token_ids": [5],
-    "logprobs": {"content": [{"logprob": -0.5}]},
-}
 
 
-@dataclass
-class ScriptedEngine:
-    """Holds its requests until `answers`, and tells the counts that a test sets."""
-
-    counts: dict[str, float] = field(default_factory=dict)
-    is_mute: bool = False
-    silent_route: str = ""
-    """A route that is never answered."""
-    num_per_look: int = 1000
-    """How many requests arrive, at most, between two looks at its load."""
-    num_accepted: int = 0
-    answers: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: list[int] = field(default_factory=list)
-
-    async def respond(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == self.silent_route:
-            await asyncio.Event().wait()
-        match request.url.path:
-            case "/metrics" | "/health" if self.is_mute:
-                raise httpx.ReadTimeout("no answer")
-            case "/metrics":
-                lines = [f"vllm:{name} {count}\n" for name, count in self.counts.items()]
-                return httpx.Response(200, text="".join(lines))
-            case "/collective_rpc":
-                question = json.loads(request.content)["kwargs"]["question"]
-                held = {"results": [{"question": question, "push": "7-a"}]}
-                return httpx.Response(200, json=held)
-            case "/inference/v1/generate":
-                self.asked.append(json.loads(request.content)["priority"])
-                await self.answers.wait()
-                return httpx.Response(200, json={"choices": [ANSWER]})
-            case "/load":
-                self.num_accepted = min(len(self.asked), self.num_accepted + self.num_per_look)
-        return httpx.Response(200, json={"server_load": self.num_accepted, "success": True})
-
-    def told(self, *, generated: int, started: int, waiting: int) -> None:
-        self.counts = {
-            "generation_tokens_total": generated,
-            "time_to_first_token_seconds_count": started,
-            "num_requests_waiting": waiting,
-        }
+def requests_of(numbers: Iterable[int]) -> dict[int, Any]:
+    return {
+        n: {"priority": n, "token_ids": [1], "sampling_params": {"max_tokens": 1}} for n in numbers
+    }
 
 
 @dataclass
@@ -88,8 +45,7 @@ async def scene(
     async def take(number: int, choice: Any, url: str) -> None:
         taken.append(number)
 
-    requests = {n: {"priority": n, "sampling_params": {"max_tokens": 1}} for n in numbers}
-    queue = EngineQueue(requests, 7, take, lambda: None)
+    queue = EngineQueue(requests_of(numbers), 7, take, lambda: None)
     transport = httpx.MockTransport(engine.respond)
     async with httpx.AsyncClient(base_url=URL, transport=transport) as http:
         connected = Engine(URL, http, Patience(health=0.2, stall=stall))
@@ -132,8 +88,7 @@ def test_an_engine_with_room_is_given_requests_and_gives_none_of_them():
     async def run() -> None:
         async with scene(range(5, 8), started=53) as it:
             assert it.queue.has_room
-            more = {n: {"priority": n, "sampling_params": {"max_tokens": 1}} for n in (1, 2)}
-            it.queue.enqueue(more)
+            it.queue.enqueue(requests_of((1, 2)))
             assert not it.queue.has_room
             it.engine.told(generated=120, started=53, waiting=2)
             await asyncio.sleep(10 * PROBES)
@@ -178,8 +133,7 @@ def test_an_engine_that_hangs_without_requests_is_noticed_before_the_others_are_
 @pytest.mark.parametrize("route", ["/collective_rpc", "/load", "/resume"])
 def test_an_engine_that_answers_probes_but_not_what_starts_it_counts_as_hung(route):
     engine = ScriptedEngine(silent_route=route)
-    requests = {0: {"priority": 0, "sampling_params": {"max_tokens": 1}}}
-    queue = EngineQueue(requests, 7, None, lambda: None)
+    queue = EngineQueue(requests_of([0]), 7, None, lambda: None)
 
     async def run() -> None:
         async with httpx.AsyncClient(
@@ -204,3 +158,48 @@ def test_an_engine_at_which_requests_arrive_slowly_does_not_count_as_hung():
             assert sorted(it.taken) == [*range(100)]
 
     asyncio.run(run())
+
+
+def answered_in_flight(**engines: ScriptedEngine) -> list[int]:
+    """Which of the requests 0 to 11 are answered, while several generations are in flight."""
+    taken = []
+
+    async def take(number: int, choice: Any, url: str) -> None:
+        taken.append(number)
+
+    async def run() -> None:
+        client = ScriptedClient(**engines)
+        requests = SimpleNamespace(
+            open=requests_of(range(12)), policy_version=7, take_answer=take, are_movable=True
+        )
+        dispatcher = RequestDispatcher(
+            client.pool, client.connect, requests, lambda number, choice: None
+        )
+        running = asyncio.create_task(dispatcher.run())
+        async with asyncio.timeout(10):
+            while len(taken) < 12 and not running.done():
+                await asyncio.sleep(PROBES)
+            dispatcher.cut()
+            await running
+
+    asyncio.run(run())
+    return sorted(taken)
+
+
+@pytest.mark.parametrize("route", ["/collective_rpc", "/pause"])
+def test_an_engine_that_starts_late_takes_over_what_one_that_is_lost_at_once_leaves(route):
+    lost, late = ScriptedEngine(broken_route=route), ScriptedEngine(delays={route: 0.1})
+    late.answers.set()
+    assert answered_in_flight(lost=lost, late=late) == [*range(12)]
+
+
+def test_engines_that_are_lost_together_leave_their_requests_to_the_one_that_is_well():
+    dying = ScriptedEngine(
+        broken_route="/inference/v1/generate", delays={"/resume": 0.4}, num_per_look=0
+    )
+    dead = ScriptedEngine(
+        broken_route="/inference/v1/generate", delays={"/inference/v1/generate": 0.15}
+    )
+    well = ScriptedEngine()
+    well.answers.set()
+    assert answered_in_flight(dying=dying, dead=dead, well=well) == [*range(12)]

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -10,10 +11,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from helpers.engines import random_prompts, reference_logprobs, sampling_params, served_model
-from megatron_grpo.engines import Generation
+from helpers.engines import (
+    random_prompts,
+    reference_logprobs,
+    sampling_params,
+    served_model,
+    wait_until,
+)
+from helpers.scripted_engines import ScriptedClient, ScriptedEngine
+from megatron_grpo.engines import Generation, NoServingEngine
 from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.engines.pool import MAX_COMEBACKS
 from megatron_grpo.launch.process import Preempted
 
 NUM_TOKENS = 300
@@ -123,3 +132,48 @@ def test_who_waits_is_told_that_the_run_ends(vllm_engine, client, in_flight, thr
         waiting.result(timeout=10)
     with pytest.raises(Preempted):
         in_flight.generate(1, generation(1, vllm_engine.version))
+
+
+@contextmanager
+def scripted(**engines):
+    """A client of scripted engines, and an `InFlight` that uses it."""
+    client = ScriptedClient(**engines)
+    in_flight = InFlight(client, str)
+    try:
+        yield client, in_flight
+    finally:
+        in_flight.end()
+        in_flight.close()
+
+
+def test_what_is_asked_for_when_no_engine_is_left_is_told_so_until_there_is_a_push():
+    engine = ScriptedEngine(broken_route="/collective_rpc")
+    engine.answers.set()
+    with scripted(only=engine) as (client, in_flight):
+        in_flight.resume(7)
+        assert wait_until(lambda: not client.pool.serving, seconds=5)
+        time.sleep(0.1)  # nobody waits for anything by then
+        with pytest.raises(NoServingEngine):
+            in_flight.submit(0, generation(0, 7, 4)).result(timeout=5)
+        engine.broken_route = ""
+        in_flight.suspend()
+        client.pool.finish_push(client.urls)
+        asked = generation(0, 7, 4)
+        answered = in_flight.submit(0, asked)
+        in_flight.resume(7)
+        answered.result(timeout=5)
+        assert len(asked.samples()) == 8
+
+
+def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times():
+    engine = ScriptedEngine()
+    engine.answers.set()
+    with scripted(only=engine) as (client, in_flight):
+        [url] = client.urls
+        for number in range(MAX_COMEBACKS + 2):
+            client.pool.mark_dead(url, "for a test")
+            assert [each for each, _ in client.pool.starting] == [url]
+            client.pool.finish_push([url])
+            in_flight.resume(7)
+            in_flight.submit(number, generation(number, 7, 4)).result(timeout=5)
+            in_flight.suspend()

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_grpo.config.grpo import GRPOConfig
+from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines import NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.generate import RolloutRequest
+from megatron_grpo.rollout.rollouts import RolloutScheduler
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 
@@ -63,3 +66,20 @@ def test_the_failure_of_a_generation_is_told_for_what_it_is(error, told, finish)
 def test_what_fails_when_the_machine_is_wanted_back_is_no_failure(finish):
     with pytest.raises(Preempted):
         finish(EnvironmentsLost("by fire"), is_preempted=True)
+
+
+def test_what_a_failed_push_has_suspended_is_not_waited_for_before_the_run_is_saved():
+    cfg = SimpleNamespace(
+        rollout=RolloutConfig(
+            max_completion_length=8, max_staleness=2, in_flight_updates=True, engine="vllm"
+        ),
+        grpo=GRPOConfig(num_generations=2, generation_batch_size=4),
+        num_steps=9,
+    )
+    timer = PhaseTimer(lambda phase: None)
+    scheduler = RolloutScheduler(cfg, None, lambda step: None)
+    scheduler.after_push(0)
+    scheduler.request_ahead(0)
+    scheduler.before_push(1, timer)  # the push of step 1 fails
+    scheduler.finish_for_save(1, timer)
+    assert [*scheduler.pending] == [1, 2] and not scheduler.ready

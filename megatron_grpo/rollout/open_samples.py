@@ -1,0 +1,60 @@
+"""The samples of groups that no generation has taken, as a checkpoint holds them.
+
+They are those of an `Experience`, but may be cut: what was sampled until the last push. These and
+the ones that are not there go on from what there is, exactly as after a push. A checkpoint loses
+nothing but the tokens that the engines have not handed out: those since that push.
+
+Invariants, of a checkpoint and the run that goes on from it: every sample is of a group among
+`OpenGroups.untaken`; a group has a sample at most once; a whole sample is never asked for again;
+the age of a group counts from when it was first asked for. Only a group that becomes too old, or
+that dynamic sampling rejects, loses its samples.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
+
+Unscored = Sequence[Sample]
+
+
+def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | None:
+    """The samples of groups by the number of their prompt; None if there are none.
+
+    Those that are not scored have no rewards and the total NaN. There are no advantages yet.
+    """
+    scored = [
+        each if isinstance(each, ScoredGroup) else _without_score(each) for each in groups.values()
+    ]
+    samples = [sample for group in scored for sample in group.samples]
+    if not samples:
+        return None
+    sizes = torch.tensor([len(group.samples) for group in scored])
+    return Experience(
+        samples=samples,
+        rewards=[reward for group in scored for reward in group.rewards],
+        totals=torch.tensor([t for group in scored for t in group.totals], dtype=torch.float64),
+        group_ids=torch.tensor([*groups]).repeat_interleave(sizes),
+        advantages=torch.zeros(len(samples), dtype=torch.float64),
+    )
+
+
+def groups_of(experience: Experience) -> dict[int, ScoredGroup | Unscored]:
+    """The inverse; a group of which a sample could not be scored is to be scored again."""
+    groups: dict[int, ScoredGroup | Unscored] = {}
+    for number in experience.group_ids.unique().tolist():
+        [rows] = (experience.group_ids == number).nonzero(as_tuple=True)
+        samples = [experience.samples[row] for row in rows.tolist()]
+        totals = experience.totals[rows].tolist()
+        rewards = [experience.rewards[row] for row in rows.tolist()]
+        is_scored = not any(map(math.isnan, totals))
+        groups[number] = ScoredGroup(samples, rewards, totals) if is_scored else samples
+    return groups
+
+
+def _without_score(samples: Unscored) -> ScoredGroup:
+    return ScoredGroup(samples, [{} for _ in samples], [math.nan] * len(samples))

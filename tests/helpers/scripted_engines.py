@@ -1,0 +1,119 @@
+"""Engines that do what a test has written down for them, behind a real client."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.engine import Engine, Patience
+from megatron_grpo.engines.pool import EnginePool
+
+
+@dataclass
+class ScriptedEngine:
+    """Holds its requests until `answers`, and tells the counts that a test sets.
+
+    The tokens that it samples are their own positions in prompt and completion.
+    """
+
+    counts: dict[str, float] = field(default_factory=dict)
+    is_mute: bool = False
+    silent_route: str = ""
+    """A route that is never answered."""
+    delays: dict[str, float] = field(default_factory=dict)
+    """Seconds before a route is answered."""
+    broken_route: str = ""
+    """A route that always fails."""
+    num_per_look: int = 1000
+    """How many requests arrive, at most, between two looks at its load."""
+    num_cut_tokens: int = 2
+    """Tokens of a completion that is cut."""
+    version: int = 7
+    is_paused: bool = False
+    num_cuts: int = 0
+    num_accepted: int = 0
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+    first_held: int = 0
+    """Requests of lower numbers are answered even if the others are held."""
+    asked: list[int] = field(default_factory=list)
+
+    async def respond(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path == self.silent_route:
+            await asyncio.Event().wait()
+        self.is_paused = path == "/pause" or (self.is_paused and path != "/resume")
+        await asyncio.sleep(self.delays.get(path, 0))
+        if path == self.broken_route:
+            raise httpx.ConnectError("it is broken")
+        match path:
+            case "/metrics" | "/health" if self.is_mute:
+                raise httpx.ReadTimeout("no answer")
+            case "/metrics":
+                lines = [f"vllm:{name} {count}\n" for name, count in self.counts.items()]
+                return httpx.Response(200, text="".join(lines))
+            case "/collective_rpc":
+                question = json.loads(request.content)["kwargs"]["question"]
+                held = {"results": [{"question": question, "push": f"{self.version}-a"}]}
+                return httpx.Response(200, json=held)
+            case "/inference/v1/generate":
+                return await self._complete(json.loads(request.content))
+            case "/pause":
+                self.num_cuts += "mode=abort" in str(request.url)
+            case "/load":
+                self.num_accepted = min(len(self.asked), self.num_accepted + self.num_per_look)
+        return httpx.Response(200, json={"server_load": self.num_accepted, "success": True})
+
+    async def _complete(self, request: dict[str, Any]) -> httpx.Response:
+        self.asked.append(request["priority"])
+        num_cuts = self.num_cuts
+        is_early = request["priority"] < self.first_held
+        while num_cuts == self.num_cuts and (
+            self.is_paused or not (is_early or self.answers.is_set())
+        ):
+            await asyncio.sleep(0.002)  # a test may set it in another thread
+        count, reason = request["sampling_params"]["max_tokens"], "length"
+        if num_cuts < self.num_cuts:
+            count, reason = self.num_cut_tokens, "abort"
+        first = len(request["token_ids"])
+        choice = {
+            "weight_versions": [{"version": str(self.version), "start": 0, "end": count}],
+            "finish_reason": reason,
+            "text": "",
+            "token_ids": [*range(first, first + count)],
+            "logprobs": {"content": [{"logprob": -0.5}] * count},
+        }
+        return httpx.Response(200, json={"choices": [choice]})
+
+    def told(self, *, generated: int, started: int, waiting: int) -> None:
+        self.counts = {
+            "generation_tokens_total": generated,
+            "time_to_first_token_seconds_count": started,
+            "num_requests_waiting": waiting,
+        }
+
+
+class ScriptedClient(RolloutClient):
+    """A client of engines by their names, which serve."""
+
+    def __init__(self, **engines: ScriptedEngine) -> None:
+        self._engines = {f"http://{name}": engine for name, engine in engines.items()}
+        self.urls = [*self._engines]
+        servers = SimpleNamespace(
+            base_urls=self.urls, token="", are_ours=False, log_tail=lambda url: ""
+        )
+        rollout = RolloutConfig(max_completion_length=16)
+        super().__init__(EnginePool(servers, rollout), rollout)
+        self.pool.finish_push(self.urls)
+
+    @asynccontextmanager
+    async def connect(self, url: str) -> AsyncIterator[Engine]:
+        transport = httpx.MockTransport(self._engines[url].respond)
+        async with httpx.AsyncClient(base_url=url, transport=transport) as http:
+            yield Engine(url, http, Patience(health=5.0, stall=60.0))

@@ -1,0 +1,182 @@
+"""Over-sampling with engines and rewards that fail."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from checkpoint_convert import read_shape
+from demo.make_sums import sums
+from helpers.engines import wait_until
+from helpers.models import tiny_model
+from helpers.policies import tiny_config
+from helpers.scripted_engines import ScriptedClient, ScriptedEngine
+from megatron_grpo.batch.experience import Experience
+from megatron_grpo.checkpoints.experience_file import OPEN, read_experience, write_experience
+from megatron_grpo.checkpoints.trainer_state import (
+    Record,
+    TrainerState,
+    read_record,
+    write_record,
+)
+from megatron_grpo.engines import RolloutAborted
+from megatron_grpo.engines.choice import CUT
+from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight
+from megatron_grpo.launch.run_dir import new_token
+from megatron_grpo.rewards import RewardError
+from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
+from megatron_grpo.rollout.generate import Rollouter
+from megatron_grpo.rollout.group_runner import GroupRunner
+from megatron_grpo.rollout.open_samples import groups_of
+from megatron_grpo.timing import PhaseTimer
+from parallel import ParallelDims
+
+TIMER = PhaseTimer(lambda phase: None)
+NUM_SAMPLES, MAX_LENGTH, NUM_WANTED = 4, 8, 6
+"""Groups at the engines; a generation has 4."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+class Scores:
+    """Scores by the first token; it can fail."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.value = 1.0
+        self.num_scored = 0
+
+    def __call__(self, samples) -> list[ScoredGroup]:
+        if self.error:
+            raise self.error
+        self.num_scored += len(samples)
+        values = [self.value * sample.sample_index for sample in samples]
+        return [ScoredGroup(samples, [{"share_of_digits": value} for value in values], values)]
+
+
+@pytest.fixture
+def rollouter(tmp_path: Path, model: Path) -> Iterator[Rollouter]:
+    """Its engines are scripted, and hold their requests; its rewards are `Scores`."""
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    cfg = tiny_config(
+        model,
+        ParallelDims(),
+        f"data.path={data}",
+        f"train.run_dir={tmp_path / 'run'}",
+        "train.num_steps=20",
+        "rollout.base_urls=[http://127.0.0.1:9]",  # nobody is asked there
+        "rollout.in_flight_updates=true",
+        "grpo.old_logprobs=rollout",
+        "rollout.max_staleness=2",
+        f"rollout.max_completion_length={MAX_LENGTH}",
+        f"rollout.over_sampling={NUM_WANTED / 4}",
+    )
+    with closing(Rollouter(cfg, read_shape(model), new_token(), num_ranks=1)) as rollouter:
+        rollouter.score = Scores()
+        use(rollouter, ScriptedEngine(version=0))
+        yield rollouter
+
+
+def use(rollouter: Rollouter, engine: ScriptedEngine) -> None:
+    """Give it an engine of that script, and an `InFlight` of its own."""
+    rollouter.in_flight.end()
+    rollouter.in_flight.close()
+    rollouter.engines, rollouter.engine = ScriptedClient(only=engine), engine
+    rollouter.in_flight = InFlight(rollouter.engines, lambda tokens: "")
+
+
+def runner_of(rollouter: Rollouter, state: TrainerState) -> GroupRunner:
+    timeline = SimpleNamespace(add=lambda *args, **kwargs: None, num_rollouts=1)
+    return GroupRunner(rollouter, SimpleNamespace(is_preempted=False), timeline, state)
+
+
+@pytest.fixture
+def runner(rollouter: Rollouter) -> Iterator[GroupRunner]:
+    with closing(runner_of(rollouter, TrainerState(step=0))) as runner:
+        runner.resume(0)
+        yield runner
+
+
+def wait_for_requests(rollouter: Rollouter, count: int) -> None:
+    assert wait_until(lambda: len(rollouter.engine.asked) >= count, seconds=10)
+
+
+@pytest.mark.parametrize("error", [RewardError("by fire"), KeyError("by fire")])
+def test_a_failure_is_told_though_weights_were_pushed_since(runner, rollouter, error):
+    rollouter.score.error = error
+    rollouter.engine.answers.set()
+    assert wait_until(lambda: runner._failure, seconds=10)
+    runner.suspend()
+    runner.resume(0)
+    with pytest.raises(RolloutAborted if isinstance(error, RewardError) else KeyError):
+        runner.finish(0, TIMER)
+
+
+def test_groups_with_too_few_scores_stay_in_the_checkpoint_with_which_the_run_ends(
+    runner, rollouter
+):
+    rollouter.score.value = math.nan
+    rollouter.engine.answers.set()
+    with pytest.raises(RolloutAborted, match="have no score"):
+        runner.finish(0, TIMER)
+    groups, samples = runner.open_groups()
+    assert groups.untaken == (*range(NUM_WANTED),)
+    assert {*groups_of(samples)} == {*range(NUM_WANTED)}
+    assert not any(isinstance(group, ScoredGroup) for group in groups_of(samples).values())
+
+
+def read_back(folder: Path, runner: GroupRunner, prompts) -> tuple[TrainerState, Experience]:
+    """What a checkpoint of step 1 has of the groups."""
+    groups, samples = runner.open_groups()
+    record = Record(
+        state=TrainerState(step=1, groups=groups), layout=ParallelDims(), counters={}, cursor={}
+    )
+    write_record(folder, record)
+    write_experience(folder, samples, OPEN)
+    return read_record(folder, 1).state, read_experience(folder, prompts, OPEN)
+
+
+def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_again(
+    runner, rollouter, tmp_path
+):
+    wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES)
+    runner.suspend()  # each has two tokens
+    rollouter.engine.version = 1
+    # Two groups are answered, and half of another; the rest goes on without being handed out.
+    rollouter.engine.first_held = 2 * MOST_REQUESTS + NUM_SAMPLES // 2
+    third = runner._attempts[2].requests
+    runner.resume(1)
+    assert wait_until(lambda: rollouter.score.num_scored == 2 * NUM_SAMPLES, seconds=10)
+    assert wait_until(lambda: len(third.open) == NUM_SAMPLES // 2, seconds=10)
+    state, samples = read_back(tmp_path, runner, rollouter.stream.prompts)
+    num_whole = sum(sample.finish_reason != CUT for sample in samples.samples)
+    assert num_whole == 2 * NUM_SAMPLES + NUM_SAMPLES // 2
+    assert len(samples.samples) == NUM_WANTED * NUM_SAMPLES
+
+    runner.close()
+    use(rollouter, ScriptedEngine(version=1))
+    with closing(runner_of(rollouter, state)) as resumed:
+        resumed.go_on(dict(state.groups.asked_at), samples)
+        resumed.resume(1)
+        wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES - num_whole)
+        time.sleep(0.1)
+        assert len(rollouter.engine.asked) == NUM_WANTED * NUM_SAMPLES - num_whole
+        rollouter.engine.answers.set()
+        made = resumed.finish(1, TIMER).experience.samples
+    of_checkpoint = {(each.prompt.index, each.sample_index): each for each in samples.samples}
+    assert len(made) == 4 * NUM_SAMPLES
+    for sample in made:
+        assert sample.spans == ((0, 2), (1, MAX_LENGTH - 2))
+        first = len(sample.prompt.token_ids)
+        assert [*sample.completion_ids] == [*range(first, first + MAX_LENGTH)]
+        part = of_checkpoint.pop((sample.prompt.index, sample.sample_index))
+        assert sample.completion_ids[: len(part.completion_ids)] == part.completion_ids
