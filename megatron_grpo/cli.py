@@ -11,7 +11,13 @@ import typer
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
-from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, rank_place, start_ranks, tie_to_launcher
+from megatron_grpo.launch.launch import (
+    LAUNCHER_VARIABLE,
+    place_engines,
+    rank_place,
+    start_ranks,
+    tie_to_launcher,
+)
 from megatron_grpo.launch.launch import place as place_job
 from megatron_grpo.launch.process import (
     allow_open_files,
@@ -21,8 +27,9 @@ from megatron_grpo.launch.process import (
     outlive_readers,
     silence_libraries,
 )
-from megatron_grpo.launch.run_dir import check_token, interrupted_text, take_token
+from megatron_grpo.launch.run_dir import interrupted_text, take_token
 from megatron_grpo.reporting.commands import report, show
+from megatron_grpo.serve_command import serve
 from megatron_grpo.viewer.command import view
 
 Overrides = Annotated[
@@ -176,57 +183,7 @@ def evaluate(
         print(evaluation.out)
 
 
-@app.command()
-def serve(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run that the engine is for.")],
-    overrides: Overrides = None,
-    host: Annotated[
-        str, typer.Option(help="IP address of this host that trainers connect to.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port on that address.", min=1, max=65535)] = 8000,
-    nnodes: Annotated[
-        int, typer.Option(help="Nodes of the engine's Slurm step: see slurm/engine.sh.", min=1)
-    ] = 1,
-    node_rank: Annotated[
-        int, typer.Option(help="Which of them this is; node 0 answers trainers.", min=0)
-    ] = 0,
-    master_addr: Annotated[
-        str, typer.Option(help="Address of node 0 for the others.")
-    ] = "127.0.0.1",
-    master_port: Annotated[
-        int,
-        typer.Option(
-            help="A free port of node 0. vLLM's workers meet there, on all interfaces and without "
-            "authentication: keep others off this network.",
-            min=1,
-            max=65535,
-        ),
-    ] = 29501,
-) -> None:
-    """Run one rollout engine for CONFIG until interrupted.
-
-    Training runs use it if its address is in their rollout.base_urls. Engine and trainers must have
-    the same token in the environment variable MEGATRON_GRPO_TOKEN. The engine takes the first GPUs
-    that it sees, as do the ranks of a trainer: if both run on one host, give the engine other GPUs
-    with CUDA_VISIBLE_DEVICES.
-
-    An engine of more GPUs than a node has spans several: a Slurm job runs this command on each of
-    them, and ends it on all where it ends on one. Elsewhere an engine has one host.
-
-    \b
-    Example (run the last line in another terminal, with the same token):
-      export MEGATRON_GRPO_TOKEN=$(openssl rand -hex 32)
-      megatron-grpo serve CONFIG
-      megatron-grpo train CONFIG rollout.base_urls=[http://127.0.0.1:8000]
-    """
-    allow_open_files()
-    token = check_token(take_token(os.environ))
-    cfg = load_config(config, overrides or [])
-    from megatron_grpo.engines.server import serve as serve_engine  # not for `--help`
-    from megatron_grpo.engines.vllm_args import EngineNode
-
-    node = EngineNode(nnodes, node_rank, master_addr, master_port)
-    serve_engine(cfg.model, cfg.rollout, host, port, token, node)
+app.command()(serve)
 
 
 @app.command()
@@ -239,6 +196,10 @@ def place(
     gpus_per_node: Annotated[
         int, typer.Option(help="GPUs per node; without GPUs, ranks per node.")
     ] = 8,
+    only_engines: Annotated[
+        bool,
+        typer.Option("--only-engines", help="As many engines as fit: see slurm/engines.sh."),
+    ] = False,
 ) -> None:
     """Show which node of a job runs which ranks and engines.
 
@@ -249,7 +210,8 @@ def place(
       megatron-grpo place configs/grpo_8b.yaml --nodes node1 --gpus-per-node 8
     """
     cfg = load_config(config, overrides or [])
-    placed = place_job(cfg, nodes.split(","), gpus_per_node)
+    place_all = place_engines if only_engines else place_job
+    placed = place_all(cfg, nodes.split(","), gpus_per_node)
     print(f"run_dir {cfg.train.run_dir}\nranks_per_node {placed.ranks_per_node}")
     print(f"startup_timeout {cfg.rollout.startup_timeout:.0f}")
     for node in placed.trainer_nodes:

@@ -317,8 +317,9 @@ use_network() {
     export NCCL_SOCKET_IFNAME=$NETWORK_INTERFACE GLOO_SOCKET_IFNAME=$NETWORK_INTERFACE
 }
 
-# The secret that trainer and engines of this start share; it is only in the environment.
+# The secret that trainer and engines share; it is only in the environment. Each start makes its own, unless
+# the job was submitted with one, which engines of other jobs then have, too: slurm/engines.sh.
 make_token() {
-    MEGATRON_GRPO_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+    : "${MEGATRON_GRPO_TOKEN:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
     export MEGATRON_GRPO_TOKEN
 }

@@ -80,14 +80,15 @@ class RolloutClient:
         raise Preempted("the generation was given up")
 
     def take_stock(self, check: Callable[[list[EngineReport]], None]) -> None:
-        """Lose the engines that have failed, died or hang, and find those that came back.
+        """Lose engines that have failed, died, hang or leave; find those that join or came back.
 
-        These take part again if `check` accepts the parameters of their workers, that is, does not
+        These take part if `check` accepts the parameters of their workers, that is, does not
         raise ValueError.
         """
         for url, error in self._failed.items():
             self.pool.mark_dead(url, str(error))
         self._failed = {}
+        self.pool.join_and_leave()
         for url in self.pool.check_engines():
             try:
                 [workers] = self._on([url], _describe, {})

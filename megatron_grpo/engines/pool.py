@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.http import HEALTH_TIMEOUT, RolloutAborted, is_healthy
+from megatron_grpo.engines.joining import JoinFolder
 from megatron_grpo.engines.server import EngineServers
 
 MAX_COMEBACKS = 3
@@ -50,16 +52,24 @@ class EnginePool:
     """The engines, each in one of four states, and the transitions between these.
 
     Only a successful push makes an engine serve. A lost engine that the run started itself is
-    killed and started again; one of `rollout.base_urls` is waited for. Either way it takes no part
-    until it answers and the next push has reached it.
+    killed and started again; one of `rollout.base_urls`, or one that has joined, is waited for.
+    Either way it takes no part until it answers and the next push has reached it.
     """
 
-    def __init__(self, servers: EngineServers, rollout: RolloutConfig) -> None:
+    def __init__(
+        self, servers: EngineServers, rollout: RolloutConfig, joining: JoinFolder | None = None
+    ) -> None:
         self.token = servers.token
+        self._joining = joining
         self._servers = servers
         self._startup_timeout = rollout.startup_timeout
         self._health_timeout = rollout.health_timeout
         self._records = {url: EngineRecord(url) for url in servers.base_urls}
+
+    @classmethod
+    def of_run(cls, servers: EngineServers, cfg: Config) -> "EnginePool":
+        """The engines of a training run, which others may join."""
+        return cls(servers, cfg.rollout, JoinFolder.of_run(cfg))
 
     @property
     def serving(self) -> list[str]:
@@ -80,6 +90,24 @@ class EnginePool:
     def life(self, url: str) -> tuple[str, int]:
         """Address of an engine, and how often it was lost."""
         return url, self._records[url].num_losses
+
+    def join_and_leave(self) -> None:
+        """Take in the engines that have joined, and drop those that leave, while none has requests.
+
+        One that has joined is down until it answers, as `check_engines` finds out.
+        """
+        if self._joining is None:
+            return
+        leavers, joined = self._joining.leavers(), self._joining.joined()
+        for url in joined:
+            if url not in self._records:
+                self._records[url] = EngineRecord(url, State.DOWN, "has not answered yet")
+                _tell(f"rollout engine {url} joins")
+        for url in self._records.keys() - {*self._servers.base_urls, *joined}:
+            del self._records[url]
+            _tell(f"rollout engine {url} has left")
+        for file in leavers:  # only now may the engine end
+            file.unlink(missing_ok=True)
 
     def check_engines(self) -> list[str]:
         """Lose engines that have died or hang; returns those that answer again."""

@@ -17,10 +17,18 @@ from typing import NoReturn
 
 from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.bars import Show
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.access import check_host
 from megatron_grpo.engines.http import EngineError, is_healthy
+from megatron_grpo.engines.joining import (
+    FOLDER,
+    JoinedEngine,
+    refusal,
+    serve_joined,
+    settings_of,
+)
 from megatron_grpo.engines.vllm_args import (
     CPU_HEAD_SIZES,
     CPU_LATENT_SIZE,
@@ -300,14 +308,15 @@ def engine_command(
 
 
 def serve(
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    host: str,
-    port: int,
-    token: str,
-    node: EngineNode,
+    cfg: Config, host: str, port: int, token: str, node: EngineNode, *, join: bool = False
 ) -> NoReturn:
-    """Become an engine on `host`:`port`, or a further `node` of it, whose address is `host`."""
+    """Become an engine on `host`:`port`, or a further `node` of it, whose address is `host`.
+
+    With `join`, the engine is a process of its own, which this one lets the run of `cfg` know.
+    """
+    model, rollout = cfg.model, cfg.rollout
+    if join and (reason := refusal(cfg)):
+        raise ValueError(f"--join: {reason}")
     check_host(host, port if node.node_rank == 0 else 0)
     # vLLM's processes do not notice when those on another node end, but Slurm does.
     if node.nnodes > 1 and os.environ.get("SLURM_STEP_NUM_NODES") != str(node.nnodes):
@@ -331,4 +340,8 @@ def serve(
     part = rollout.model_copy(update={"num_engines": 1, "tensor_parallel_size": size})
     [devices] = engine_devices(part, num_gpus(), 0, os.environ)
     command, environment = engine_command(model, rollout, host, port, devices, token, node)
+    if join and node.node_rank == 0:
+        address = f"[{host}]" if ":" in host else host
+        engine = JoinedEngine(f"http://{address}:{port}", settings_of(model, rollout))
+        serve_joined(command, environment, cfg.train.run_dir / FOLDER, engine)
     os.execve(command[0], command, environment)

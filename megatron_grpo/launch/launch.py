@@ -167,6 +167,22 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     return Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
 
 
+def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
+    """Fill all nodes with engines, whose ranks are another job's.
+
+    Raises ValueError if an engine is larger than a node and does not fill nodes, or than all.
+    """
+    tensor = cfg.rollout.tensor_parallel_size
+    check_engine_size(tensor, gpus_per_node)
+    engines = [*_places(nodes, 0, gpus_per_node, tensor)]
+    if not engines:
+        raise ValueError(
+            f"rollout.tensor_parallel_size {tensor} needs {-(-tensor // gpus_per_node)} nodes of "
+            f"{gpus_per_node} GPUs for an engine, and the job has {len(nodes)}"
+        )
+    return Placement(nodes[:0], 0, engines)
+
+
 def check_engine_size(tensor: int, gpus_per_node: int) -> None:
     """Raise ValueError if an engine of `tensor` GPUs is larger than a node and does not fill nodes.
 

@@ -97,7 +97,7 @@ class Rollouter:
         if cfg.environment.name is not None:
             self.environments = EnvironmentPool(cfg.environment)
         tokenizer = load_tokenizer(cfg.model.path)
-        self.engines = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
+        self.engines = RolloutClient(EnginePool.of_run(self.servers, cfg), cfg.rollout)
         self.in_flight: InFlight | None = None
         """Has the engines answer several generations at once; None if they make one at a time."""
         if cfg.rollout.in_flight_updates:

@@ -317,3 +317,51 @@ def test_the_environment_is_that_of_the_job_and_the_site(bash, variables, printe
     unset = " ".join(own - variables.keys())
     script = f'unset {unset}; source slurm/env.sh; echo "{printed}"'
     assert bash(script, {}, **variables).stdout == f"{expected}\n"
+
+
+# An engine of the job that joins at once, and ends when its run has dropped it.
+JOINS = """
+[[ "$*" != *" megatron-grpo place "* ]] || { echo "$PLACED"; exit; }
+port=$(sed 's/.* --port \\([0-9]*\\) .*/\\1/' <<<"$*")
+echo "$*" >>"$RUN/steps"
+touch "$RUN/engines/10.0.0.1_$port.json"
+until [[ -e $RUN/engines/10.0.0.1_$port.leaving ]]; do sleep 0.1; done
+exit 1
+"""
+ENGINES_JOB = """
+    bash slurm/engines.sh $RUN rollout.vllm.seed=1 &
+    until [[ $(ls $RUN/engines | wc -l) == 2 ]]; do sleep 0.1; done
+    kill -USR1 $!
+    wait $!
+"""
+
+
+def test_a_job_of_engines_joins_a_run_and_leaves_it_before_the_time_limit(bash, tmp_path):
+    run = tmp_path / "run"
+    (run / "engines").mkdir(parents=True)
+    placed = f"run_dir {run}\nranks_per_node 0\nstartup_timeout 9\nengine n1 0\nengine n1 1"
+    scontrol = f'[[ "$2" == hostnames ]] && echo n1 || {NODE}'
+    programs = {"scontrol": scontrol, "srun": JOINS, "getent": "echo 10.0.0.1 STREAM n1"}
+    variables = {"PLACED": placed, "RUN": str(run), "NODE_ADDRESS": "n1"}
+    variables |= {"MEGATRON_GRPO_TOKEN": "of-both-jobs", "SLURM_JOB_NODELIST": "n1"}
+    done = bash(ENGINES_JOB, programs, **variables)
+    assert done.returncode == 0, done.stderr
+    steps = (run / "steps").read_text().splitlines()
+    assert len(steps) == 2
+    assert all(f" {run}/config.yaml rollout.vllm.seed=1 --join --port " in step for step in steps)
+    left = {file.name for file in (run / "engines").iterdir()}
+    assert left == {"10.0.0.1_20449.leaving", "10.0.0.1_20450.leaving"}
+
+
+def test_a_job_of_engines_needs_the_token_of_the_run(bash, tmp_path):
+    done = bash("bash slurm/engines.sh $RUN", {}, RUN=str(tmp_path), MEGATRON_GRPO_TOKEN="")
+    assert done.returncode != 0
+    assert "MEGATRON_GRPO_TOKEN: export the one that the job of the run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "made"), [("of-both-jobs", "of-both-jobs"), ("", r"[0-9a-f]{64}")]
+)
+def test_a_job_has_the_token_that_it_was_submitted_with_or_its_own(bash, given, made):
+    done = bash('make_token; echo "$MEGATRON_GRPO_TOKEN"', {}, MEGATRON_GRPO_TOKEN=given)
+    assert re.fullmatch(made, done.stdout.strip())

@@ -15,6 +15,7 @@ from megatron_grpo.launch.launch import (
     EnginePlace,
     RankPlace,
     place,
+    place_engines,
     rank_place,
     tie_to_launcher,
 )
@@ -151,3 +152,15 @@ def test_command_prints_the_placement():
     ]
     said = CliRunner().invoke(cli.app, [*arguments, "rollout.tensor_parallel_size=8"])
     assert said.output.splitlines()[-1] == "engine a,b 0,1,2,3"
+
+
+def test_a_job_of_engines_only_is_filled_with_them():
+    placed = place_engines(job(16, 1, tensor=4), ["a", "b"], 8)
+    assert [(*at.nodes, at.gpus.start) for at in placed.engines] == [
+        ("a", 0),
+        ("a", 4),
+        ("b", 0),
+        ("b", 4),
+    ]
+    with pytest.raises(ValueError, match="needs 2 nodes of 8 GPUs for an engine, and the job has"):
+        place_engines(job(16, 1, tensor=16), ["a"], 8)

@@ -1,0 +1,201 @@
+"""Engines that join a run while it trains, and leave it: each has a file in the run directory.
+
+`megatron-grpo serve --join` writes `engines/HOST_PORT.json` once its engine answers; from its next
+push on, the run uses the engine like one of `rollout.base_urls`. The file is renamed to
+`HOST_PORT.leaving` when the engine is to leave: the run gives it no more requests from the next
+push on and removes the file, whereupon the engine ends.
+"""
+
+import hashlib
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import msgspec
+
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.http import is_healthy
+from megatron_grpo.launch.run_dir import make_folder
+from megatron_grpo.workers.child_process import ChildProcess
+
+FOLDER, JOINED, LEAVING = "engines", ".json", ".leaving"
+OF_EACH_HOST = ("gpu_memory_utilization",)
+"""Fields of `rollout.vllm` in which engines of one run may differ."""
+LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+POLL_SECONDS = 1.0
+TERMINATE_SECONDS = 10.0
+
+
+class JoinedEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the file of an engine says."""
+
+    url: str
+    settings: dict[str, Any]
+    """Those of `settings_of`."""
+
+
+def settings_of(model: ModelConfig, rollout: RolloutConfig) -> dict[str, Any]:
+    """What all engines of a run must have in common, by name, as JSON.
+
+    The shapes and dtypes of their weights are compared as well, before a push.
+    """
+    shape = (model.path / "config.json").read_bytes()
+    vllm = {name: value for name, value in rollout.vllm.items() if name not in OF_EACH_HOST}
+    settings = {
+        "sha256 of model.path/config.json": hashlib.sha256(shape).hexdigest(),
+        "model.dtype": model.dtype,
+        "rollout.engine": rollout.engine,
+        "rollout.tensor_parallel_size": rollout.tensor_parallel_size,
+        "rollout.router_replay": rollout.router_replay,
+        "rollout.vllm": vllm,
+    }
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
+    return plain
+
+
+def refusal(cfg: Config) -> str:
+    """Why no engine can join the run of `cfg`; empty if its engines may be of other jobs."""
+    if cfg.train.replay is not None:
+        return "train.replay takes generations from a file, so that the run has no engines"
+    if cfg.rollout.enable_sleep_mode:
+        return (
+            "rollout.enable_sleep_mode true is for engines on the GPUs of the ranks: set it to "
+            "false for a run that engines join"
+        )
+    return ""
+
+
+class JoinFolder:
+    """The files of the engines that have joined a run, as rank 0 reads them before each push.
+
+    `refusal` says why none can join, if so. The ranks listen for the engines of `base_urls` only:
+    where these are all on rank 0's host by a loopback address, engines of other hosts are refused.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], base_urls: Sequence[str], refusal: str
+    ) -> None:
+        self._folder, self._settings, self._refusal = folder, settings, refusal
+        self._is_local = all(map(_is_loopback, base_urls))
+        self._told: set[tuple[str, str]] = set()
+
+    @classmethod
+    def of_run(cls, cfg: Config) -> "JoinFolder":
+        """The folder of the run of `cfg`."""
+        urls, reason = cfg.rollout.base_urls, refusal(cfg)
+        if not urls:
+            reason = reason or (
+                "the run starts its engines itself, with a token that no other has: start them by "
+                "`megatron-grpo serve` and give rollout.base_urls, as the jobs in slurm/ do"
+            )
+        settings = settings_of(cfg.model, cfg.rollout)
+        return cls(cfg.train.run_dir / FOLDER, settings, urls, reason)
+
+    def joined(self) -> list[str]:
+        """Addresses of the engines that take part; says once of each other file why it does not."""
+        return [
+            url for file in sorted(self._folder.glob(f"*{JOINED}")) if (url := self._read(file))
+        ]
+
+    def leavers(self) -> list[Path]:
+        """The files of the engines that wait until the run has dropped them."""
+        return [*self._folder.glob(f"*{LEAVING}")]
+
+    def _read(self, file: Path) -> str:
+        """The address in a file; empty if its engine has no part in the run."""
+        try:
+            engine = msgspec.json.decode(file.read_bytes(), type=JoinedEngine)
+        except FileNotFoundError:  # it has left since
+            return ""
+        except (OSError, msgspec.MsgspecError) as error:
+            return self._refuse(file, f"the file cannot be read: {error}")
+        if fault := self._fault(engine):
+            return self._refuse(file, fault)
+        return engine.url
+
+    def _refuse(self, file: Path, reason: str) -> str:
+        if (file.name, reason) not in self._told:
+            self._told.add((file.name, reason))
+            print(f"the engine of {file} cannot join: {reason}", file=sys.stderr, flush=True)
+        return ""
+
+    def _fault(self, engine: JoinedEngine) -> str:
+        if self._refusal:
+            return self._refusal
+        parts = urlsplit(engine.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            return f"{engine.url!r} is not an address like http://host:8000"
+        if self._is_local and not _is_loopback(engine.url):
+            return (
+                f"{engine.url} is on another network than rollout.base_urls, for which the ranks "
+                "listen on loopback alone: give these the address of their host, too"
+            )
+        for name, ours in self._settings.items():
+            if (theirs := engine.settings.get(name)) != ours:
+                return f"its {name} is {theirs}, the run's {ours}: start it with the run's config"
+        return ""
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def serve_joined(
+    command: list[str], environment: Mapping[str, str], folder: Path, engine: JoinedEngine
+) -> NoReturn:
+    """Run an engine, with its file in `folder` from when it answers until it leaves or ends.
+
+    A signal makes it leave, a second one ends it at once. The exit code is 1 if it has ended by
+    itself.
+    """
+    signals: list[int] = []
+    for number in LEAVE_SIGNALS:
+        signal.signal(number, lambda number, _: signals.append(number))
+    make_folder(folder)
+    parts = urlsplit(engine.url)
+    file = folder / f"{parts.hostname}_{parts.port}{JOINED}"
+    child = ChildProcess.start(command, environment, sys.stdout.buffer)
+    try:
+        _stay(child, file, engine, signals)
+        end = child.end()
+    finally:
+        file.unlink(missing_ok=True)
+        file.with_suffix(LEAVING).unlink(missing_ok=True)
+        child.process.terminate()
+        child.end(within=TERMINATE_SECONDS)
+        child.kill()
+    if end:
+        print(f"megatron-grpo: rollout engine {engine.url} {end}", file=sys.stderr)
+    sys.exit(1 if end else 0)
+
+
+def _stay(child: ChildProcess, file: Path, engine: JoinedEngine, signals: Sequence[int]) -> None:
+    """Return when the engine has ended, or may."""
+    while not is_healthy(engine.url):
+        if signals or child.end():
+            return
+        time.sleep(POLL_SECONDS)
+    leaving, whole = file.with_suffix(LEAVING), file.with_suffix(".tmp")
+    leaving.unlink(missing_ok=True)  # of an earlier engine at this address
+    whole.write_bytes(msgspec.json.encode(engine))
+    whole.replace(file)
+    print(f"{file}: the engine joins at the run's next push", file=sys.stderr, flush=True)
+    while not signals and file.exists():
+        if child.end(within=POLL_SECONDS):
+            return
+    with suppress(FileNotFoundError):  # renamed or removed by somebody else
+        file.rename(leaving)
+    if leaving.exists():
+        told = "the engine leaves at the run's next push; another signal ends it at once"
+        print(f"{leaving}: {told}", file=sys.stderr, flush=True)
+    while len(signals) < 2 and leaving.exists():
+        if child.end(within=POLL_SECONDS):
+            return

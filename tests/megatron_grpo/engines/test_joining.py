@@ -1,0 +1,246 @@
+"""Engines that join a run and leave it, by their files in its directory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from demo.make_sums import sums
+from helpers.engines import wait_until
+from helpers.jobs import Job
+from helpers.policies import tiny_config
+from helpers.runs import steps_of
+from megatron_grpo.config.config import Config
+from megatron_grpo.engines.joining import JoinFolder
+from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
+from parallel import ParallelDims
+
+OWN, OTHER = "http://127.0.0.1:1", "http://127.0.0.2:1"  # where nobody listens
+SETTINGS = {"model.dtype": "float32", "rollout.tensor_parallel_size": 1}
+
+
+def folder_of(tmp_path: Path, refusal: str = "") -> JoinFolder:
+    return JoinFolder(tmp_path, SETTINGS, [OWN], refusal)
+
+
+def write(file: Path, url: str = OTHER, **settings: object) -> None:
+    file.write_text(json.dumps({"url": url, "settings": SETTINGS | settings}))
+
+
+class NoServers:
+    """Stands for the server of one engine of `rollout.base_urls`, which never answers."""
+
+    token, base_urls, are_ours = "token", (OWN,), False
+
+    def end(self, url: str) -> str:
+        return ""
+
+    log_tail = end
+
+
+def pool_of(tmp_path: Path, model: Path) -> EnginePool:
+    rollout = tiny_config(model, ParallelDims()).rollout
+    return EnginePool(NoServers(), rollout, folder_of(tmp_path))
+
+
+def test_an_engine_joins_before_a_push_and_may_end_when_it_is_dropped(tmp_path, tied_model, capfd):
+    pool, file = pool_of(tmp_path, tied_model), tmp_path / "other.json"
+    pool.join_and_leave()
+    write(file)
+    pool.join_and_leave()
+    assert [url for url, _ in pool.starting] == [OTHER]  # until it answers
+    pool.mark_recovered(OTHER)
+    pool.finish_push([OWN, OTHER])
+    pool.join_and_leave()
+    assert pool.serving == [OWN, OTHER]
+    leaving = file.rename(file.with_suffix(".leaving"))
+    pool.join_and_leave()
+    assert pool.serving == [OWN]
+    assert not leaving.exists()
+    told = [f"rollout engine {OTHER} joins", f"rollout engine {OTHER} has left"]
+    assert capfd.readouterr().err.splitlines() == told
+
+
+def test_an_engine_whose_file_is_gone_has_left_and_one_of_the_run_stays(tmp_path, tied_model):
+    pool = pool_of(tmp_path, tied_model)
+    write(tmp_path / "own.json", OWN)
+    write(tmp_path / "other.json")
+    pool.join_and_leave()
+    pool.finish_push([OWN, OTHER])
+    for name in ("own.json", "other.json"):
+        (tmp_path / name).unlink()
+    pool.join_and_leave()
+    assert pool.serving == [OWN]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"url": "http://127.0', "the file cannot be read: Input data was truncated"),
+        ('{"address": 1, "url": "http://127.0.0.1:1"}', "the file cannot be read: "),
+        ({"url": "127.0.0.1:8000"}, "'127.0.0.1:8000' is not an address like http://host:8000"),
+        ({"url": "http://10.0.0.1:8000"}, "the ranks listen on loopback alone"),
+        (
+            {"settings": SETTINGS | {"rollout.tensor_parallel_size": 2}},
+            "its rollout.tensor_parallel_size is 2, the run's 1: start it with the run's config",
+        ),
+        ({"settings": {}}, "its model.dtype is None, the run's float32"),
+    ],
+    ids=["cut short", "another file", "no address", "another network", "size", "no settings"],
+)
+def test_an_engine_that_cannot_join_is_told_once(content, reason, tmp_path, capfd):
+    if isinstance(content, dict):
+        content = json.dumps({"url": OTHER, "settings": SETTINGS} | content)
+    (tmp_path / "a.json").write_text(content)
+    write(tmp_path / "b.json")
+    folder = folder_of(tmp_path)
+    assert folder.joined() == folder.joined() == [OTHER]
+    [told] = capfd.readouterr().err.splitlines()
+    assert told.startswith(f"the engine of {tmp_path / 'a.json'} cannot join: ") and reason in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["rollout.enable_sleep_mode=true", f"rollout.base_urls=[{OWN}]"], "enable_sleep_mode"),
+        (["train.replay=/somewhere"], "train.replay takes generations from a file"),
+        ([], "the run starts its engines itself, with a token that no other has"),
+    ],
+)
+def test_a_run_that_no_engine_can_join_says_why(overrides, reason, tmp_path, tied_model, capfd):
+    cfg: Config = tiny_config(
+        tied_model, ParallelDims(), *overrides, f"train.run_dir={tmp_path / 'run'}"
+    )
+    folder = tmp_path / "run" / "engines"
+    folder.mkdir(parents=True)
+    write(folder / "a.json")
+    assert JoinFolder.of_run(cfg).joined() == []
+    assert reason in capfd.readouterr().err
+
+
+# A process that answers as an engine does, without weights.
+STAND_IN = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/end":
+            self.server.shutdown_request(self.request)
+            sys.exit(3)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+SERVE = """
+import os, sys
+from pathlib import Path
+from megatron_grpo.engines.joining import JoinedEngine, serve_joined
+port, folder, stand_in = sys.argv[1:]
+engine = JoinedEngine(f"http://127.0.0.1:{port}", {})
+serve_joined([sys.executable, "-c", stand_in, port], os.environ, Path(folder), engine)
+"""
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """`serve_joined` of a stand-in that has joined, and its file."""
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        command = [sys.executable, "-c", SERVE, str(port), str(folder), STAND_IN]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        file = folder / f"127.0.0.1_{port}.json"
+        try:
+            assert wait_until(file.exists, seconds=60)
+            yield process, file
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_an_engine_leaves_on_a_signal_and_ends_when_the_run_has_dropped_it(tmp_path):
+    with serving(tmp_path) as (process, file):
+        process.send_signal(signal.SIGUSR1)
+        leaving = file.with_suffix(".leaving")
+        assert wait_until(leaving.exists, seconds=10) and not file.exists()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2.5)
+        leaving.unlink()
+        assert process.wait(30) == 0
+
+
+def test_an_engine_that_is_told_twice_does_not_wait_for_the_run(tmp_path):
+    with serving(tmp_path) as (process, file):
+        process.send_signal(signal.SIGTERM)
+        assert wait_until(file.with_suffix(".leaving").exists, seconds=10)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert [*tmp_path.iterdir()] == []
+
+
+def test_an_engine_that_ends_by_itself_leaves_no_file(tmp_path):
+    with serving(tmp_path) as (process, file):
+        host, port = file.stem.split("_")
+        httpx.get(f"http://{host}:{port}/end")
+        assert process.wait(30) == 1
+        assert [*tmp_path.iterdir()] == []
+        assert f"rollout engine http://{host}:{port} ended with exit code 3" in (
+            process.stderr.read()
+        )
+
+
+@pytest.mark.slow
+def test_an_engine_joins_a_run_while_it_trains_and_leaves_it(
+    transformers_engine, tied_model, tmp_path
+):
+    run_dir, data = tmp_path / "run", tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    token = transformers_engine.servers.token
+    job = Job(
+        [
+            f"model.path={tied_model}",
+            f"data.path={data}",
+            f"train.run_dir={run_dir}",
+            "rollout.engine=transformers",
+            f"rollout.base_urls=[{transformers_engine.servers.base_urls[0]}]",
+            *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
+            "train.num_steps=10000",
+        ],
+        1,
+        tmp_path / "logs",
+        token=token,
+    )
+    with job, reserve_port() as reserved:
+        job.wait_for(lambda: steps_of(run_dir), 120)
+        port = reserved.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "megatron_grpo.cli", "serve", run_dir / "config.yaml"]
+        engine = subprocess.Popen(
+            [*command, "--join", f"--port={port}"], env=os.environ | {TOKEN_VARIABLE: token}
+        )
+        try:
+            job.wait_for(lambda: f"rollout engine {url} joins" in job.output, 120)
+            job.wait_for(lambda: num_tokens(url, token) > 500, 60)
+            engine.send_signal(signal.SIGTERM)
+            assert engine.wait(60) == 0
+            assert f"rollout engine {url} has left" in job.output
+            num_steps = len(steps_of(run_dir))
+            job.wait_for(lambda: len(steps_of(run_dir)) > num_steps + 1, 60)
+            assert "is lost" not in job.output and "push of weights failed" not in job.output
+            assert [*(run_dir / "engines").iterdir()] == []
+        finally:
+            engine.kill()
+
+
+def num_tokens(url: str, token: str) -> float:
+    """Tokens that the engine has generated."""
+    page = httpx.get(f"{url}/metrics", headers=bearer(token)).text
+    return float(page.removeprefix("vllm:generation_tokens_total "))
