@@ -184,7 +184,7 @@ def _overlaps(
 ) -> dict[str, float]:
     switches = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     megatron = cfg.model.megatron | {"moe_shared_expert_overlap": True}
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true": {
             "parallel": cfg.parallel.model_copy(update=switches)
         },
