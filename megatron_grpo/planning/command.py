@@ -21,8 +21,8 @@ from megatron_grpo.planning.memory import StageMemory, engine_bytes
 from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
 from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
 from megatron_grpo.planning.state import part_bytes
-from megatron_grpo.planning.step_time import ATTAINABLE_OF_LINK, LinkUse
 from megatron_grpo.planning.suggest import Suggestion, simulated, suggest
+from megatron_grpo.planning.traffic import ATTAINABLE_OF_LINK, LinkUse
 from megatron_grpo.planning.workload import longest_sequence, read_completion_lengths, read_lengths
 
 SHOWN_STAGES = 4
@@ -133,7 +133,7 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
         f"{time.flops:.3g} operations: at least {time.compute_seconds:.1f} s at the cards' peak; "
         f"estimate {time.estimate:.1f} s, at {time.attainable:g} of the peak and "
         f"{ATTAINABLE_OF_LINK:g} of the links' rates, with a pipeline bubble of {time.bubble:.3f} "
-        "and no traffic hidden"
+        f"and {time.waits:.1f} s of traffic that computation does not hide"
     )
     if plan.engine:
         lines.append(
@@ -174,18 +174,21 @@ def _rollout_line(cfg: Config, time: RolloutTime) -> str:
 
 
 def _link_rows(cfg: Config, plan: JobPlan) -> list[str]:
-    rows = [f"{'per step and GPU':<18}{'bytes':>12}  {'over':<10}{'least time':>10}"]
+    rows = [f"{'per step and GPU':<18}{'bytes':>12}  {'over':<10}{'least time':>10}{'exposed':>10}"]
     rows += [_link_row(use.purpose, use) for use in plan.time.links]
     if plan.push:
         updates = BatchSchedule.of(cfg.grpo).updates_per_generation
         steps = f", 1 step of {updates}" if updates > 1 else ""
         rows.append(_link_row(f"{plan.push.purpose}{steps}", plan.push))
-    return rows
+    return rows + [
+        f"{way} would hide {gain:.2f} s more" for way, gain in plan.overlaps.items() if gain >= 0.01
+    ]
 
 
 def _link_row(label: str, use: LinkUse) -> str:
     over = "NVLink" if use.in_node else "network"
-    return f"{label:<18}{use.num_bytes / 1e9:>9.2f} GB  {over:<10}{use.seconds:>8.2f} s"
+    size = f"{label:<18}{use.num_bytes / 1e9:>9.2f} GB  {over:<10}"
+    return f"{size}{use.seconds:>8.2f} s{use.exposed:>8.2f} s"
 
 
 def _asynchrony_rows(cfg: Config, loop: Loop) -> list[str]:

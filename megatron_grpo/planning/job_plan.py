@@ -1,6 +1,6 @@
 """Plans a whole job: what it computes, sends and holds, and whether that fits its GPUs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from megatron_grpo.planning.memory import (
 from megatron_grpo.planning.rollout_time import RolloutTime, rollout_time, training_loop
 from megatron_grpo.planning.simulation import MODES, Loop, simulate
 from megatron_grpo.planning.state import StateBytes, stage_states
-from megatron_grpo.planning.step_time import LinkUse, StepTime, push_link, step_time
+from megatron_grpo.planning.step_time import StepTime, step_time
+from megatron_grpo.planning.traffic import LinkUse, push_link
 from megatron_grpo.planning.workload import Workload, workload
 from parallel.alignment import round_up
 
@@ -50,6 +51,8 @@ class JobPlan:
     time: StepTime
     rollout: RolloutTime | None
     """Time of one generation; None without an `engine`, or if the length of prompts is unknown."""
+    overlaps: Mapping[str, float]
+    """Settings that would hide more traffic, and by how many seconds each shortens the step."""
     push: LinkUse | None
     """The push of weights for one generation, which may serve several steps."""
     shared_prompts: dict[bool, PromptSharing]
@@ -104,6 +107,7 @@ class JobPlan:
             "engine": self.engine and asdict(self.engine),
             "step": asdict(self.time) | {"estimate_seconds": self.time.estimate},
             "rollout": self.rollout and asdict(self.rollout) | {"seconds": self.rollout.seconds},
+            "overlaps": self.overlaps,
             "push": self.push and asdict(self.push),
             "asynchrony": self.loop
             and [asdict(mode) | asdict(simulate(self.loop, mode)) for mode in MODES],
@@ -144,6 +148,7 @@ def plan_job(
         engine=engine,
         time=time,
         rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,
+        overlaps=_overlaps(cfg, shape, states, work, card, time),
         push=push,
         shared_prompts=_shared_prompts(cfg, shape, states, card, lengths),
         not_counted=not_counted(cfg),
@@ -167,6 +172,35 @@ def _shared_prompts(
         time = step_time(other, shape, states, work, card)
         steps[is_on] = PromptSharing(filled_tokens=work.filled, estimate_seconds=time.estimate)
     return steps
+
+
+def _overlaps(
+    cfg: Config,
+    shape: ModelShape,
+    states: Sequence[StateBytes],
+    work: Workload,
+    card: GpuSpec,
+    time: StepTime,
+) -> dict[str, float]:
+    switches = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    megatron = cfg.model.megatron | {"moe_shared_expert_overlap": True}
+    ways: dict[str, dict[str, Any]] = {
+        "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true": {
+            "parallel": cfg.parallel.model_copy(update=switches)
+        },
+        "model.megatron.moe_shared_expert_overlap=true": {
+            "model": cfg.model.model_copy(update={"megatron": megatron})
+        },
+    }
+    if cfg.lora.r:  # with which neither goes
+        return {}
+    others = {
+        way: step_time(cfg.model_copy(update=changed), shape, states, work, card)
+        for way, changed in ways.items()
+    }
+    return {
+        way: gain for way, other in others.items() if (gain := time.estimate - other.estimate) > 0
+    }
 
 
 def not_counted(cfg: Config) -> list[str]:

@@ -14,7 +14,8 @@ from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.simulation import Loop, Mode
-from megatron_grpo.planning.step_time import LinkUse, StepTime, active_weights
+from megatron_grpo.planning.step_time import StepTime, active_weights
+from megatron_grpo.planning.traffic import LinkUse
 from megatron_grpo.planning.workload import spread
 
 

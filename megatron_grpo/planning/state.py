@@ -152,7 +152,7 @@ def _buckets(
     """The buckets of a rank. Experts have separate ones; later stages do not divide theirs."""
     dims = cfg.dims
     is_tied_over_stages = shape.tie_word_embeddings and dims.pipeline > 1
-    most: float = max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * dims.data)
+    most: float = bucket_elements(dims)
     if not cfg.parallel.overlap_grad_reduce or at.pipeline > 0:
         most = inf
     buffers: dict[tuple[int, bool], list[tuple[int, bool]]] = {}
@@ -187,6 +187,11 @@ def _divided(buffer: Iterable[tuple[int, bool]], most: float) -> Iterator[list[i
             sizes, end = [], 0
     if sizes:
         yield sizes
+
+
+def bucket_elements(dims: ParallelDims) -> int:
+    """Elements with which a bucket is closed where traffic overlaps with computation."""
+    return max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * dims.data)
 
 
 def expert_shards(dims: ParallelDims) -> int:

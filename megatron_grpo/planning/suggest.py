@@ -28,7 +28,8 @@ from megatron_grpo.planning.memory import (
 from megatron_grpo.planning.rollout_time import mode_of, training_loop
 from megatron_grpo.planning.simulation import Forecast, simulate
 from megatron_grpo.planning.state import StateBytes, stage_states
-from megatron_grpo.planning.step_time import StepTime, push_link, step_time
+from megatron_grpo.planning.step_time import StepTime, step_time
+from megatron_grpo.planning.traffic import push_link
 from megatron_grpo.planning.workload import workload
 from parallel import divisors
 

@@ -214,3 +214,12 @@ def _packed_groups(
         tokens += sum(groups[at].num_tokens(members, multiple) for at, members in parts.items())
         squares += sum(groups[at].squares(members, multiple) for at, members in parts.items())
     return filled, Computed(tokens=tokens, pairs=squares / 2)
+
+
+def forwards_alone(cfg: Config) -> float:
+    """Forwards per step that no backward follows: of the policy before training, of the reference.
+
+    Each is made once per generation and serves all `grpo.num_iterations`.
+    """
+    old = cfg.grpo.num_old_passes / cfg.grpo.steps_per_generation
+    return (old + (cfg.grpo.beta > 0)) / cfg.grpo.num_iterations

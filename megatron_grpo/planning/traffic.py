@@ -1,0 +1,261 @@
+"""What ranks send each other in a step, how long links need for it, and what computation hides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from checkpoint_convert import ModelShape
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.config.config import Config
+from megatron_grpo.planning.activations import layer_kinds, recomputed_layers, recomputed_parts
+from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
+from megatron_grpo.planning.state import (
+    StateBytes,
+    bucket_elements,
+    expert_shards,
+    gradient_itemsize,
+)
+from megatron_grpo.planning.workload import Workload, forwards_alone
+from parallel import ParallelDims, pipeline_layers
+
+ATTAINABLE_OF_LINK = 0.8
+"""NCCL's protocol takes about 20%: 370 of an H100's 450 GB/s are left (NVIDIA/nccl-tests#212)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkUse:
+    """Bytes that the busiest GPU sends for one purpose in an optimizer step."""
+
+    purpose: str
+    num_bytes: int
+    in_node: bool
+    """Whether over NVLink; else over the network card."""
+    seconds: float
+    """Time at the full rate of that link."""
+    hidden_seconds: float = 0.0
+    """Part of the time at `ATTAINABLE_OF_LINK` in which the GPU computes something else."""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that a step waits for it."""
+        return self.seconds / ATTAINABLE_OF_LINK - self.hidden_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cover:
+    """Seconds that the busiest stage computes, behind which traffic can hide."""
+
+    microbatch: float
+    """A forward of one microbatch; a backward takes twice as long."""
+    attention: float
+    """All products of queries with keys, and with values, in an optimizer step."""
+    shared_experts: float
+    """The experts that all tokens go to, in an optimizer step."""
+
+
+def step_links(
+    cfg: Config,
+    shape: ModelShape,
+    states: Sequence[StateBytes],
+    work: Workload,
+    card: GpuSpec,
+    cover: Cover,
+) -> list[LinkUse]:
+    """What the ranks of each axis send each other, on the stage that sends most.
+
+    Tensor and context ranks of every stage exchange the activations of all its microbatches.
+    Traffic stays within a node if the axis, together with the axes inside it, fits in one.
+    """
+    dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
+    tokens = work.filled / dims.data / dims.context
+    width = itemsize * shape.hidden_size * tokens
+    gathered, attended, dispatched = _exchanges(cfg, shape)
+    heads = shape.num_key_value_heads / dims.tensor
+    keys_and_values = heads * (shape.head_dim + shape.value_dim) * itemsize * tokens
+    shards = dims.data * dims.context
+    copied = max(
+        _ring_share(shards) * (state.weights - state.expert_weights)
+        + _ring_share(expert_shards(dims)) * state.expert_weights
+        for state in states
+    )
+    if shape.moe is not None:
+        shards = max(shards, expert_shards(dims))
+    share = 1 / dims.tensor if cfg.parallel.sequence_parallel else 1.0
+    sends = _pipeline_sends(dims, 1 + forwards_alone(cfg))
+    experts = dims.expert * dims.expert_tensor
+    uses = [
+        (
+            "tensor",
+            dims.tensor,
+            dims.tensor,
+            _ring_share(dims.tensor) * itemsize * tokens * gathered,
+        ),
+        (
+            "context",
+            dims.context,
+            dims.tensor * dims.context,
+            work.received / work.filled * keys_and_values * attended,
+        ),
+        ("pipeline", dims.pipeline, dims.world_size, sends * width * share),
+        ("data", shards, dims.stage_size, copied / itemsize * (gradient_itemsize(cfg) + itemsize)),
+    ]
+    if shape.moe is not None:
+        # Tokens go to the ranks of their experts, to all of them if an expert is split, and back.
+        sent = (_ring_share(dims.expert) + dims.expert_tensor - 1) * shape.moe.experts_per_token
+        uses.append(("expert", experts, experts, sent * width * share * 2 * dispatched))
+    return [
+        _with_hidden(
+            _link(purpose, num_bytes, span <= card.per_node, card), cfg, states, work, cover
+        )
+        for purpose, size, span, num_bytes in uses
+        if size > 1
+    ]
+
+
+def _with_hidden(
+    use: LinkUse, cfg: Config, states: Sequence[StateBytes], work: Workload, cover: Cover
+) -> LinkUse:
+    """The same with what computation hides of it."""
+    seconds = use.seconds / ATTAINABLE_OF_LINK
+    match use.purpose:
+        case "data":
+            hidden = _hidden_of_data(seconds, cfg, states, cover)
+        # In a ring, a rank attends to one part of the keys while it receives the next. With shared
+        # prompts it gathers all of them first.
+        case "context" if _is_ring(cfg) and not work.is_shared:
+            hidden = min(seconds, _ring_share(cfg.dims.context) * cover.attention)
+        case "pipeline":
+            hidden = seconds * _steady_share(cfg.dims, work.microbatches)
+        case "expert" if cfg.model.megatron.get("moe_shared_expert_overlap"):
+            hidden = min(seconds, cover.shared_experts)
+        case _:
+            hidden = 0.0
+    return replace(use, hidden_seconds=hidden)
+
+
+def _is_ring(cfg: Config) -> bool:
+    return bool(cfg.model.megatron.get("cp_comm_type", "p2p") == "p2p")
+
+
+def _hidden_of_data(
+    seconds: float, cfg: Config, states: Sequence[StateBytes], cover: Cover
+) -> float:
+    """Seconds in which sums of gradients and gathered weights travel while layers compute.
+
+    Of the first stage, as later ones wait for it anyway. Its last bucket of gradients is there only
+    at the end of the last backward, and its first weights are needed at once. A step before a push
+    gathers all its weights at once.
+    """
+    itemsize, of_gradient = ITEMSIZE[cfg.model.dtype], gradient_itemsize(cfg)
+    elements = (states[0].weights - states[0].expert_weights) / itemsize
+    in_buckets = max(0.0, 1 - bucket_elements(cfg.dims) / elements)
+    gradients = seconds * of_gradient / (of_gradient + itemsize)
+    hidden = 0.0
+    if cfg.parallel.overlap_grad_reduce:
+        hidden += min(in_buckets * gradients, 2 * cover.microbatch)
+    if cfg.parallel.overlap_param_gather:
+        updates = BatchSchedule.of(cfg.grpo).updates_per_generation
+        not_pushed = 1 - 1 / updates if cfg.num_engines else 1.0
+        hidden += not_pushed * min(in_buckets * (seconds - gradients), cover.microbatch)
+    return hidden
+
+
+def _steady_share(dims: ParallelDims, microbatches: int) -> float:
+    """Part of a pipeline's sends that virtual stages hide behind other chunks' computation.
+
+    Megatron-Core's interleaved schedule overlaps them between its warm-up and its cool-down. Of the
+    first stage, which warms up longest; without virtual stages none.
+    """
+    if (chunks := dims.virtual_pipeline) == 1:
+        return 0.0
+    warm_up = 2 * (dims.pipeline - 1) + (chunks - 1) * dims.pipeline
+    return max(0.0, 1 - warm_up / (microbatches * chunks))
+
+
+def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float]:
+    """What ranks exchange in all forwards and the backward, each on the stage with the most of it.
+
+    Elements that tensor ranks gather and reduce for a token; how often context ranks exchange keys
+    and values, over all layers; and how often tokens go to their experts and back. Gradients of
+    keys and values are as much as both and are summed, and those of tokens take the same ways.
+    """
+    forwards, parts = 1 + forwards_alone(cfg), recomputed_parts(cfg)
+    gathered, attended, dispatched = [], [], []
+    for chunks in pipeline_layers(shape.num_layers, cfg.dims):
+        again = recomputed_layers(cfg, chunks)
+        counts = [
+            (kind.shape, kind.count_in(*chunks), kind.count_in(*again))
+            for kind in layer_kinds(shape)
+        ]
+        gathered.append(
+            sum(
+                (layers - repeated) * _gathered(kind, forwards, frozenset())
+                + repeated * _gathered(kind, forwards, parts)
+                for kind, layers, repeated in counts
+            )
+        )
+        attended.append(
+            sum(
+                layers * (forwards + 2) + repeated * ("core_attn" in parts)
+                for _, layers, repeated in counts
+            )
+        )
+        dispatched.append(
+            sum(
+                layers * (forwards + 1) + repeated * ("moe" in parts)
+                for kind, layers, repeated in counts
+                if kind.moe
+            )
+        )
+    return max(gathered), max(attended), max(dispatched)
+
+
+def _gathered(shape: ModelShape, forwards: float, recomputed: frozenset[str]) -> float:
+    """Elements of a token that tensor ranks exchange in a layer; all of `shape` are of one kind.
+
+    They all-gather the inputs of split matrices, and reduce-scatter what these add to hidden
+    states: around attention, and around an MLP or expert that all tokens go to; once more around a
+    `recomputed` part. A backward does both for gradients, and gathers the inputs once more for
+    those of weights. Of latent attention the inputs are latents; the rotated part of keys is
+    gathered like them, but no matrix's input.
+    """
+    hidden = inputs = shape.hidden_size
+    rotated = 0
+    if shape.latent is not None:
+        inputs = (shape.latent.query_rank or hidden) + shape.latent.rank
+        rotated = shape.latent.rotary_dim
+    passes = forwards + 1 + ("attention" in recomputed)
+    elements = passes * (inputs + rotated + hidden) + inputs
+    if shape.moe is None or shape.moe.shared_intermediate_size:
+        part = "mlp" if shape.moe is None else "shared_experts"
+        elements += (2 * (forwards + 1 + (part in recomputed)) + 1) * hidden
+    return elements
+
+
+def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
+    """How often the busiest stage sends each token: outputs to the next stage, gradients back.
+
+    A middle stage does both for all its chunks. The first chunk sends no gradient, and the last no
+    output.
+    """
+    chunks = dims.virtual_pipeline
+    return max(
+        forwards * (chunks - (stage == dims.pipeline - 1)) + chunks - (stage == 0)
+        for stage in range(dims.pipeline)
+    )
+
+
+def push_link(num_bytes: int, card: GpuSpec, *, in_node: bool) -> LinkUse:
+    """The weights of one engine worker, which it receives once per generation."""
+    return _link("push", num_bytes, in_node, card)
+
+
+def _ring_share(size: int) -> float:
+    """Fraction of the data that each of `size` ranks sends or receives in a ring."""
+    return (size - 1) / size
+
+
+def _link(purpose: str, num_bytes: float, in_node: bool, card: GpuSpec) -> LinkUse:
+    rate = card.node_rate if in_node else card.network_rate
+    return LinkUse(
+        purpose=purpose, num_bytes=round(num_bytes), in_node=in_node, seconds=num_bytes / rate
+    )

@@ -1,0 +1,112 @@
+"""What computation hides of a step's traffic, compared with hand calculations."""
+
+import pytest
+
+from checkpoint_convert import read_shape
+from helpers.policies import tiny_config
+from helpers.published_models import write_config
+from megatron_grpo.planning.card import CARDS
+from megatron_grpo.planning.job_plan import plan_job
+from megatron_grpo.planning.step_time import forward_flops
+from megatron_grpo.planning.workload import Computed
+from parallel import ParallelDims
+
+CARD = CARDS["h100"]
+SUMS, WEIGHTS = "parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true"
+IN_FOUR = ["grpo.steps_per_generation=4", "grpo.generation_batch_size=64"]
+SHARED = ["grpo.shared_prompts=true", "data.max_prompt_length=512"]
+
+
+def plan(tmp_path, dims, *overrides, name="Llama-3.1-8B", length=1024):
+    """A step of 16 sequences of a length, one in a microbatch."""
+    folder = write_config(tmp_path, name)
+    options = ["model.dtype=bfloat16", "grpo.beta=0.0", "rollout.tensor_parallel_size=8"]
+    options += [f"train.max_tokens_per_microbatch={length}", *overrides]
+    cfg = tiny_config(folder, dims, *options)
+    return plan_job(cfg, read_shape(folder), CARD, [length], num_gpus=64)
+
+
+def link(found, purpose):
+    return next(use for use in found.time.links if use.purpose == purpose)
+
+
+BUCKET = 40e6
+"""Elements of a bucket, of the 8.03e9 of Llama-3.1-8B."""
+
+
+@pytest.mark.parametrize(
+    ("switches", "length", "hidden"),
+    [
+        ([], 4096, lambda sums, weights, forward: 0),
+        # Microbatches of 4,096 tokens compute for longer than everything takes.
+        ([SUMS], 4096, lambda sums, weights, forward: sums),
+        ([SUMS, WEIGHTS], 4096, lambda sums, weights, forward: sums),  # each step pushes
+        ([SUMS, WEIGHTS, *IN_FOUR], 4096, lambda sums, weights, forward: sums + 3 / 4 * weights),
+        # Those of 128 tokens do not.
+        ([SUMS], 128, lambda sums, weights, forward: 2 * forward),
+        ([SUMS, WEIGHTS, *IN_FOUR], 128, lambda sums, weights, forward: (2 + 3 / 4) * forward),
+    ],
+)
+def test_sums_of_gradients_hide_in_the_last_backward_and_weights_in_the_first_forward(
+    switches, length, hidden, tmp_path
+):
+    data = link(plan(tmp_path, ParallelDims(data=8), *switches, length=length), "data")
+    in_buckets = (1 - BUCKET / 8.03e9) * data.seconds / 0.8
+    # Sums are of 4 bytes, weights of 2. A forward of a sequence runs at half the card's peak.
+    forward = forward_flops(read_shape(tmp_path), Computed.of([length])) / CARD.flops / 0.5
+    expected = hidden(in_buckets * 4 / 6, in_buckets * 2 / 6, forward)
+    assert data.hidden_seconds == pytest.approx(expected, rel=1e-3)
+    assert data.exposed == pytest.approx(data.seconds / 0.8 - expected, abs=1e-3)
+
+
+def test_context_ranks_attend_while_keys_and_values_travel_in_a_ring(tmp_path):
+    dims = ParallelDims(context=2)
+
+    def context(*overrides, length=1024):
+        return link(plan(tmp_path, dims, *overrides, length=length), "context")
+
+    # Attention grows by the square of the length.
+    short, long = context(), context(length=65536)
+    attention = 3 * 16 * 32 * 2 * 2 * 32 * 128 * 1024**2 / 2 / 2
+    assert short.hidden_seconds == pytest.approx(attention / CARD.flops / 0.5 / 2)
+    assert short.exposed > 0
+    assert long.exposed == pytest.approx(0)
+    assert context("model.megatron.cp_comm_type=a2a").hidden_seconds == 0
+    assert context(*SHARED).hidden_seconds == 0  # gathered before
+
+
+def test_virtual_stages_hide_sends_but_in_warm_up(tmp_path):
+    plain, virtual = (
+        link(plan(tmp_path, ParallelDims(pipeline=4, virtual_pipeline=chunks)), "pipeline")
+        for chunks in (1, 2)
+    )
+    assert plain.hidden_seconds == 0
+    # Of 16 microbatches in 2 chunks, 2 * 3 + 4 are computed before a backward is.
+    assert virtual.exposed == pytest.approx(virtual.seconds / 0.8 * 10 / 32)
+
+
+def test_tokens_travel_to_experts_while_the_shared_expert_computes(tmp_path):
+    dims = ParallelDims(data=8, expert=8, expert_tensor=1)
+
+    def expert(*overrides):
+        return link(plan(tmp_path, dims, *overrides, name="GLM-4.5-Air"), "expert")
+
+    shared = 3 * 45 * 2 * 3 * 4096 * 1408 * 16 * 1024 / 8
+    overlapped = expert("model.megatron.moe_shared_expert_overlap=true")
+    assert expert().hidden_seconds == 0
+    assert overlapped.hidden_seconds == pytest.approx(shared / CARD.flops / 0.3, rel=1e-3)
+
+
+def test_a_plan_says_what_would_hide_more(tmp_path):
+    dims = ParallelDims(data=8, expert=8, expert_tensor=1)
+    ways = [f"{SUMS} {WEIGHTS}", "model.megatron.moe_shared_expert_overlap=true"]
+
+    def glm(*overrides):
+        return plan(tmp_path, dims, *overrides, name="GLM-4.5-Air")
+
+    plain = glm()
+    assert [*plain.overlaps] == ways
+    for way, gain in plain.overlaps.items():
+        other = glm(*way.split())
+        assert gain == pytest.approx(plain.time.estimate - other.time.estimate)
+        assert way not in other.overlaps
