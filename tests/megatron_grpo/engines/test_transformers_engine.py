@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.conversions import assert_same
+from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.models import tiny_model
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
 from megatron_grpo.data.samples import Sample
