@@ -96,7 +96,7 @@ def import_(
 
     The checkpoint (torch_dist) loads at any parallel sizes. When it is loaded with the same --tp,
     each rank reads exactly its own bytes, at any --pp, --vpp and --ep: these are only checked to be
-    able to split the model.
+    able to split the model. Weights in FP8 and INT8 are dequantised.
 
     \b
     Example:

@@ -8,11 +8,11 @@ from typing import Any
 from checkpoint_convert.config_values import boolean, even, integer, number, token_ids
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
+from checkpoint_convert.formats.safetensors_file import NAMES
+from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
 from checkpoint_convert.rope import read_rope
 from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape
 
-# Keys that say how weights are quantized.
-_QUANTIZED = ("quantization_config", "compression_config")
 # Keys with one supported value in every family, which is also the value of an absent key.
 # transformers' configs of our families declare only a few of them; code shared by all models, in
 # transformers or in an inference engine, reads the others.
@@ -35,7 +35,6 @@ _REQUIRED = {
     "per_layer_config": None,
     "fusion_config": None,
     "transformers_weights": None,  # names another file of weights
-    **dict.fromkeys(_QUANTIZED),
 }
 
 
@@ -56,6 +55,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     family = FAMILIES[model_type]
     values = _with_defaults(family, config)
     _check_carried_over(path, family, values)
+    _scheme(path, config)  # refuses what cannot be read
     rope_theta, rope_scaling = read_rope(
         path, values, family.partial_rotary_factor, has_mla=family.has_mla
     )
@@ -98,6 +98,30 @@ def read_shape(folder: str | Path) -> ModelShape:
         latent=latent,
         num_extra_layers=_count(path, values, family.num_extra_layers),
     )
+
+
+def read_scheme(folder: Path) -> Scheme | None:
+    """How the weights in `folder` are quantised; None if they are not, or it has no config.json.
+
+    Raises ValueError for a way that is not supported.
+    """
+    path = folder / "config.json"
+    return _scheme(path, read_json(path)) if path.is_file() else None
+
+
+def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | None:
+    tables = [config[key] for key in CONFIG_KEYS if config.get(key)]
+    if not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f"{path}: quantization_config must be an object")
+    own = path.with_name(MODELOPT_FILE)
+    if not tables and own.is_file():
+        path, tables = own, [{"quant_method": "modelopt", **read_json(own)}]
+    if not tables:
+        return None
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if dtype not in list(NAMES):  # a list, as a JSON value may be unhashable
+        raise ValueError(f"{path}: dtype is {dtype!r}, supported: {sorted(NAMES)}")
+    return scheme_of(path, tables[0], NAMES[dtype])
 
 
 def _with_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
@@ -254,11 +278,6 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         refused.append(f"layer_types is {layers!r}, only a list of 'full_attention' is supported")
     elif others := sorted({str(kind) for kind in layers} - {"full_attention"}):
         refused.append(f"layer_types contains {others}, only 'full_attention' is supported")
-    if any(config.get(key) for key in _QUANTIZED):
-        refused.append(
-            "convert the weights to bfloat16 first, those of DeepSeek with the fp8_cast_bf16.py in "
-            "its repository, and take the key out of config.json"
-        )
     if refused:
         raise ValueError(
             f"{path} has settings that are not supported for {family.model_type}: "

@@ -13,6 +13,7 @@ from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
 from checkpoint_convert.hf_config import check_folder, read_json, read_shape
+from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE
 from checkpoint_convert.shape import ModelShape, differing_fields
 from parallel import Shape
 
@@ -93,7 +94,7 @@ def sidecar_files(folder: Path) -> list[Path]:
         file
         for file in (*folder.iterdir(), *(folder / _TEMPLATES).glob("*.jinja"))
         if _SIDECAR.fullmatch(file.name)
-        and not file.name.endswith((".index.json", ADAPTER_FILE))
+        and not file.name.endswith((".index.json", ADAPTER_FILE, MODELOPT_FILE))
         and file.is_file()
     ]
     for file in files:
@@ -104,8 +105,9 @@ def sidecar_files(folder: Path) -> list[Path]:
 def copy_sidecar_files(source: Path, folder: Path, dtype: str) -> None:
     """Copy the sidecar files from one folder to another, and adjust config.json.
 
-    It names `dtype`, no layers that predict further tokens, as the weights have none, and no code,
-    as none is copied. Raises ValueError like `sidecar_files`.
+    It names `dtype`, no layers that predict further tokens, as the weights have none, no code, as
+    none is copied, and no quantisation, as weights are written dequantised. Raises ValueError like
+    `sidecar_files`.
     """
     for file in sidecar_files(source):
         copy = folder / file.relative_to(source)
@@ -115,7 +117,8 @@ def copy_sidecar_files(source: Path, folder: Path, dtype: str) -> None:
     # transformers 5 renamed torch_dtype to dtype, and reads both.
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     config |= dict.fromkeys(keys, TORCH_NAMES[dtype])
-    config.pop("auto_map", None)
+    for key in ("auto_map", *CONFIG_KEYS):
+        config.pop(key, None)
     num_extra_layers = FAMILIES[config["model_type"]].num_extra_layers
     if num_extra_layers is not None:
         config[num_extra_layers] = 0

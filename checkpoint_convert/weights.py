@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert.formats import is_torch_dist
+from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.hf_folder import check_weights
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
 from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_dist_writer import Chunk
 from checkpoint_convert.formats.torch_dtypes import DTYPES
+from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, hf_tensors
 from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
 from parallel import Box, Copy, Layout, ParallelDims, Shape, ShardMapping, cover_exactly, intersect
@@ -61,14 +63,24 @@ def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = 
     Reads only headers, except for a tied model that also stores its head: then both tables are
     compared. Raises ValueError that lists all faults unless exactly the tensors of the model are
     there, each once and with its shape. `names` limits what is opened and checked in a Hugging Face
-    folder to those tensors.
+    folder to those tensors. Quantised weights are read as if they were stored in the dtype that
+    config.json names.
     """
     if is_torch_dist(path):
         return _open_torch_dist(path, shape)
     places = check_weights(path, shape, names)
     whole = Layout.of_whole_tensors({name: place.shape for name, place in places.items()})
     formats = {place.file.suffix.lstrip(".") for place in places.values()}
-    return Weights(shape, whole, StoredTensors(places), " and ".join(sorted(formats)))
+    return Weights(shape, whole, DequantizedTensors(places), " and ".join(sorted(formats)))
+
+
+def whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and values of every tensor of the model in a Hugging Face folder, one at a time."""
+    with closing(open_weights(folder, read_shape(folder))) as weights:
+        for name, size in weights.layout.shapes.items():
+            values = torch.empty(size, dtype=DTYPES[weights.tensors.dtypes[name]])
+            weights.tensors.read_into(name, Box.whole(size), values)
+            yield name, values
 
 
 def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:

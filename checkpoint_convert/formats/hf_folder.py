@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
-from checkpoint_convert.hf_config import check_folder, read_json
+from checkpoint_convert.hf_config import check_folder, read_json, read_scheme
 from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.quantization import Scheme, with_scales
 from checkpoint_convert.shape import ModelShape
 
 SINGLE_FILE = "model.safetensors"
@@ -88,6 +89,7 @@ def check_weights(
     """Places of exactly the tensors that `shape` requires; reads headers, not weights.
 
     The one exception is a tied model that also stores its head: both tables are read and compared.
+    Quantised weights are `QuantizedPlace`, and tensors that only they need are left out.
     `names` limits the check and the result to those tensors. Raises ValueError that lists every
     tensor that is missing or unexpected or has the wrong shape or an unsupported dtype, and for a
     folder with an adapter, which would change the weights.
@@ -98,8 +100,10 @@ def check_weights(
             f"(merge_and_unload), or remove {ADAPTER_FILE}"
         )
     wanted = _chosen(hf_tensors(shape), names)
-    places = locate_tensors(folder, names)
-    faults = [f"{name} {list(wanted[name])} is missing" for name in wanted if name not in places]
+    scheme = read_scheme(Path(folder))
+    places, faults = _with_scales(folder, names, scheme)
+    readable = {*ITEM_SIZES} if scheme is None else {*ITEM_SIZES, scheme.dtype}
+    faults += [f"{name} {list(wanted[name])} is missing" for name in wanted if name not in places]
     for name, place in places.items():
         if name not in wanted:
             faults += _faults_of_extra(name, places, shape)
@@ -107,13 +111,24 @@ def check_weights(
             faults.append(
                 f"{name} has shape {list(place.shape)}, config.json requires {list(wanted[name])}"
             )
-        elif place.dtype not in ITEM_SIZES:
+        elif place.dtype not in readable:
             faults.append(f"{name} has dtype {place.dtype}, supported: {sorted(ITEM_SIZES)}")
     if faults:
         raise ValueError(
             f"the weights in {folder} do not fit its config.json:\n  " + "\n  ".join(faults)
         )
     return {name: places[name] for name in wanted}
+
+
+def _with_scales(
+    folder: str | Path, names: Collection[str] | None, scheme: Scheme | None
+) -> tuple[dict[str, TensorPlace], list[str]]:
+    """The places of `locate_tensors` with their scales, and what is wrong with these."""
+    if scheme is None:
+        return locate_tensors(folder, names), []
+    if names is not None:
+        names = {*names, *(name + scheme.suffix for name in names)}
+    return with_scales(locate_tensors(folder, names), scheme)
 
 
 def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShape) -> Iterator[str]:

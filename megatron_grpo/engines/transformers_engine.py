@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from checkpoint_convert.hf_config import read_scheme
+from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.tokenizer import load_tokenizer
+from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, PushState, parameter_table
 from megatron_grpo.engines.sampling import Completion, RouteRecorder, sample
 from parallel.checksum import checksums
@@ -42,6 +45,19 @@ class _Request:
         return self.body["token_ids"], params | {"seed": None}
 
 
+def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in `folder`; with dequantised weights, if they are quantised there."""
+    if read_scheme(folder) is None:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    config = AutoConfig.from_pretrained(folder)
+    for key in CONFIG_KEYS:
+        if hasattr(config, key):
+            delattr(config, key)
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    weights = dict(whole_tensors(folder))
+    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+
+
 class TransformersEngine:
     """A model and the version of its weights; computes one prompt at a time, none while paused.
 
@@ -53,7 +69,7 @@ class TransformersEngine:
         self, folder: Path, dtype: torch.dtype, device: str, return_routed_experts: bool = False
     ) -> None:
         self.tokenizer = load_tokenizer(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self.model = load_model(folder, dtype).to(device).eval()
         self.recorder = RouteRecorder(self.model) if return_routed_experts else None
         self.weight_version = "default"
         self.state = PushState()

@@ -15,11 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from checkpoint_convert.hf_config import read_scheme
+from checkpoint_convert.quantization import CONFIG_KEYS
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 
 BACKEND = "megatron_grpo"
 """Our name in vLLM's registry of weight-transfer backends."""
+
+DEQUANTIZED = "dequantized"
+"""Our name in vLLM's registry of formats that weights are loaded from."""
 
 WORKER_EXTENSION = "megatron_grpo.engines.vllm_worker.PushWorker"
 """Adds the methods that the client calls to vLLM's workers."""
@@ -107,7 +112,7 @@ def vllm_command(
     """
     # -P: files of the working directory must not be imported instead of vLLM's own.
     command = [sys.executable, "-P", "-m"]
-    flags = [f"--model={model.path}", *engine_flags(model.dtype, rollout, on_gpu)]
+    flags = [f"--model={model.path}", *engine_flags(model, rollout, on_gpu)]
     if node.nnodes > 1:
         flags += _flags(asdict(node))
     if node.node_rank > 0:
@@ -120,7 +125,7 @@ def vllm_command(
     return [*command, *flags]
 
 
-def engine_flags(dtype: str, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
+def engine_flags(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
     """The flags that are the same on all nodes of an engine, but for the model's folder.
 
     Raises ValueError if vLLM cannot do what the config asks for.
@@ -131,7 +136,7 @@ def engine_flags(dtype: str, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
             "rollout.engine=transformers, or leave it out"
         )
     arguments: dict[str, Any] = {
-        "dtype": dtype,
+        "dtype": model.dtype,
         # vLLM prefers Mistral's own files, which may lie beside those that the trainer reads.
         "config_format": "hf",
         "load_format": "hf",
@@ -146,8 +151,30 @@ def engine_flags(dtype: str, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
         # A CPU engine follows the same requests, but would not start with this.
         "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }
-    arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu) | rollout.vllm
-    return list(_flags(arguments))
+    arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu)
+    if read_scheme(model.path) is not None:
+        arguments |= dequantizing_arguments(arguments.get("hf_overrides", {}), rollout.vllm)
+    return list(_flags(arguments | rollout.vllm))
+
+
+def dequantizing_arguments(
+    hf_overrides: Mapping[str, Any], table: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What makes vLLM build a quantised model as if it were not, and load what its weights mean.
+
+    Layers with 8-bit weights could not take what is pushed. Raises ValueError if `rollout.vllm`,
+    `table`, has another way to load than ours or none.
+    """
+    chosen = table.get("load_format", "dummy")
+    if chosen != "dummy":
+        raise ValueError(
+            f"rollout.vllm.load_format {chosen} would load the 8-bit weights of model.path without "
+            "their scales: leave it out, or set it to dummy"
+        )
+    return {
+        "load_format": DEQUANTIZED,
+        "hf_overrides": {**hf_overrides, **dict.fromkeys(CONFIG_KEYS)},
+    }
 
 
 def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any]:

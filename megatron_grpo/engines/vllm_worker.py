@@ -7,6 +7,8 @@ every worker, before the model is built. In a vLLM that this project did not sta
 import multiprocessing
 import os
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import vllm._custom_ops
 import vllm.model_executor.layers.utils
 from torch import Tensor
+from vllm.config import ModelConfig
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -24,16 +27,19 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, PushState, own_parameters, parameter_table
-from megatron_grpo.engines.vllm_args import BACKEND, ENGINE_VARIABLE
+from megatron_grpo.engines.vllm_args import BACKEND, DEQUANTIZED, ENGINE_VARIABLE
 from megatron_grpo.launch.parent_death import die_with_parent
 from parallel.weight_transfer import TransferInitInfo, WeightReceiver
 
 
 def register() -> None:
-    """Tie this process to its parent, and register our weight-transfer backend."""
+    """Tie this process to its parent, and register our weight-transfer backend and our loader."""
     if ENGINE_VARIABLE not in os.environ:
         return
     parent = multiprocessing.parent_process()
@@ -44,9 +50,21 @@ def register() -> None:
         if not parent.is_alive():
             sys.exit("the process that started this one has ended")
     WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
+    register_model_loader(DEQUANTIZED)(DequantizingLoader)
     if current_platform.is_cpu():
         keep_weights_unpacked()
         rotate_heads_by_torch()
+
+
+class DequantizingLoader(DefaultModelLoader):
+    """Loads a quantised folder into a model that is not: what the trainer reads there, too."""
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of the folder, dequantised."""
+        self.counter_before_loading_weights = time.perf_counter()
+        return whole_tensors(Path(model_config.model))
 
 
 def keep_weights_unpacked() -> None:

@@ -42,6 +42,8 @@ GLM4_MOE_LITE = {
 }
 DEEPSEEK_V3 = GLM4_MOE_LITE | ROUTER | {"model_type": "deepseek_v3"}
 
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
 
 def shape_of(folder, config, generation_config=None):
     """The shape of a Llama with these changes."""
@@ -348,13 +350,17 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         # Several at once, each with what is supported
         ({"mlp_bias": True, "hidden_act": "relu"}, "'relu', only 'silu' is supported; mlp_bias is"),
-        (DEEPSEEK_V3 | {"quantization_config": {"fmt": "e4m3"}}, "convert the weights to bfloat16"),
+        (
+            DEEPSEEK_V3 | {"quantization_config": {"fmt": "e4m3"}},
+            "quant_method None, supported: 'f",
+        ),
+        ({"quantization_config": "fp8"}, "quantization_config must be an object"),
+        (FP8 | {"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn', supported: ['bfloat16'"),
         # Keys that shared code reads in other ways
         *[
             ({key: value}, f"{key} is {value!r}, only")
             for key, value in {
                 "add_cross_attention": True,
-                "compression_config": {"format": "int"},
                 "partial_rotary_factor": 0.5,
                 "per_layer_config": {"0": {"head_dim": 8}},
                 "rotary_emb_fraction": 0.5,

@@ -226,7 +226,6 @@ PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
         "eos_token_id": [154820, 154827, 154829],
         "pad_token_id": 154820,
     },
-    # Converted to bfloat16: without its quantization_config.
     "DeepSeek-V3": {
         "model_type": "deepseek_v3",
         "vocab_size": 129280,
@@ -269,6 +268,13 @@ PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
     },
 }
 

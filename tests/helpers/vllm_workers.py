@@ -22,11 +22,17 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.vllm import EngineDims
 from helpers.ranks import run_ranks
 from megatron_grpo.engines import WorkerSums
 from megatron_grpo.engines.push_protocol import check_reports, own_parameters
-from megatron_grpo.engines.vllm_args import BACKEND, WORKER_EXTENSION, vllm_environment
+from megatron_grpo.engines.vllm_args import (
+    BACKEND,
+    WORKER_EXTENSION,
+    dequantizing_arguments,
+    vllm_environment,
+)
 
 Parameters = dict[str, Tensor]
 Read = Callable[[Module, Path, EngineDims], Any]
@@ -93,6 +99,7 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str) -> Any:
         distributed_executor_backend="mp",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,
+        **(dequantizing_arguments({}, {}) if read_scheme(folder) else {}),
     ).create_engine_config()
     worker = WorkerWrapperBase(rank)
     arguments = {

@@ -8,11 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.conversions import assert_same
 from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.models import tiny_model
+from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines import transformers_engine as module
-from megatron_grpo.engines.transformers_engine import TransformersEngine
+from megatron_grpo.engines.transformers_engine import TransformersEngine, load_model
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
@@ -21,6 +23,15 @@ def test_pushed_experts_are_taken_into_the_stacks_of_the_model(tmp_path, family)
     with running_engine("transformers", before, tmp_path) as engine:
         engine.push(after)
         assert largest_logprob_error(after, engine.generate(random_prompts(2))) < 1e-4
+
+
+def test_a_quantised_folder_is_loaded_as_its_dequantised_copy(tmp_path):
+    form = FORMATS["DeepSeek"]
+    model = tiny_model(tmp_path / "model", "deepseek_v3")
+    quantized = quantized_copy(model, tmp_path / "quantized", form)
+    plain = dequantized_copy(quantized, tmp_path / "plain", form)
+    found, wanted = (load_model(f, torch.float32).state_dict() for f in (quantized, plain))
+    assert_same(found, wanted)
 
 
 def test_requests_that_wait_with_the_same_prompt_are_one_batch(tied_model, monkeypatch):

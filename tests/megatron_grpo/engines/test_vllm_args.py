@@ -1,5 +1,6 @@
 """The command line of a vLLM engine and what may be passed through to it."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,6 +66,23 @@ def test_passed_through_values_become_flags_and_win():
     place = flags.index("--served-model-name")
     assert flags[place + 1 : place + 3] == ["one", "two"]
     assert not any("quantization" in flag for flag in flags)
+
+
+def test_an_engine_of_a_quantised_folder_is_built_and_loaded_as_if_it_were_not(tmp_path):
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = MODEL.model_copy(update={"path": tmp_path})
+
+    def flags(on_gpu=False, **vllm):
+        rollout = RolloutConfig(max_completion_length=16, vllm=vllm)
+        return vllm_command(model, rollout, "10.0.0.7", 8000, on_gpu)
+
+    overrides = '"quantization_config": null, "compression_config": null}'
+    assert {"--load-format=dequantized", f"--hf-overrides={{{overrides}"} < set(flags())
+    assert f'--hf-overrides={{"head_dtype": "float32", {overrides}' in flags(on_gpu=True)
+    assert "--load-format=dummy" in flags(load_format="dummy")
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.load_format runai_streamer would load"):
+        flags(load_format="runai_streamer")
 
 
 def test_settings_of_cpus_are_not_those_of_gpus():

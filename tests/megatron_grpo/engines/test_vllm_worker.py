@@ -2,8 +2,12 @@
 
 import pytest
 
+from checkpoint_convert.vllm import EngineDims
+from helpers.conversions import assert_same
 from helpers.engines import largest_logprob_error, random_prompts, running_engine
 from helpers.models import servable_model
+from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
+from helpers.vllm_workers import loaded_parameters
 
 
 def check_pushes(engine, *folders) -> None:
@@ -42,3 +46,14 @@ def test_workers_take_their_shards_of_every_family(tmp_path, family, overrides, 
     other = servable_model(tmp_path / "other", family, seed=1, **overrides)
     with running_engine("vllm", folder, tmp_path, tensor_parallel_size=size) as engine:
         check_pushes(engine, other, folder)
+
+
+@pytest.mark.parametrize("form", ["DeepSeek", "ModelOpt FP8"])
+def test_workers_load_a_quantised_folder_as_its_dequantised_copy(tmp_path, form):
+    model = servable_model(tmp_path / "model", "qwen3_moe")
+    quantized = quantized_copy(model, tmp_path / "quantized", FORMATS[form])
+    plain = dequantized_copy(quantized, tmp_path / "plain", FORMATS[form])
+    dims = EngineDims(tensor=2)
+    loaded = loaded_parameters([(quantized, dims), (plain, dims)], dtype="bfloat16")
+    for of_quantized, of_plain in zip(*loaded, strict=True):
+        assert_same(of_quantized, of_plain)
