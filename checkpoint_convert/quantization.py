@@ -71,9 +71,9 @@ def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
             return Scheme(dtype, block, "_scale", read_as)
         case "modelopt":
             inner = _table(path, table, "quantization") or table
-            algorithm = inner.get("quant_algo")
-            _check(path, "quant_algo", algorithm, _MODELOPT)
-            return Scheme("F8_E4M3", _STRATEGIES[_MODELOPT[algorithm]], "_scale", read_as)
+            _check(path, "quant_algo", inner.get("quant_algo"), _MODELOPT)
+            block = _STRATEGIES[_MODELOPT[inner["quant_algo"]]]
+            return Scheme("F8_E4M3", block, "_scale", read_as)
         case method:
             _check(path, "quant_method", method, ("fp8", "compressed-tensors", "modelopt"))
             raise AssertionError(method)
@@ -168,7 +168,7 @@ def _with_scale(
     rows, columns = place.shape
     block = (scheme.block[0] or rows, scheme.block[1] or columns)
     grid = (-(-rows // block[0]), -(-columns // block[1]))
-    shapes = [grid]
+    shapes: list[Shape] = [grid]
     if scheme.block[1] is None:  # a scale per tensor or row needs no second dimension
         shapes += [grid[:1], ()] if scheme.block[0] is None else [grid[:1]]
     if scale.shape not in shapes:
