@@ -146,8 +146,9 @@ def _hidden_of_data(
     gathers all its weights at once.
     """
     itemsize, of_gradient = ITEMSIZE[cfg.model.dtype], gradient_itemsize(cfg)
-    elements = (states[0].weights - states[0].expert_weights) / itemsize
-    in_buckets = max(0.0, 1 - bucket_elements(cfg.dims) / elements)
+    bucket, experts = bucket_elements(cfg.dims) * itemsize, states[0].expert_weights
+    others = states[0].weights - experts  # with buckets of their own
+    in_buckets = 1 - (min(bucket, others) + min(bucket, experts)) / states[0].weights
     gradients = seconds * of_gradient / (of_gradient + itemsize)
     hidden = 0.0
     if cfg.parallel.overlap_grad_reduce:
