@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.process import allow_open_files
 from megatron_grpo.launch.run_dir import check_token, take_token
@@ -53,8 +54,8 @@ def serve(
 
     With --join, a run that has other engines in rollout.base_urls uses this one from its next push
     of weights on, if it has the same token and config. Ctrl-C, SIGTERM or SIGUSR1 let it leave: it
-    ends after a further push, and at once on a second signal. slurm/engines.sh is a job of such
-    engines.
+    ends after a further push, and at once on a second signal or when the run is complete.
+    slurm/engines.sh is a job of such engines.
 
     An engine of more GPUs than a node has spans several: a Slurm job runs this command on each of
     them, and ends it on all where it ends on one. Elsewhere an engine has one host.
@@ -75,4 +76,9 @@ def serve(
     from megatron_grpo.engines.vllm_args import EngineNode
 
     node = EngineNode(nnodes, node_rank, master_addr, master_port)
-    serve_engine(cfg, host, port, token, node, join=join)
+    checkpoints, num_steps = cfg.train.run_dir / "checkpoints", cfg.train.num_steps
+
+    def is_complete() -> bool:  # the config.yaml of a run has num_steps in place of num_epochs
+        return num_steps is not None and latest_step(checkpoints) >= num_steps
+
+    serve_engine(cfg, host, port, token, node, is_complete if join else None)

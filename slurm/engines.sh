@@ -14,7 +14,7 @@
 # Export the same MEGATRON_GRPO_TOKEN before both jobs are submitted. As many engines run as fit on the
 # nodes; each is a job step, and has a file in RUN_DIR/engines while it serves. Before the time limit, and
 # on `scancel --batch --signal=USR1 JOBID`, they leave: each ends when the run has dropped it at a push.
-# They stay when the trainer's job is queued again.
+# They stay when the trainer's job is queued again, and end when the run is complete.
 source "$SLURM_SUBMIT_DIR/slurm/job.sh"
 
 # shellcheck disable=SC2317  # a signal calls it

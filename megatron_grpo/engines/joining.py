@@ -3,14 +3,15 @@
 `megatron-grpo serve --join` writes `engines/HOST_PORT.json` once its engine answers; from its next
 push on, the run uses the engine like one of `rollout.base_urls`. The file is renamed to
 `HOST_PORT.leaving` when the engine is to leave: the run gives it no more requests from the next
-push on and removes the file, whereupon the engine ends.
+push on and removes the file, whereupon the engine ends. It also ends when the run is complete; an
+interrupted run finds its engines again.
 """
 
 import hashlib
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -149,12 +150,16 @@ def _is_loopback(url: str) -> bool:
 
 
 def serve_joined(
-    command: list[str], environment: Mapping[str, str], folder: Path, engine: JoinedEngine
+    command: list[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    engine: JoinedEngine,
+    is_complete: Callable[[], bool],
 ) -> NoReturn:
     """Run an engine, with its file in `folder` from when it answers until it leaves or ends.
 
-    A signal makes it leave, a second one ends it at once. The exit code is 1 if it has ended by
-    itself.
+    A signal makes it leave, a second one ends it at once; so does `is_complete`, which says whether
+    the run is. The exit code is 1 if it has ended by itself.
     """
     signals: list[int] = []
     for number in LEAVE_SIGNALS:
@@ -164,7 +169,7 @@ def serve_joined(
     file = folder / f"{parts.hostname}_{parts.port}{JOINED}"
     child = ChildProcess.start(command, environment, sys.stdout.buffer)
     try:
-        _stay(child, file, engine, signals)
+        _stay(child, file, engine, signals, is_complete)
         end = child.end()
     finally:
         file.unlink(missing_ok=True)
@@ -177,7 +182,13 @@ def serve_joined(
     sys.exit(1 if end else 0)
 
 
-def _stay(child: ChildProcess, file: Path, engine: JoinedEngine, signals: Sequence[int]) -> None:
+def _stay(
+    child: ChildProcess,
+    file: Path,
+    engine: JoinedEngine,
+    signals: Sequence[int],
+    is_complete: Callable[[], bool],
+) -> None:
     """Return when the engine has ended, or may."""
     while not is_healthy(engine.url):
         if signals or child.end():
@@ -191,11 +202,14 @@ def _stay(child: ChildProcess, file: Path, engine: JoinedEngine, signals: Sequen
     while not signals and file.exists():
         if child.end(within=POLL_SECONDS):
             return
+        if is_complete():
+            print("the run is complete: its engine ends", file=sys.stderr, flush=True)
+            return
     with suppress(FileNotFoundError):  # renamed or removed by somebody else
         file.rename(leaving)
     if leaving.exists():
         told = "the engine leaves at the run's next push; another signal ends it at once"
         print(f"{leaving}: {told}", file=sys.stderr, flush=True)
-    while len(signals) < 2 and leaving.exists():
+    while len(signals) < 2 and leaving.exists() and not is_complete():
         if child.end(within=POLL_SECONDS):
             return

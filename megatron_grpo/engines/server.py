@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -308,11 +308,17 @@ def engine_command(
 
 
 def serve(
-    cfg: Config, host: str, port: int, token: str, node: EngineNode, *, join: bool = False
+    cfg: Config,
+    host: str,
+    port: int,
+    token: str,
+    node: EngineNode,
+    join: Callable[[], bool] | None = None,
 ) -> NoReturn:
     """Become an engine on `host`:`port`, or a further `node` of it, whose address is `host`.
 
-    With `join`, the engine is a process of its own, which this one lets the run of `cfg` know.
+    With `join`, the engine is a process of its own, which this one lets the run of `cfg` know until
+    `join` says that the run is complete.
     """
     model, rollout = cfg.model, cfg.rollout
     if join and (reason := refusal(cfg)):
@@ -343,5 +349,5 @@ def serve(
     if join and node.node_rank == 0:
         address = f"[{host}]" if ":" in host else host
         engine = JoinedEngine(f"http://{address}:{port}", settings_of(model, rollout))
-        serve_joined(command, environment, cfg.train.run_dir / FOLDER, engine)
+        serve_joined(command, environment, cfg.train.run_dir / FOLDER, engine, join)
     os.execve(command[0], command, environment)

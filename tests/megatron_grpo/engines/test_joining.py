@@ -146,7 +146,8 @@ from pathlib import Path
 from megatron_grpo.engines.joining import JoinedEngine, serve_joined
 port, folder, stand_in = sys.argv[1:]
 engine = JoinedEngine(f"http://127.0.0.1:{port}", {})
-serve_joined([sys.executable, "-c", stand_in, port], os.environ, Path(folder), engine)
+command, complete = [sys.executable, "-c", stand_in, port], Path(folder, "complete")
+serve_joined(command, os.environ, Path(folder), engine, complete.exists)
 """
 
 
@@ -184,6 +185,13 @@ def test_an_engine_that_is_told_twice_does_not_wait_for_the_run(tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert [*tmp_path.iterdir()] == []
+
+
+def test_an_engine_ends_when_its_run_is_complete(tmp_path):
+    with serving(tmp_path) as (process, file):
+        (tmp_path / "complete").touch()
+        assert process.wait(30) == 0
+        assert not file.exists()
 
 
 def test_an_engine_that_ends_by_itself_leaves_no_file(tmp_path):
