@@ -70,11 +70,7 @@ def block_mask(
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
     """Attention of `query` [t, heads, d] to `key` and `value` [T, kv heads, d] under `mask`."""
-    # For fewer than 128 queries torch 2.13 would take a decoding kernel, of which it has no tiles
-    # that fit our blocks if keys have several heads (pytorch/pytorch#185349).
-    attend, options = (
-        (_compiled(), {"BACKEND": "TRITON"}) if query.is_cuda else (flex_attention, None)
-    )
+    attend = _compiled() if query.is_cuda else flex_attention
     output: Tensor = attend(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
@@ -82,9 +78,20 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: floa
         block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options=options,
+        kernel_options=_kernel_options(query) if query.is_cuda else None,
     )
     return output.squeeze(0).transpose(0, 1)
+
+
+def _kernel_options(query: Tensor) -> dict[str, Any]:
+    # For fewer than 128 queries torch 2.13 would take a decoding kernel, of which it has no tiles
+    # that fit our blocks if keys have several heads (pytorch/pytorch#185349).
+    options: dict[str, Any] = {"BACKEND": "TRITON"}
+    if query.dtype == torch.float32 and query.shape[-1] > 128:
+        # torch has tiles for heads of 64, 128 and 256. Of its tiles for others, three stages of
+        # DeepSeek's 192 want 279 kB of shared memory, and an H200 has 232. These are those of 256.
+        options |= {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32}
+    return options
 
 
 @cache

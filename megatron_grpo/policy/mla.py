@@ -51,15 +51,19 @@ class LatentAttention(Attention):
     ) -> None:
         super().__init__(config, submodules, attention_type="self", **options)
         self.latent, self.head_dim = latent, head_dim
-        # In place of the base's, whose heads have one size.
+        # In place of the base's, whose heads have one size. Transformer Engine's takes these options
+        # and no others, unlike Megatron's `Attention`.
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,
+            layer_number=self.layer_number,
+            attn_mask_type=self.attn_mask_type,
             attention_type="self",
             softmax_scale=config.softmax_scale,
             k_channels=head_dim,
             v_channels=latent.value_dim,
-            **options,
+            cp_comm_type=options.get("cp_comm_type"),
+            pg_collection=self.pg_collection,
         )
         hidden, heads = config.hidden_size, config.num_attention_heads
         queries, rank = heads * head_dim, latent.query_rank

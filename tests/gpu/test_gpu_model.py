@@ -28,6 +28,7 @@ VARIANTS = {
     "torch": ["model.dtype=bfloat16", "model.megatron.transformer_impl=local"],
     "fused": ["model.dtype=bfloat16", "model.megatron.transformer_impl=transformer_engine"],
 }
+LAYERS = list(VARIANTS)
 VARIANTS |= {f"{name} lora": [*given, "lora.r=4"] for name, given in VARIANTS.items()}
 
 
@@ -236,10 +237,8 @@ def test_expert_layouts_agree_over_nccl(tmp_path, dims):
 
 def test_adapters_of_fused_layers_have_the_gradient_of_torchs(tmp_path):
     folder = tiny_model(tmp_path, "qwen2", num_hidden_layers=2, hidden_size=256)
-    found = {
-        name: run_on_gpus(folder, ParallelDims(), f"{name} lora")[0]
-        for name in ("torch float32", "fused")
-    }
-    (expected, norm), (values, fused_norm) = found.values()
-    torch.testing.assert_close(values, expected, atol=0.05, rtol=0)
+    (exact, norm), (plain, _), (fused, fused_norm) = (
+        run_on_gpus(folder, ParallelDims(), f"{name} lora")[0] for name in LAYERS
+    )
+    assert (fused - exact).abs().mean() < 2 * (plain - exact).abs().mean()
     assert fused_norm == pytest.approx(norm, rel=0.03)
