@@ -51,8 +51,8 @@ class LatentAttention(Attention):
     ) -> None:
         super().__init__(config, submodules, attention_type="self", **options)
         self.latent, self.head_dim = latent, head_dim
-        # In place of the base's, whose heads have one size. Transformer Engine's takes these options
-        # and no others, unlike Megatron's `Attention`.
+        # In place of the base's, whose heads have one size. Transformer Engine's takes no options
+        # beside these.
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,

@@ -1,6 +1,6 @@
 """Tokens per second and memory of an optimizer step on one GPU, next to prime-rl's on an H100.
 
-    python tests/gpu/bench_step.py [--tokens 16384 65536] [--steps 5]
+    PYTHONPATH=.:tests python tests/gpu/bench_step.py [--tokens 16384 65536] [--steps 5]
 
 A random model of Qwen3-0.6B's shape (bf16 weights, float32 gradients, masters and moments) trains
 on one packed microbatch per step. It is a single sequence: a prompt of 512 tokens and its

@@ -1,4 +1,4 @@
-"""The benchmark of a step runs to its end: a small model on any machine, the real one on a GPU."""
+"""The benchmarks run to their ends: a small model on any machine, the rest on a GPU."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCH = Path(__file__).with_name("bench_step.py")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-def run(*arguments: str) -> dict[str, float]:
-    """The JSON line that the benchmark prints."""
+def lines(name: str, *arguments: str) -> list[str]:
+    """What the benchmark of this name prints."""
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, str(BENCH), *arguments],
+        [sys.executable, str(Path(__file__).with_name(name)), *arguments],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -24,7 +24,12 @@ def run(*arguments: str) -> dict[str, float]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
+
+
+def run(*arguments: str) -> dict[str, float]:
+    """The JSON line of an optimizer step."""
+    found: dict[str, float] = json.loads(lines("bench_step.py", *arguments)[-1])
     return found
 
 
@@ -36,8 +41,17 @@ def test_with_a_tiny_model_it_runs_to_its_end_on_any_machine():
 
 @pytest.mark.gpu
 @pytest.mark.timeout(700)
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@needs_cuda
 def test_16384_tokens_of_the_real_shape_fit_into_24_gib():
     found = run("--tokens", "16384", "--steps", "3")
     print(json.dumps(found))
     assert found["allocated_gib"] < 24
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(700)
+@needs_cuda
+def test_a_push_on_one_gpu_and_log_probabilities_are_measured():
+    found = lines("bench_parts.py")
+    print("\n".join(found))
+    assert len(found) == 8

@@ -1,4 +1,4 @@
-"""The attention in the middle of latent attention, for which this machine has no Transformer Engine."""
+"""Latent attention, as far as it needs no Transformer Engine."""
 
 import ast
 from importlib.util import find_spec
