@@ -22,7 +22,7 @@ MEGATRON := $(addprefix tests/,parallel checkpoint_convert test_project.py) \
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm test-view check bench bench-async bench-convert bench-reshard bench-peers
+.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm test-view test-trackers check bench bench-async bench-convert bench-reshard bench-peers
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
@@ -65,7 +65,7 @@ test: check
 	@failed=0; log=$$(mktemp); \
 	$(BIN)/pytest $(WAITS) >$$log 2>&1 & waits=$$!; \
 	trap 'kill $$waits; wait $$waits; rm $$log; exit 130' INT TERM; \
-	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED) $(WAITS) tests/slurm tests/viewer_browser) || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(TIMED) $(WAITS) tests/slurm tests/viewer_browser) || failed=1; \
 	wait $$waits || failed=1; \
 	cat $$log; rm $$log; \
 	$(BIN)/pytest $(TIMED) || failed=1; \
@@ -99,6 +99,11 @@ test-slurm: setup
 test-view: setup
 	@command -v chromium >/dev/null || { echo "make test-view needs chromium: apt-get install chromium"; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/viewer_browser
+
+# trackio and swanlab: their own pins exclude versions of lock.txt, so they lie apart from it.
+test-trackers: setup
+	$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/trackers -r requirements/trackers.txt
+	PYTHONPATH=$(VENV)/trackers $(BIN)/pytest tests/megatron_grpo/reporting/test_trackers.py
 
 bench: demo-data
 	$(BIN)/python benchmarks/bench_demo.py $(ARGS)

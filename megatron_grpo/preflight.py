@@ -20,6 +20,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS, PERFORMANCE_FIELDS
+from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.server import check_cpu_kernels
 from megatron_grpo.engines.vllm_args import check_engine_arguments
@@ -77,6 +78,8 @@ CHANGEABLE = (
     "environment.memory_megabytes",
     "eval.",
     "wandb.",
+    "trackio.",
+    "swanlab.",
 )
 
 
@@ -101,13 +104,10 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
         check_folder(cfg.train.run_dir)
     check_same_run(cfg)
     check_start(cfg)
-    if cfg.wandb.project and importlib.util.find_spec("wandb") is None:
-        raise ValueError("wandb.project needs wandb: install the extra `wandb`, or leave it out")
-    if cfg.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError(
-            "train.tensorboard true needs tensorboard: install the extra `tensorboard`, or leave "
-            "it out"
-        )
+    for package in cfg.trackers:
+        if importlib.util.find_spec(package) is None:
+            use, install = TRACKERS[package]
+            raise ValueError(f"{use} needs {package}: `{install}`, or leave it out")
     # Last, since importing Megatron-Core takes seconds, and encoding a data set takes minutes.
     _check_megatron(cfg, shape)
     from megatron_grpo.prompt_checks import check_evaluation, check_prompts

@@ -15,7 +15,8 @@ from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
-from megatron_grpo.reporting.tracking import WANDB_ID_FILE, write_whole
+from megatron_grpo.reporting.trackers import WANDB_ID_FILE
+from megatron_grpo.reporting.tracking import write_whole
 from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
 from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.replay import Replay, write_generation

@@ -28,7 +28,7 @@ from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.profiler import profiled_step
-from megatron_grpo.reporting.tracking import WANDB_ID_FILE
+from megatron_grpo.reporting.trackers import WANDB_ID_FILE
 from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.probe import probe_logprobs
 from megatron_grpo.rollout.replay import rollouter_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parallel.alignment import Alignment
+from parallel.alignment import Alignment, round_up
 from parallel.dims import ParallelDims
 from parallel.microbatches import CostModel, Plan, microbatch_capacity, plan_items
 from parallel.packing import is_shared, packed_length
@@ -97,15 +97,28 @@ def _items(groups: Sequence[PromptGroup], most: int, capacity: int, multiple: in
 
 
 def _cut(group: PromptGroup, most: int, capacity: int, multiple: int) -> list[list[int]]:
-    """First-fit decreasing: each completion, longest first, goes into the first item with room."""
+    """First-fit decreasing: each completion, longest first, goes into the first item with room.
+
+    `packed_length` is a sum over completions, so that of a larger item needs one more addend.
+    """
+    prompt = group.num_prompt_tokens
     cut: list[list[int]] = []
+    open_items: list[tuple[list[int], int, int]] = []
+    """Items of fewer than `most`, and their tokens with the prompt shared and with it repeated."""
     for i in sorted(group.responses, key=lambda i: -group.responses[i]):
-        for members in cut:
-            if len(members) < most and group.length([*members, i], multiple) <= capacity:
+        own = round_up(1 + group.responses[i], multiple)
+        alone = round_up(prompt + group.responses[i], multiple)
+        for place, (members, shared, repeated) in enumerate(open_items):
+            if min(shared + own, repeated + alone) <= capacity:
                 members.append(i)
+                open_items[place] = members, shared + own, repeated + alone
                 break
         else:
-            cut.append([i])
+            place, members = len(open_items), [i]
+            cut.append(members)
+            open_items.append((members, round_up(prompt - 1, multiple) + own, alone))
+        if len(members) == most:
+            del open_items[place]
     return cut
 
 

@@ -15,6 +15,19 @@ settings.register_profile("loaded", deadline=None, suppress_health_check=[Health
 settings.load_profile("loaded")
 
 
+LONG = {"vllm_engine", "transformers_engine", "engine"}
+"""Fixtures of tests that take long."""
+
+
+def pytest_collection_modifyitems(items):
+    """Files with long tests come first, so that not one of two workers has the last of them alone.
+
+    pytest-xdist keeps this order with `--no-loadscope-reorder`.
+    """
+    files = {item.path for item in items if LONG & {*item.fixturenames}}
+    items.sort(key=lambda item: item.path not in files)
+
+
 @pytest.fixture(scope="session")
 def elsewhere():
     """Calls a function in a separate process, where it may make the CPU pose as CUDA for good."""

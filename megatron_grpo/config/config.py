@@ -9,7 +9,7 @@ here need the config alone; `preflight.py` also checks it against the model and 
 from collections.abc import Sequence
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import model_validator
 
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
@@ -26,6 +26,7 @@ from megatron_grpo.config.reward import (
 )
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.section import Section
+from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
 from megatron_grpo.config.train import (
     ROUTER_LOSS_FIELDS,
     ModelConfig,
@@ -34,23 +35,6 @@ from megatron_grpo.config.train import (
     TrainConfig,
 )
 from parallel import ParallelDims
-
-
-class WandbConfig(Section):
-    """Logging to Weights & Biases: offline without WANDB_API_KEY, unless WANDB_MODE is set."""
-
-    project: str | None = None
-    """Project to log to; null: nothing is logged to wandb."""
-    name: str | None = None
-    """Name of the run; null: wandb chooses one."""
-    entity: str | None = None
-    """Team or user whose project it is; null: the default of the API key."""
-    group: str | None = None
-    """Group of the run, such as the sweep that it is part of."""
-    tags: tuple[str, ...] = Field(default=(), strict=False)
-    """Labels of the run."""
-    num_completions: NonNegativeInt = 16
-    """Maximum completions per step in wandb's table; `completions.jsonl` has all of them."""
 
 
 class Config(Section):
@@ -68,6 +52,8 @@ class Config(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     eval: EvalConfig = EvalConfig()
     wandb: WandbConfig = WandbConfig()
+    trackio: TrackioConfig = TrackioConfig()
+    swanlab: SwanlabConfig = SwanlabConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -318,6 +304,17 @@ class Config(Section):
     def offload(self) -> Offload:
         """What makes room for engines: `train.offload`, where there are any."""
         return self.train.offload if self.num_engines else "none"
+
+    @property
+    def trackers(self) -> list[str]:
+        """Packages that the run sends its metrics to."""
+        used = {
+            "tensorboard": self.train.tensorboard,
+            "wandb": self.wandb.project,
+            "trackio": self.trackio.project,
+            "swanlab": self.swanlab.project,
+        }
+        return [package for package, is_used in used.items() if is_used]
 
     @property
     def reward_terms(self) -> tuple[RewardFunction, ...]:

@@ -93,7 +93,7 @@ def _wanted(cfg: Config | None) -> Wanted:
         vllm=cfg.rollout.engine == "vllm"
         and not cfg.rollout.base_urls
         and cfg.train.replay is None,
-        wandb=cfg.wandb.project is not None,
+        trackers=cfg.trackers,
         transformer_engine=not local,
     )
 

@@ -22,13 +22,20 @@ class Wanted:
     """Packages that a config needs in addition to those that every run needs."""
 
     vllm: bool = True
-    wandb: bool = False
+    trackers: Sequence[str] = ()
+    """Those of `TRACKERS` that it logs with."""
     transformer_engine: bool = True
     """On a host with GPUs."""
 
 
 FOR_GPUS = "bash requirements/gpu.sh"
 TRANSFORMER_ENGINE = "transformer-engine"
+TRACKERS = {
+    "wandb": ("wandb.project", "pip install -e '.[wandb]'"),
+    "tensorboard": ("train.tensorboard", "pip install -e '.[tensorboard]'"),
+    "trackio": ("trackio.project", "pip install trackio"),
+    "swanlab": ("swanlab.project", "pip install swanlab"),
+}
 OPTIONAL = {
     TRANSFORMER_ENGINE: ("fused layers on GPUs", FOR_GPUS),
     "flash-attn": (
@@ -40,8 +47,7 @@ OPTIONAL = {
         "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "
         "git+https://github.com/NVIDIA/apex",
     ),
-    "wandb": ("wandb.project", "pip install -e '.[wandb]'"),
-    "tensorboard": ("train.tensorboard", "pip install -e '.[tensorboard]'"),
+    **TRACKERS,
 }
 """What each is for, and the command that installs it."""
 
@@ -108,9 +114,11 @@ def check_packages(
             yield _check(name, declared, versions, f"pip install '{requirement}'")
     if wanted.vllm:
         yield _check_vllm(declared, versions, on_gpu)
-    needed = {"wandb": wanted.wandb, TRANSFORMER_ENGINE: on_gpu and wanted.transformer_engine}
+    needed = {*wanted.trackers}
+    if on_gpu and wanted.transformer_engine:
+        needed.add(TRANSFORMER_ENGINE)
     for optional, (use, install) in OPTIONAL.items():
-        if needed.get(optional) or optional in versions:
+        if optional in needed or optional in versions:
             yield _check(optional, declared, versions, install)
         else:
             value = f"not installed: only needed for {use}"

@@ -1,7 +1,8 @@
 """Plans a whole job: what it computes, sends and holds, and whether that fits its GPUs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from typing import Any
 
 from checkpoint_convert import ModelShape, check_divisible
@@ -55,8 +56,8 @@ class JobPlan:
     """Settings that would hide more traffic, and by how many seconds each shortens the step."""
     push: LinkUse | None
     """The push of weights for one generation, which may serve several steps."""
-    shared_prompts: dict[bool, PromptSharing]
-    """The step without `grpo.shared_prompts`, and with it if the length of prompts is known."""
+    share_prompts: Callable[[], dict[bool, PromptSharing]]
+    """Computes `shared_prompts`, which takes longer than all of the rest."""
     not_counted: Sequence[str]
     """See `not_counted`."""
     host: HostUse | None
@@ -78,6 +79,11 @@ class JobPlan:
     def fits_gpus(self) -> bool:
         """Whether no GPU runs out of memory."""
         return self.fullest.total <= self.memory_limit
+
+    @cached_property
+    def shared_prompts(self) -> dict[bool, PromptSharing]:
+        """The step without `grpo.shared_prompts`, and with it if the length of prompts is known."""
+        return self.share_prompts()
 
     @property
     def shares_tokens(self) -> bool:
@@ -150,7 +156,7 @@ def plan_job(
         rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,
         overlaps=_overlaps(cfg, shape, states, work, card, time),
         push=push,
-        shared_prompts=_shared_prompts(cfg, shape, states, card, lengths),
+        share_prompts=partial(_shared_prompts, cfg, shape, states, card, lengths),
         not_counted=not_counted(cfg),
         host=host_use(cfg, states, card),
         loop=loop,

@@ -22,6 +22,7 @@ from megatron_grpo.reporting.completions import completion_rows, sample_row, tok
 from megatron_grpo.reporting.metrics import StepReport, reward_metrics
 from megatron_grpo.reporting.progress import ProgressBar
 from megatron_grpo.reporting.symptoms import Symptoms
+from megatron_grpo.reporting.trackers import open_trackers
 from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking, write_whole
 from megatron_grpo.timing import TIMELINE_FILE, PhaseTimer, Timeline
 
@@ -45,13 +46,7 @@ class RunLog:
         """Tokens and seconds of each of the last steps, as many as train on a generation."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", dump_config(cfg))
-        self.tracking = Tracking(
-            self.run_dir,
-            first_step,
-            cfg.wandb,
-            config=cfg.model_dump(mode="json"),
-            tensorboard=cfg.train.tensorboard,
-        )
+        self.tracking = Tracking(self.run_dir, first_step, open_trackers(cfg, first_step))
         num_rollouts = cfg.rollout.max_staleness + 1 if self._in_flight else 1
         self.timeline = Timeline(self.run_dir / TIMELINE_FILE, num_rollouts)
         self.timeline.step = first_step

@@ -1,17 +1,11 @@
-"""The records of a run, in files of JSON lines; also wandb and TensorBoard."""
+"""The records of a run, in files of JSON lines; `trackers.py` sends them elsewhere."""
 
 import json
 import math
 import os
-import re
-import secrets
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from megatron_grpo.config.config import WandbConfig
+from typing import Any, BinaryIO, Protocol
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -20,13 +14,19 @@ EVAL_COMPLETIONS_FILE = "eval_completions.jsonl"
 REPLACED_FILE = "replaced_completions.jsonl"
 RECORDS = (METRICS_FILE, COMPLETIONS_FILE, TOKENS_FILE, EVAL_COMPLETIONS_FILE, REPLACED_FILE)
 """Files of JSON lines with ascending steps."""
-WANDB_ID_FILE = "wandb_id"
-TENSORBOARD_DIR = "tensorboard"
 BLOCK_BYTES = 2**20
-REFUSAL = re.compile(r"\berror 4\d\d\b")
-"""Matches errors of wandb when it was reached but refuses the key or the project."""
-FINISH_SECONDS = 300.0
-"""Time for wandb to send the rest at the end of a run, while the job still holds its GPUs."""
+
+
+class Tracker(Protocol):
+    """Where metrics go besides the run directory, perhaps with completions in a table."""
+
+    def log(
+        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Send metrics of a step, and rows of `completion_rows`; some of a step come later."""
+
+    def close(self) -> None:
+        """Send what is left, and end the run."""
 
 
 class Tracking:
@@ -36,15 +36,7 @@ class Tracking:
     come from lost work and are dropped; without a checkpoint, all records are.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        first_step: int,
-        wandb: WandbConfig,
-        config: dict[str, Any],
-        *,
-        tensorboard: bool = False,
-    ) -> None:
+    def __init__(self, run_dir: Path, first_step: int, trackers: Sequence[Tracker] = ()) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in RECORDS:
             drop_records_after(run_dir / name, first_step or -1)
@@ -52,8 +44,7 @@ class Tracking:
         self._metrics = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
         self._completions = (run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8")
         self._tokens = (run_dir / TOKENS_FILE).open("a", encoding="utf-8")
-        self._wandb = WandbRun(run_dir, wandb, config) if wandb.project else None
-        self._tensorboard = TensorBoardRun(run_dir, first_step) if tensorboard else None
+        self._trackers = trackers
 
     def log(
         self,
@@ -73,10 +64,8 @@ class Tracking:
                 print(json.dumps(row, ensure_ascii=False), file=file)
             file.flush()
         print(json.dumps({**_record(step), **metrics}), file=self._metrics, flush=True)
-        if self._wandb:
-            self._wandb.log(step, metrics, completions)
-        if self._tensorboard:
-            self._tensorboard.log(step, metrics)
+        for tracker in self._trackers:
+            tracker.log(step, metrics, completions)
 
     def log_replaced(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record completions that dynamic sampling replaced, before the step that is in `rows`."""
@@ -110,20 +99,16 @@ class Tracking:
         write_whole(path, "".join(f"{line}\n" for line in lines))
         self._metrics.close()
         self._metrics = path.open("a", encoding="utf-8")
-        if self._wandb:
-            self._wandb.log(step, metrics, [])
-        if self._tensorboard:
-            self._tensorboard.log(step, metrics)
+        for tracker in self._trackers:
+            tracker.log(step, metrics, [])
 
     def close(self) -> None:
-        """Close the files and finish the wandb run."""
+        """Close the files and the trackers."""
         self._metrics.close()
         self._completions.close()
         self._tokens.close()
-        if self._tensorboard:
-            self._tensorboard.close()
-        if self._wandb:
-            self._wandb.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _record(step: int) -> dict[str, Any]:
@@ -199,105 +184,3 @@ def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             if line.endswith(b"\n"):
                 yield end, line
             end -= len(line)
-
-
-class WandbRun:
-    """A wandb run in the run directory; a resumed run continues it by its id.
-
-    It is offline without an API key, and also, with a message, if wandb cannot be reached, so that
-    training does not wait for that.
-
-    Curves are drawn over our own `step` and not over wandb's counter, which can only increase and
-    would reject the steps that a resumed run repeats.
-    """
-
-    def __init__(self, run_dir: Path, cfg: WandbConfig, config: dict[str, Any]) -> None:
-        import wandb  # noqa: PLC0415 - an extra that only runs with wandb.project need
-
-        self._wandb, self._num_completions = wandb, cfg.num_completions
-        id_file = run_dir / WANDB_ID_FILE
-        if not id_file.exists():
-            write_whole(id_file, secrets.token_hex(4))
-        mode_is_chosen = "WANDB_API_KEY" in os.environ or "WANDB_MODE" in os.environ
-        init = partial(
-            wandb.init,
-            project=cfg.project,
-            name=cfg.name,
-            entity=cfg.entity,
-            group=cfg.group,
-            tags=cfg.tags,
-            id=id_file.read_text(),
-            resume="allow",
-            dir=run_dir,
-            config=config,
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)),
-            ),
-        )
-        if not mode_is_chosen:
-            print(
-                "wandb: WANDB_API_KEY is not set, so the run is recorded offline; "
-                f"`wandb sync {run_dir / 'wandb' / 'offline-run-*'}` uploads it",
-                file=sys.stderr,
-            )
-        try:
-            self._run = init(mode=None if mode_is_chosen else "offline")
-        except wandb.errors.CommError as error:
-            if REFUSAL.search(str(error)) or isinstance(error, wandb.errors.AuthenticationError):
-                raise
-            print(
-                f"wandb cannot be reached: {error}\n"
-                f"the run continues offline; `wandb sync` uploads {run_dir / 'wandb'} later",
-                file=sys.stderr,
-            )
-            wandb.teardown()  # otherwise wandb takes the id to be in use
-            self._run = init(mode="offline")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(
-        self, step: int, metrics: Mapping[str, float], completions: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Send one step: its metrics, and the first of its completions as a table."""
-        record: dict[str, Any] = {"step": step, **metrics}
-        if flat := [_flat(row) for row in completions[: self._num_completions]]:
-            record["completions"] = self._wandb.Table(
-                columns=list(flat[0]), data=[list(row.values()) for row in flat]
-            )
-        self._run.log(record)
-
-    def close(self) -> None:
-        """Flush and end the run; wandb reports what it could not send within `FINISH_SECONDS`."""
-        self._run.finish()
-
-
-class TensorBoardRun:
-    """Metrics as TensorBoard's event files in the run directory.
-
-    A resumed run adds a file, which hides the steps that it repeats from the older ones.
-    """
-
-    def __init__(self, run_dir: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, like wandb
-
-        purged = first_step + 1 if first_step else 0
-        self._writer = SummaryWriter(str(run_dir / TENSORBOARD_DIR), purge_step=purged)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step, which are on disk when this returns."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without nested tables: one column per reward function, and none of the data's own."""
-    rewards = {f"reward/{name}": value for name, value in row["rewards"].items()}
-    return {
-        name: value for name, value in row.items() if not isinstance(value, dict | list)
-    } | rewards

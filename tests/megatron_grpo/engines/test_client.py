@@ -1,5 +1,6 @@
 """Token ids in, samples out, over HTTP: against a real vLLM and the transformers server."""
 
+import asyncio
 import math
 import socket
 import time
@@ -10,10 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import read_shape
 from helpers.engines import largest_logprob_error, random_prompts, running_engine
-from helpers.models import EOS_ID
+from helpers.models import EOS_ID, character_tokenizer
 from helpers.pushes import client_of
+from megatron_grpo.config.reward import RewardFunction
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.rewards.functions import load_function
 
 TOKEN = "0123456789abcdef"
 
@@ -175,3 +178,24 @@ def test_an_engine_that_does_not_answer_in_time_is_an_error():
             EngineError, match=rf"{url} did not answer /collective_rpc within 0.2 s"
         ):
             client.describe_parameters()
+
+
+def test_vllm_is_a_judge(vllm_engine, monkeypatch):
+    """With a token, as engines want one; the tiny model may say nothing but a digit."""
+    monkeypatch.setenv("ENGINE_TOKEN", vllm_engine.servers.token)
+    digits = character_tokenizer(250).convert_tokens_to_ids(list("0123456789"))
+    arguments = {
+        "base_url": f"{vllm_engine.servers.base_urls[0]}/v1",
+        "model": str(vllm_engine.folder),
+        "prompt": "{prompt}? {completion}",
+        "max_score": 9,
+        "api_key_env": "ENGINE_TOKEN",
+        "extra_body": {"max_tokens": 1, "allowed_token_ids": digits},
+    }
+    judge = load_function(RewardFunction(name="judge", arguments=arguments))
+    columns = {"completions": ["yes", "no", "yes", "a b c"], "prompts": ["p"] * 4}
+    vllm_engine.push(vllm_engine.folder)
+    judged = asyncio.run(judge.call_async(columns, 60)).scores
+    assert {round(9 * score, 9) for score in judged} <= set(range(10))
+    assert judged[0] == judged[2]  # the same text at temperature 0
+    assert judged == asyncio.run(judge.call_async(columns, 60)).scores

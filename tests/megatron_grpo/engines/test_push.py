@@ -256,6 +256,7 @@ def test_a_worker_killed_in_mid_push_is_named(tied_model, tmp_path):
         assert engine.servers.base_urls[0] in error
 
 
+@pytest.mark.slow
 def test_an_engine_that_starts_holds_no_version_and_one_killed_in_mid_push_is_named(
     tied_model, tmp_path
 ):

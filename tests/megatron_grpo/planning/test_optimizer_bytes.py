@@ -45,17 +45,26 @@ def test_moments_of_two_dtypes_are_copied_during_an_update(tmp_path):
     assert (state.optimizer, state.update) == (8 * 8_030_261_248, 4 * 8_030_261_248)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("family", "dims"),
-    [
-        ("qwen3", ParallelDims(tensor=2, pipeline=2)),  # its embedding is tied over stages
-        ("qwen2", ParallelDims(pipeline=2, virtual_pipeline=2)),
-        ("qwen3_moe", ParallelDims(data=2, expert=2)),
-        ("deepseek_v3", ParallelDims(data=2, expert=2)),
-    ],
-    ids=str,
-)
+MODELS = [
+    ("qwen3", ParallelDims(tensor=2, pipeline=2)),  # its embedding is tied over stages
+    ("qwen3_moe", ParallelDims(data=2, expert=2)),
+    ("qwen2", ParallelDims(pipeline=2, virtual_pipeline=2)),
+    ("deepseek_v3", ParallelDims(data=2, expert=2)),
+]
+OF_OTHERS = ("float32", "half on the host")
+"""Kinds that the last two models are tried with: a kind knows of no layers, so others are slow."""
+CASES = [
+    pytest.param(
+        kind,
+        *model,
+        marks=[pytest.mark.slow] if model in MODELS[2:] and kind not in OF_OTHERS else [],
+    )
+    for model in MODELS
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("kind", "family", "dims"), CASES, ids=str)
 def test_real_ranks_keep_what_the_plan_says(tmp_path, kind, family, dims):
     folder = tiny_model(tmp_path, family, tied=family == "qwen3", num_hidden_layers=4)
     cfg = tiny_config(folder, dims, *BFLOAT16, *KINDS[kind])

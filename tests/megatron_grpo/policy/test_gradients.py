@@ -206,7 +206,7 @@ def assert_same(ranks: Sequence[Steps], others: Sequence[Steps], tolerance: floa
 @pytest.mark.parametrize(
     ("name", "dims"),
     [
-        ("llama", ParallelDims(data=2)),
+        pytest.param("llama", ParallelDims(data=2), marks=pytest.mark.slow),
         ("llama", ParallelDims(pipeline=2, virtual_pipeline=2, data=2)),
         ("qwen3_moe", ParallelDims(tensor=2, data=2, expert=2)),
     ],

@@ -1,4 +1,4 @@
-"""The judge against real servers: vLLM, and one that misbehaves on demand."""
+"""The judge against a server that misbehaves on demand; `engines/test_client.py` has a vLLM."""
 
 import asyncio
 import json
@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from helpers.engines import TestEngine
-from helpers.models import character_tokenizer
 from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
@@ -218,25 +216,3 @@ def test_invalid_arguments_are_refused(arguments, part):
     with pytest.raises(ValueError) as refused:
         load_function(RewardFunction(name="judge", arguments=arguments and fields | arguments))
     assert part in str(refused.value)
-
-
-def test_vllm_is_a_judge(vllm_engine: TestEngine, monkeypatch):
-    """With a token, as engines want one; the tiny model may say nothing but a digit."""
-    monkeypatch.setenv("ENGINE_TOKEN", vllm_engine.servers.token)
-    digits = character_tokenizer(250).convert_tokens_to_ids(list("0123456789"))
-    function = RewardFunction(
-        name="judge",
-        arguments={
-            "base_url": f"{vllm_engine.servers.base_urls[0]}/v1",
-            "model": str(vllm_engine.folder),
-            "prompt": "{prompt}? {completion}",
-            "max_score": 9,
-            "api_key_env": "ENGINE_TOKEN",
-            "extra_body": {"max_tokens": 1, "allowed_token_ids": digits},
-        },
-    )
-    batch = samples(["yes", "no", "yes", "maybe", "a b c"], 4)
-    judged = pool_scores(function, batch, 60)
-    assert {round(9 * score, 9) for score in judged} <= set(range(10))
-    assert judged[0] == judged[2]  # the same text at temperature 0
-    assert judged == pool_scores(function, batch, 60)
