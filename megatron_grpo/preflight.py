@@ -22,7 +22,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS, PERFORMANCE_FIELDS
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.server import check_cpu_kernels
-from megatron_grpo.engines.vllm_args import check_engine_arguments
+from megatron_grpo.engines.vllm_args import check_adapters, check_engine_arguments
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
 from megatron_grpo.reporting.tracking import last_step
 
@@ -37,6 +37,7 @@ CHANGEABLE = (
     "data.path",
     "data.subset",
     "data.split",
+    "lora.sync",
     "train.run_dir",
     "train.num_steps",
     "train.num_epochs",
@@ -93,6 +94,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     shape = _check_model(cfg)
     if cfg.train.replay is None:
         check_engines(cfg.rollout, shape, token)
+        check_adapters(cfg.lora, shape)
     if starts_here:
         if cfg.train.replay is None:
             check_cpu_kernels(cfg.rollout, shape)

@@ -13,7 +13,7 @@ class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685) that are trained in place of the model's weights.
 
     A linear layer computes W x + s B (A x), where A [r, in] and B [out, r] are trained and W is
-    frozen. Engines get W + s B A.
+    frozen.
     """
 
     r: NonNegativeInt = 0
@@ -31,6 +31,14 @@ class LoraConfig(Section):
     """Whether s is lora_alpha / sqrt(r) (arXiv 2312.03732)."""
     init_lora_weights: Literal[True, "gaussian"] = True
     """How A begins: uniform as PEFT's, or normal with deviation 1 / r. B begins at 0."""
+    sync: Literal["adapter", "merged"] = "adapter"
+    """What pushes carry: A and s B, to engines that have loaded the model themselves, or
+    W + s B A, which any engine computes with."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether engines hold the adapters beside weights that they have loaded themselves."""
+        return self.r > 0 and self.sync == "adapter"
 
     @property
     def scale(self) -> float:

@@ -28,16 +28,15 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from checkpoint_convert import ModelShape, hf_tensors
+from checkpoint_convert.peft import WEIGHT, a_name, b_name
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.lora_targets import (
-    PEFT_PREFIX,
-    WEIGHT,
     Part,
     Target,
     local_targets,
     peft_tensors,
 )
-from parallel import Box, Layout, ShardMapping
+from parallel import Box, Layout, Sender, ShardMapping
 from parallel.checksum import checksum
 from parallel.groups import Groups
 
@@ -149,7 +148,7 @@ class Adapter(torch.nn.Module):
             yield ShardMapping(
                 f"{name}.a",
                 Box((number * self.rank, 0), (self.rank, width)),
-                f"{PEFT_PREFIX}{part.module}.lora_A.weight",
+                a_name(part.module),
                 Box((0, self.target.columns.start[-1]), (self.rank, width)),
                 copied or not owns["a"],
             )
@@ -157,7 +156,7 @@ class Adapter(torch.nn.Module):
                 yield ShardMapping(
                     f"{name}.b",
                     Box((row, 0), (box.size[0], self.rank)),
-                    f"{PEFT_PREFIX}{part.module}.lora_B.weight",
+                    b_name(part.module),
                     Box((box.start[0], 0), (box.size[0], self.rank)),
                     copied or not owns["b"],
                 )
@@ -181,7 +180,7 @@ class Adapters:
         at = groups.coordinates
         self.modules, self.shapes, self.base = modules, whole, base
         self._replica = (at.data, at.context)
-        self._tensor_rank = at.tensor
+        self._tensor_rank, self._num_tensor_ranks = at.tensor, groups.dims.tensor
         pieces = [
             piece
             for name, adapter in modules.items()
@@ -198,6 +197,30 @@ class Adapters:
             for name, adapter in self.modules.items()
             for x in "ab"
         }
+
+    @torch.no_grad()
+    def scaled(self) -> dict[str, Tensor]:
+        """A and s B of all adapters, which engines add to what the base computes."""
+        return {
+            f"{_own(name)}.{x}": values
+            for name, adapter in self.modules.items()
+            for x, values in (("a", adapter.a.detach()), ("b", adapter.b * adapter.scale))
+        }
+
+    def sender(self, of_weights: Sender) -> Sender:
+        """What this rank can send of the adapters, if `of_weights` is what it can of the base."""
+        owners, replica_sets = {}, {}
+        for name, adapter in self.modules.items():
+            for x, split in (("a", "columns"), ("b", "rows")):
+                local = f"{_own(name)}.{x}"
+                owners[local] = of_weights.owners[name]
+                if adapter.target.split != split:  # all tensor ranks have the same
+                    first = owners[local].start
+                    if name not in of_weights.replica_sets:
+                        first -= self._tensor_rank
+                    owners[local] = range(first, owners[local].stop)
+                    replica_sets[local] = self._num_tensor_ranks
+        return Sender(of_weights.rank, self.layout, owners, replica_sets)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:

@@ -4,18 +4,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from checkpoint_convert import ModelShape, hf_tensors
 from checkpoint_convert.megatron import local_parameters
+from checkpoint_convert.peft import WEIGHT, adapter_tensors
 from megatron_grpo.config.lora import LoraConfig
 from parallel import Box, Coordinates, Layout, ParallelDims, Shape, ShardMapping
-from parallel.groups import Groups
+
+if TYPE_CHECKING:
+    from parallel.groups import Groups
 
 Split = Literal["rows", "columns", "whole"]
 """How tensor ranks hold a weight: split by outputs, by inputs, or all of it each."""
-WEIGHT = ".weight"
-PEFT_PREFIX = "base_model.model."
 _SPLITS: dict[int | None, Split] = {0: "rows", 1: "columns", None: "whole"}
 
 
@@ -83,25 +84,11 @@ def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
 
 def peft_tensors(cfg: LoraConfig, shape: ModelShape) -> dict[str, Shape]:
     """Name and shape of every tensor of an adapter, as PEFT saves it."""
-    whole = hf_tensors(shape)
-    return {
-        f"{PEFT_PREFIX}{module}.lora_{x}.weight": size
-        for module in targets_of(cfg, shape)
-        for x, size in {
-            "A": (cfg.r, whole[module + WEIGHT][1]),
-            "B": (whole[module + WEIGHT][0], cfg.r),
-        }.items()
-    }
-
-
-def weight_of(tensor: str) -> str:
-    """The weight that one of PEFT's tensors belongs to; of a weight, itself."""
-    name = tensor.removeprefix(PEFT_PREFIX)
-    return name.replace(".lora_A.", ".").replace(".lora_B.", ".")
+    return adapter_tensors(targets_of(cfg, shape), cfg.r, hf_tensors(shape))
 
 
 def local_targets(
-    cfg: LoraConfig, shape: ModelShape, layout: Layout, groups: Groups
+    cfg: LoraConfig, shape: ModelShape, layout: Layout, groups: "Groups"
 ) -> Iterator[Target]:
     """Those of this rank's layers; `layout` is of its weights."""
     wanted, whole = set(targets_of(cfg, shape)), hf_tensors(shape)

@@ -26,6 +26,7 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Policy, unwrapped
@@ -136,7 +137,7 @@ def numbers(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> dic
     found["norm"] = gradient_norm(policy.optimizer)
     found["gradients"] = boxes_of(policy, gathered_gradients(policy))
     found["values"] = boxes_of(policy, policy.adapters.parameters())
-    served = policy.served()
+    served = policy.served(LoraConfig(sync="merged"))
     found["served"] = [
         (piece.tensor, piece.box, served[piece.local].detach()[piece.local_box.slices].clone())
         for piece in policy.layout.pieces
