@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader import register_model_loader
@@ -57,6 +58,7 @@ def register() -> None:
     if current_platform.is_cpu():
         keep_weights_unpacked()
         rotate_heads_by_torch()
+        multiply_tokens_at_once()
 
 
 class DequantizingLoader(DefaultModelLoader):
@@ -128,6 +130,31 @@ def rotate_heads_by_torch() -> None:
         return self.forward_native(positions, query, key)
 
     RotaryEmbedding.forward_cpu = rotated
+
+
+def multiply_tokens_at_once() -> None:
+    """Let all tokens share the one adapter, by plain matrix products.
+
+    vLLM's kernels for CPUs copy the A and B of its adapter for each token, gigabytes for a prompt.
+    """
+
+    def add_lora_linear(
+        self: PunicaWrapperCPU,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        is_adapted = (self.token_lora_indices >= 0).to(x.dtype).unsqueeze(1)
+        parts = zip(y.split(output_slices, -1), lora_a_stacked, lora_b_stacked, strict=True)
+        for part, a, b in parts:
+            low = torch.nn.functional.linear(x, a[0, 0]) * is_adapted
+            part += torch.nn.functional.linear(low, b[0, 0]) * scale
+
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
 
 
 def unlink_group_memory() -> None:
