@@ -126,20 +126,9 @@ class Trainer:
         if self.policy.adapters and cfg.lora.is_served:
             sender = self.policy.adapters.sender(sender)
         engines = rollouter.engines if rollouter else None
-        self.weight_sync = stack.enter_context(
-            closing(
-                WeightSync(
-                    cfg,
-                    shape,
-                    sender,
-                    run.device,
-                    run.num_hosts,
-                    engines,
-                    self.residency,
-                    loaded,
-                )
-            )
-        )
+        place = run.device, run.num_hosts
+        sync = WeightSync(cfg, shape, sender, *place, engines, self.residency, loaded)
+        self.weight_sync = stack.enter_context(closing(sync))
         self.zero: RankZero | None = None
         if rollouter is not None:
             self.zero = RankZero.open(cfg, run.watchdog, rollouter, self.state, stack)

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -22,7 +22,7 @@ from checkpoint_convert.vllm import check_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines import RolloutAborted, RolloutClient, WorkerSums
 from megatron_grpo.engines.client import meanwhile
-from megatron_grpo.engines.expected_sums import sums_of_all_ranks
+from megatron_grpo.engines.expected_sums import NOTHING, sums_of_all_ranks
 from megatron_grpo.engines.layouts import holdings, shard_bytes
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
@@ -40,8 +40,6 @@ from parallel.weight_transfer import (
     open_rendezvous,
     rendezvous_address,
 )
-
-NOTHING: Mapping[int, WorkerSums] = {}
 
 
 class WeightSync:
@@ -185,7 +183,7 @@ class WeightSync:
             )
         # Ask the engines in any case: only the other end of a broken channel may know why it broke.
         with timer.phase("verify_weights"):
-            expected = None if broken else self._sums_of_all_ranks(sent)
+            expected = None if broken else sums_of_all_ranks(sent, self._held, self._loaded)
             failure = self._ask_engines(lambda engines: engines.check_push(push, expected))
         if failure is None and broken is None:
             with timer.phase("push"):
@@ -194,11 +192,6 @@ class WeightSync:
                     lambda engines: engines.finish_push(push, policy_version)
                 )
         return failure or broken
-
-    def _sums_of_all_ranks(self, sent: Mapping[int, WorkerSums]) -> Sequence[WorkerSums]:
-        loaded = self._loaded
-        own = {n: {**loaded.get(n, {}), **sent.get(n, {})} for n in {*loaded, *sent}}
-        return sums_of_all_ranks(own, self._held)
 
     def _take_caches(self, timer: PhaseTimer) -> None:
         """Let engines sleep whose caches may be where this rank's weights were. Collective."""

@@ -16,20 +16,24 @@ from parallel.views import as_local, as_whole
 
 MAX_ELEMENTS = 1 << 27
 """Of a temporary copy."""
+NOTHING: Mapping[int, WorkerSums] = {}
 
 
 def sums_of_all_ranks(
-    sent: Mapping[int, Mapping[str, int]], workers: Sequence[Layout]
+    sent: Mapping[int, WorkerSums],
+    workers: Sequence[Layout],
+    loaded: Mapping[int, WorkerSums] = NOTHING,
 ) -> Sequence[WorkerSums]:
     """The checksums of each worker's parameters, from those of what each rank has `sent` to it.
+
+    `loaded` are those that its engine has loaded itself, also as this rank's part of the sums.
 
     Padding is zero and adds nothing. Collective over all ranks of the default group: one all-reduce
     with an int64 for each parameter of each worker.
     """
     names = [(number, name) for number, worker in enumerate(workers) for name in worker.shapes]
-    sums = torch.tensor(
-        [sent.get(number, {}).get(name, 0) for number, name in names], dtype=torch.int64
-    )
+    own = [{**loaded.get(n, {}), **sent.get(n, {})} for n in range(len(workers))]
+    sums = torch.tensor([own[number].get(name, 0) for number, name in names], dtype=torch.int64)
     dist.all_reduce(sums)
     totals: list[dict[str, int]] = [{} for _ in workers]
     for (number, name), total in zip(names, sums.tolist(), strict=True):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims
 from helpers.policies import tiny_config
+from helpers.pushes import flip_bits
 from helpers.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess, start_worker
 from helpers.worker_pushes import differing
 from megatron_grpo.config.config import Config
@@ -87,17 +88,20 @@ def push_adapters(
 
 
 def failing_push(
-    rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines, fault: Any
+    rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines, fault: str
 ) -> str:
-    """The error of a push after `fault` was called in every worker."""
+    """The error of a push with a flipped bit: in a worker's `base`, or in what is `sent`."""
     setup_device(rank)
+    # For each worker, of a push that is repeated once.
+    flip_bits(2 * case.engine.tensor if fault == "sent" else 0)
     client = WorkerClient(engines)
     cfg, groups = config_of(case, dims, client), init_groups(dims)
     policy = build_policy(cfg, read_shape(case.base), groups)
     with closing(start_sync(cfg, policy, groups, client)) as sync:
         if rank == 0:
             client.workers.call(begin_adapters, case, cfg)
-            client.workers.call(fault)
+            if fault == "base":
+                client.workers.call(flip_bit_of_base)
         try:
             sync.push(policy.served(cfg.lora), 1, PhaseTimer(lambda name: None))
         except ConnectionError as failure:
@@ -124,6 +128,13 @@ def change(policy: Policy, number: int) -> None:
         whole = torch.randn(policy.adapters.shapes[piece.tensor], generator=generator)
         values = parameters[piece.local].data[piece.local_box.slices]
         values.copy_(whole[piece.box.slices])
+
+
+def described(process: WorkerProcess, case: Case, cfg: Config, other: dict[str, Any]) -> Any:
+    """What a worker reports of its parameters that was started with `other` arguments."""
+    arguments = adapter_arguments(cfg.model, cfg.lora, on_gpu=False) | other
+    worker = start_worker(process.rank, case.base, case.engine, cfg.model.dtype, **arguments)
+    return worker.describe_parameters("question")["parameters"]
 
 
 def begin_adapters(process: WorkerProcess, case: Case, cfg: Config) -> None:

@@ -93,7 +93,8 @@ def trainer(base: Path, adapter: Path, logs: Path, lora: LoraConfig, **rollout: 
         servers.close()
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_after_a_push_samples_are_those_of_the_base_with_the_new_adapter(
     tmp_path, tied_model, size
 ):
