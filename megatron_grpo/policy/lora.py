@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from checkpoint_convert import ModelShape, hf_tensors
+from checkpoint_convert.merge import merged
 from checkpoint_convert.peft import WEIGHT, a_name, b_name
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.lora_targets import (
@@ -103,18 +104,11 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """W + s B A, rounded once to the dtype of W.
-
-        A sum over r of products that are rounded one by one, in float32: the same bits however
-        ranks share the weight, which a matrix product would not have.
-        """
+        """W + s B A, see `merged`."""
         total = weight.detach().clone()
         for part, a, b in self._matrices():
-            change = torch.zeros(len(b), a.shape[1], dtype=torch.float32, device=b.device)
-            for column, row in zip(b.float().unbind(1), a.float(), strict=True):
-                change += column[:, None] * row
             rows = torch.tensor(part.rows, device=b.device)
-            total[rows] = (weight[rows].float() + change * self.scale).to(weight.dtype)
+            total[rows] = merged(weight[rows], a, b, self.scale)
         return total
 
     def _matrices(self) -> Iterator[tuple[Part, Tensor, Tensor]]:
