@@ -37,6 +37,7 @@ CHANGEABLE = (
     "data.path",
     "data.subset",
     "data.split",
+    "lora.adapter_path",
     "lora.sync",
     "train.run_dir",
     "train.num_steps",
@@ -264,12 +265,14 @@ def _check_megatron(cfg: Config, shape: ModelShape) -> None:
     from parallel.megatron_import import import_megatron
 
     import_megatron()
-    from megatron_grpo.policy.lora_targets import check_lora
+    from megatron_grpo.policy.lora_targets import check_lora, starting_adapter
     from megatron_grpo.policy.optimizer import check_optimizer
     from megatron_grpo.policy.transformer import transformer_config
 
     check_optimizer(cfg.optimizer)
     check_lora(cfg.lora, shape, cfg.dims.tensor)
+    if not latest_step(cfg.train.run_dir / "checkpoints"):
+        starting_adapter(cfg.lora, shape)
     transformer_config(
         shape,
         cfg.dims,

@@ -142,6 +142,9 @@ class Trainer:
 
     def _build_models(self, shape: ModelShape) -> None:
         run, cfg = self.run, self.cfg
+        if steps_done(cfg.train.run_dir / "checkpoints"):  # they have the adapters
+            lora = cfg.lora.model_copy(update={"adapter_path": None})
+            cfg = cfg.model_copy(update={"lora": lora})
         self.policy = build_policy(cfg, shape, run.groups)
         if run.groups.rank == 0:
             print(describe(unwrapped(self.policy.chunks[0]), self.policy.optimizer))

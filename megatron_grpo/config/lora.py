@@ -2,9 +2,10 @@
 
 from difflib import get_close_matches
 from math import sqrt
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from megatron_grpo.config.section import Section
 
@@ -31,9 +32,31 @@ class LoraConfig(Section):
     """Whether s is lora_alpha / sqrt(r) (arXiv 2312.03732)."""
     init_lora_weights: Literal[True, "gaussian"] = True
     """How A begins: uniform as PEFT's, or normal with deviation 1 / r. B begins at 0."""
+    adapter_path: Path | None = Field(default=None, strict=False)
+    """Folder of PEFT's whose adapters a new run starts from, such as hf/ of another run; null:
+    those of init_lora_weights. The reference of grpo.beta is the model without adapters."""
     sync: Literal["adapter", "merged"] = "adapter"
     """What pushes carry: A and s B, to engines that have loaded the model themselves, or
     W + s B A, which any engine computes with."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _saves_no_modules(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("modules_to_save"):
+            raise ValueError(
+                f"lora.modules_to_save {given['modules_to_save']}: layers have adapters or stay "
+                "as they are: leave it out"
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _starts_from_adapters(self) -> Self:
+        if self.adapter_path is not None and not self.r:
+            raise ValueError(
+                f"lora.adapter_path {self.adapter_path} is of no use with lora.r 0: set lora.r to "
+                "the rank in its adapter_config.json, or leave it out"
+            )
+        return self
 
     @property
     def is_served(self) -> bool:

@@ -8,7 +8,7 @@ the two is whole on each of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from math import sqrt
 from threading import local
 from typing import Any, Literal
@@ -28,6 +28,9 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from checkpoint_convert import ModelShape, hf_tensors
+from checkpoint_convert.formats.safetensors_file import TensorPlace
+from checkpoint_convert.formats.tensor_io import StoredTensors
+from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.merge import merged
 from checkpoint_convert.peft import WEIGHT, a_name, b_name
 from megatron_grpo.config.lora import LoraConfig
@@ -36,6 +39,7 @@ from megatron_grpo.policy.lora_targets import (
     Target,
     local_targets,
     peft_tensors,
+    starting_adapter,
 )
 from parallel import Box, Layout, Sender, ShardMapping
 from parallel.checksum import checksum
@@ -312,7 +316,21 @@ def add_adapters(
         module.lora = adapter
         module.register_forward_hook(adapter.hook)
         modules[target.weight] = adapter
-    return Adapters(modules, peft_tensors(cfg, shape), groups, base)
+    adapters = Adapters(modules, peft_tensors(cfg, shape), groups, base)
+    if stored := starting_adapter(cfg, shape):
+        _fill(adapters, stored.places)
+    return adapters
+
+
+@torch.no_grad()
+def _fill(adapters: Adapters, places: Mapping[str, TensorPlace]) -> None:
+    """Read this rank's boxes of stored adapters."""
+    parameters = adapters.parameters()
+    with closing(StoredTensors(places)) as stored:
+        for piece in adapters.layout.pieces:
+            values = torch.empty(piece.box.size, dtype=DTYPES[places[piece.tensor].dtype])
+            stored.read_into(piece.tensor, piece.box, values)
+            parameters[piece.local][piece.local_box.slices].copy_(values)
 
 
 def _begin_gradients(_: Any, args: tuple[Any, ...], output: Tensor) -> None:

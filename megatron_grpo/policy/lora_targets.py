@@ -4,11 +4,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import isclose
 from typing import TYPE_CHECKING, Literal
 
 from checkpoint_convert import ModelShape, hf_tensors
 from checkpoint_convert.megatron import local_parameters
-from checkpoint_convert.peft import WEIGHT, adapter_tensors
+from checkpoint_convert.peft import WEIGHT, StoredAdapter, adapter_tensors, read_adapter
 from megatron_grpo.config.lora import LoraConfig
 from parallel import Box, Coordinates, Layout, ParallelDims, Shape, ShardMapping
 
@@ -65,6 +66,32 @@ def check_lora(cfg: LoraConfig, shape: ModelShape, tensor: int) -> None:
             f"{shape.num_key_value_heads} key-value heads, and some ranks have no rows of "
             f"{', '.join(sorted(ends))}: name q_proj, k_proj and v_proj in lora.target_modules"
         )
+
+
+def starting_adapter(cfg: LoraConfig, shape: ModelShape) -> StoredAdapter | None:
+    """What is in `lora.adapter_path`; ValueError if it is not of the form that `lora` describes."""
+    if cfg.adapter_path is None:
+        return None
+    stored = read_adapter(cfg.adapter_path, hf_tensors(shape))
+    told = f"lora.adapter_path {cfg.adapter_path} has adapters"
+    if stored.rank != cfg.r:
+        raise ValueError(
+            f"{told} of rank {stored.rank}, and lora.r is {cfg.r}: set lora.r={stored.rank}"
+        )
+    if not isclose(stored.scale, cfg.scale):
+        alpha = stored.scale * cfg.lora_alpha / cfg.scale
+        raise ValueError(
+            f"{told} with a scale of {stored.scale:g}, and that of lora.lora_alpha "
+            f"{cfg.lora_alpha:g} is {cfg.scale:g}: set lora.lora_alpha={alpha:g}"
+        )
+    wanted = targets_of(cfg, shape)
+    if differing := sorted({*wanted} ^ {*stored.modules}):
+        ends = dict.fromkeys(name.rpartition(".")[2] for name in stored.modules)
+        raise ValueError(
+            f"{told} on other layers than lora.target_modules says, such as {differing[0]}: set "
+            f"lora.target_modules=[{','.join(ends)}]"
+        )
+    return stored
 
 
 def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
