@@ -50,14 +50,22 @@ def adapter_layouts(
     In the coordinates of PEFT's tensors. Local names are such as
     ``model.layers.3.self_attn.qkv_proj.lora_B.2``, of the values' B.
     """
+    return [worker_adapters(shape, dims, modules, rank, n) for n in range(dims.tensor)]
+
+
+def worker_adapters(
+    shape: ModelShape, dims: EngineDims, modules: Collection[str], rank: int, worker: int
+) -> Layout:
+    """One of the `adapter_layouts`; those of other workers have as many elements."""
     check_engine_dims(shape, dims)
+    modules = {*modules}
     ends = {*adapted_modules(shape, modules)}
     parameters = [
         each
         for each in engine_parameters(shape)
         if len(each.shape) == 2 and _module(each).rpartition(".")[2] in ends
     ]
-    return [_worker_layout(parameters, dims, modules, rank, n) for n in range(dims.tensor)]
+    return _worker_layout(parameters, dims, modules, rank, worker)
 
 
 def _worker_layout(

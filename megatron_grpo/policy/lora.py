@@ -307,7 +307,7 @@ def add_adapters(
         chunk.requires_grad_(False)
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(_begin_gradients)
-    for target in local_targets(cfg, shape, layout, groups):
+    for target in local_targets(cfg, shape, layout, groups.dims, groups.coordinates):
         number, _, name = target.weight.partition(".")
         module = chunks[int(number)].get_submodule(name.removesuffix(WEIGHT))
         sequence = chunks[0].config.sequence_parallel

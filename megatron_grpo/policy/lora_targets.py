@@ -5,16 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import isclose
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from checkpoint_convert import ModelShape, hf_tensors
 from checkpoint_convert.megatron import local_parameters
 from checkpoint_convert.peft import WEIGHT, StoredAdapter, adapter_tensors, read_adapter
 from megatron_grpo.config.lora import LoraConfig
 from parallel import Box, Coordinates, Layout, ParallelDims, Shape, ShardMapping
-
-if TYPE_CHECKING:
-    from parallel.groups import Groups
 
 Split = Literal["rows", "columns", "whole"]
 """How tensor ranks hold a weight: split by outputs, by inputs, or all of it each."""
@@ -115,17 +112,15 @@ def peft_tensors(cfg: LoraConfig, shape: ModelShape) -> dict[str, Shape]:
 
 
 def local_targets(
-    cfg: LoraConfig, shape: ModelShape, layout: Layout, groups: "Groups"
+    cfg: LoraConfig, shape: ModelShape, layout: Layout, dims: ParallelDims, at: Coordinates
 ) -> Iterator[Target]:
-    """Those of this rank's layers; `layout` is of its weights."""
+    """Those of the layers of the rank at `at`; `layout` is of its weights."""
     wanted, whole = set(targets_of(cfg, shape)), hf_tensors(shape)
     pieces: dict[tuple[str, str], list[ShardMapping]] = defaultdict(list)
     for piece in layout.pieces:
         pieces[piece.local, piece.tensor].append(piece)
     # Names do not depend on it, but for norms and experts.
-    for name, parameter in local_parameters(
-        shape, groups.dims, groups.coordinates, transformer_engine=True
-    ):
+    for name, parameter in local_parameters(shape, dims, at, transformer_engine=True):
         sources = [x for x in parameter.sources if x.name.removesuffix(WEIGHT) in wanted]
         if not sources or not name.endswith(WEIGHT):
             continue
