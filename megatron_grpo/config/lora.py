@@ -3,7 +3,7 @@
 from difflib import get_close_matches
 from math import sqrt
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
@@ -38,16 +38,6 @@ class LoraConfig(Section):
     sync: Literal["adapter", "merged"] = "adapter"
     """What pushes carry: A and s B, to engines that have loaded the model themselves, or
     W + s B A, which any engine computes with."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _saves_no_modules(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("modules_to_save"):
-            raise ValueError(
-                f"lora.modules_to_save {given['modules_to_save']}: layers have adapters or stay "
-                "as they are: leave it out"
-            )
-        return given
 
     @model_validator(mode="after")
     def _starts_from_adapters(self) -> Self:
