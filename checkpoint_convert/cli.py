@@ -1,4 +1,4 @@
-"""Command line: `checkpoint-convert import | export | verify | inspect`."""
+"""Command line: `checkpoint-convert import | export | merge | verify | inspect`."""
 
 import os
 import re
@@ -26,6 +26,7 @@ from rich.progress import (
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.inspection import print_inspection
 from checkpoint_convert.megatron_to_hf import export_checkpoint
+from checkpoint_convert.merge import merge_adapter
 from checkpoint_convert.verify import verify_weights
 from parallel import ParallelDims
 
@@ -71,6 +72,7 @@ CheckedPipelineSize = Annotated[
 ]
 CheckedVirtualSize = Annotated[int, _size("--vpp", "Model chunks per pipeline rank; only checked.")]
 CheckedExpertSize = Annotated[int, _size("--ep", "Expert parallel size; only checked.")]
+MaxShardSize = Annotated[str, typer.Option(help="Largest weight file, such as 5GB or 500MB.")]
 HfConfig = Annotated[
     Path | None,
     typer.Option(
@@ -122,9 +124,7 @@ def export(
     ],
     out: Annotated[Path, typer.Option(help="Hugging Face folder to write; must not exist.")],
     hf_config: HfConfig = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="Largest weight file, such as 5GB or 500MB.")
-    ] = "5GB",
+    max_shard_size: MaxShardSize = "5GB",
     dtype: Dtype = None,
     workers: Workers = NUM_WORKERS,
 ) -> None:
@@ -142,6 +142,37 @@ def export(
             megatron,
             out,
             hf_config=hf_config,
+            dtype=DTYPES[dtype],
+            max_shard_bytes=max_shard_bytes,
+            num_workers=workers,
+            progress=progress,
+        )
+
+
+@app.command()
+def merge(
+    base: Annotated[Path, typer.Option(help="Hugging Face folder that was adapted.")],
+    adapter: Annotated[Path, typer.Option(help="PEFT folder, such as hf/ of a run with lora.r.")],
+    out: Annotated[Path, typer.Option(help="Hugging Face folder to write; must not exist.")],
+    max_shard_size: MaxShardSize = "5GB",
+    dtype: Dtype = None,
+    workers: Workers = NUM_WORKERS,
+) -> None:
+    """Merge a low-rank adapter into the weights of its model.
+
+    Each weight becomes W + s B A, summed in float32 and rounded once: the bits that a run with
+    lora.sync=merged pushes.
+
+    \b
+    Example:
+      checkpoint-convert merge --base Qwen3-8B --adapter runs/math/hf --out Qwen3-8B-math
+    """
+    max_shard_bytes = _num_bytes(max_shard_size)
+    with _completed(out), _progress("merge") as progress:
+        merge_adapter(
+            base,
+            adapter,
+            out,
             dtype=DTYPES[dtype],
             max_shard_bytes=max_shard_bytes,
             num_workers=workers,

@@ -36,17 +36,18 @@ def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
     marks what a worker of lower rank also holds. Raises the ValueError of `check_engine_dims`.
     """
     check_engine_dims(shape, dims)
-    parameters = _parameters(shape)
+    parameters = engine_parameters(shape)
     return [_worker_layout(parameters, shape, dims, rank) for rank in range(dims.tensor)]
 
 
 def first_worker_layout(shape: ModelShape, dims: EngineDims) -> Layout:
     """What the first worker of an engine holds, in a fraction of the time; no worker holds more."""
     check_engine_dims(shape, dims)
-    return _worker_layout(_parameters(shape), shape, dims, rank=0)
+    return _worker_layout(engine_parameters(shape), shape, dims, rank=0)
 
 
-def _parameters(shape: ModelShape) -> list[Parameter]:
+def engine_parameters(shape: ModelShape) -> list[Parameter]:
+    """What an engine holds, before it is split over workers."""
     padded_vocab = _padded_vocab(shape)
     parameters = decoder.embedding(shape, padded_vocab)
     experts = range(shape.moe.num_experts if shape.moe else 0)
@@ -70,14 +71,14 @@ def _worker_layout(
     for parameter in parameters:
         name = parameter.engine_name or parameter.sources[0].name
         if not parameter.is_expert:
-            part = _shard(parameter, name, rank, dims.tensor)
+            part = worker_shard(parameter, rank, dims.tensor)
             first, num_rows = parameter.engine_rows or (0, part.shape[0])
             shapes[name] = (num_rows, *part.shape[1:])
             pieces += [_from_row(piece, first) for piece in part.pieces]
             zeros += [(name, box) for box in part.zeros]
         elif parameter.stack_axes[0][0] in experts:
             # The experts of a worker are stacked in one tensor with an additional first dimension.
-            part = _shard(parameter, name, place, size)
+            part = worker_shard(parameter, place, size)
             shapes[name] = (len(experts), *part.shape)
             index = parameter.stack_axes[0][0] - experts.start
             pieces += [_in_stack(piece, index) for piece in part.pieces]
@@ -96,8 +97,9 @@ def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:
     return range(start, start + base + (rank < remainder))
 
 
-def _shard(parameter: Parameter, name: str, rank: int, size: int) -> Shard:
+def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
     """Worker `rank`'s share of every source, one after the other, followed by its zero rows."""
+    name = parameter.engine_name or parameter.sources[0].name
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
     parts, zeros, whole = _cut(sources, parameter.split, parameter.zero_rows, rank, size)
     pieces = [
@@ -190,7 +192,7 @@ def engine_dtypes(shape: ModelShape, dtype: str) -> dict[str, str]:
         parameter.engine_name or parameter.sources[0].name: (
             "float32" if parameter.is_float32_in_engine else dtype
         )
-        for parameter in _parameters(shape)
+        for parameter in engine_parameters(shape)
     }
 
 

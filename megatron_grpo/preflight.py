@@ -23,7 +23,7 @@ from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS, PERFORMANCE_FIELDS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.server import check_cpu_kernels
-from megatron_grpo.engines.vllm_args import check_engine_arguments
+from megatron_grpo.engines.vllm_args import check_adapters, check_engine_arguments
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
 from megatron_grpo.reporting.tracking import last_step
 
@@ -38,6 +38,8 @@ CHANGEABLE = (
     "data.path",
     "data.subset",
     "data.split",
+    "lora.adapter_path",
+    "lora.sync",
     "train.run_dir",
     "train.num_steps",
     "train.num_epochs",
@@ -96,6 +98,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     shape = _check_model(cfg)
     if cfg.train.replay is None:
         check_engines(cfg.rollout, shape, token)
+        check_adapters(cfg.lora, shape)
     if starts_here:
         if cfg.train.replay is None:
             check_cpu_kernels(cfg.rollout, shape)
@@ -262,12 +265,14 @@ def _check_megatron(cfg: Config, shape: ModelShape) -> None:
     from parallel.megatron_import import import_megatron
 
     import_megatron()
-    from megatron_grpo.policy.lora_targets import check_lora
+    from megatron_grpo.policy.lora_targets import check_lora, starting_adapter
     from megatron_grpo.policy.optimizer import check_optimizer
     from megatron_grpo.policy.transformer import transformer_config
 
     check_optimizer(cfg.optimizer)
     check_lora(cfg.lora, shape, cfg.dims.tensor)
+    if not latest_step(cfg.train.run_dir / "checkpoints"):
+        starting_adapter(cfg.lora, shape)
     transformer_config(
         shape,
         cfg.dims,

@@ -17,6 +17,7 @@ from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines import RolloutAborted
+from megatron_grpo.engines.expected_sums import loaded_sums
 from megatron_grpo.evaluation.evaluation import is_due
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.chunks import describe
@@ -121,12 +122,13 @@ class Trainer:
             self.beta = self.state.beta
         self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
         sender = weight_sender(self.policy, run.groups)
+        loaded = loaded_sums(cfg, shape, sender, self.policy.parameters())
+        if self.policy.adapters and cfg.lora.is_served:
+            sender = self.policy.adapters.sender(sender)
         engines = rollouter.engines if rollouter else None
-        self.weight_sync = stack.enter_context(
-            closing(
-                WeightSync(cfg, shape, sender, run.device, run.num_hosts, engines, self.residency)
-            )
-        )
+        place = run.device, run.num_hosts
+        sync = WeightSync(cfg, shape, sender, *place, engines, self.residency, loaded)
+        self.weight_sync = stack.enter_context(closing(sync))
         self.zero: RankZero | None = None
         if rollouter is not None:
             self.zero = RankZero.open(cfg, run.watchdog, rollouter, self.state, stack)
@@ -140,6 +142,9 @@ class Trainer:
 
     def _build_models(self, shape: ModelShape) -> None:
         run, cfg = self.run, self.cfg
+        if steps_done(cfg.train.run_dir / "checkpoints"):  # they have the adapters
+            lora = cfg.lora.model_copy(update={"adapter_path": None})
+            cfg = cfg.model_copy(update={"lora": lora})
         self.policy = build_policy(cfg, shape, run.groups)
         if run.groups.rank == 0:
             print(describe(unwrapped(self.policy.chunks[0]), self.policy.optimizer))
@@ -304,7 +309,9 @@ class Trainer:
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
         self._engines_may_be_awake = True
-        self.weight_sync.push(self.policy.served(), policy_version, timer or self.timer)
+        self.weight_sync.push(
+            self.policy.served(self.cfg.lora), policy_version, timer or self.timer
+        )
 
     def _evaluate(self) -> None:
         """Evaluate the engines' weights, if due. Its seconds count towards no step."""

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -22,11 +22,12 @@ from checkpoint_convert.vllm import check_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines import RolloutAborted, RolloutClient, WorkerSums
 from megatron_grpo.engines.client import meanwhile
-from megatron_grpo.engines.layouts import shard_bytes, worker_dtypes, worker_layouts
+from megatron_grpo.engines.expected_sums import NOTHING, sums_of_all_ranks
+from megatron_grpo.engines.layouts import holdings, shard_bytes
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from megatron_grpo.timing import PhaseTimer
-from parallel import Layout, Sender, cut_shares, plan_shares
+from parallel import Sender, cut_shares, plan_shares
 from parallel.collectives import broadcast_text, first_failure, on_rank_0, wait_for_rank_0
 from parallel.weight_transfer import (
     TIMEOUT,
@@ -41,31 +42,12 @@ from parallel.weight_transfer import (
 )
 
 
-def sums_of_all_ranks(
-    sent: Mapping[int, Mapping[str, int]], workers: Sequence[Layout]
-) -> Sequence[WorkerSums]:
-    """The checksums of each worker's parameters, from those of what each rank has `sent` to it.
-
-    Padding is zero and adds nothing. Collective over all ranks of the default group: one all-reduce
-    with an int64 for each parameter of each worker.
-    """
-    names = [(number, name) for number, worker in enumerate(workers) for name in worker.shapes]
-    sums = torch.tensor(
-        [sent.get(number, {}).get(name, 0) for number, name in names], dtype=torch.int64
-    )
-    dist.all_reduce(sums)
-    totals: list[dict[str, int]] = [{} for _ in workers]
-    for (number, name), total in zip(names, sums.tolist(), strict=True):
-        totals[number][name] = total
-    return totals
-
-
 class WeightSync:
     """Pushes weights to the engines; every rank makes one, and all call `push` together.
 
-    `sender` describes what this rank can send, by the local names of its parameters; only rank 0
-    has `engines`. Ranks coordinate over the CPU: a GPU that waits in a collective is busy, and an
-    engine may share it.
+    `sender` describes what this rank can send, by the local names of its parameters; `loaded` has
+    the `loaded_sums` of what engines hold besides. Only rank 0 has `engines`. Ranks coordinate over
+    the CPU: a GPU that waits in a collective is busy, and an engine may share it.
     """
 
     def __init__(
@@ -77,6 +59,7 @@ class WeightSync:
         num_hosts: int,
         engines: RolloutClient | None,
         residency: Residency = EVERYTHING_STAYS,
+        loaded: Mapping[int, WorkerSums] = NOTHING,
     ) -> None:
         self._sender, self._device, self._engines = sender, device, engines
         self._residency = residency
@@ -84,9 +67,9 @@ class WeightSync:
         # As resolved by the last rank: on rank 0's own host, its name may resolve to loopback.
         address = rendezvous_address(cfg.rollout.base_urls, num_hosts, os.environ)
         self._address = broadcast_text(address, source=dist.get_world_size() - 1)
-        dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype)
-        self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
-        self._workers = worker_layouts(shape, cfg.rollout)
+        held = holdings(cfg, shape)
+        self._dtypes = {name: getattr(torch, dtype) for name, dtype in held.dtypes.items()}
+        self._workers, self._held, self._loaded = held.pushed, held.all, loaded
         shares = plan_shares(sender, self._workers)
         self._senders = self._all_senders({worker for worker, *_ in shares})
         limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
@@ -98,7 +81,7 @@ class WeightSync:
             shard_bytes(self._workers, itemsizes),
         )
         self._sends = cut_shares(shares, self._bucket_bytes // max(itemsizes.values()))
-        self._check_engine = partial(check_engine, self._workers, dtypes=dtypes)
+        self._check_engine = partial(check_engine, held.all, dtypes=held.dtypes)
         self._num_engines, self._chain_number = 0, 0
         self._weight_sender: WeightSender | None = None
         self._rendezvous: Rendezvous | None = None
@@ -200,7 +183,7 @@ class WeightSync:
             )
         # Ask the engines in any case: only the other end of a broken channel may know why it broke.
         with timer.phase("verify_weights"):
-            expected = None if broken else sums_of_all_ranks(sent, self._workers)
+            expected = None if broken else sums_of_all_ranks(sent, self._held, self._loaded)
             failure = self._ask_engines(lambda engines: engines.check_push(push, expected))
         if failure is None and broken is None:
             with timer.phase("push"):

@@ -97,7 +97,7 @@ def check_weights(
     if (Path(folder) / ADAPTER_FILE).is_file():
         raise ValueError(
             f"{folder} has a LoRA adapter, which would be left out: merge it into the weights "
-            f"(merge_and_unload), or remove {ADAPTER_FILE}"
+            f"(checkpoint-convert merge), or remove {ADAPTER_FILE}"
         )
     wanted = _chosen(hf_tensors(shape), names)
     scheme = read_scheme(Path(folder))

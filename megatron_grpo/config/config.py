@@ -187,6 +187,23 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _engines_serve_adapters(self) -> Self:
+        if not self.lora.is_served or self.train.replay is not None:
+            return self
+        instead = "set lora.sync=merged"
+        if self.rollout.engine == "transformers":
+            raise ValueError(
+                "lora.sync adapter needs engines that add adapters to what the model computes: "
+                f"use rollout.engine=vllm, or {instead}"
+            )
+        if self.rollout.vllm.get("load_format") == "dummy":
+            raise ValueError(
+                "rollout.vllm.load_format dummy makes engines start with random weights, and "
+                f"lora.sync adapter pushes no others: leave it out, or {instead}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _turns_can_be_taken(self) -> Self:
         if not self.parallel.dynamic_context_parallel:
             return self

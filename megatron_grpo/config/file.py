@@ -114,6 +114,8 @@ def dump_config(config: Config) -> str:
 def _instead_of(key: str, known: Sequence[str]) -> str:
     """What may have been meant by a key that is not known, or else which sections there are."""
     section = key.partition(".")[0]
+    if key == "lora.modules_to_save":  # PEFT has it
+        return "layers have adapters or stay as they are: leave it out"
     if keys := _nearest_keys(key, known):
         return f"did you mean {' or '.join(map(repr, keys))}?"
     if "." in key and section in Config.model_fields:

@@ -2,9 +2,10 @@
 
 from difflib import get_close_matches
 from math import sqrt
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from megatron_grpo.config.section import Section
 
@@ -13,7 +14,7 @@ class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685) that are trained in place of the model's weights.
 
     A linear layer computes W x + s B (A x), where A [r, in] and B [out, r] are trained and W is
-    frozen. Engines get W + s B A.
+    frozen.
     """
 
     r: NonNegativeInt = 0
@@ -31,6 +32,26 @@ class LoraConfig(Section):
     """Whether s is lora_alpha / sqrt(r) (arXiv 2312.03732)."""
     init_lora_weights: Literal[True, "gaussian"] = True
     """How A begins: uniform as PEFT's, or normal with deviation 1 / r. B begins at 0."""
+    adapter_path: Path | None = Field(default=None, strict=False)
+    """Folder of PEFT's whose adapters a new run starts from, such as hf/ of another run; null:
+    those of init_lora_weights. The reference of grpo.beta is the model without adapters."""
+    sync: Literal["adapter", "merged"] = "adapter"
+    """What pushes carry: A and s B, to engines that have loaded the model themselves, or
+    W + s B A, which any engine computes with."""
+
+    @model_validator(mode="after")
+    def _starts_from_adapters(self) -> Self:
+        if self.adapter_path is not None and not self.r:
+            raise ValueError(
+                f"lora.adapter_path {self.adapter_path} is of no use with lora.r 0: set lora.r to "
+                "the rank in its adapter_config.json, or leave it out"
+            )
+        return self
+
+    @property
+    def is_served(self) -> bool:
+        """Whether engines hold the adapters beside weights that they have loaded themselves."""
+        return self.r > 0 and self.sync == "adapter"
 
     @property
     def scale(self) -> float:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from checkpoint_convert.vllm import EngineReport
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.dispatch import RequestDispatcher
@@ -18,6 +19,7 @@ from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.http import EngineDown, EngineError, http_client
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import WorkerSums, check_reports
+from megatron_grpo.engines.vllm_args import NO_ADAPTERS
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.tasks import gather_all, run_with
 
@@ -38,9 +40,11 @@ class RolloutClient:
     requests and is counted as lost by the next `take_stock`.
     """
 
-    def __init__(self, pool: EnginePool, rollout: RolloutConfig) -> None:
+    def __init__(
+        self, pool: EnginePool, rollout: RolloutConfig, lora: LoraConfig = NO_ADAPTERS
+    ) -> None:
         self.pool = pool
-        self._rollout = rollout
+        self._rollout, self._lora = rollout, lora
         self._is_cancelled = False
         self._chain: list[tuple[str, int]] = []
         self._num_chains = 0
@@ -252,7 +256,7 @@ class RolloutClient:
         async with http_client(
             url, self.pool.token, rollout.request_timeout, rollout.health_timeout
         ) as http:
-            yield Engine(url, http, patience)
+            yield Engine(url, http, patience, self._lora.is_served)
 
 
 async def _describe(engine: Engine) -> list[EngineReport]:

@@ -14,6 +14,7 @@ import msgspec
 from megatron_grpo.engines.choice import CUT, Choice, decode_choice
 from megatron_grpo.engines.http import EngineDown, EngineError, EngineStale
 from megatron_grpo.engines.push_protocol import LOADED, LOADED_VERSION
+from megatron_grpo.engines.vllm_args import ADAPTER
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
 PROBE_INTERVAL = 1.0
@@ -70,6 +71,8 @@ class Engine:
     url: str
     http: httpx.AsyncClient
     patience: Patience
+    serves_adapter: bool = False
+    """Whether its weights stay as they were loaded, and pushes are of an adapter."""
 
     async def complete(
         self, request: Json, policy_version: int, is_cut: Callable[[], bool] = lambda: False
@@ -80,6 +83,8 @@ class Engine:
         """
         # It is answered at its end, after all that wait before it; `watch` notices if all hang.
         usual = self.http.timeout
+        if self.serves_adapter:
+            request = {**request, "model": ADAPTER}
         endless = httpx.Timeout(
             connect=usual.connect, read=None, write=usual.write, pool=usual.pool
         )
@@ -158,11 +163,23 @@ class Engine:
     async def finish_push(self, push: str, policy_version: int) -> None:
         """Mark the weights as those of `push`, and label samples with `policy_version`."""
         await self.ask_workers("finish_push", push=push)
+        if self.serves_adapter:
+            await self._name_adapter()
         await self.post("/update_weight_version", {"new_version": str(policy_version)})
 
-    async def sleep(self) -> None:
-        """Give back the memory of weights and cache, which are lost, until `wake`.
+    async def _name_adapter(self) -> None:
+        """Let requests choose the adapter, if none has a name yet.
 
+        vLLM numbers adapters from `ADAPTER_ID`, and reads no file for one that its workers have.
+        """
+        if ADAPTER not in [each["id"] for each in (await self.get("/v1/models"))["data"]]:
+            body = {"lora_name": ADAPTER, "lora_path": ADAPTER}
+            await self._request("POST", "/v1/load_lora_adapter", body)
+
+    async def sleep(self) -> None:
+        """Give back the memory of weights and cache until `wake`.
+
+        The weights are lost, or wait in the host's memory if a push brings no others.
         Raises ValueError if the engine was not started for that.
         """
         await self.post("/update_weight_version", {"new_version": NO_VERSION})
@@ -171,7 +188,7 @@ class Engine:
                 f"rollout engine {self.url} was started without rollout.enable_sleep_mode: start "
                 "it with the config of the run, or with --enable-sleep-mode"
             )
-        await self.post("/sleep?level=2")
+        await self.post(f"/sleep?level={1 if self.serves_adapter else 2}")
 
     async def wake(self, *parts: str) -> None:
         """Take back the memory of `weights` or `kv_cache` (default: both), if the engine sleeps."""

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.http import is_healthy
@@ -42,7 +43,7 @@ class JoinedEngine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Those of `settings_of`."""
 
 
-def settings_of(model: ModelConfig, rollout: RolloutConfig) -> dict[str, Any]:
+def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) -> dict[str, Any]:
     """What all engines of a run must have in common, by name, as JSON.
 
     The shapes and dtypes of their weights are compared as well, before a push.
@@ -56,6 +57,7 @@ def settings_of(model: ModelConfig, rollout: RolloutConfig) -> dict[str, Any]:
         "rollout.tensor_parallel_size": rollout.tensor_parallel_size,
         "rollout.router_replay": rollout.router_replay,
         "rollout.vllm": vllm,
+        "lora": lora.model_dump(mode="json") if lora.is_served else None,
     }
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     return plain
@@ -96,7 +98,7 @@ class JoinFolder:
                 "the run starts its engines itself, with a token that no other has: start them by "
                 "`megatron-grpo serve` and give rollout.base_urls, as the jobs in slurm/ do"
             )
-        settings = settings_of(cfg.model, cfg.rollout)
+        settings = settings_of(cfg.model, cfg.rollout, cfg.lora)
         return cls(cfg.train.run_dir / FOLDER, settings, urls, reason)
 
     def joined(self) -> list[str]:

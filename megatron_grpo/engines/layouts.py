@@ -1,13 +1,55 @@
 """What each worker of an engine holds: layouts, dtypes and sizes, from the config alone."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from checkpoint_convert import ModelShape, hf_tensors
 from checkpoint_convert.megatron import hf_dtypes
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
+from checkpoint_convert.vllm_lora import adapter_layouts
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.policy.lora_targets import targets_of
 from parallel import Layout
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What each worker of an engine holds, in rank order; the same for all engines."""
+
+    weights: list[Layout]
+    """The model's weights, in the coordinates of the weight files."""
+    adapters: list[Layout] | None
+    """What pushes fill instead of the weights, in PEFT's coordinates, if the engine has any."""
+    dtypes: Mapping[str, str]
+    """Of every local tensor, by name."""
+
+    @property
+    def pushed(self) -> list[Layout]:
+        """What pushes fill."""
+        return self.weights if self.adapters is None else self.adapters
+
+    @property
+    def all(self) -> list[Layout]:
+        """Everything, by local name."""
+        if self.adapters is None:
+            return self.weights
+        return [
+            Layout({**a.shapes, **b.shapes}, a.pieces + b.pieces, a.zeros + b.zeros)
+            for a, b in zip(self.weights, self.adapters, strict=True)
+        ]
+
+
+def holdings(cfg: Config, shape: ModelShape) -> Holdings:
+    """What the workers of the engines of `cfg` hold."""
+    weights = worker_layouts(shape, cfg.rollout)
+    dtypes, adapters = worker_dtypes(shape, cfg.rollout, cfg.model.dtype), None
+    if cfg.lora.is_served:
+        modules = targets_of(cfg.lora, shape)
+        adapters = adapter_layouts(shape, engine_dims(cfg.rollout), modules, cfg.lora.r)
+        dtypes |= dict.fromkeys(adapters[0].shapes, cfg.model.dtype)
+    return Holdings(weights, adapters, dtypes)
 
 
 def engine_dims(rollout: RolloutConfig) -> EngineDims:

@@ -100,12 +100,15 @@ class PushState:
 def own_parameters(model: "Module") -> dict[str, "Tensor"]:
     """The parameters of a vLLM model, by name; of those that share memory, the first only.
 
+    Modules that hold adapters have the weights in a `base_layer`, which the names leave out.
+
     vLLM has views of the weight that projects latents up to keys and values, as parameters for
     decode steps. A push that writes the weight writes them too. If they were copies, which would
     keep old values, they would be listed here, and refused as filled by no weight of the model.
     """
     first: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
+        name = name.replace(".base_layer.", ".")
         first.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
     return dict(first.values())
 

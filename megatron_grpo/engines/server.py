@@ -18,6 +18,7 @@ from typing import NoReturn
 from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.bars import Show
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.access import check_host
@@ -32,6 +33,7 @@ from megatron_grpo.engines.joining import (
 from megatron_grpo.engines.vllm_args import (
     CPU_HEAD_SIZES,
     CPU_LATENT_SIZE,
+    NO_ADAPTERS,
     ONE_NODE,
     EngineNode,
     check_engine_arguments,
@@ -73,6 +75,7 @@ class EngineServers:
         log_dir: Path,
         token: str | None,
         num_ranks: int = 0,
+        lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
         self.base_urls = tuple(url.rstrip("/") for url in rollout.base_urls)
         self._engines: list[EngineProcess] = []
@@ -93,7 +96,7 @@ class EngineServers:
             port = reserved.getsockname()[1]
             log = log_dir / f"engine_{index}.log"
             command, environment = engine_command(
-                model, rollout, LOOPBACK, port, devices[index], self.token
+                model, rollout, LOOPBACK, port, devices[index], self.token, lora=lora
             )
             url = f"http://{LOOPBACK}:{port}"
             self._engines.append(EngineProcess.start(command, environment, url, log))
@@ -290,6 +293,7 @@ def engine_command(
     devices: str | None,
     token: str,
     node: EngineNode = ONE_NODE,
+    lora: LoraConfig = NO_ADAPTERS,
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of one engine on `host`:`port`, or of one `node` of it."""
     environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
@@ -302,9 +306,11 @@ def engine_command(
         return command, environment
     on_gpu = devices is not None
     environment |= vllm_environment(rollout.tensor_parallel_size, on_gpu)
+    if lora.is_served:  # the route that gives the adapter its name
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     # The address for vLLM's processes on other nodes; it would take any of this host's.
     environment["VLLM_HOST_IP"] = host
-    return vllm_command(model, rollout, host, port, on_gpu, node), environment
+    return vllm_command(model, rollout, host, port, on_gpu, node, lora), environment
 
 
 def serve(
@@ -345,9 +351,11 @@ def serve(
     size = rollout.tensor_parallel_size // node.nnodes
     part = rollout.model_copy(update={"num_engines": 1, "tensor_parallel_size": size})
     [devices] = engine_devices(part, num_gpus(), 0, os.environ)
-    command, environment = engine_command(model, rollout, host, port, devices, token, node)
+    command, environment = engine_command(
+        model, rollout, host, port, devices, token, node, cfg.lora
+    )
     if join and node.node_rank == 0:
         address = f"[{host}]" if ":" in host else host
-        engine = JoinedEngine(f"http://{address}:{port}", settings_of(model, rollout))
+        engine = JoinedEngine(f"http://{address}:{port}", settings_of(model, rollout, cfg.lora))
         serve_joined(command, environment, cfg.train.run_dir / FOLDER, engine, join)
     os.execve(command[0], command, environment)

@@ -15,10 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS
+from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served, max_rank_for
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.policy.lora_targets import targets_of
 
 BACKEND = "megatron_grpo"
 """Our name in vLLM's registry of weight-transfer backends."""
@@ -35,6 +39,12 @@ TOKEN_GUARD = "megatron_grpo.engines.access.TokenGuard"
 ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
 """Set in the environment of our engines; in any other process our plugin does nothing."""
 
+ADAPTER = "policy"
+"""The name by which requests choose the adapter that is pushed."""
+ADAPTER_ID = 1
+"""Its number in vLLM."""
+
+OF_ADAPTERS = "engines hold one adapter, in the form that is pushed: see the section lora"
 SPANNING = "set by the job scripts in slurm/, for an engine over several nodes"
 
 KEPT_ELSEWHERE = "keys and values outside the GPU's cache would outlive a push of new weights"
@@ -52,7 +62,18 @@ RESERVED = {
     "quantization": "weights are pushed in model.dtype",
     "enable_return_routed_experts": "set rollout.router_replay",
     "enable_sleep_mode": "set rollout.enable_sleep_mode",
-    "enable_lora": "full weights are pushed, not adapters",
+    **dict.fromkeys(
+        (
+            "enable_lora",
+            "max_loras",
+            "max_lora_rank",
+            "max_cpu_loras",
+            "lora_dtype",
+            "lora_target_modules",
+            "fully_sharded_loras",
+        ),
+        OF_ADAPTERS,
+    ),
     "tensor_parallel_size": "set rollout.tensor_parallel_size",
     "pipeline_parallel_size": "weights are pushed to workers that hold all layers",
     "data_parallel_size": "for more engines, set rollout.num_engines",
@@ -96,6 +117,7 @@ class EngineNode:
 
 
 ONE_NODE = EngineNode(1, 0, "127.0.0.1", 29501)
+NO_ADAPTERS = LoraConfig()
 
 
 def vllm_command(
@@ -105,6 +127,7 @@ def vllm_command(
     port: int,
     on_gpu: bool,
     node: EngineNode = ONE_NODE,
+    lora: LoraConfig = NO_ADAPTERS,
 ) -> list[str]:
     """The command of one engine on `host`:`port`, or of a further `node` of it.
 
@@ -112,7 +135,7 @@ def vllm_command(
     """
     # -P: files of the working directory must not be imported instead of vLLM's own.
     command = [sys.executable, "-P", "-m"]
-    flags = [f"--model={model.path}", *engine_flags(model, rollout, on_gpu)]
+    flags = [f"--model={model.path}", *engine_flags(model, rollout, on_gpu, lora)]
     if node.nnodes > 1:
         flags += _flags(asdict(node))
     if node.node_rank > 0:
@@ -125,7 +148,9 @@ def vllm_command(
     return [*command, *flags]
 
 
-def engine_flags(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool) -> list[str]:
+def engine_flags(
+    model: ModelConfig, rollout: RolloutConfig, on_gpu: bool, lora: LoraConfig = NO_ADAPTERS
+) -> list[str]:
     """The flags that are the same on all nodes of an engine, but for the model's folder.
 
     Raises ValueError if vLLM cannot do what the config asks for.
@@ -154,7 +179,40 @@ def engine_flags(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool) -> li
     arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu)
     if read_scheme(model.path) is not None:
         arguments |= dequantizing_arguments(arguments.get("hf_overrides", {}), rollout.vllm)
+    if lora.is_served:
+        arguments |= adapter_arguments(model, lora, on_gpu)
     return list(_flags(arguments | rollout.vllm))
+
+
+def adapter_arguments(model: ModelConfig, lora: LoraConfig, on_gpu: bool) -> dict[str, Any]:
+    """What makes vLLM hold one adapter, on the modules that have one and on no others.
+
+    Raises ValueError if vLLM cannot serve what the config asks for.
+    """
+    shape = read_shape(model.path)
+    check_adapters(lora, shape)
+    if on_gpu and model.dtype == "float32":
+        raise ValueError(
+            "model.dtype float32: vLLM's kernels for adapters on GPUs are for 16 bits: use "
+            "model.dtype=bfloat16, or set lora.sync=merged"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": max_rank_for(lora.r),
+        "lora_target_modules": adapted_modules(shape, targets_of(lora, shape)),
+    }
+
+
+def check_adapters(lora: LoraConfig, shape: ModelShape) -> None:
+    """Raise ValueError if engines are to serve adapters that vLLM would not, or not as trained."""
+    if not lora.is_served:
+        return
+    try:
+        check_adapters_served(shape)
+        max_rank_for(lora.r)
+    except ValueError as error:
+        raise ValueError(f"lora.sync adapter: {error}: set lora.sync=merged") from None
 
 
 def dequantizing_arguments(

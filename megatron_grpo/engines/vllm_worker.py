@@ -25,6 +25,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader import register_model_loader
@@ -33,8 +36,9 @@ from vllm.platforms import current_platform
 
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, PushState, own_parameters, parameter_table
-from megatron_grpo.engines.vllm_args import BACKEND, DEQUANTIZED, ENGINE_VARIABLE
+from megatron_grpo.engines.vllm_args import ADAPTER_ID, BACKEND, DEQUANTIZED, ENGINE_VARIABLE
 from megatron_grpo.launch.parent_death import die_with_parent
+from parallel.checksum import checksums
 from parallel.weight_transfer import TransferInitInfo, WeightReceiver
 
 
@@ -54,6 +58,7 @@ def register() -> None:
     if current_platform.is_cpu():
         keep_weights_unpacked()
         rotate_heads_by_torch()
+        multiply_tokens_at_once()
 
 
 class DequantizingLoader(DefaultModelLoader):
@@ -127,6 +132,31 @@ def rotate_heads_by_torch() -> None:
     RotaryEmbedding.forward_cpu = rotated
 
 
+def multiply_tokens_at_once() -> None:
+    """Let all tokens share the one adapter, by plain matrix products.
+
+    vLLM's kernels for CPUs copy the A and B of its adapter for each token, gigabytes for a prompt.
+    """
+
+    def add_lora_linear(
+        self: PunicaWrapperCPU,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        is_adapted = (self.token_lora_indices >= 0).to(x.dtype).unsqueeze(1)
+        parts = zip(y.split(output_slices, -1), lora_a_stacked, lora_b_stacked, strict=True)
+        for part, a, b in parts:
+            low = torch.nn.functional.linear(x, a[0, 0]) * is_adapted
+            part += torch.nn.functional.linear(low, b[0, 0]) * scale
+
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
+
+
 def unlink_group_memory() -> None:
     """Unlink the shared memory that tensor-parallel CPU workers use for reductions.
 
@@ -135,6 +165,33 @@ def unlink_group_memory() -> None:
     """
     for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}*"):
         file.unlink(missing_ok=True)
+
+
+def adapter_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """A and B of the only adapter, by the name of their module, kind and place in it.
+
+    Empty in an engine without adapters. vLLM multiplies each module's tokens by these buffers.
+    """
+    return {
+        f"{name}.lora_{x}.{number}": stacked[0, 0]
+        for name, module in model.named_modules()
+        if isinstance(module, BaseLayerWithLoRA)
+        for x, buffers in (("A", module.lora_a_stacked), ("B", module.lora_b_stacked))
+        for number, stacked in enumerate(buffers)
+    }
+
+
+def register_adapter(model: torch.nn.Module) -> None:
+    """Let requests use the buffers as they are, under `ADAPTER_ID`.
+
+    After a push vLLM forgets its adapters, as if their buffers were those of other weights. For a
+    number that it does not know it would read a file, and write that to the buffers.
+    """
+    manager: Any = getattr(model, "lora_manager", None)
+    if manager is not None:
+        manager._registered_adapters[ADAPTER_ID] = LoRAModel(ADAPTER_ID, 1, {})
+        manager._active_adapters[ADAPTER_ID] = None
+        manager.lora_index_to_id[0] = ADAPTER_ID
 
 
 @dataclass
@@ -187,7 +244,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
                 TransferInitInfo.from_json(init_info.transfer),
                 engine=init_info.engine,
                 worker=get_tensor_model_parallel_rank(),
-                parameters=own_parameters(self.model),
+                parameters=adapter_buffers(self.model) or own_parameters(self.model),
                 device=self.device,
             )
 
@@ -199,7 +256,9 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
         if self._receiver is None:
             return  # the state says why
         with self.state.keep_error():
-            self.state.mark_loaded(self._receiver.receive_weights(own_parameters(self.model)))
+            weights, adapters = own_parameters(self.model), adapter_buffers(self.model)
+            sums = self._receiver.receive_weights(adapters or weights)
+            self.state.mark_loaded(sums | checksums(weights) if adapters else sums)
 
     def finish_weight_update(self) -> None:
         """The weights are in place already."""
@@ -226,8 +285,9 @@ class PushWorker:
     _weight_update_active: bool
 
     def describe_parameters(self, question: str) -> Json:
-        """Shape and dtype of every parameter that a push fills, by name."""
-        parameters = own_parameters(self.weight_transfer_engine.model)
+        """Shape and dtype of every parameter that a push fills or verifies, by name."""
+        model = self.weight_transfer_engine.model
+        parameters = own_parameters(model) | adapter_buffers(model)
         return {"question": question, "parameters": parameter_table(parameters)}
 
     def begin_push(self, question: str, push: str, channels: str) -> Json:
@@ -257,6 +317,7 @@ class PushWorker:
         if self._is_open(push):
             worker: Any = self
             worker.finish_weight_update()
+            register_adapter(self.weight_transfer_engine.model)
             self.weight_transfer_engine.state.finish_push()
         return {"question": question}
 

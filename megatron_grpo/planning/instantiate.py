@@ -220,6 +220,10 @@ def instantiate(cfg: Config) -> Instantiation:
             "optimizer.optimizer_cpu_offload true: ranks are built without memory here, so none of "
             "theirs can be on the host; set it to false to build the rest"
         )
+    if cfg.lora.r:
+        raise ValueError(
+            "--instantiate builds ranks that train all weights: set lora.r=0 to build those"
+        )
     cfg = with_num_steps(cfg, MANY_STEPS)
     shape, dims = read_shape(cfg.model.path), cfg.dims
     check_divisible(shape, dims)

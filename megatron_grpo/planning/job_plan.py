@@ -141,7 +141,7 @@ def plan_job(
     in_node = num_gpus <= card.per_node
     work, states = workload(cfg, shape, lengths), stage_states(cfg, shape)
     time = step_time(cfg, shape, states, work, card)
-    push = push_link(engine.weights, card, in_node=in_node) if engine else None
+    push = push_link(engine.pushed, card, in_node=in_node) if engine else None
     loop = None
     if engine and push and not is_shared:
         loop = training_loop(cfg, shape, engine, card, lengths, time, push)
@@ -214,8 +214,7 @@ def not_counted(cfg: Config) -> list[str]:
     is_counted = cfg.data.max_prompt_length is not None
     shared = ["grpo.shared_prompts"] if cfg.grpo.shared_prompts and not is_counted else []
     offload = ["optimizer.optimizer_cpu_offload"] if cfg.optimizer.optimizer_cpu_offload else []
-    lora = ["lora.r"] if cfg.lora.r else []
-    return shared + offload + lora
+    return shared + offload
 
 
 def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import engine_sizes, first_worker_layout
+from checkpoint_convert.vllm_lora import worker_adapters
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
@@ -13,6 +14,7 @@ from megatron_grpo.engines.vllm_args import engine_number
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.state import StateBytes, part_bytes
+from megatron_grpo.policy.lora_targets import targets_of
 
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context, kernels and cuBLAS workspaces of a process."""
@@ -29,6 +31,9 @@ class EngineBytes:
     """Memory that an engine takes on each of its GPUs."""
 
     weights: int
+    """With the buffers of adapters."""
+    pushed: int
+    """What a push fills of them."""
     cache: int
     """Bytes left for keys and values, including vLLM's activations."""
     token_bytes: int
@@ -105,6 +110,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
     cache = _cache_bytes(cfg.rollout, card, weights, per_token)
     return EngineBytes(
         weights=weights,
+        pushed=_adapter_bytes(cfg, shape) or weights,
         cache=cache,
         token_bytes=per_token,
         cached_tokens=cache // per_token,
@@ -121,7 +127,15 @@ def _push_buffers(cfg: Config) -> int:
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
     first = first_worker_layout(shape, engine_dims(cfg.rollout))
-    return shard_bytes([first], worker_itemsizes(cfg, shape))
+    return shard_bytes([first], worker_itemsizes(cfg, shape)) + _adapter_bytes(cfg, shape)
+
+
+def _adapter_bytes(cfg: Config, shape: ModelShape) -> int:
+    if not cfg.lora.is_served:
+        return 0
+    modules, dims = targets_of(cfg.lora, shape), engine_dims(cfg.rollout)
+    first = worker_adapters(shape, dims, modules, cfg.lora.r, worker=0)
+    return first.num_elements * ITEMSIZE[cfg.model.dtype]
 
 
 def _token_bytes(cfg: Config, shape: ModelShape) -> int:

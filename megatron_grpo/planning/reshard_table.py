@@ -21,6 +21,11 @@ def reshard_table(cfg: Config) -> str:
     Raises ValueError when the mesh of the trainer or an engine cannot split the model, or when
     `rollout.update_weights_bucket_megabytes` is too small for the buffers.
     """
+    if cfg.lora.is_served:
+        raise ValueError(
+            "--reshard shows pushes of weights, and lora.sync adapter pushes adapters: set "
+            "lora.sync=merged, which sends as much as a run that trains all weights"
+        )
     shape, dims, num_engines = read_shape(cfg.model.path), cfg.dims, cfg.rollout.num_engines
     check_divisible(shape, dims)
     workers = worker_layouts(shape, cfg.rollout)

@@ -14,6 +14,7 @@ from megatron_grpo.config.offload import Part
 from megatron_grpo.planning.activations import layer_kinds
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.optimizer_bytes import shard_bytes
+from megatron_grpo.policy.lora_targets import local_targets
 from parallel import Coordinates, ParallelDims, pipeline_layers
 from parallel.alignment import round_up
 
@@ -35,8 +36,10 @@ class StateBytes:
     """Bytes that one rank always holds."""
 
     weights: int
+    frozen: int
+    """Part of `weights` that adapters are trained in place of."""
     expert_weights: int
-    """Part of `weights` that belongs to experts, which other ranks replicate than the rest."""
+    """Part of the others that belongs to experts, which other ranks replicate than the rest."""
     gradients: int
     optimizer: int
     """The rank's shard of moments and of float32 master weights (none if weights are float32)."""
@@ -47,6 +50,11 @@ class StateBytes:
     """Float32 copies in addition, while weights are updated."""
     host: int
     """What the optimizer keeps in host memory; no part of the sum."""
+
+    @property
+    def trained(self) -> int:
+        """Bytes of the weights that are trained."""
+        return self.weights - self.frozen
 
     @property
     def total(self) -> int:
@@ -66,13 +74,16 @@ def part_bytes(state: StateBytes, parts: Sequence[Part]) -> int:
 
 def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     """What a rank holds from the first step to the last."""
-    weights = expert_weights = gradients = 0
+    weights = frozen = expert_weights = gradients = 0
     at = cfg.dims.coordinates(rank)
     parameters = list(_parameters(shape, cfg.dims, at))
     biases = sum(size for _, name, size in parameters if name.endswith(EXPERT_BIAS))
     if cfg.model.freeze_moe_router:  # weights without gradients and moments
         weights = sum(size for _, name, size in parameters if name.endswith(ROUTER_WEIGHT))
         parameters = [each for each in parameters if not each[1].endswith(ROUTER_WEIGHT)]
+    if cfg.lora.r:
+        frozen = sum(size for _, name, size in parameters if not name.endswith(EXPERT_BIAS))
+        parameters = list(_adapters(cfg, shape, at))
     buckets = list(_buckets(parameters, shape, cfg, at))
     for bucket in buckets:
         weights += sum(bucket.sizes)
@@ -85,12 +96,14 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     ]
     shard = shard_bytes(cfg, owned)
     of_reference = itemsize + (ITEMSIZE["float32"] if cfg.mixes_in_float32 else 0)
+    has_reference = cfg.grpo.beta > 0 and not cfg.lora.r  # that of adapters is their base
     return StateBytes(
-        weights=weights * itemsize + of_biases,
+        weights=(weights + frozen) * itemsize + of_biases,
+        frozen=frozen * itemsize,
         expert_weights=expert_weights * itemsize,
         gradients=gradients * gradient_itemsize(cfg),
         optimizer=shard.device,
-        reference=weights * of_reference + of_biases if cfg.grpo.beta > 0 else 0,
+        reference=weights * of_reference + of_biases if has_reference else 0,
         update=shard.update,
         host=shard.host,
     )
@@ -213,6 +226,15 @@ def _parameters(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Itera
         for kind, (_, layer, _) in zip(kinds, of_kinds, strict=True):
             yield from layer * kind.count_in(layers)
         yield from after
+
+
+def _adapters(cfg: Config, shape: ModelShape, at: Coordinates) -> Iterator[_Parameter]:
+    """A and B of every linear layer of the rank at `at` that has adapters."""
+    layout = megatron_layout(shape, cfg.dims, at, transformer_engine=True)
+    for target in local_targets(cfg.lora, shape, layout, cfg.dims, at):
+        chunk, rows = int(target.weight.partition(".")[0]), sum(len(p.rows) for p in target.parts)
+        yield chunk, f"{target.weight}.a", len(target.parts) * cfg.lora.r * target.columns.size[-1]
+        yield chunk, f"{target.weight}.b", rows * cfg.lora.r
 
 
 def _shallow_chunks(

@@ -71,7 +71,7 @@ def step_time(
         return max(_layer_flops(cfg, shape, paced, frozenset(parts))) / rate / attainable
 
     # As if all were recomputed of which a part is.
-    passes = 3 + forwards_alone(cfg) + bool(recomputed_parts(cfg))
+    passes = _passes(cfg, "mlp") + forwards_alone(cfg) + bool(recomputed_parts(cfg))
     cover = Cover(
         microbatch=seconds(*PARTS) / passes / work.microbatches,
         attention=seconds("core_attn"),
@@ -94,7 +94,7 @@ def stage_flops(cfg: Config, shape: ModelShape, work: Computed) -> list[float]:
     """
     flops = _layer_flops(cfg, shape, work, PARTS)
     head = 2.0 * shape.hidden_size * shape.vocab_size * work.tokens
-    flops[-1] += head * (4 + forwards_alone(cfg))
+    flops[-1] += head * (_passes(cfg, "head") + 1 + forwards_alone(cfg))
     return flops
 
 
@@ -103,8 +103,7 @@ def _layer_flops(
 ) -> list[float]:
     """Multiplications and additions of these parts of each pipeline stage's layers, in a step.
 
-    A backward costs two forwards (Kaplan et al., arXiv 2001.08361). What is recomputed runs once
-    more.
+    What is recomputed runs once more. Adapters themselves, some hundredths, are left out.
     """
     forwards, recomputed = forwards_alone(cfg), recomputed_parts(cfg)
     flops = [0.0] * cfg.dims.pipeline
@@ -112,12 +111,21 @@ def _layer_flops(
         parts = {
             part: each for part, each in _part_flops(kind.shape, work).items() if part in of_parts
         }
-        layer = sum(parts.values())
+        layer = sum(each * (_passes(cfg, part) + forwards) for part, each in parts.items())
         again = sum(each for part, each in parts.items() if part in recomputed)
         for stage, chunks in enumerate(pipeline_layers(shape.num_layers, cfg.dims)):
-            flops[stage] += layer * (3 + forwards) * kind.count_in(*chunks)
+            flops[stage] += layer * kind.count_in(*chunks)
             flops[stage] += again * kind.count_in(*recomputed_layers(cfg, chunks))
     return flops
+
+
+def _passes(cfg: Config, part: str) -> int:
+    """Forwards that a forward and a backward cost.
+
+    A backward costs two (Kaplan et al., arXiv 2001.08361): for the gradients of inputs, and those
+    of weights, which frozen ones have not.
+    """
+    return 2 if cfg.lora.r and part != "core_attn" else 3
 
 
 def forward_flops(shape: ModelShape, work: Computed) -> float:

@@ -104,7 +104,7 @@ def simulated(
     engine = engine_bytes(each.cfg, shape, card)
     if not engine or shares_gpus(each.cfg, card, num_gpus):
         return None
-    push = push_link(engine.weights, card, in_node=num_gpus <= card.per_node)
+    push = push_link(engine.pushed, card, in_node=num_gpus <= card.per_node)
     loop = training_loop(each.cfg, shape, engine, card, lengths, each.time, push)
     return simulate(loop, mode_of(each.cfg)) if loop else None
 

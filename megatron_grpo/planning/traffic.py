@@ -73,7 +73,7 @@ def step_links(
     keys_and_values = heads * (shape.head_dim + shape.value_dim) * itemsize * tokens
     shards = dims.data * dims.context
     copied = max(
-        _ring_share(shards) * (state.weights - state.expert_weights)
+        _ring_share(shards) * (state.trained - state.expert_weights)
         + _ring_share(expert_shards(dims)) * state.expert_weights
         for state in states
     )
@@ -147,8 +147,8 @@ def _hidden_of_data(
     """
     itemsize, of_gradient = ITEMSIZE[cfg.model.dtype], gradient_itemsize(cfg)
     bucket, experts = bucket_elements(cfg.dims) * itemsize, states[0].expert_weights
-    others = states[0].weights - experts  # with buckets of their own
-    in_buckets = 1 - (min(bucket, others) + min(bucket, experts)) / states[0].weights
+    others = states[0].trained - experts  # with buckets of their own
+    in_buckets = 1 - (min(bucket, others) + min(bucket, experts)) / states[0].trained
     gradients = seconds * of_gradient / (of_gradient + itemsize)
     hidden = 0.0
     if cfg.parallel.overlap_grad_reduce:

@@ -8,7 +8,7 @@ the two is whole on each of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from math import sqrt
 from threading import local
 from typing import Any, Literal
@@ -28,16 +28,20 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from checkpoint_convert import ModelShape, hf_tensors
+from checkpoint_convert.formats.safetensors_file import TensorPlace
+from checkpoint_convert.formats.tensor_io import StoredTensors
+from checkpoint_convert.formats.torch_dtypes import DTYPES
+from checkpoint_convert.merge import merged
+from checkpoint_convert.peft import WEIGHT, a_name, b_name
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.lora_targets import (
-    PEFT_PREFIX,
-    WEIGHT,
     Part,
     Target,
     local_targets,
     peft_tensors,
+    starting_adapter,
 )
-from parallel import Box, Layout, ShardMapping
+from parallel import Box, Layout, Sender, ShardMapping
 from parallel.checksum import checksum
 from parallel.groups import Groups
 
@@ -104,18 +108,11 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """W + s B A, rounded once to the dtype of W.
-
-        A sum over r of products that are rounded one by one, in float32: the same bits however
-        ranks share the weight, which a matrix product would not have.
-        """
+        """W + s B A, see `merged`."""
         total = weight.detach().clone()
         for part, a, b in self._matrices():
-            change = torch.zeros(len(b), a.shape[1], dtype=torch.float32, device=b.device)
-            for column, row in zip(b.float().unbind(1), a.float(), strict=True):
-                change += column[:, None] * row
             rows = torch.tensor(part.rows, device=b.device)
-            total[rows] = (weight[rows].float() + change * self.scale).to(weight.dtype)
+            total[rows] = merged(weight[rows], a, b, self.scale)
         return total
 
     def _matrices(self) -> Iterator[tuple[Part, Tensor, Tensor]]:
@@ -149,7 +146,7 @@ class Adapter(torch.nn.Module):
             yield ShardMapping(
                 f"{name}.a",
                 Box((number * self.rank, 0), (self.rank, width)),
-                f"{PEFT_PREFIX}{part.module}.lora_A.weight",
+                a_name(part.module),
                 Box((0, self.target.columns.start[-1]), (self.rank, width)),
                 copied or not owns["a"],
             )
@@ -157,7 +154,7 @@ class Adapter(torch.nn.Module):
                 yield ShardMapping(
                     f"{name}.b",
                     Box((row, 0), (box.size[0], self.rank)),
-                    f"{PEFT_PREFIX}{part.module}.lora_B.weight",
+                    b_name(part.module),
                     Box((box.start[0], 0), (box.size[0], self.rank)),
                     copied or not owns["b"],
                 )
@@ -181,7 +178,7 @@ class Adapters:
         at = groups.coordinates
         self.modules, self.shapes, self.base = modules, whole, base
         self._replica = (at.data, at.context)
-        self._tensor_rank = at.tensor
+        self._tensor_rank, self._num_tensor_ranks = at.tensor, groups.dims.tensor
         pieces = [
             piece
             for name, adapter in modules.items()
@@ -198,6 +195,30 @@ class Adapters:
             for name, adapter in self.modules.items()
             for x in "ab"
         }
+
+    @torch.no_grad()
+    def scaled(self) -> dict[str, Tensor]:
+        """A and s B of all adapters, which engines add to what the base computes."""
+        return {
+            f"{_own(name)}.{x}": values
+            for name, adapter in self.modules.items()
+            for x, values in (("a", adapter.a.detach()), ("b", adapter.b * adapter.scale))
+        }
+
+    def sender(self, of_weights: Sender) -> Sender:
+        """What this rank can send of the adapters, if `of_weights` is what it can of the base."""
+        owners, replica_sets = {}, {}
+        for name, adapter in self.modules.items():
+            for x, split in (("a", "columns"), ("b", "rows")):
+                local = f"{_own(name)}.{x}"
+                owners[local] = of_weights.owners[name]
+                if adapter.target.split != split:  # all tensor ranks have the same
+                    first = owners[local].start
+                    if name not in of_weights.replica_sets:
+                        first -= self._tensor_rank
+                    owners[local] = range(first, owners[local].stop)
+                    replica_sets[local] = self._num_tensor_ranks
+        return Sender(of_weights.rank, self.layout, owners, replica_sets)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -286,7 +307,7 @@ def add_adapters(
         chunk.requires_grad_(False)
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(_begin_gradients)
-    for target in local_targets(cfg, shape, layout, groups):
+    for target in local_targets(cfg, shape, layout, groups.dims, groups.coordinates):
         number, _, name = target.weight.partition(".")
         module = chunks[int(number)].get_submodule(name.removesuffix(WEIGHT))
         sequence = chunks[0].config.sequence_parallel
@@ -295,7 +316,21 @@ def add_adapters(
         module.lora = adapter
         module.register_forward_hook(adapter.hook)
         modules[target.weight] = adapter
-    return Adapters(modules, peft_tensors(cfg, shape), groups, base)
+    adapters = Adapters(modules, peft_tensors(cfg, shape), groups, base)
+    if stored := starting_adapter(cfg, shape):
+        _fill(adapters, stored.places)
+    return adapters
+
+
+@torch.no_grad()
+def _fill(adapters: Adapters, places: Mapping[str, TensorPlace]) -> None:
+    """Read this rank's boxes of stored adapters."""
+    parameters = adapters.parameters()
+    with closing(StoredTensors(places)) as stored:
+        for piece in adapters.layout.pieces:
+            values = torch.empty(piece.box.size, dtype=DTYPES[places[piece.tensor].dtype])
+            stored.read_into(piece.tensor, piece.box, values)
+            parameters[piece.local][piece.local_box.slices].copy_(values)
 
 
 def _begin_gradients(_: Any, args: tuple[Any, ...], output: Tensor) -> None:

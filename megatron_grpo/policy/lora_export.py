@@ -7,13 +7,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import NAMES, create_file
 from checkpoint_convert.hf_export import write_weights
+from checkpoint_convert.peft import ADAPTER_WEIGHTS
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.lora_targets import peft_tensors, targets_of
 from megatron_grpo.policy.model import Policy
 
-_WRITTEN, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
+_WRITTEN = "model.safetensors"
 
 
 def write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
@@ -24,7 +26,7 @@ def write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
         partial.mkdir()
         dtype = NAMES[cfg.model.dtype]
         create_file(partial / _WRITTEN, {name: (dtype, size) for name, size in tensors.items()})
-        (partial / "adapter_config.json").write_text(_config(policy, cfg))
+        (partial / ADAPTER_FILE).write_text(_config(policy, cfg))
     dist.barrier()
     written = torch.tensor(
         write_weights(partial, policy.adapters.layout, policy.adapters.parameters())
@@ -33,7 +35,7 @@ def write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
     if rank == 0:
         wanted = sum(map(prod, tensors.values()))
         assert written == wanted, f"{int(written)} of the adapters' {wanted} elements were written"
-        (partial / _WRITTEN).rename(partial / ADAPTER_FILE)
+        (partial / _WRITTEN).rename(partial / ADAPTER_WEIGHTS)
 
 
 def _config(policy: Policy, cfg: Config) -> str:

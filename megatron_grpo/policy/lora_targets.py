@@ -4,18 +4,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import isclose
 from typing import Literal
 
 from checkpoint_convert import ModelShape, hf_tensors
 from checkpoint_convert.megatron import local_parameters
+from checkpoint_convert.peft import WEIGHT, StoredAdapter, adapter_tensors, read_adapter
 from megatron_grpo.config.lora import LoraConfig
 from parallel import Box, Coordinates, Layout, ParallelDims, Shape, ShardMapping
-from parallel.groups import Groups
 
 Split = Literal["rows", "columns", "whole"]
 """How tensor ranks hold a weight: split by outputs, by inputs, or all of it each."""
-WEIGHT = ".weight"
-PEFT_PREFIX = "base_model.model."
 _SPLITS: dict[int | None, Split] = {0: "rows", 1: "columns", None: "whole"}
 
 
@@ -66,6 +65,32 @@ def check_lora(cfg: LoraConfig, shape: ModelShape, tensor: int) -> None:
         )
 
 
+def starting_adapter(cfg: LoraConfig, shape: ModelShape) -> StoredAdapter | None:
+    """What is in `lora.adapter_path`; ValueError if it is not of the form that `lora` describes."""
+    if cfg.adapter_path is None:
+        return None
+    stored = read_adapter(cfg.adapter_path, hf_tensors(shape))
+    told = f"lora.adapter_path {cfg.adapter_path} has adapters"
+    if stored.rank != cfg.r:
+        raise ValueError(
+            f"{told} of rank {stored.rank}, and lora.r is {cfg.r}: set lora.r={stored.rank}"
+        )
+    if not isclose(stored.scale, cfg.scale):
+        alpha = stored.scale * cfg.lora_alpha / cfg.scale
+        raise ValueError(
+            f"{told} with a scale of {stored.scale:g}, and that of lora.lora_alpha "
+            f"{cfg.lora_alpha:g} is {cfg.scale:g}: set lora.lora_alpha={alpha:g}"
+        )
+    wanted = targets_of(cfg, shape)
+    if differing := sorted({*wanted} ^ {*stored.modules}):
+        ends = dict.fromkeys(name.rpartition(".")[2] for name in stored.modules)
+        raise ValueError(
+            f"{told} on other layers than lora.target_modules says, such as {differing[0]}: set "
+            f"lora.target_modules=[{','.join(ends)}]"
+        )
+    return stored
+
+
 def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
     """The modules of the weight files with adapters; ValueError as of `LoraConfig.targets`."""
     linears: list[str] = []
@@ -83,35 +108,19 @@ def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
 
 def peft_tensors(cfg: LoraConfig, shape: ModelShape) -> dict[str, Shape]:
     """Name and shape of every tensor of an adapter, as PEFT saves it."""
-    whole = hf_tensors(shape)
-    return {
-        f"{PEFT_PREFIX}{module}.lora_{x}.weight": size
-        for module in targets_of(cfg, shape)
-        for x, size in {
-            "A": (cfg.r, whole[module + WEIGHT][1]),
-            "B": (whole[module + WEIGHT][0], cfg.r),
-        }.items()
-    }
-
-
-def weight_of(tensor: str) -> str:
-    """The weight that one of PEFT's tensors belongs to; of a weight, itself."""
-    name = tensor.removeprefix(PEFT_PREFIX)
-    return name.replace(".lora_A.", ".").replace(".lora_B.", ".")
+    return adapter_tensors(targets_of(cfg, shape), cfg.r, hf_tensors(shape))
 
 
 def local_targets(
-    cfg: LoraConfig, shape: ModelShape, layout: Layout, groups: Groups
+    cfg: LoraConfig, shape: ModelShape, layout: Layout, dims: ParallelDims, at: Coordinates
 ) -> Iterator[Target]:
-    """Those of this rank's layers; `layout` is of its weights."""
+    """Those of the layers of the rank at `at`; `layout` is of its weights."""
     wanted, whole = set(targets_of(cfg, shape)), hf_tensors(shape)
     pieces: dict[tuple[str, str], list[ShardMapping]] = defaultdict(list)
     for piece in layout.pieces:
         pieces[piece.local, piece.tensor].append(piece)
     # Names do not depend on it, but for norms and experts.
-    for name, parameter in local_parameters(
-        shape, groups.dims, groups.coordinates, transformer_engine=True
-    ):
+    for name, parameter in local_parameters(shape, dims, at, transformer_engine=True):
         sources = [x for x in parameter.sources if x.name.removesuffix(WEIGHT) in wanted]
         if not sources or not name.endswith(WEIGHT):
             continue

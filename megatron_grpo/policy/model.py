@@ -15,6 +15,7 @@ from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.weights import read_weights
 from megatron_grpo.bars import waiting
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.dynamic_context import split_dynamically
 from megatron_grpo.policy.gradients import gather_weights, with_gradients
@@ -95,8 +96,10 @@ class Policy(Model):
         gather_weights(self.chunks)
         return super().parameters()
 
-    def served(self) -> Mapping[str, Tensor]:
-        """The `parameters` for engines, which know no adapters; collective like those."""
+    def served(self, lora: LoraConfig) -> Mapping[str, Tensor]:
+        """What pushes carry: adapters, or `parameters` with them merged; collective like those."""
+        if self.adapters and lora.is_served:
+            return self.adapters.scaled()
         weights = self.parameters()
         return Merged(weights, self.adapters) if self.adapters else weights
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_convert import hf_tensors
-from megatron_grpo.policy.lora_targets import weight_of
+from checkpoint_convert.peft import weight_of
 from megatron_grpo.policy.model import Policy
 from parallel.collectives import broadcast_text
 

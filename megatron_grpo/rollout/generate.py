@@ -21,7 +21,7 @@ from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.in_flight import InFlight
-from megatron_grpo.engines.layouts import worker_dtypes, worker_layouts
+from megatron_grpo.engines.layouts import holdings
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
@@ -90,14 +90,15 @@ class Rollouter:
             self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=COLLECTOR)
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
-        self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks)
+        self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
         self._pools = RewardPools()
         self.rewards = self._pools.pool_for(cfg.reward)
         self.environments: EnvironmentPool | None = None
         if cfg.environment.name is not None:
             self.environments = EnvironmentPool(cfg.environment)
         tokenizer = load_tokenizer(cfg.model.path)
-        self.engines = RolloutClient(EnginePool.of_run(self.servers, cfg), cfg.rollout)
+        pool = EnginePool.of_run(self.servers, cfg)
+        self.engines = RolloutClient(pool, cfg.rollout, cfg.lora)
         self.in_flight: InFlight | None = None
         """Has the engines answer several generations at once; None if they make one at a time."""
         if cfg.rollout.in_flight_updates:
@@ -132,11 +133,10 @@ class Rollouter:
         names the parameters of an engine that a push would not fill.
         """
         self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
-        layouts = worker_layouts(self.shape, self.cfg.rollout)
-        dtypes = worker_dtypes(self.shape, self.cfg.rollout, self.cfg.model.dtype)
+        held = holdings(self.cfg, self.shape)
         for url, workers in self.engines.describe_parameters().items():
             try:
-                check_engine(layouts, workers, dtypes)
+                check_engine(held.all, workers, held.dtypes)
             except ValueError as error:
                 raise ValueError(f"rollout engine {url}: {error}") from None
 

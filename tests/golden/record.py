@@ -33,7 +33,7 @@ from helpers.train_steps import BUDGETS, RECIPES, Case, Run, on_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines import WorkerSums
-from megatron_grpo.weight_sync import worker_layouts
+from megatron_grpo.engines.layouts import worker_layouts
 from parallel import Box, ParallelDims
 
 Values = dict[str, Any]

@@ -15,10 +15,11 @@ from helpers.ranks import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines import EnginePool, EngineServers, RolloutClient, WorkerSums
+from megatron_grpo.engines.expected_sums import sums_of_all_ranks
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.policy.model import Policy, weight_sender
 from megatron_grpo.timing import PhaseTimer
-from megatron_grpo.weight_sync import WeightSync, sums_of_all_ranks
+from megatron_grpo.weight_sync import WeightSync
 from parallel import Layout, ParallelDims, Sender, plan_sends
 from parallel.checksum import added_up
 from parallel.groups import Groups

@@ -76,8 +76,8 @@ def become_worker(tensor_parallel_size: int) -> None:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 
-def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str) -> Any:
-    """Worker `rank` of a vLLM engine, with the model in `folder` loaded.
+def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **arguments: Any) -> Any:
+    """Worker `rank` of a vLLM engine of further `arguments`, with the model in `folder` loaded.
 
     Collective over the default group. An earlier worker of this process loses its groups but keeps
     its parameters. All workers must have the same tensor-parallel size.
@@ -100,9 +100,10 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str) -> Any:
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,
         **(dequantizing_arguments({}, {}) if read_scheme(folder) else {}),
+        **arguments,
     ).create_engine_config()
     worker = WorkerWrapperBase(rank)
-    arguments = {
+    parts = {
         "vllm_config": config,
         "local_rank": rank,
         "rank": rank,
@@ -112,7 +113,7 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str) -> Any:
         "is_driver_worker": True,
     }
     destroy_model_parallel()  # an MoE model requires a group that a dense model lacks
-    worker.init_worker([arguments] * dims.tensor)
+    worker.init_worker([parts] * dims.tensor)
     worker.init_device()
     if not gc.get_freeze_count():
         gc.freeze()  # loading runs the GC twice, each a third of a second over all of vLLM

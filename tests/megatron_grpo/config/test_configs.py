@@ -35,6 +35,8 @@ RUNS = [
     ("grpo_405b", "Llama-3.1-405B"),
     ("grpo_671b_a37b", "DeepSeek-V3"),
 ]
+ADAPTED = [("grpo_70b_lora", "Llama-3.3-70B"), ("grpo_70b_lora", "Qwen2.5-72B")]
+"""With adapters: ranks are not built, and no weights pushed."""
 ON_H200 = ("grpo_671b_a37b",)
 """The others are for H100."""
 OWN_NODES = ("grpo_235b_a22b", "grpo_405b", "grpo_671b_a37b")
@@ -49,7 +51,7 @@ def card_of(name):
     return CARDS["h200" if name in ON_H200 else "h100"]
 
 
-of_every_run = pytest.mark.parametrize(("name", "published"), RUNS)
+of_every_run = pytest.mark.parametrize(("name", "published"), RUNS + ADAPTED)
 of_runs_in_minutes = pytest.mark.parametrize(
     ("name", "published"),
     [pytest.param(*r, marks=() if r[1] in REPRESENTATIVE else pytest.mark.slow) for r in RUNS],

@@ -6,6 +6,7 @@ from checkpoint_convert import read_shape
 from helpers.models import tiny_model
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.lora import LoraConfig
+from megatron_grpo.engines.vllm_args import check_adapters
 from megatron_grpo.policy.lora_targets import check_lora, targets_of
 from tests.megatron_grpo.config.test_config import DEMO, refusal
 
@@ -89,6 +90,29 @@ def test_each_tensor_rank_needs_rows_of_a_target(shapes):
 def test_what_does_not_know_adapters_is_refused(override):
     key = override.partition("=")[0]
     assert f"{key} does not go with adapters yet" in refusal("lora.r=2", *override.split(" + "))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("rollout.engine=transformers", "use rollout.engine=vllm, or set lora.sync=merged"),
+        ("rollout.vllm.load_format=dummy", "lora.sync adapter pushes no others: leave it out"),
+        ("lora.modules_to_save=[lm_head]", "have adapters or stay as they are"),
+        ("lora.adapter_path=folder + lora.r=0", "is of no use with lora.r 0"),
+        ("lora.sync=full", "lora.sync"),
+    ],
+)
+def test_what_engines_of_adapters_or_their_start_cannot_be_is_refused(override, told):
+    assert told in refusal("lora.r=2", *override.split(" + "))
+
+
+def test_what_vllm_does_not_serve_is_refused(shapes):
+    check_adapters(LoraConfig(r=512), shapes["llama"])
+    with pytest.raises(ValueError, match=r"of rank 512 at most, not 513: set lora\.sync=merged"):
+        check_adapters(LoraConfig(r=513), shapes["llama"])
+    with pytest.raises(ValueError, match=r"latent attention here: set lora\.sync=merged"):
+        check_adapters(LoraConfig(r=8), shapes["deepseek_v3"])
+    check_adapters(LoraConfig(r=513, sync="merged"), shapes["deepseek_v3"])
 
 
 def test_names_and_initializations_are_read_from_a_config():

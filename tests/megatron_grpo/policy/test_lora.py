@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.func import functional_call
 
+from checkpoint_convert import read_shape
 from checkpoint_convert.formats.torch_dist import read_chunks
 from helpers.models import tiny_model
 from helpers.oracle import oracle_logprobs
@@ -26,8 +27,10 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.lora_targets import starting_adapter
 from megatron_grpo.policy.model import Policy, unwrapped
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.reference import reference_of
@@ -136,7 +139,7 @@ def numbers(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> dic
     found["norm"] = gradient_norm(policy.optimizer)
     found["gradients"] = boxes_of(policy, gathered_gradients(policy))
     found["values"] = boxes_of(policy, policy.adapters.parameters())
-    served = policy.served()
+    served = policy.served(LoraConfig(sync="merged"))
     found["served"] = [
         (piece.tensor, piece.box, served[piece.local].detach()[piece.local_box.slices].clone())
         for piece in policy.layout.pieces
@@ -271,6 +274,30 @@ def test_a_run_resumes_with_the_same_bits_and_over_layouts(folders, tmp_path):
         "optimizer.state.exp_avg_sq.",
     )
     assert keys.keys() == {state + name for state in states for name in stored}
+
+
+def start(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Boxes:
+    policy, _ = start_policy(rank, folder, dims, *overrides)
+    return boxes_of(policy, policy.adapters.parameters())
+
+
+def test_a_run_starts_from_a_folder_of_another_at_any_layout(folders, tmp_path):
+    folder, given = folders["llama"], options("llama")
+    run_ranks(1, train, folder, ParallelDims(), tmp_path, *given)
+    path, dims = tmp_path / "hf", ParallelDims(tensor=2, pipeline=2)
+    found = whole(run_ranks(4, start, folder, dims, *given, f"lora.adapter_path={path}"))
+    stored = load_file(path / "adapter_model.safetensors")
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(values, stored[name]) for name, values in found.items())
+    assert any(values.any() for name, values in stored.items() if ".lora_B." in name)
+    for given, told in (
+        ({"r": 4}, "of rank 3, and lora.r is 4: set lora.r=3"),
+        ({"lora_alpha": 9.0}, "that of lora.lora_alpha 9 is 3: set lora.lora_alpha=6"),
+        ({"exclude_modules": ("k_proj",)}, r"such as model.layers.0.self_attn.k_proj: set lora"),
+    ):
+        lora = LoraConfig(**{"r": 3, "lora_alpha": 6.0, "adapter_path": path} | given)
+        with pytest.raises(ValueError, match=told):
+            starting_adapter(lora, read_shape(folder))
 
 
 def test_peft_loads_the_folder(folders, tmp_path):

@@ -1,0 +1,91 @@
+"""Merges a low-rank adapter into the weights of its base: `checkpoint-convert merge`."""
+
+from contextlib import closing
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint_convert.formats.hf_folder import locate_tensors
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
+from checkpoint_convert.formats.tensor_io import StoredTensors
+from checkpoint_convert.formats.torch_dtypes import DTYPES
+from checkpoint_convert.hf_config import read_shape
+from checkpoint_convert.megatron import hf_dtypes, hf_tensors
+from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
+from checkpoint_convert.new_folder import new_folder
+from checkpoint_convert.peft import WEIGHT, StoredAdapter, a_name, b_name, read_adapter
+from checkpoint_convert.transfer import transfer
+from checkpoint_convert.weights import Progress, open_weights
+from parallel import Box, Layout
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + s B A, rounded once to the dtype of W.
+
+    A sum over r of products that are rounded one by one, in float32: the same bits however ranks or
+    processes share the weight, which a matrix product would not have.
+    """
+    change = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    for column, row in zip(b.float().unbind(1), a.float(), strict=True):
+        change += column[:, None] * row
+    return (weight.float() + change * scale).to(weight.dtype)
+
+
+class MergedTensors(StoredTensors):
+    """The weights of a model as an adapter changes them."""
+
+    def __init__(self, base: StoredTensors, adapter: StoredAdapter) -> None:
+        super().__init__(adapter.places)
+        self._stored, self._base, self._adapter = self.dtypes, base, adapter
+        self.dtypes = base.dtypes
+
+    def read_into(self, name: str, box: Box, target: Tensor) -> None:
+        """See `TensorSource`."""
+        self._base.read_into(name, box, target)
+        module = name.removesuffix(WEIGHT)
+        if module in self._adapter.modules:
+            rank, ((row, column), (rows, columns)) = self._adapter.rank, (box.start, box.size)
+            a = self._read(a_name(module), Box((0, column), (rank, columns)))
+            b = self._read(b_name(module), Box((row, 0), (rows, rank)))
+            target.copy_(merged(target, a, b, self._adapter.scale))
+
+    def close(self) -> None:
+        """Close all files, those of the base as well."""
+        super().close()
+        self._base.close()
+
+    def _read(self, name: str, box: Box) -> Tensor:
+        values = torch.empty(box.size, dtype=DTYPES[self._stored[name]])
+        super().read_into(name, box, values)
+        return values
+
+
+def merge_adapter(
+    base: Path,
+    adapter: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    num_workers: int = 1,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write the model in `base` with the adapter of PEFT's folder `adapter` as folder `out`.
+
+    No whole tensor is held. `dtype` and `max_shard_bytes` are as of `export_checkpoint`. Raises
+    ValueError if any argument is invalid.
+    """
+    shape = read_shape(base)
+    shapes = hf_tensors(shape)
+    stored = read_adapter(adapter, shapes)
+    with closing(open_weights(base, shape)) as weights:
+        dtypes = weights.dtypes if dtype is None else hf_dtypes(shape, dtype, "F32")
+        num_bytes = sum(prod(size) * ITEM_SIZES[dtypes[name]] for name, size in shapes.items())
+        together = replace(weights, tensors=MergedTensors(weights.tensors, stored))
+        with closing(together), new_folder(out, num_bytes) as folder:
+            create_folder(folder, base, shape, dtypes, max_shard_bytes)
+            whole = Layout.of_whole_tensors(shapes)
+            transfer(together, whole, locate_tensors(folder), num_workers, progress)

@@ -1,0 +1,119 @@
+"""Low-rank adapters as PEFT stores them: names and shapes of their tensors, and their folders."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
+from checkpoint_convert.hf_config import check_folder, read_json
+from parallel import Shape
+
+PEFT_PREFIX = "base_model.model."
+"""Of the names of an adapter's tensors; the rest begins with that of a module of the model."""
+WEIGHT = ".weight"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def a_name(module: str) -> str:
+    """The name of A [r, in] of a module such as ``model.layers.0.mlp.up_proj``."""
+    return f"{PEFT_PREFIX}{module}.lora_A.weight"
+
+
+def b_name(module: str) -> str:
+    """The name of B [out, r] of a module."""
+    return f"{PEFT_PREFIX}{module}.lora_B.weight"
+
+
+def weight_of(tensor: str) -> str:
+    """The weight that one of PEFT's tensors belongs to; of a weight, itself."""
+    name = tensor.removeprefix(PEFT_PREFIX)
+    return name.replace(".lora_A.", ".").replace(".lora_B.", ".")
+
+
+def adapter_tensors(
+    modules: Iterable[str], rank: int, weights: Mapping[str, Shape]
+) -> dict[str, Shape]:
+    """Name and shape of every tensor of adapters of `rank`; `weights` are those of the model."""
+    return {
+        name: size
+        for module in modules
+        for name, size in {
+            a_name(module): (rank, weights[module + WEIGHT][1]),
+            b_name(module): (weights[module + WEIGHT][0], rank),
+        }.items()
+    }
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter in a folder: W + scale * B A for each of `modules`."""
+
+    rank: int
+    scale: float
+    modules: tuple[str, ...]
+    places: Mapping[str, TensorPlace]
+    """Of A and B, by PEFT's names."""
+
+
+def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
+    """The adapter in a folder of PEFT's; reads the header of its weights.
+
+    Raises ValueError that lists what is wrong if it is not a plain low-rank adapter of the linear
+    layers of a model with these `weights`.
+    """
+    check_folder(folder)
+    for name in (ADAPTER_FILE, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}: give a folder that PEFT has saved")
+    config = read_json(folder / ADAPTER_FILE)
+    faults = [*_faults_of_config(config)]
+    if faults:
+        raise ValueError(f"the adapter in {folder} is of a kind that is not supported: {faults[0]}")
+    rank, alpha = config["r"], config.get("lora_alpha", 8)
+    places = read_header(folder / ADAPTER_WEIGHTS)
+    modules = dict.fromkeys(weight_of(name).removesuffix(WEIGHT) for name in places)
+    unknown = [module for module in modules if module + WEIGHT not in weights]
+    if unknown:
+        raise ValueError(
+            f"the adapter in {folder} is of another model: this one has no {unknown[0]}"
+        )
+    wanted = adapter_tensors(modules, rank, weights)
+    faults = [f"{name} is missing" for name in wanted if name not in places]
+    for name, place in places.items():
+        if name not in wanted:
+            faults.append(f"{name} is neither A nor B of a layer")
+        elif place.shape != wanted[name]:
+            faults.append(f"{name} has shape {[*place.shape]} instead of {[*wanted[name]]}")
+        elif place.dtype not in ITEM_SIZES:
+            faults.append(f"{name} has dtype {place.dtype}, supported: {sorted(ITEM_SIZES)}")
+    if faults:
+        raise ValueError(
+            f"the adapter in {folder} does not fit the model:\n  " + "\n  ".join(faults)
+        )
+    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+    return StoredAdapter(rank, alpha / divisor, tuple(modules), places)
+
+
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "modules_to_save": (None, []),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "trainable_token_indices": (None, []),
+    "target_parameters": (None, []),
+}
+"""The values of PEFT's fields with which W + s B A is all that an adapter is."""
+
+
+def _faults_of_config(config: Mapping[str, Any]) -> Iterator[str]:
+    for key, values in _PLAIN.items():
+        if config.get(key, values[0]) not in values:
+            yield f"{key} is {config[key]}, and only {values[0]} is supported"
+    if not isinstance(config.get("r"), int) or config["r"] < 1:
+        yield f"r is {config.get('r')}, and must be 1 or more"

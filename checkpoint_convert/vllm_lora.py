@@ -1,0 +1,106 @@
+"""Which parts of adapters each worker of a vLLM engine (0.32, 0.33) holds. Integers only.
+
+vLLM keeps an A [max rank, columns] and a B [rows, max rank] for each weight of the files in a
+module that fuses several, such as qkv_proj. Workers split B where the module has split rows, and A
+where it has split columns. What is beyond the adapter's rank is zero, and so are both of a weight
+without an adapter whose module has others.
+"""
+
+from collections.abc import Collection
+
+from checkpoint_convert.families.description import Parameter
+from checkpoint_convert.peft import WEIGHT, a_name, b_name
+from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.vllm import EngineDims, check_engine_dims, engine_parameters, worker_shard
+from parallel import Box, Layout, Shape, ShardMapping
+
+MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The sizes of the buffers' inner dimension that vLLM can be started with."""
+
+
+def max_rank_for(rank: int) -> int:
+    """The smallest of `MAX_RANKS` for adapters of `rank`; ValueError if there is none."""
+    if rank > MAX_RANKS[-1]:
+        raise ValueError(f"vLLM serves adapters of rank {MAX_RANKS[-1]} at most, not {rank}")
+    return next(each for each in MAX_RANKS if each >= rank)
+
+
+def check_adapters_served(shape: ModelShape) -> None:
+    """Raise ValueError if vLLM would leave out adapters of such a model, or compute it otherwise.
+
+    With latents, vLLM multiplies kv_b_proj into queries and outputs instead of calling it. With
+    adapters enabled, it chooses other kernels for experts, which may reorder their weights.
+    """
+    if shape.latent is not None or shape.moe is not None:
+        kind = "latent attention" if shape.latent is not None else "a mixture of experts"
+        raise ValueError(f"engines of vLLM do not serve adapters of a model with {kind} here")
+
+
+def adapted_modules(shape: ModelShape, modules: Collection[str]) -> list[str]:
+    """The ends of the names of the engine's modules that hold adapters of `modules`."""
+    names = (_module(each) for each in engine_parameters(shape) if _has_any(each, modules))
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def adapter_layouts(
+    shape: ModelShape, dims: EngineDims, modules: Collection[str], rank: int
+) -> list[Layout]:
+    """What each worker of one engine holds of adapters of `rank` on `modules`, by worker.
+
+    In the coordinates of PEFT's tensors. Local names are such as
+    ``model.layers.3.self_attn.qkv_proj.lora_B.2``, of the values' B.
+    """
+    return [worker_adapters(shape, dims, modules, rank, n) for n in range(dims.tensor)]
+
+
+def worker_adapters(
+    shape: ModelShape, dims: EngineDims, modules: Collection[str], rank: int, worker: int
+) -> Layout:
+    """One of the `adapter_layouts`; those of other workers have as many elements."""
+    check_engine_dims(shape, dims)
+    modules = {*modules}
+    ends = {*adapted_modules(shape, modules)}
+    parameters = [
+        each
+        for each in engine_parameters(shape)
+        if len(each.shape) == 2 and _module(each).rpartition(".")[2] in ends
+    ]
+    return _worker_layout(parameters, dims, modules, rank, worker)
+
+
+def _worker_layout(
+    parameters: Collection[Parameter],
+    dims: EngineDims,
+    modules: Collection[str],
+    rank: int,
+    worker: int,
+) -> Layout:
+    shapes: dict[str, Shape] = {}
+    pieces: list[ShardMapping] = []
+    zeros: list[tuple[str, Box]] = []
+    full = max_rank_for(rank)
+    for parameter in parameters:
+        part = worker_shard(parameter, worker, dims.tensor)
+        for number, piece in enumerate(part.pieces):
+            source = piece.tensor.removesuffix(WEIGHT)
+            low = rank if source in modules else 0
+            (rows, columns), (row, column) = piece.box.size, piece.box.start
+            a, b = (f"{_module(parameter)}.lora_{x}.{number}" for x in "AB")
+            shapes |= {a: (full, columns), b: (rows, full)}
+            if low:
+                kept = Box((0, 0), (low, columns))
+                pieces.append(ShardMapping(a, kept, a_name(source), Box((0, column), kept.size)))
+                kept = Box((0, 0), (rows, low))
+                pieces.append(ShardMapping(b, kept, b_name(source), Box((row, 0), kept.size)))
+            if low < full:
+                zeros.append((a, Box((low, 0), (full - low, columns))))
+                zeros.append((b, Box((0, low), (rows, full - low))))
+    return Layout(shapes, tuple(pieces), tuple(zeros))
+
+
+def _module(parameter: Parameter) -> str:
+    return (parameter.engine_name or parameter.sources[0].name).removesuffix(WEIGHT)
+
+
+def _has_any(parameter: Parameter, modules: Collection[str]) -> bool:
+    return any(source.name.removesuffix(WEIGHT) in modules for source in parameter.sources)

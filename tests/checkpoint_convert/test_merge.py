@@ -1,0 +1,105 @@
+"""Adapters of PEFT's, merged into the weights of their base."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from checkpoint_convert import hf_tensors, read_shape
+from checkpoint_convert.merge import merge_adapter
+from checkpoint_convert.peft import read_adapter
+from checkpoint_convert.verify import verify_weights
+from helpers.models import tiny_model
+
+RS5 = {"r": 5, "lora_alpha": 7, "use_rslora": True}
+MODULES = ["q_proj", "k_proj", "o_proj", "down_proj"]
+
+
+def adapter_of(base: Path, folder: Path, **config: Any) -> Any:
+    """Save a random adapter by PEFT; returns its model."""
+    torch.manual_seed(1)
+    settings = RS5 | {"target_modules": MODULES, "init_lora_weights": False} | config
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**settings))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model") / "base", "llama")
+
+
+@pytest.fixture
+def adapter(base, tmp_path):
+    adapter_of(base, tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_merged_weights_are_those_of_peft(base, tmp_path):
+    model = adapter_of(base, tmp_path / "adapter")
+    merge_adapter(
+        base, tmp_path / "adapter", tmp_path / "ours", max_shard_bytes=100_000, num_workers=2
+    )
+    model.merge_and_unload().save_pretrained(tmp_path / "peft")
+    assert verify_weights(tmp_path / "ours", tmp_path / "peft", tolerance=1e-6) == []
+    changed = {each.tensor for each in verify_weights(tmp_path / "ours", base)}
+    assert changed == {
+        name
+        for name in hf_tensors(read_shape(base))
+        if name.removesuffix(".weight").rpartition(".")[2] in MODULES
+    }
+
+
+def test_a_weight_is_rounded_once_from_float64s_value(base, adapter, tmp_path):
+    merge_adapter(base, adapter, tmp_path / "ours", dtype="BF16")
+    weights = load_file(base / "model.safetensors")
+    values = load_file(adapter / "adapter_model.safetensors")
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    scale = 7 / 5**0.5
+    for name, weight in weights.items():
+        prefix = "base_model.model." + name.removesuffix(".weight")
+        if prefix + ".lora_A.weight" not in values:
+            continue
+        a, b = (values[f"{prefix}.lora_{x}.weight"].double() for x in "AB")
+        exact = weight.double() + scale * (b @ a)
+        step = exact.abs().clamp(min=1e-3) * 2**-8  # half of the distance between two numbers
+        assert ((ours[name].double() - exact).abs() <= step * 1.001).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"use_dora": True}, "use_dora is True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head']"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is {'q_proj': 2}"),
+        ({"bias": "all"}, "bias is all, and only none is supported"),
+        ({"r": 4}, "lora_A.weight has shape [5, "),
+    ],
+)
+def test_an_adapter_that_is_more_than_a_and_b_is_refused(base, adapter, tmp_path, config, told):
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(ValueError) as caught:
+        merge_adapter(base, adapter, tmp_path / "out")
+    assert told in str(caught.value) and str(adapter) in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_model_is_refused(base, adapter, tmp_path):
+    shapes = hf_tensors(read_shape(base))
+    file = adapter / "adapter_model.safetensors"
+    values = load_file(file)
+    first = next(iter(values))
+    save_file({**values, first.replace("layers.0.", "layers.77."): values[first].clone()}, file)
+    with pytest.raises(ValueError, match=r"of another model: this one has no model\.layers\.77\."):
+        read_adapter(adapter, shapes)
+    save_file({name: each for name, each in values.items() if name != first}, file)
+    with pytest.raises(ValueError, match="is missing"):
+        read_adapter(adapter, shapes)
+    with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
+        read_adapter(base, shapes)

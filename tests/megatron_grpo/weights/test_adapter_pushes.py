@@ -1,0 +1,112 @@
+"""A push of adapters puts every bit where vLLM itself would put an adapter that PEFT has saved."""
+
+from math import prod
+from typing import Any
+
+import pytest
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.vllm import EngineDims, check_engine
+from helpers.adapter_pushes import (
+    PUSHES,
+    Case,
+    config_of,
+    described,
+    failing_push,
+    push_adapters,
+)
+from helpers.models import servable_model
+from helpers.policies import layout_name
+from helpers.ranks import run_ranks
+from helpers.vllm_workers import WorkerClient, worker_engines
+from megatron_grpo.config.lora import LoraConfig
+from megatron_grpo.engines.layouts import holdings
+from megatron_grpo.policy.lora_targets import peft_tensors
+from parallel import ParallelDims
+
+NUM_ENGINES = 2
+R3 = ("lora.r=3", "lora.lora_alpha=5")
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids="TP{}".format)
+def engines(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sockets")
+    with worker_engines(NUM_ENGINES, request.param, folder, timeout=900) as engines:
+        yield request.param, engines
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return servable_model(tmp_path_factory.mktemp("model") / "base", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(tensor=2, pipeline=2),
+        pytest.param(ParallelDims(), marks=pytest.mark.slow),
+        pytest.param(ParallelDims(data=2, context=2), marks=pytest.mark.slow),
+        pytest.param(ParallelDims(tensor=4), marks=pytest.mark.slow),  # above key-value heads
+    ],
+    ids=layout_name,
+)
+def test_each_of_five_pushes_leaves_what_vllm_loads_from_the_folder(tmp_path, engines, base, dims):
+    size, workers = engines
+    case = Case(base, EngineDims(tensor=size), R3)
+    ranks = run_ranks(dims.world_size, push_adapters, dims, case, workers, tmp_path, timeout=600)
+    tensors = peft_tensors(LoraConfig(r=3), read_shape(base))
+    # Workers share what is split, and each has all of what is not.
+    least = 2 * sum(map(prod, tensors.values()))
+    assert len(ranks[0]) == PUSHES
+    for number, held in enumerate(ranks[0], 1):
+        for workers_held in held:
+            received = [worker.bytes_received for worker in workers_held]
+            assert number * least <= sum(received) <= number * size * least
+            for worker in workers_held:
+                assert not worker.differing
+                assert worker.filled == len(tensors)
+    if size == 1:
+        assert received == [PUSHES * least]
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("base", "model.layers.1.mlp.down_proj.weight"), ("sent", ".lora_")],
+)
+def test_a_flipped_bit_of_base_or_adapter_ends_a_push_with_the_name(engines, base, fault, name):
+    size, workers = engines
+    case = Case(base, EngineDims(tensor=size), R3)
+    [told] = run_ranks(1, failing_push, ParallelDims(), case, workers, fault, timeout=300)
+    assert "differ from what was pushed: model.layers." in told
+    assert name in told
+
+
+def test_an_engine_without_a_module_or_of_another_rank_is_refused_by_name(engines, base):
+    size, workers = engines
+    case = Case(base, EngineDims(tensor=size), R3)
+    cfg = config_of(case, ParallelDims(), WorkerClient(workers))
+    held = holdings(cfg, read_shape(base))
+
+    def told(**arguments: Any) -> str:
+        [*_, reports] = workers.call(described, case, cfg, arguments)
+        with pytest.raises(ValueError, match="do not match the model") as caught:
+            check_engine(held.all, reports, held.dtypes)
+        return str(caught.value)
+
+    unbound = told(lora_target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
+    assert "model.layers.0.self_attn.o_proj.lora_A.0 [8, " in unbound
+    assert "is missing" in unbound and "qkv_proj" not in unbound
+    assert "down_proj.lora_A.0 has shape [16, " in told(max_lora_rank=16)
+
+
+def test_modules_that_vllm_fuses_may_have_adapters_in_part(tmp_path, engines, base):
+    size, workers = engines
+    chosen = (
+        "lora.target_modules=[q_proj,v_proj,mlp.up_proj]",
+        "lora.exclude_modules=[1.mlp.up_proj]",
+    )
+    case = Case(base, EngineDims(tensor=size), ("lora.r=8", "lora.use_rslora=true", *chosen))
+    [held] = run_ranks(1, push_adapters, ParallelDims(), case, workers, tmp_path, timeout=600)
+    for worker in (worker for workers_held in held[-1] for worker in workers_held):
+        assert not worker.differing
+        assert worker.filled == 2 * (2 + 2 + 1)
