@@ -22,7 +22,7 @@ MEGATRON := $(addprefix tests/,parallel checkpoint_convert test_project.py) \
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm test-view test-trackers check bench bench-async bench-convert bench-reshard bench-peers
+.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm test-view test-trackers check bench bench-async bench-convert bench-reshard bench-peers mutants
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
@@ -123,3 +123,7 @@ bench-async: setup
 # (VENV=.venv-3.12 PYTHON=3.12); ARGS selects some of the comparisons.
 bench-peers: setup
 	PYTHONPATH=.:tests $(BIN)/python benchmarks/bench_peers.py $(ARGS)
+
+# Half an hour.
+mutants: setup
+	$(BIN)/python benchmarks/mutants.py $(ARGS)
