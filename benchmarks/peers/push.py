@@ -127,7 +127,7 @@ def bits(shape: Shape, seed: int) -> Tensor:
 
 def our_rank(rank: int, network_only: bool) -> dict[str, Any]:
     """One process of ours."""
-    from megatron_grpo.engines.expected_sums import sums_of_all_ranks
+    from megatron_grpo.weight_sync import sums_of_all_ranks
     from parallel import plan_sends
     from parallel.weight_transfer import (
         TransferInitInfo,
