@@ -100,6 +100,41 @@ def test_a_mixture_is_trained_with_the_experts_that_vllm_chose(
         assert record["rollout/logprob_gap_max"] < MOST_GAP_OF_A_TOKEN
 
 
+def test_adapters_alone_are_pushed_to_an_engine_that_holds_the_model(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    adapters = ["lora.r=8", "optimizer.lr=1e-2", "train.num_steps=3"]
+    run = finish_run(*arguments, *adapters, timeout=800)
+    assert run.exit_code == 0, run.output
+    records = read_metrics(tmp_path / "run")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert record["grad_norm"] > 0
+        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
+
+
+def test_weights_are_pushed_while_the_engine_generates(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    run = finish_run(
+        *arguments,
+        "rollout.in_flight_updates=true",
+        "rollout.max_staleness=3",
+        "rollout.max_completion_length=200",
+        "grpo.rollout_importance_sampling_mode=token_truncate",
+        "train.num_steps=6",
+        timeout=800,
+    )
+    assert run.exit_code == 0, run.output
+    rows = read_completions(tmp_path / "run")
+    spans = [row.get("versions") or [(row["policy_version"], row["num_tokens"])] for row in rows]
+    assert max(map(len, spans)) > 1
+    for row, versions in zip(rows, spans, strict=True):
+        assert 0 <= row["step"] - 1 - versions[0][0] <= 3
+    for record in read_metrics(tmp_path / "run"):
+        assert record["rollout/logprob_gap_mean"] < MOST_GAP
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize(("end", "seconds"), [(signal.SIGKILL, 20), (signal.SIGSTOP, 90)])
 def test_a_rank_that_ends_or_stops_in_a_collective_of_nccl_ends_the_run(
