@@ -5,12 +5,10 @@ results.
 """
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -27,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from checkpoint_convert import ModelShape, MoeShape
+from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
 from megatron_grpo.policy.mla import LatentAttention, WholeLinear, yarn_scaling, yarn_softmax_scale
 from megatron_grpo.policy.overrides import check_context_exchange, check_overrides
 from megatron_grpo.policy.releases import (
@@ -63,8 +62,8 @@ def transformer_config(
     package which is not installed.
     """
     if overrides.get("transformer_impl") != "local":
-        _check_transformer_engine(dtype)
-    free = {"transformer_impl": _best_implementation(dtype)} | dict(overrides)
+        check_transformer_engine(dtype, overrides.get("attention_backend"))
+    free = {"transformer_impl": best_implementation(dtype)} | dict(overrides)
     # Megatron's default, all-gathering, needs equal lengths, and is refused even without experts.
     free = {"moe_token_dispatcher_type": "alltoall", "batch_p2p_sync": False} | (
         _fusions(free["transformer_impl"]) | free
@@ -84,7 +83,7 @@ def transformer_config(
         free = _moe_defaults(free["transformer_impl"]) | free
         if HYBRIDEP_PADS:
             decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
-    check_overrides(overrides, decided, _best_implementation(dtype), _flexible_backends())
+    check_overrides(overrides, decided, best_implementation(dtype), _flexible_backends())
     if "cp_comm_type" in free:
         check_context_exchange(free["cp_comm_type"], shape, dims, free["transformer_impl"])
     if "attention_backend" in free:
@@ -95,34 +94,6 @@ def transformer_config(
         raise ValueError(
             f"Megatron-Core refuses model.megatron {dict(overrides)}: {error}"
         ) from error
-
-
-def _best_implementation(dtype: torch.dtype) -> str:
-    return "transformer_engine" if HAVE_TE and _can_be_fused(dtype) else "local"
-
-
-def _can_be_fused(dtype: torch.dtype) -> bool:
-    """Transformer Engine's attention over packed sequences supports only 16-bit types."""
-    return torch.cuda.is_available() and dtype.itemsize == 2
-
-
-def _check_transformer_engine(dtype: torch.dtype) -> None:
-    """Raise ValueError if layers can be fused on this host, and Transformer Engine does not import.
-
-    Megatron-Core takes torch's layers then, without a word of why.
-    """
-    if HAVE_TE or not _can_be_fused(dtype):
-        return
-    reason = "Megatron-Core does not take this release"
-    try:
-        import_module("transformer_engine.pytorch.fp8")  # what Megatron-Core imports
-    except ImportError as error:
-        reason = str(error)
-    raise ValueError(
-        f"Transformer Engine does not work here ({reason}), and without it layers take several "
-        "times as long: install it with `bash requirements/gpu.sh`, or choose torch's layers with "
-        "model.megatron.transformer_impl=local"
-    )
 
 
 def _fusions(implementation: str) -> dict[str, Any]:

@@ -121,6 +121,7 @@ def test_weights_are_pushed_while_the_engine_generates(
         "rollout.in_flight_updates=true",
         "rollout.max_staleness=3",
         "rollout.max_completion_length=200",
+        "optimizer.lr=1e-6",  # versions compute nearly the same
         "grpo.rollout_importance_sampling_mode=token_truncate",
         "train.num_steps=6",
         timeout=800,

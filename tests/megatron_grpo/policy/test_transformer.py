@@ -67,7 +67,7 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
     """As Megatron's own training script has it; torch's layers have nothing to fuse with."""
     assert not configure().apply_rope_fusion
     assert not configure().bias_activation_fusion
-    monkeypatch.setattr(transformer, "_best_implementation", lambda dtype: "transformer_engine")
+    monkeypatch.setattr(transformer, "best_implementation", lambda dtype: "transformer_engine")
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", object())
     assert configure().apply_rope_fusion
     assert configure().bias_activation_fusion
@@ -137,7 +137,7 @@ def test_context_ranks_exchange_heads_only_if_each_has_one(dims, shape, told):
 
 
 def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatch):
-    monkeypatch.setattr(transformer, "_best_implementation", lambda dtype: "transformer_engine")
+    monkeypatch.setattr(transformer, "best_implementation", lambda dtype: "transformer_engine")
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", object())
     dims, flex = ParallelDims(data=2, expert=2), {"moe_token_dispatcher_type": "flex"}
     plain = {"moe_permute_fusion": False}
