@@ -16,9 +16,11 @@ FAST := $(addprefix tests/,parallel checkpoint_convert/formats test_project.py t
 	$(addprefix tests/megatron_grpo/,algorithm batch checkpoints config/test_config.py data reporting rollout \
 	policy/test_model.py watchdog/test_job.py test_weight_sync.py)
 FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
-MEGATRON := $(addprefix tests/,parallel checkpoint_convert test_project.py) \
-	$(addprefix tests/megatron_grpo/,policy checkpoints planning/test_activations.py planning/test_instantiate.py \
-	test_train_step.py test_shared_prompts.py test_recipe_runs.py)
+MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_torch_dist.py) \
+	$(addprefix tests/parallel/,test_attention.py test_context.py test_cpu_device.py test_groups.py test_megatron_import.py \
+	test_pipeline_schedule.py) \
+	$(addprefix tests/megatron_grpo/,policy checkpoints/test_checkpointer.py checkpoints/test_releases.py \
+	planning/test_activations.py planning/test_instantiate.py test_train_step.py test_shared_prompts.py test_recipe_runs.py)
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
