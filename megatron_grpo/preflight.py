@@ -10,6 +10,8 @@ import httpx
 import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
+from checkpoint_convert.formats.safetensors_file import NAMES
+from checkpoint_convert.quantized_model import quantized_model
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, sidecar_files
 from checkpoint_convert.vllm import check_engine_dims
@@ -47,6 +49,7 @@ CHANGEABLE = (
     "train.offload",
     "train.save_interval",
     "train.export_interval",
+    "train.export_quantization",
     "train.keep_checkpoints",
     "train.keep_every",
     "train.hang_timeout",
@@ -237,6 +240,7 @@ def _check_model(cfg: Config) -> ModelShape:
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
     sidecar_files(folder)  # the files that every checkpoint and export copies
+    quantized_model(cfg.train.export_quantization, shape, NAMES[cfg.model.dtype])
     if cfg.model.freeze_moe_router and shape.moe is None:
         raise ValueError(
             "model.freeze_moe_router true needs a mixture of experts, and this model is dense: "

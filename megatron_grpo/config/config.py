@@ -175,6 +175,7 @@ class Config(Section):
         others = {
             "grpo.sync_ref_model": self.grpo.sync_ref_model,
             "train.offload": self.train.offload != "none",
+            "train.export_quantization": self.train.export_quantization != "none",
             "train.init_from": self.train.init_from,
             "rollout.router_replay": self.rollout.router_replay,
             "parallel.overlap_param_gather": self.parallel.overlap_param_gather,

@@ -1,0 +1,122 @@
+"""A rank's part of a quantised model: 8-bit weights, and their scales as tensors of their own.
+
+Tensor ranks may each hold a part of a block. Once they have agreed on its maximum, all of them hold
+the same scales of a whole weight, as they hold the same norms.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from threading import local
+
+import torch
+from torch import Tensor
+
+from checkpoint_convert.formats.torch_dtypes import DTYPES, STORED_DTYPES
+from checkpoint_convert.quantized_model import QuantizedModel
+from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
+from parallel import Box, Layout, Shape, ShardMapping
+
+Maxima = dict[str, Tensor]
+"""The largest absolute value in each block of a weight, by its name in the weight files."""
+
+
+def quantized_layout(
+    layout: Layout, model: QuantizedModel, tensor_rank: int, expert_tensor_rank: int
+) -> Layout:
+    """What a rank holds of a quantised model, if `layout` is what it holds of the model.
+
+    Of the ranks that hold the same scales, the first that owns a part of the weight owns them.
+    """
+    scales: dict[str, ShardMapping] = {}
+    for piece in layout.pieces:
+        rank = expert_tensor_rank if piece.tensor in model.experts else tensor_rank
+        for weight in model.fused.get(piece.tensor, ()):
+            name = model.scale_name(weight)
+            box = Box.whole(model.scheme.grid(model.matrices[weight]))
+            scales[name] = ShardMapping(name, box, name, box, piece.is_replica or rank > 0)
+    shapes = {name: piece.box.size for name, piece in scales.items()}
+    return Layout({**layout.shapes, **shapes}, (*layout.pieces, *scales.values()), layout.zeros)
+
+
+class QuantizedShard(Mapping[str, Tensor]):
+    """The local tensors of `quantized_layout`, each quantised when it is asked for.
+
+    A thread keeps its last one: what is sent is cut from a weight box by box.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        layout: Layout,
+        model: QuantizedModel,
+        agree: Callable[[Maxima], None],
+    ) -> None:
+        """`weights` are the local tensors of `layout`, that of the model before it is quantised.
+
+        `agree` replaces the maxima by those over all ranks that hold parts of the same parameters;
+        these have them by the same names in the same order, zeros for what only others hold.
+        """
+        self._weights, self._model, self._last = weights, model, local()
+        self._pieces: dict[str, list[ShardMapping]] = {}
+        for piece in layout.pieces:
+            if piece.tensor in model.matrices:
+                self._pieces.setdefault(piece.local, []).append(piece)
+        self._dtype = STORED_DTYPES[model.scheme.dtype]
+        maxima = self._maxima()
+        agree(maxima)
+        self._scales = {
+            model.scale_name(name): scales_of(each, self._dtype) for name, each in maxima.items()
+        }
+
+    @torch.no_grad()
+    def _maxima(self) -> Maxima:
+        maxima: Maxima = {}
+        for name, pieces in self._pieces.items():
+            weight = self._rounded(name)
+            for each in self._model.fused[pieces[0].tensor]:
+                grid = self._model.scheme.grid(self._model.matrices[each])
+                maxima[each] = weight.new_zeros(grid, dtype=torch.float32)
+            for piece in pieces:
+                block = self._block(piece)
+                offset = tuple(a % size for a, size in zip(piece.box.start, block, strict=True))
+                found = block_maxima(weight[piece.local_box.slices], block, offset)
+                first = tuple(a // size for a, size in zip(piece.box.start, block, strict=True))
+                here = maxima[piece.tensor][Box(first, tuple(found.shape)).slices]
+                here.copy_(torch.maximum(here, found))
+        return maxima
+
+    def _block(self, piece: ShardMapping) -> Shape:
+        return self._model.scheme.block_in(self._model.matrices[piece.tensor])
+
+    def _rounded(self, name: str) -> Tensor:
+        """A weight in the dtype of the model, in which all others are read."""
+        return self._weights[name].detach().to(DTYPES[self._model.scheme.read_as])
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._scales:
+            return self._scales[name]
+        if name not in self._pieces:
+            return self._weights[name]
+        if getattr(self._last, "name", None) != name:
+            self._last.values = self._quantized(name)
+            self._last.name = name
+        values: Tensor = self._last.values
+        return values
+
+    @torch.no_grad()
+    def _quantized(self, name: str) -> Tensor:
+        weight = self._rounded(name)
+        values = torch.empty_like(weight, dtype=self._dtype)
+        for piece in self._pieces[name]:
+            scales = self._scales[self._model.scale_name(piece.tensor)]
+            rows = weight[piece.local_box.slices]
+            values[piece.local_box.slices] = quantized(
+                rows, scales, self._dtype, self._block(piece), piece.box.start
+            )
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._weights
+        yield from self._scales
+
+    def __len__(self) -> int:
+        return len(self._weights) + len(self._scales)

@@ -1,0 +1,38 @@
+"""The policy's weights quantised, as exports write them and pushes carry them."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_convert.quantized_model import QuantizedModel
+from checkpoint_convert.quantized_shard import Maxima, QuantizedShard, quantized_layout
+from parallel import Layout
+from parallel.groups import Groups
+
+
+def rank_layout(layout: Layout, model: QuantizedModel, groups: Groups) -> Layout:
+    """What this rank holds of a quantised model, if `layout` is what it holds of the model."""
+    place = groups.dims.expert_place(groups.coordinates)
+    return quantized_layout(layout, model, groups.coordinates.tensor, place.tensor)
+
+
+def quantized_shard(
+    weights: Mapping[str, Tensor], layout: Layout, model: QuantizedModel, groups: Groups
+) -> QuantizedShard:
+    """The local tensors of `rank_layout`; collective over the ranks that split a weight."""
+    return QuantizedShard(weights, layout, model, lambda maxima: _agree(maxima, model, groups))
+
+
+def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:
+    """Replace the maxima of blocks by those over all ranks that hold a part of the weight."""
+    for are_experts, group in ((False, groups.tensor), (True, groups.expert_tensor)):
+        names = [name for name in maxima if (name in model.experts) == are_experts]
+        if not names:
+            continue
+        together = torch.cat([maxima[name].flatten() for name in names])
+        dist.all_reduce(together, dist.ReduceOp.MAX, group)
+        parts = together.split([maxima[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            maxima[name] = part.view_as(maxima[name])
