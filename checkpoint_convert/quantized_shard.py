@@ -5,14 +5,17 @@ the same scales of a whole weight, as they hold the same norms.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from threading import local
 
 import torch
 from torch import Tensor
 
 from checkpoint_convert.formats.torch_dtypes import DTYPES, STORED_DTYPES
-from checkpoint_convert.quantized_model import QuantizedModel
+from checkpoint_convert.hf_config import read_shape
+from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
+from checkpoint_convert.weights import whole_tensors
 from parallel import Box, Layout, Shape, ShardMapping
 
 Maxima = dict[str, Tensor]
@@ -120,3 +123,22 @@ class QuantizedShard(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._weights) + len(self._scales)
+
+
+def quantized_tensors(folder: Path, quantization: str) -> Iterator[tuple[str, Tensor]]:
+    """Name and values of every tensor of the model in a folder, quantised by one of `SCHEMES`.
+
+    One at a time, each before its scales.
+    """
+    model = quantized_model(quantization, read_shape(folder), "BF16")
+    assert model is not None, "the scheme is not none"
+    dtype = STORED_DTYPES[model.scheme.dtype]
+    for name, values in whole_tensors(folder):
+        if name not in model.matrices:
+            yield name, values
+            continue
+        rounded = values.to(DTYPES[model.scheme.read_as])
+        block = model.scheme.block_in(model.matrices[name])
+        scales = scales_of(block_maxima(rounded, block), dtype)
+        yield name, quantized(rounded, scales, dtype, block)
+        yield model.scale_name(name), scales

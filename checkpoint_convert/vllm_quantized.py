@@ -14,26 +14,40 @@ from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.vllm import EngineDims, engine_parameters, worker_shard
 from parallel import Layout, Shape, ShardMapping
 
+_NUM_SHOWN = 3
 
-def check_quantized_served(shape: ModelShape) -> None:
-    """Raise ValueError if engines would rearrange the quantised weights of such a model."""
+
+def check_quantized_served(shape: ModelShape, dims: EngineDims, model: QuantizedModel) -> None:
+    """Raise ValueError if engines could not take the weights of a quantised model as they are."""
     if shape.latent is not None or shape.moe is not None:
         kind = "latent attention" if shape.latent is not None else "a mixture of experts"
         raise ValueError(
-            f"weights are not pushed quantised to engines of a model with {kind} yet: use none"
+            f"rollout.quantization: engines rearrange quantised weights of a model with {kind}, so "
+            "that they cannot be pushed yet: set it to none"
+        )
+    cut = []
+    for parameter in filter(is_quantized, engine_parameters(shape)):
+        for source in parameter.sources:
+            num_parts = min(dims.tensor, source.num_heads or dims.tensor)
+            split = parameter.split or 0
+            if num_parts > 1 and source.shape[split] // num_parts % (
+                model.scheme.block[split] or 1
+            ):
+                cut.append(f"{source.name} {list(source.shape)}")
+    if cut:
+        more = f" and {len(cut) - _NUM_SHOWN} more" if len(cut) > _NUM_SHOWN else ""
+        raise ValueError(
+            f"rollout.quantization fp8: engines of rollout.tensor_parallel_size {dims.tensor} "
+            f"would cut blocks of {list(model.scheme.block)} in "
+            f"{', '.join(cut[:_NUM_SHOWN])}{more}: use fewer workers, fp8_channel or int8"
         )
 
 
 def quantized_engine_layouts(
     layouts: Sequence[Layout], shape: ModelShape, dims: EngineDims, model: QuantizedModel
 ) -> list[Layout]:
-    """What the workers hold that have the `engine_layouts` of the model before it is quantised.
-
-    Raises ValueError if workers would hold parts of blocks.
-    """
-    check_quantized_served(shape)
+    """What the workers hold that have the `engine_layouts` of the model before it is quantised."""
     parameters = [_scales(each, model) for each in engine_parameters(shape) if is_quantized(each)]
-    _check_blocks(shape, dims, model)
     return [_with_scales(layout, parameters, dims, rank) for rank, layout in enumerate(layouts)]
 
 
@@ -82,22 +96,3 @@ def _with_scales(
         shapes[parameter.engine_name] = part.shape
         pieces += part.pieces
     return Layout({**layout.shapes, **shapes}, (*layout.pieces, *pieces), layout.zeros)
-
-
-def _check_blocks(shape: ModelShape, dims: EngineDims, model: QuantizedModel) -> None:
-    cut = []
-    for parameter in engine_parameters(shape):
-        size = model.scheme.block[parameter.split] if parameter.split is not None else None
-        if not is_quantized(parameter) or size is None:
-            continue
-        for source in parameter.sources:
-            num_parts = min(dims.tensor, source.num_heads or dims.tensor)
-            if num_parts > 1 and source.shape[parameter.split or 0] // num_parts % size:
-                cut.append(f"{source.name} {list(source.shape)}")
-    if cut:
-        more = f" and {len(cut) - 3} more" if len(cut) > 3 else ""
-        raise ValueError(
-            f"an engine of tensor_parallel_size({dims.tensor}) would cut blocks of "
-            f"{list(model.scheme.block)} of {', '.join(cut[:3])}{more}: use fewer workers, "
-            "fp8_channel or int8"
-        )

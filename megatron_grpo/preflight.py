@@ -23,7 +23,7 @@ from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS, PERFORMANCE_FIELDS
 from megatron_grpo.doctor.packages import TRACKERS
-from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_cpu_kernels
 from megatron_grpo.engines.vllm_args import check_adapters, check_engine_arguments
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
@@ -101,6 +101,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     shape = _check_model(cfg)
     if cfg.train.replay is None:
         check_engines(cfg.rollout, shape, token)
+        quantized_engine(cfg.rollout, shape, cfg.model.dtype)
         check_adapters(cfg.lora, shape)
     if starts_here:
         if cfg.train.replay is None:

@@ -205,6 +205,23 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _pushes_are_quantized(self) -> Self:
+        name = self.rollout.quantization
+        if name == "none" or self.train.replay is not None:
+            return self
+        if self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"rollout.quantization {name} is for bfloat16 weights, and model.dtype is "
+                f"{self.model.dtype}: set model.dtype=bfloat16, or leave it out"
+            )
+        if self.lora.is_served:
+            raise ValueError(
+                f"lora.sync adapter leaves the weights to engines, and rollout.quantization {name} "
+                "needs the ranks to push them: set lora.sync=merged, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _turns_can_be_taken(self) -> Self:
         if not self.parallel.dynamic_context_parallel:
             return self

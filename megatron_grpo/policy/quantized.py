@@ -8,7 +8,7 @@ from torch import Tensor
 
 from checkpoint_convert.quantized_model import QuantizedModel
 from checkpoint_convert.quantized_shard import Maxima, QuantizedShard, quantized_layout
-from parallel import Layout
+from parallel import Layout, Sender
 from parallel.groups import Groups
 
 
@@ -36,3 +36,20 @@ def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:
         parts = together.split([maxima[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):
             maxima[name] = part.view_as(maxima[name])
+
+
+def quantized_sender(sender: Sender, model: QuantizedModel, groups: Groups) -> Sender:
+    """What this rank can send of a quantised model, if `sender` is what it can send of the model.
+
+    All ranks of a stage hold the scales of its weights.
+    """
+    layout = rank_layout(sender.layout, model, groups)
+    first = groups.dims.stage_size * groups.coordinates.pipeline
+    holders = range(first, first + groups.dims.stage_size)
+    scales = [name for name in layout.shapes if name not in sender.layout.shapes]
+    return Sender(
+        sender.rank,
+        layout,
+        {**sender.owners, **dict.fromkeys(scales, holders)},
+        {**sender.replica_sets, **dict.fromkeys(scales, groups.dims.tensor)},
+    )

@@ -99,8 +99,7 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **argume
         distributed_executor_backend="mp",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,
-        **(dequantizing_arguments({}, {}) if read_scheme(folder) else {}),
-        **arguments,
+        **(dequantizing_arguments({}, {}) | arguments if read_scheme(folder) else arguments),
     ).create_engine_config()
     worker = WorkerWrapperBase(rank)
     parts = {
