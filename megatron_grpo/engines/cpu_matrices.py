@@ -22,7 +22,9 @@ from checkpoint_convert.quantizer import block_maxima, dequantized, quantized, s
 def multiply_by_torch() -> None:
     """From now on, layers that vLLM builds multiply by the functions below."""
     kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [Fp8Blocks]
+    # Where it knows no unit for products in FP8, as on a CPU, vLLM looks among the second.
     kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU] = [Fp8Rows]
+    kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU] = [Fp8Rows]
     kernels._POSSIBLE_INT8_KERNELS[PlatformEnum.CPU] = [Int8Rows]
 
 
