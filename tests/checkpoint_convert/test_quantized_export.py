@@ -128,7 +128,10 @@ def shards(plain, model, dims):
     for rank in range(dims.world_size):
         at = dims.coordinates(rank)
         layout = megatron_layout(shape, dims, at, transformer_engine=False)
-        weights = {n: torch.empty(s, dtype=torch.bfloat16) for n, s in layout.shapes.items()}
+        weights = {
+            n: torch.empty(s, dtype=torch.float32 if n.endswith("expert_bias") else torch.bfloat16)
+            for n, s in layout.shapes.items()
+        }
         read_weights(plain, shape, layout, weights)
         ranks.append((layout, weights, at.tensor, dims.expert_place(at).tensor))
     agreed = {}
