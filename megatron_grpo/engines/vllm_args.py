@@ -228,12 +228,7 @@ def dequantizing_arguments(
     Layers with 8-bit weights could not take what is pushed. Raises ValueError if `rollout.vllm`,
     `table`, has another way to load than ours or none.
     """
-    chosen = table.get("load_format", "dummy")
-    if chosen != "dummy":
-        raise ValueError(
-            f"rollout.vllm.load_format {chosen} would load the 8-bit weights of model.path without "
-            "their scales: leave it out, or set it to dummy"
-        )
+    _check_load_format(table, "the 8-bit weights of model.path without their scales")
     return {
         "load_format": DEQUANTIZED,
         "hf_overrides": {**hf_overrides, **dict.fromkeys(CONFIG_KEYS)},
@@ -249,7 +244,7 @@ def quantizing_arguments(
     """
     quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
     assert quantized is not None, "rollout.quantization is not none"
-    _check_load_format(rollout.vllm)
+    _check_load_format(rollout.vllm, "weights of another dtype than engines have")
     config = dict.fromkeys(CONFIG_KEYS) | {CONFIG_KEYS[0]: quantized.config}
     arguments = {
         "load_format": QUANTIZED + rollout.quantization,
@@ -259,12 +254,11 @@ def quantizing_arguments(
     return arguments | ({"linear_backend": "cutlass"} if on_gpu else {})
 
 
-def _check_load_format(table: Mapping[str, Any]) -> None:
+def _check_load_format(table: Mapping[str, Any], what: str) -> None:
     chosen = table.get("load_format", "dummy")
     if chosen != "dummy":
         raise ValueError(
-            f"rollout.vllm.load_format {chosen} would load weights of another dtype than engines "
-            "have: leave it out, or set it to dummy"
+            f"rollout.vllm.load_format {chosen} would load {what}: leave it out, or set it to dummy"
         )
 
 

@@ -54,6 +54,8 @@ class Held:
     """Bytes of 8-bit weights and their scales, as a part of those in bfloat16."""
     bytes_held: int
     """Of all parameters, without vLLM's padding."""
+    error: float
+    """Of a product by vLLM's layer, relative to the largest element of that by the weights."""
 
 
 def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
@@ -65,7 +67,7 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
         f"rollout.tensor_parallel_size={case.engine.tensor}",
         f"rollout.quantization={case.quantization}",
         f"train.export_quantization={case.quantization}",
-        "rollout.update_weights_bucket_megabytes=1",
+        "rollout.update_weights_bucket_megabytes=2",  # several buckets for each channel
     )
 
 
@@ -88,8 +90,8 @@ def push_quantized(
 def failing_push(
     rank: int, dims: ParallelDims, case: Case, engines: WorkerEngines, fault: str
 ) -> str:
-    """The error of a push in which a bit is flipped on its way, or a worker gets a wrong scale."""
-    flip_bits(2 * case.engine.tensor if fault == "bit" else 0)  # of both attempts
+    """The error of a push with a flipped bit in each buffer, or a wrong scale in each worker."""
+    flip_bits(10**6 if fault == "bit" else 0)
     policy, groups, client, cfg = start(rank, dims, case, engines)
     with closing(start_sync(policy, groups, client, cfg)) as sync:
         if rank == 0:
@@ -158,7 +160,19 @@ def compare_quantized(process: WorkerProcess, folder: Path) -> Held:
         share=sum(v.nbytes for v in (*small.values(), *scales.values()))
         / sum(2 * v.numel() for v in small.values()),
         bytes_held=sum(v.nbytes for v in held.values()) - padding_bytes(process.worker),
+        error=product_error(process.worker.get_model(), held),
     )
+
+
+def product_error(model: Any, held: dict[str, torch.Tensor]) -> float:
+    name = "model.layers.1.mlp.gate_up_proj.weight"
+    x = torch.randn(5, held[name].shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, _ = model.get_submodule(name.removesuffix(".weight"))(x)
+    [scales] = [value for other, value in held.items() if other.startswith(f"{name}_scale")]
+    rows, columns = (n // m for n, m in zip(held[name].shape, scales.shape, strict=True))
+    whole = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    expected = x.float() @ (held[name].float() * whole).T
+    return float((found.float() - expected).abs().max() / expected.abs().max())
 
 
 def receive_wrong_scale(process: WorkerProcess) -> None:
