@@ -11,7 +11,7 @@ from helpers.vllm_workers import worker_engines
 from parallel import ParallelDims
 
 NUM_ENGINES = 2
-SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 slow = pytest.mark.slow
 
 
@@ -25,7 +25,7 @@ def engines(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "model"
-    return tiny_model(folder, "qwen3", intermediate_size=512, **SIZES)
+    return tiny_model(folder, "qwen3", intermediate_size=1024, **SIZES)
 
 
 @pytest.mark.parametrize(
