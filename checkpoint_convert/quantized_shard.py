@@ -18,6 +18,8 @@ from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
 from checkpoint_convert.weights import whole_tensors
 from parallel import Box, Layout, Shape, ShardMapping
 
+MAX_ELEMENTS = 1 << 24
+"""Of a temporary copy in float32."""
 Maxima = dict[str, Tensor]
 """The largest absolute value in each block of a weight, by its name in the weight files."""
 
@@ -80,11 +82,13 @@ class QuantizedShard(Mapping[str, Tensor]):
                 maxima[each] = weight.new_zeros(grid, dtype=torch.float32)
             for piece in pieces:
                 block = self._block(piece)
-                offset = tuple(a % size for a, size in zip(piece.box.start, block, strict=True))
-                found = block_maxima(weight[piece.local_box.slices], block, offset)
-                first = tuple(a // size for a, size in zip(piece.box.start, block, strict=True))
-                here = maxima[piece.tensor][Box(first, tuple(found.shape)).slices]
-                here.copy_(torch.maximum(here, found))
+                for part in piece.box.cut(MAX_ELEMENTS):
+                    offset = tuple(a % size for a, size in zip(part.start, block, strict=True))
+                    first = tuple(a // size for a, size in zip(part.start, block, strict=True))
+                    values = weight[piece.local_part(part).slices]
+                    found = block_maxima(values, block, offset)
+                    here = maxima[piece.tensor][Box(first, tuple(found.shape)).slices]
+                    here.copy_(torch.maximum(here, found))
         return maxima
 
     def _block(self, piece: ShardMapping) -> Shape:
@@ -111,10 +115,10 @@ class QuantizedShard(Mapping[str, Tensor]):
         values = torch.empty_like(weight, dtype=self._dtype)
         for piece in self._pieces[name]:
             scales = self._scales[self._model.scale_name(piece.tensor)]
-            rows = weight[piece.local_box.slices]
-            values[piece.local_box.slices] = quantized(
-                rows, scales, self._dtype, self._block(piece), piece.box.start
-            )
+            block = self._block(piece)
+            for part in piece.box.cut(MAX_ELEMENTS):
+                here = piece.local_part(part).slices
+                values[here] = quantized(weight[here], scales, self._dtype, block, part.start)
         return values
 
     def __iter__(self) -> Iterator[str]:

@@ -152,8 +152,9 @@ def shards(plain, model, dims):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("family", "dims"), [(f, d) for f in CUTS for d in CUTS[f]], ids=str)
 def test_ranks_whose_cuts_fall_into_blocks_write_the_same_bytes(
-    checkpoints, exports, tmp_path, family, dims, scheme
+    checkpoints, exports, tmp_path, family, dims, scheme, monkeypatch
 ):
+    monkeypatch.setattr("checkpoint_convert.quantized_shard.MAX_ELEMENTS", 7000)
     _, _, plain = checkpoints[family]
     shape = read_shape(plain)
     model = quantized_model(scheme, shape, "BF16")
