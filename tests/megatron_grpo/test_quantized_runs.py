@@ -10,7 +10,7 @@ from demo.learning_curves import CONFIG, rewards
 from demo.make_kinds import write
 from helpers.jobs import Job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CHANCE, LEARNT, SECONDS = 0.3, 0.6, 600
 
 
