@@ -72,13 +72,11 @@ def quantization_config(name: str, ignored: Sequence[str]) -> dict[str, Any]:
             "weight_block_size": [128, 128],
             "modules_to_not_convert": [*ignored],
         }
-    form, kind = {"fp8_channel": ("float-quantized", "float"), "int8": ("int-quantized", "int")}[
-        name
-    ]
+    kind = "int" if name == "int8" else "float"
     both = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
-        "format": form,
+        "format": f"{kind}-quantized",
         "quantization_status": "compressed",
         "config_groups": {
             "group_0": {

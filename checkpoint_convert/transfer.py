@@ -139,7 +139,7 @@ def transfer(
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(path.open("r+b", buffering=0)).fileno()
-                for path in {file for part in share for file in files_of(places[part.tensor])}
+                for path in {file for part in share for file in _files_of(places[part.tensor])}
             }
             for part in share:
                 values = memory[: size_of(part)].view(DTYPES[dtypes[part.tensor]])
@@ -163,8 +163,7 @@ def _unquantized(place: TensorPlace) -> str:
     return place.read_as if isinstance(place, QuantizedPlace) else place.dtype
 
 
-def files_of(place: TensorPlace) -> list[Path]:
-    """The files that are written with values of a tensor."""
+def _files_of(place: TensorPlace) -> list[Path]:
     scale = [place.scale.file] if isinstance(place, QuantizedPlace) else []
     return [place.file, *scale]
 
@@ -172,10 +171,8 @@ def files_of(place: TensorPlace) -> list[Path]:
 def _parts(
     shapes: Mapping[str, Shape], places: Mapping[str, TensorPlace], max_elements: int
 ) -> Layout:
-    """`Layout.of_parts`, of whole blocks where values are quantised.
-
-    A single block may be larger: 53,248 columns of a row, or 128 x 128 elements.
-    """
+    """`Layout.of_parts`, of whole blocks where values are quantised: these are smaller, a row at
+    most."""
     quantized = {n: place for n, place in places.items() if isinstance(place, QuantizedPlace)}
     whole = Layout.of_parts({n: s for n, s in shapes.items() if n not in quantized}, max_elements)
     pieces = [*whole.pieces]

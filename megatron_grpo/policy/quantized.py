@@ -32,8 +32,10 @@ def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:
         if not names:
             continue
         together = torch.cat([maxima[name].flatten() for name in names])
-        dist.all_reduce(together, dist.ReduceOp.MAX, group)
-        parts = together.split([maxima[name].numel() for name in names])
+        # An export may be of weights in host memory, which NCCL cannot read.
+        agreed = together.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
+        parts = agreed.to(together.device).split([maxima[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):
             maxima[name] = part.view_as(maxima[name])
 
