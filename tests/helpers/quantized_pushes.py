@@ -67,7 +67,7 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
         f"rollout.tensor_parallel_size={case.engine.tensor}",
         f"rollout.quantization={case.quantization}",
         f"train.export_quantization={case.quantization}",
-        "rollout.update_weights_bucket_megabytes=2",  # several buckets for each channel
+        "rollout.update_weights_bucket_megabytes=3",  # several buckets for each channel
     )
 
 
