@@ -60,6 +60,13 @@ Dtype = Annotated[
     Literal["bf16", "fp16", "fp32"] | None,
     typer.Option(help="Dtype of all weights. Default: each keeps its own."),
 ]
+Quantization = Annotated[
+    Literal["none", "fp8", "fp8_channel", "int8"],
+    typer.Option(
+        help="Quantise linear layers to 8 bits: FP8 in blocks of 128 x 128 (DeepSeek's), or FP8 or "
+        "INT8 with a scale per row (compressed-tensors)."
+    ),
+]
 Workers = Annotated[int, _size("--workers", "Number of worker processes.")]
 TensorSize = Annotated[int, _size("--tp", "Tensor parallel size.")]
 PipelineSize = Annotated[int, _size("--pp", "Pipeline parallel size.")]
@@ -126,11 +133,13 @@ def export(
     hf_config: HfConfig = None,
     max_shard_size: MaxShardSize = "5GB",
     dtype: Dtype = None,
+    quantization: Quantization = "none",
     workers: Workers = NUM_WORKERS,
 ) -> None:
     """Convert a Megatron checkpoint to a Hugging Face folder.
 
     The hashes in the manifest of a run's checkpoint are not verified; a resumed run does that.
+    Quantised folders are for vLLM and SGLang: see docs/low-precision.md.
 
     \b
     Example:
@@ -143,6 +152,7 @@ def export(
             out,
             hf_config=hf_config,
             dtype=DTYPES[dtype],
+            quantization=quantization,
             max_shard_bytes=max_shard_bytes,
             num_workers=workers,
             progress=progress,

@@ -17,10 +17,11 @@ from torch import Tensor
 from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.formats.tensor_io import write_box
-from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES
+from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, STORED_DTYPES
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.new_folder import sync, sync_tree
+from checkpoint_convert.quantized_model import QuantizedModel
 from checkpoint_convert.shape import ModelShape
 from parallel import Copy, Layout, intersect
 from parallel.views import as_whole
@@ -35,17 +36,19 @@ def create_export(
     shape: ModelShape,
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    quantized: QuantizedModel | None = None,
 ) -> None:
     """Create a Hugging Face folder whose weights are zeros of `dtype`; one process calls this.
 
     Everything but the weights is copied from `source_folder`, with the dtype in config.json
-    adjusted. `folder` is empty or does not exist yet. A weight file exceeds `max_shard_bytes` only
-    when a single tensor does. Raises ValueError when the disk is too full.
+    adjusted. The weights that are `quantized` are of 8 bits, with scales. `folder` is empty or does
+    not exist yet. A weight file exceeds `max_shard_bytes` only when a single tensor does. Raises
+    ValueError when the disk is too full.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtypes = hf_dtypes(shape, DTYPE_NAMES[dtype], "F32")
-    create_folder(folder, Path(source_folder), shape, dtypes, max_shard_bytes)
+    create_folder(folder, Path(source_folder), shape, dtypes, max_shard_bytes, quantized)
 
 
 def shard_bytes_for(num_writers: int, shape: ModelShape, dtype: torch.dtype) -> int:
@@ -84,7 +87,7 @@ def write_weights(
                 values = parameters[copy.source].detach()[copy.source_box.slices]
                 values = as_whole(values, copy.source_axes)
                 place = places[copy.destination]
-                values = values.to("cpu", DTYPES[place.dtype])
+                values = values.to("cpu", STORED_DTYPES[place.dtype])
                 write_box(opened.fileno(), place, copy.destination_box, values)
             os.fsync(opened)
     return written

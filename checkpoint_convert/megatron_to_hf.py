@@ -10,18 +10,44 @@ from math import prod
 from pathlib import Path
 
 from checkpoint_convert.formats import is_torch_dist
-from checkpoint_convert.formats.hf_folder import INDEX_FILE, SINGLE_FILE, locate_tensors
-from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, create_file
+from checkpoint_convert.formats.hf_folder import INDEX_FILE, SINGLE_FILE, check_weights
+from checkpoint_convert.formats.safetensors_file import STORED_SIZES, create_file
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.new_folder import check_space, new_folder
+from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.sidecar import copy_sidecar_files, main_dtype, model_config
 from checkpoint_convert.transfer import transfer
 from checkpoint_convert.weights import Progress, in_groups, open_weights
-from parallel import Layout
+from parallel import Layout, Shape
 
 MAX_SHARD_BYTES = 5 * 10**9
+
+
+StoredTensors = Mapping[str, tuple[str, Shape]]
+"""Dtype and shape of each tensor of some weight files, by name."""
+
+
+def stored_tensors(
+    shape: ModelShape, dtypes: Mapping[str, str], quantized: QuantizedModel | None
+) -> StoredTensors:
+    """What the weight files of a model hold; each quantised weight is followed by its scales.
+
+    `dtypes` are those of all tensors of the model if nothing is quantised.
+    """
+    stored: dict[str, tuple[str, Shape]] = {}
+    for name, size in hf_tensors(shape).items():
+        stored[name] = dtypes[name], size
+        if quantized is not None and name in quantized.matrices:
+            stored[name] = quantized.scheme.dtype, size
+            stored[quantized.scale_name(name)] = "F32", quantized.scheme.grid(size)
+    return stored
+
+
+def num_bytes_of(stored: StoredTensors) -> int:
+    """Bytes of the values of all of them."""
+    return sum(prod(size) * STORED_SIZES[dtype] for dtype, size in stored.values())
 
 
 def create_folder(
@@ -30,6 +56,7 @@ def create_folder(
     shape: ModelShape,
     dtypes: Mapping[str, str],
     max_shard_bytes: int,
+    quantized: QuantizedModel | None = None,
 ) -> None:
     """Put weight files of zeros into `folder`, and copy the rest of the model from `source_folder`.
 
@@ -37,20 +64,21 @@ def create_folder(
     file exceeds `max_shard_bytes` only when a single tensor does. Raises ValueError when the disk
     is too full.
     """
-    shapes = hf_tensors(shape)
-    sizes = {name: prod(size) * ITEM_SIZES[dtypes[name]] for name, size in shapes.items()}
+    stored = stored_tensors(shape, dtypes, quantized)
+    sizes = {name: num_bytes_of({name: each}) for name, each in stored.items()}
     needed = sum(sizes.values())
     check_space(folder, needed)
     shards = list(in_groups(sizes, sizes.__getitem__, max_shard_bytes))
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     files = files if len(files) > 1 else [SINGLE_FILE]
     for file, names in zip(files, shards, strict=True):
-        create_file(folder / file, {name: (dtypes[name], shapes[name]) for name in names})
+        create_file(folder / file, {name: stored[name] for name in names})
     if len(files) > 1:
         weight_map = {n: file for file, names in zip(files, shards, strict=True) for n in names}
         index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-    copy_sidecar_files(source_folder, folder, main_dtype(shapes, dtypes))
+    config = {} if quantized is None else {"quantization_config": quantized.config}
+    copy_sidecar_files(source_folder, folder, main_dtype(hf_tensors(shape), dtypes), config)
 
 
 def export_checkpoint(
@@ -59,6 +87,7 @@ def export_checkpoint(
     *,
     hf_config: Path | None = None,
     dtype: str | None = None,
+    quantization: str = "none",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     num_workers: int = 1,
     progress: Progress = lambda done, total: None,
@@ -67,8 +96,9 @@ def export_checkpoint(
 
     `hf_config` is a folder with config.json, tokenizer and generation config; None uses those that
     the checkpoint holds. `dtype` (a safetensors name such as "BF16") converts all weights; None
-    keeps the dtype of each. `out` appears only when it is complete. Raises ValueError if any
-    argument is invalid.
+    keeps the dtype of each. `quantization`, if one of `SCHEMES`, quantises the weights of linear
+    layers, as rounded to the main dtype of the others. `out` appears only when it is complete.
+    Raises ValueError if any argument is invalid.
     """
     if not is_torch_dist(megatron):
         raise ValueError(
@@ -77,10 +107,11 @@ def export_checkpoint(
         )
     config = model_config(megatron, hf_config)
     with closing(open_weights(megatron, read_shape(config))) as weights:
-        shapes = hf_tensors(weights.shape)
-        dtypes = weights.dtypes if dtype is None else hf_dtypes(weights.shape, dtype, "F32")
-        num_bytes = sum(prod(shape) * ITEM_SIZES[dtypes[name]] for name, shape in shapes.items())
+        shape, shapes = weights.shape, hf_tensors(weights.shape)
+        dtypes = weights.dtypes if dtype is None else hf_dtypes(shape, dtype, "F32")
+        quantized = quantized_model(quantization, shape, main_dtype(shapes, dtypes))
+        num_bytes = num_bytes_of(stored_tensors(shape, dtypes, quantized))
         with new_folder(out, num_bytes) as folder:
-            create_folder(folder, config, weights.shape, dtypes, max_shard_bytes)
+            create_folder(folder, config, shape, dtypes, max_shard_bytes, quantized)
             whole = Layout.of_whole_tensors(shapes)
-            transfer(weights, whole, locate_tensors(folder), num_workers, progress)
+            transfer(weights, whole, check_weights(folder, shape), num_workers, progress)

@@ -4,13 +4,13 @@ A quantised matrix holds 8-bit numbers; each is multiplied by the scale of its b
 torch: `formats/dequantized.py` computes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from checkpoint_convert.formats.safetensors_file import TensorPlace
-from parallel import Shape
+from parallel import Box, Shape
 
 MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt says how weights are quantised, in folders whose config.json does not."""
@@ -44,6 +44,50 @@ class Scheme:
     read_as: str
     """The dtype to which products are rounded: that of the model in config.json."""
 
+    def block_in(self, shape: Shape) -> Shape:
+        """The extents of a block of a matrix of this shape."""
+        rows, columns = shape
+        return self.block[0] or rows, self.block[1] or columns
+
+    def grid(self, shape: Shape) -> Shape:
+        """The shape of the scales of a matrix: one per block, the last of which may be partial."""
+        return tuple(-(-n // size) for n, size in zip(shape, self.block_in(shape), strict=True))
+
+
+SCHEMES = ("fp8", "fp8_channel", "int8")
+"""Those by which this project quantises, by the names of its options."""
+
+
+def quantization_config(name: str, ignored: Sequence[str]) -> dict[str, Any]:
+    """quantization_config of weights quantised by one of `SCHEMES`, but for the `ignored` modules.
+
+    Engines quantise activations as they compute: those of a token as one, for FP8 in blocks those
+    of each 128 columns.
+    """
+    if name == "fp8":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": [*ignored],
+        }
+    kind = "int" if name == "int8" else "float"
+    both = {"num_bits": 8, "type": kind, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**both, "strategy": "channel", "dynamic": False},
+                "input_activations": {**both, "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": [*ignored],
+    }
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPlace(TensorPlace):
@@ -54,6 +98,20 @@ class QuantizedPlace(TensorPlace):
     """One per block, as a matrix; a block at the end may be partial."""
     block: Shape
     read_as: str
+
+    def blocks_of(self, box: Box) -> Box:
+        """The scales of the blocks into which a box of the matrix reaches."""
+        first = tuple(a // size for a, size in zip(box.start, self.block, strict=True))
+        end = tuple(-(-b // size) for b, size in zip(box.end, self.block, strict=True))
+        return Box(first, tuple(b - a for a, b in zip(first, end, strict=True)))
+
+    def elements_of(self, blocks: Box) -> Box:
+        """The elements of some blocks."""
+        start = tuple(a * size for a, size in zip(blocks.start, self.block, strict=True))
+        end = tuple(
+            min(b * size, n) for b, size, n in zip(blocks.end, self.block, self.shape, strict=True)
+        )
+        return Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
 
 
 def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
@@ -165,9 +223,7 @@ def _with_scale(
         )
     if len(place.shape) != 2:
         raise ValueError(f"{name} in {place.file.name} is quantised, but no matrix")
-    rows, columns = place.shape
-    block = (scheme.block[0] or rows, scheme.block[1] or columns)
-    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    block, grid = scheme.block_in(place.shape), scheme.grid(place.shape)
     shapes: list[Shape] = [grid]
     if scheme.block[1] is None:  # a scale per tensor or row needs no second dimension
         shapes += [grid[:1], ()] if scheme.block[0] is None else [grid[:1]]

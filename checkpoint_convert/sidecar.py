@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.formats import is_torch_dist
@@ -24,6 +25,7 @@ CHECKPOINT_FOLDER = "hf_config"
 _SIDECAR = re.compile(
     r".*\.(json|jinja|model|txt|tiktoken|v\d+)|(LICENSE|NOTICE)(\..*)?", re.IGNORECASE
 )
+NOTHING: Mapping[str, Any] = {}
 _TEMPLATES = "additional_chat_templates"
 # Files that Megatron-LM and our training runs write next to the checkpoint folders.
 _POINTERS = ("latest_checkpointed_iteration.txt", "LATEST")
@@ -102,12 +104,14 @@ def sidecar_files(folder: Path) -> list[Path]:
     return files
 
 
-def copy_sidecar_files(source: Path, folder: Path, dtype: str) -> None:
+def copy_sidecar_files(
+    source: Path, folder: Path, dtype: str, further: Mapping[str, Any] = NOTHING
+) -> None:
     """Copy the sidecar files from one folder to another, and adjust config.json.
 
     It names `dtype`, no layers that predict further tokens, as the weights have none, no code, as
-    none is copied, and no quantisation, as weights are written dequantised. Raises ValueError like
-    `sidecar_files`.
+    none is copied, and no quantisation but that of `further` keys, as weights were dequantised when
+    they were read. Raises ValueError like `sidecar_files`.
     """
     for file in sidecar_files(source):
         copy = folder / file.relative_to(source)
@@ -122,7 +126,7 @@ def copy_sidecar_files(source: Path, folder: Path, dtype: str) -> None:
     num_extra_layers = FAMILIES[config["model_type"]].num_extra_layers
     if num_extra_layers is not None:
         config[num_extra_layers] = 0
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps({**config, **further}, indent=2) + "\n")
 
 
 def _check_link(folder: Path, file: Path) -> None:

@@ -6,11 +6,13 @@ The folder gets its final name only when it is complete.
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import ExitStack
+from math import prod
 from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,9 +21,11 @@ from torch import Tensor
 from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import start_syncing, write_box
-from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES
+from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES, STORED_DTYPES
+from checkpoint_convert.quantization import QuantizedPlace
+from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
 from checkpoint_convert.weights import Progress, RowCache, ShardLoader, Weights, in_groups
-from parallel import Layout, Shape, ShardMapping
+from parallel import Box, Layout, Shape, ShardMapping
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -116,16 +120,18 @@ def transfer(
 ) -> None:
     """Write every element of the tensors that `layout` describes to their `places`.
 
-    The files must exist at their full size. Values are converted to the dtypes of the places.
-    Writing to disk is started; waiting for it is up to the caller.
+    The files must exist at their full size. Values are converted to the dtypes of the places, and
+    quantised for a `QuantizedPlace`. Writing to disk is started; the caller waits for it.
     """
-    itemsize = max(ITEM_SIZES[place.dtype] for place in places.values())
-    parts = Layout.of_parts(layout.shapes, PART_BYTES // itemsize)
+    dtypes = {name: _unquantized(place) for name, place in places.items()}
+    parts = _parts(
+        layout.shapes, places, PART_BYTES // max(ITEM_SIZES[dtype] for dtype in dtypes.values())
+    )
     rows = RowCache(weights.tensors, weights.layout.shapes)
     loader = ShardLoader(rows, weights.layout, parts.compose(layout))
 
     def size_of(part: ShardMapping) -> int:
-        return part.box.num_elements * ITEM_SIZES[places[part.tensor].dtype]
+        return part.box.num_elements * ITEM_SIZES[dtypes[part.tensor]]
 
     def write_share(share: Sequence[ShardMapping]) -> None:
         # The first touch of memory costs more than a copy, so all parts reuse the same buffer.
@@ -133,23 +139,67 @@ def transfer(
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(path.open("r+b", buffering=0)).fileno()
-                for path in {places[part.tensor].file for part in share}
+                for path in {file for part in share for file in _files_of(places[part.tensor])}
             }
             for part in share:
-                place = places[part.tensor]
-                values = memory[: size_of(part)].view(DTYPES[place.dtype]).view(part.box.size)
+                values = memory[: size_of(part)].view(DTYPES[dtypes[part.tensor]])
+                values = values.view(part.box.size)
                 loader.fill(part.local, values)
                 _check_range(part.tensor, values, loader.dtypes(part.local))
-                with errors_named(place.file):
-                    write_box(files[place.file], place, part.box, values)
+                for place, box, stored in _as_stored(part, places[part.tensor], values):
+                    with errors_named(place.file):
+                        write_box(files[place.file], place, box, stored)
                 add_bytes(values.nbytes)
             for descriptor in files.values():
                 start_syncing(descriptor)
 
-    num_bytes = sum(place.num_bytes for place in places.values())
+    num_bytes = sum(map(size_of, parts.pieces))
     in_order = _in_reading_order(parts.pieces, weights, loader)
     shares = list(in_groups(in_order, size_of, SHARE_BYTES))
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
+
+
+def _unquantized(place: TensorPlace) -> str:
+    return place.read_as if isinstance(place, QuantizedPlace) else place.dtype
+
+
+def _files_of(place: TensorPlace) -> list[Path]:
+    scale = [place.scale.file] if isinstance(place, QuantizedPlace) else []
+    return [place.file, *scale]
+
+
+def _parts(
+    shapes: Mapping[str, Shape], places: Mapping[str, TensorPlace], max_elements: int
+) -> Layout:
+    """`Layout.of_parts`, of whole blocks where values are quantised: these are smaller, a row at
+    most."""
+    quantized = {n: place for n, place in places.items() if isinstance(place, QuantizedPlace)}
+    whole = Layout.of_parts({n: s for n, s in shapes.items() if n not in quantized}, max_elements)
+    pieces = [*whole.pieces]
+    for name, place in quantized.items():
+        for number, blocks in enumerate(_blocks(place, max_elements)):
+            box = place.elements_of(blocks)
+            pieces.append(ShardMapping(f"{name}[{number}]", Box.whole(box.size), name, box))
+    return Layout({piece.local: piece.box.size for piece in pieces}, tuple(pieces))
+
+
+def _blocks(place: QuantizedPlace, max_elements: int) -> list[Box]:
+    return Box.whole(place.scale.shape).cut(max(1, max_elements // prod(place.block)))
+
+
+def _as_stored(
+    part: ShardMapping, place: TensorPlace, values: Tensor
+) -> Iterator[tuple[TensorPlace, Box, Tensor]]:
+    """What is written for the values of a part: where, and the box there."""
+    if not isinstance(place, QuantizedPlace):
+        yield place, part.box, values
+        return
+    dtype, block = STORED_DTYPES[place.dtype], place.block
+    scales = scales_of(block_maxima(values, block), dtype)
+    if not scales.isfinite().all():
+        raise ValueError(f"{part.tensor} has values that are not finite: it cannot be quantised")
+    yield place.scale, place.blocks_of(part.box), scales
+    yield place, part.box, quantized(values, scales, dtype, block)
 
 
 def _in_reading_order(

@@ -1,6 +1,6 @@
 """Compares two sets of weights, tensor by tensor, across formats: `checkpoint-convert verify`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
@@ -59,9 +60,11 @@ def verify_weights(
     Strings name config fields that make equal weights compute different things.
 
     Without `tolerance`, tensors are the same if their bytes and dtypes are; with it, if no element
-    differs by more. Each side is read by its own config; a side without one uses `hf_config`, or
-    else the config of the other side. Raises ValueError when a side is not a complete set of
-    weights, or when the two models have different tensors.
+    differs by more. Without, a matrix that only one side has quantised is the same if the values of
+    the other, divided by its scales and rounded, are its 8-bit numbers. Each side is read by its
+    own config; a side without one uses `hf_config`, or else the config of the other side. Raises
+    ValueError when a side is not a complete set of weights, or when the two models have different
+    tensors.
     """
     with ExitStack() as stack:
         sides = _open_both(stack, a, b, hf_config)
@@ -77,6 +80,8 @@ def verify_weights(
             for loader, values in zip(loaders, (a, b), strict=True):
                 loader.fill(part.local, values)
             add_bytes(a.nbytes)
+            if tolerance is None:
+                a, b = _stored_alike(part, sides, a, b)
             return compare(part.tensor, a, b, tolerance)
 
         num_bytes = sum(map(size_of, parts.pieces))
@@ -89,6 +94,26 @@ def verify_weights(
         fields = differing_fields(sides[0].shape, sides[1].shape)
         configs = [f"config: {field}" for field in fields]
         return [*configs, *_merged(chain.from_iterable(compared), tolerance)]
+
+
+def _stored_alike(
+    part: ShardMapping, sides: Sequence[Weights], a: Tensor, b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The values of both sides, as the quantised one stores them if the other is not."""
+    first, second = (_quantized(side, part.tensor) for side in sides)
+    if first is not None and second is None:
+        b = first.as_stored(part.tensor, part.box, b)
+    if second is not None and first is None:
+        a = second.as_stored(part.tensor, part.box, a)
+    return a, b
+
+
+def _quantized(side: Weights, name: str) -> DequantizedTensors | None:
+    """The tensors of a side that stores this one as 8-bit numbers."""
+    tensors = side.tensors
+    if isinstance(tensors, DequantizedTensors) and tensors.is_quantized(name):
+        return tensors
+    return None
 
 
 def compare(name: str, a: Tensor, b: Tensor, tolerance: float | None) -> Difference:

@@ -10,6 +10,8 @@ import httpx
 import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
+from checkpoint_convert.formats.safetensors_file import NAMES
+from checkpoint_convert.quantized_model import quantized_model
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, sidecar_files
 from checkpoint_convert.vllm import check_engine_dims
@@ -21,7 +23,7 @@ from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS, PERFORMANCE_FIELDS
 from megatron_grpo.doctor.packages import TRACKERS
-from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_cpu_kernels
 from megatron_grpo.engines.vllm_args import check_adapters, check_engine_arguments
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
@@ -47,6 +49,7 @@ CHANGEABLE = (
     "train.offload",
     "train.save_interval",
     "train.export_interval",
+    "train.export_quantization",
     "train.keep_checkpoints",
     "train.keep_every",
     "train.hang_timeout",
@@ -98,6 +101,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     shape = _check_model(cfg)
     if cfg.train.replay is None:
         check_engines(cfg.rollout, shape, token)
+        quantized_engine(cfg.rollout, shape, cfg.model.dtype)
         check_adapters(cfg.lora, shape)
     if starts_here:
         if cfg.train.replay is None:
@@ -237,6 +241,7 @@ def _check_model(cfg: Config) -> ModelShape:
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
     sidecar_files(folder)  # the files that every checkpoint and export copies
+    quantized_model(cfg.train.export_quantization, shape, NAMES[cfg.model.dtype])
     if cfg.model.freeze_moe_router and shape.moe is None:
         raise ValueError(
             "model.freeze_moe_router true needs a mixture of experts, and this model is dense: "

@@ -18,6 +18,7 @@ from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines import RolloutAborted
 from megatron_grpo.engines.expected_sums import loaded_sums
+from megatron_grpo.engines.pushed import pushed_sender, pushed_weights
 from megatron_grpo.evaluation.evaluation import is_due
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.chunks import describe
@@ -123,8 +124,7 @@ class Trainer:
         self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
         sender = weight_sender(self.policy, run.groups)
         loaded = loaded_sums(cfg, shape, sender, self.policy.parameters())
-        if self.policy.adapters and cfg.lora.is_served:
-            sender = self.policy.adapters.sender(sender)
+        sender = pushed_sender(self.policy, sender, cfg, run.groups)
         engines = rollouter.engines if rollouter else None
         place = run.device, run.num_hosts
         sync = WeightSync(cfg, shape, sender, *place, engines, self.residency, loaded)
@@ -309,9 +309,8 @@ class Trainer:
         if self.cfg.rollout.enable_sleep_mode:
             torch.cuda.empty_cache()  # engines take their memory back once all ranks are here
         self._engines_may_be_awake = True
-        self.weight_sync.push(
-            self.policy.served(self.cfg.lora), policy_version, timer or self.timer
-        )
+        weights = pushed_weights(self.policy, self.cfg, self.run.groups)
+        self.weight_sync.push(weights, policy_version, timer or self.timer)
 
     def _evaluate(self) -> None:
         """Evaluate the engines' weights, if due. Its seconds count towards no step."""

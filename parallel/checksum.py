@@ -300,6 +300,8 @@ def checksum_by_torch(values: Tensor, box: Box, shape: Shape) -> Tensor:
     """`checksum` computed by torch, on any device."""
     values = values.detach()
     assert tuple(values.shape) == box.size and values.element_size() in (1, 2, 4, 8)
+    if values.element_size() == 1:  # torch does not pad floats of 8 bits
+        values = values.view(torch.uint8)
     per_word = WORD_BYTES // values.element_size()
     first, last = box.start[-1], box.start[-1] + box.size[-1]
     # Words that lie only partly in the box are filled with zeros; other boxes add their parts.

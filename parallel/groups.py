@@ -23,6 +23,8 @@ class Groups:
     coordinates: Coordinates
     rank: int
     tensor: ProcessGroup
+    expert_tensor: ProcessGroup
+    """Ranks that each hold a part of the same experts."""
     pipeline: ProcessGroup
     contexts: Mapping[int, ProcessGroup]
     """By size, this rank's neighbours on the context axis with whom it can split a microbatch: all
@@ -81,6 +83,7 @@ def init_groups(
         coordinates=dims.coordinates(rank),
         rank=rank,
         tensor=parallel_state.get_tensor_model_parallel_group(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
         contexts=_context_groups(dims, rank, timeout, dynamic_context),
         data=parallel_state.get_data_parallel_group(),

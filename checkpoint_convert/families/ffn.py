@@ -27,6 +27,7 @@ def gated_mlp(inward: tuple[int, int], source: str, target: str) -> list[Paramet
     ]
 
 
+ROUTER = "mlp.router.weight"
 EXPERT_BIAS = "mlp.router.expert_bias"
 """What Megatron adds to the scores by which it chooses experts, `e_score_correction_bias` in the
 weight files. It is not trained."""
@@ -66,7 +67,7 @@ def moe_block(
 def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> list[Parameter]:
     """One that scores by a sigmoid has a bias for each expert, which vLLM keeps in float32."""
     matrix = Parameter(
-        "mlp.router.weight",
+        ROUTER,
         (Tensor(source + "weight", (moe.num_experts, shape.hidden_size)),),
         is_float32_in_engine=names.is_router_float32_in_engine,
     )

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from checkpoint_convert.formats.safetensors_file import TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors, read_box
-from checkpoint_convert.formats.torch_dtypes import DTYPES
+from checkpoint_convert.formats.torch_dtypes import DTYPES, STORED_DTYPES
 from checkpoint_convert.quantization import QuantizedPlace
+from checkpoint_convert.quantizer import dequantized, quantized
 from parallel import Box, Shape
 
-_STORED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 # Products are made of so many elements at a time: 4 MiB in float32.
 _MAX_ELEMENTS = 1 << 20
 
@@ -36,17 +36,28 @@ class DequantizedTensors(StoredTensors):
             super().read_into(name, box, target)
             return
         for part in box.cut(_MAX_ELEMENTS):
-            values = torch.empty(part.size, dtype=_STORED[place.dtype])
+            values = torch.empty(part.size, dtype=STORED_DTYPES[place.dtype])
             read_box(self._descriptor(place.file), place, part, values)
             first, scales = self._scales(place, part)
             product = dequantized(values, scales, place.block, part.moved(first, (0, 0)).start)
             target[part.moved(box.start, (0, 0)).slices] = product
 
+    def is_quantized(self, name: str) -> bool:
+        """Whether the tensor is stored as 8-bit numbers."""
+        return name in self._quantized
+
+    def as_stored(self, name: str, box: Box, values: Tensor) -> Tensor:
+        """What would be read of `box` of a quantised matrix if `values` were stored there."""
+        place = self._quantized[name]
+        begin, scales = self._scales(place, box)
+        offset = box.moved(begin, (0, 0)).start
+        numbers = quantized(values, scales, STORED_DTYPES[place.dtype], place.block, offset)
+        product = dequantized(numbers, scales, place.block, offset)
+        return product.to(DTYPES[place.read_as])
+
     def _scales(self, place: QuantizedPlace, box: Box) -> tuple[Shape, Tensor]:
         """Where the first block of `box` begins in the matrix, and the scales of its blocks."""
-        first = tuple(a // size for a, size in zip(box.start, place.block, strict=True))
-        last = tuple((b - 1) // size for b, size in zip(box.end, place.block, strict=True))
-        blocks = Box(first, tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
+        blocks = place.blocks_of(box)
         scales = torch.empty(blocks.size, dtype=DTYPES[place.scale.dtype])
         read_box(self._descriptor(place.scale.file), place.scale, blocks, scales)
         good = scales.isfinite() & (scales > 0)
@@ -55,18 +66,4 @@ class DequantizedTensors(StoredTensors):
                 f"{place.scale.file}: {place.scale_name} has a scale of {scales[~good][0]:g}; it "
                 "must be a finite number above 0"
             )
-        begin = tuple(a * size for a, size in zip(first, place.block, strict=True))
-        return begin, scales.float()
-
-
-def dequantized(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> Tensor:
-    """Each of `values` [r, c] times the scale of its block, in float32.
-
-    `offset` is where the values begin in the first block: with rows of 128 per block and an offset
-    of 100, the first 28 rows have the scales of row 0, the next 128 those of row 1.
-    """
-    for dim in range(2):
-        if scales.shape[dim] > 1:  # a single one is broadcast
-            index = torch.arange(offset[dim], offset[dim] + values.shape[dim]) // block[dim]
-            scales = scales.index_select(dim, index)
-    return values.float().mul_(scales)
+        return place.elements_of(blocks).start, scales.float()

@@ -20,6 +20,10 @@ ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the supported weight dtypes."""
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Torch's names for those dtypes, which config.json uses."""
+QUANTIZED_TORCH_NAMES = {"F8_E4M3": "float8_e4m3fn", "I8": "int8"}
+"""The same of the dtypes of quantised weights."""
+STORED_SIZES = {**ITEM_SIZES, **dict.fromkeys(QUANTIZED_TORCH_NAMES, 1)}
+"""Bytes per element of both."""
 NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
 
@@ -67,7 +71,7 @@ def create_file(path: Path, tensors: Mapping[str, tuple[str, Shape]]) -> None:
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + prod(shape) * ITEM_SIZES[dtype]
+        start, end = end, end + prod(shape) * STORED_SIZES[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format requires data to begin at a multiple of 8 bytes

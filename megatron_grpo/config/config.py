@@ -175,6 +175,7 @@ class Config(Section):
         others = {
             "grpo.sync_ref_model": self.grpo.sync_ref_model,
             "train.offload": self.train.offload != "none",
+            "train.export_quantization": self.train.export_quantization != "none",
             "train.init_from": self.train.init_from,
             "rollout.router_replay": self.rollout.router_replay,
             "parallel.overlap_param_gather": self.parallel.overlap_param_gather,
@@ -200,6 +201,23 @@ class Config(Section):
             raise ValueError(
                 "rollout.vllm.load_format dummy makes engines start with random weights, and "
                 f"lora.sync adapter pushes no others: leave it out, or {instead}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pushes_are_quantized(self) -> Self:
+        name = self.rollout.quantization
+        if name == "none" or self.train.replay is not None:
+            return self
+        if self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"rollout.quantization {name} is for bfloat16 weights, and model.dtype is "
+                f"{self.model.dtype}: set model.dtype=bfloat16, or leave it out"
+            )
+        if self.lora.is_served:
+            raise ValueError(
+                f"lora.sync adapter leaves the weights to engines, and rollout.quantization {name} "
+                "needs the ranks to push them: set lora.sync=merged, or leave it out"
             )
         return self
 

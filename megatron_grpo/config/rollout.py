@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from megatron_grpo.config.quantization import Quantization
 from megatron_grpo.config.section import Section
 
 MIN_TEMPERATURE = 0.01
@@ -64,6 +65,9 @@ class RolloutConfig(Section):
     """Seconds within which an engine must answer a health probe; otherwise it counts as lost."""
     stall_timeout: PositiveFloat = 120.0
     """Seconds within which an engine with requests must generate a token, or it counts as lost."""
+    quantization: Quantization = "none"
+    """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
+    128 x 128), `fp8_channel` or `int8` (a scale per row); `none`: in model.dtype."""
     vllm: dict[str, Any] = Field(default={})
     """Fields of vLLM's EngineArgs, passed on unchanged."""
     update_weights_bucket_megabytes: PositiveInt = 512
@@ -171,6 +175,24 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.engine transformers runs in one process: rollout.tensor_parallel_size "
                 f"{self.tensor_parallel_size} must be 1 and rollout.vllm {self.vllm} empty"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _takes_quantized_weights(self) -> Self:
+        others = {
+            "rollout.engine transformers": self.engine == "transformers",
+            "rollout.enable_sleep_mode true": self.enable_sleep_mode,
+            "rollout.in_flight_updates true": self.in_flight_updates,
+            "rollout.router_replay true": self.router_replay,
+            "rollout.vllm.speculative_config": self.vllm.get("speculative_config"),
+        }
+        if self.quantization != "none" and (
+            told := [key for key, is_on in others.items() if is_on]
+        ):
+            raise ValueError(
+                f"{told[0]} does not go with rollout.quantization {self.quantization} yet: leave "
+                "out one of the two"
             )
         return self
 

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from megatron_grpo.config.offload import Offload
+from megatron_grpo.config.quantization import Quantization
 from megatron_grpo.config.section import Section
 from parallel import ParallelDims
 
@@ -86,6 +87,9 @@ class TrainConfig(Section):
     export_interval: PositiveInt | None = None
     """Optimizer steps between Hugging Face exports, each to a folder hf_step_N of its own; null:
     export only the end, to hf."""
+    export_quantization: Quantization = "none"
+    """Weights of linear layers in exports: `fp8` (blocks of 128 x 128), `fp8_channel` or `int8` (a
+    scale per row), for vLLM and SGLang; `none`: in model.dtype."""
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints to keep on disk."""
     keep_every: PositiveInt | None = None
@@ -377,11 +381,7 @@ PERFORMANCE_FIELDS = (
 )
 """Fields that change only speed, memory or rounding: a resumed run may change them."""
 
-ROUTER_LOSS_FIELDS = (
-    "moe_aux_loss_coeff",
-    "moe_router_load_balancing_type",
-    "moe_z_loss_coeff",
-)
+ROUTER_LOSS_FIELDS = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff")
 """Fields of the auxiliary losses of a mixture's routers, which change what the model learns."""
 
 LEGAL_VALUES = {

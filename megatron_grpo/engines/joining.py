@@ -56,6 +56,7 @@ def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) ->
         "rollout.engine": rollout.engine,
         "rollout.tensor_parallel_size": rollout.tensor_parallel_size,
         "rollout.router_replay": rollout.router_replay,
+        "rollout.quantization": rollout.quantization,
         "rollout.vllm": vllm,
         "lora": lora.model_dump(mode="json") if lora.is_served else None,
     }

@@ -5,9 +5,16 @@ from dataclasses import dataclass
 from math import prod
 
 from checkpoint_convert import ModelShape, hf_tensors
+from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.megatron import hf_dtypes
+from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from checkpoint_convert.vllm_lora import adapter_layouts
+from checkpoint_convert.vllm_quantized import (
+    check_quantized_served,
+    quantized_engine_dtypes,
+    quantized_engine_layouts,
+)
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.policy.lora_targets import targets_of
@@ -45,11 +52,28 @@ def holdings(cfg: Config, shape: ModelShape) -> Holdings:
     """What the workers of the engines of `cfg` hold."""
     weights = worker_layouts(shape, cfg.rollout)
     dtypes, adapters = worker_dtypes(shape, cfg.rollout, cfg.model.dtype), None
+    model = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
+    if model is not None:
+        weights = quantized_engine_layouts(weights, shape, engine_dims(cfg.rollout), model)
+        dtypes = quantized_engine_dtypes(dtypes, shape, model)
     if cfg.lora.is_served:
         modules = targets_of(cfg.lora, shape)
         adapters = adapter_layouts(shape, engine_dims(cfg.rollout), modules, cfg.lora.r)
         dtypes |= dict.fromkeys(adapters[0].shapes, cfg.model.dtype)
     return Holdings(weights, adapters, dtypes)
+
+
+def quantized_engine(
+    rollout: RolloutConfig, shape: ModelShape, dtype: str
+) -> QuantizedModel | None:
+    """How engines hold a model of `dtype`; None if its weights are not quantised.
+
+    Raises ValueError if they could not.
+    """
+    model = quantized_model(rollout.quantization, shape, NAMES[dtype])
+    if model is not None:
+        check_quantized_served(shape, engine_dims(rollout), model)
+    return model
 
 
 def engine_dims(rollout: RolloutConfig) -> EngineDims:

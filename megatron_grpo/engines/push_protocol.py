@@ -100,6 +100,9 @@ class PushState:
 def own_parameters(model: "Module") -> dict[str, "Tensor"]:
     """The parameters of a vLLM model, by name; of those that share memory, the first only.
 
+    Kernels for GPUs want 8-bit weights as [columns, rows], of which vLLM makes a transposed view:
+    here they are as they are in memory, and in the weight files.
+
     Modules that hold adapters have the weights in a `base_layer`, which the names leave out.
 
     vLLM has views of the weight that projects latents up to keys and values, as parameters for
@@ -109,7 +112,9 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
     first: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         name = name.replace(".base_layer.", ".")
-        first.setdefault(parameter.untyped_storage().data_ptr(), (name, parameter))
+        is_turned = parameter.itemsize == 1 and not parameter.is_contiguous()
+        value = parameter.t() if is_turned else parameter
+        first.setdefault(value.untyped_storage().data_ptr(), (name, value))
     return dict(first.values())
 
 

@@ -22,13 +22,14 @@ from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served,
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.lora_targets import targets_of
 
 BACKEND = "megatron_grpo"
 """Our name in vLLM's registry of weight-transfer backends."""
 
-DEQUANTIZED = "dequantized"
-"""Our name in vLLM's registry of formats that weights are loaded from."""
+DEQUANTIZED, QUANTIZED = "dequantized", "quantized_"
+"""Our names in vLLM's registry of formats that weights are loaded from; a scheme's follows."""
 
 WORKER_EXTENSION = "megatron_grpo.engines.vllm_worker.PushWorker"
 """Adds the methods that the client calls to vLLM's workers."""
@@ -59,7 +60,7 @@ RESERVED = {
     "tokenizer_mode": "engines and trainer use the one in model.path",
     "config_format": "the trainer follows config.json in model.path",
     "hf_overrides": "the trainer follows config.json in model.path, and computes logits in float32",
-    "quantization": "weights are pushed in model.dtype",
+    "quantization": "set rollout.quantization",
     "enable_return_routed_experts": "set rollout.router_replay",
     "enable_sleep_mode": "set rollout.enable_sleep_mode",
     **dict.fromkeys(
@@ -86,6 +87,7 @@ RESERVED = {
     "generation_config": "sampling follows rollout.temperature, not the model's own defaults",
     "weight_transfer_config": "weights are received over this project's own channels",
     "worker_extension_cls": "the workers need our extension, which checks every push",
+    "linear_backend": "other backends reorder quantised weights, so that pushed ones would not fit",
     "moe_backend": "other backends reorder expert weights, so that pushed weights would not fit",
     "enable_eplb": "experts would move between workers, but weights are pushed to fixed ones",
     "eplb_config": "experts do not move between workers",
@@ -177,8 +179,11 @@ def engine_flags(
         "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }
     arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu)
-    if read_scheme(model.path) is not None:
-        arguments |= dequantizing_arguments(arguments.get("hf_overrides", {}), rollout.vllm)
+    overrides = arguments.get("hf_overrides", {})
+    if rollout.quantization != "none":
+        arguments |= quantizing_arguments(model, rollout, overrides, on_gpu)
+    elif read_scheme(model.path) is not None:
+        arguments |= dequantizing_arguments(overrides, rollout.vllm)
     if lora.is_served:
         arguments |= adapter_arguments(model, lora, on_gpu)
     return list(_flags(arguments | rollout.vllm))
@@ -223,16 +228,38 @@ def dequantizing_arguments(
     Layers with 8-bit weights could not take what is pushed. Raises ValueError if `rollout.vllm`,
     `table`, has another way to load than ours or none.
     """
-    chosen = table.get("load_format", "dummy")
-    if chosen != "dummy":
-        raise ValueError(
-            f"rollout.vllm.load_format {chosen} would load the 8-bit weights of model.path without "
-            "their scales: leave it out, or set it to dummy"
-        )
+    _check_load_format(table, "the 8-bit weights of model.path without their scales")
     return {
         "load_format": DEQUANTIZED,
         "hf_overrides": {**hf_overrides, **dict.fromkeys(CONFIG_KEYS)},
     }
+
+
+def quantizing_arguments(
+    model: ModelConfig, rollout: RolloutConfig, hf_overrides: Mapping[str, Any], on_gpu: bool
+) -> dict[str, Any]:
+    """What makes vLLM build the model quantised, and quantise what it loads as pushes are.
+
+    Raises ValueError if it could not.
+    """
+    quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
+    assert quantized is not None, "rollout.quantization is not none"
+    _check_load_format(rollout.vllm, "weights of another dtype than engines have")
+    config = dict.fromkeys(CONFIG_KEYS) | {CONFIG_KEYS[0]: quantized.config}
+    arguments = {
+        "load_format": QUANTIZED + rollout.quantization,
+        "hf_overrides": {**hf_overrides, **config},
+    }
+    # Other kernels for GPUs rearrange weights or scales, or round these to powers of 2.
+    return arguments | ({"linear_backend": "cutlass"} if on_gpu else {})
+
+
+def _check_load_format(table: Mapping[str, Any], what: str) -> None:
+    chosen = table.get("load_format", "dummy")
+    if chosen != "dummy":
+        raise ValueError(
+            f"rollout.vllm.load_format {chosen} would load {what}: leave it out, or set it to dummy"
+        )
 
 
 def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any]:

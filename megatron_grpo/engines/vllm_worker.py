@@ -34,9 +34,18 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+from checkpoint_convert.quantization import SCHEMES
+from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
+from megatron_grpo.engines.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.push_protocol import Json, PushState, own_parameters, parameter_table
-from megatron_grpo.engines.vllm_args import ADAPTER_ID, BACKEND, DEQUANTIZED, ENGINE_VARIABLE
+from megatron_grpo.engines.vllm_args import (
+    ADAPTER_ID,
+    BACKEND,
+    DEQUANTIZED,
+    ENGINE_VARIABLE,
+    QUANTIZED,
+)
 from megatron_grpo.launch.parent_death import die_with_parent
 from parallel.checksum import checksums
 from parallel.weight_transfer import TransferInitInfo, WeightReceiver
@@ -55,10 +64,13 @@ def register() -> None:
             sys.exit("the process that started this one has ended")
     WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
+    for scheme in SCHEMES:
+        register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
     if current_platform.is_cpu():
         keep_weights_unpacked()
         rotate_heads_by_torch()
         multiply_tokens_at_once()
+        multiply_by_torch()
 
 
 class DequantizingLoader(DefaultModelLoader):
@@ -70,6 +82,18 @@ class DequantizingLoader(DefaultModelLoader):
         """Each tensor of the folder, dequantised."""
         self.counter_before_loading_weights = time.perf_counter()
         return whole_tensors(Path(model_config.model))
+
+
+class QuantizingLoader(DefaultModelLoader):
+    """Loads a folder into a model that is quantised: what the trainer would push of it."""
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of the folder, quantised, and its scales."""
+        self.counter_before_loading_weights = time.perf_counter()
+        scheme = str(self.load_config.load_format).removeprefix(QUANTIZED)
+        return quantized_tensors(Path(model_config.model), scheme)
 
 
 def keep_weights_unpacked() -> None:

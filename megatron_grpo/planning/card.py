@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.megatron import hf_dtypes
+from checkpoint_convert.vllm_quantized import quantized_engine_dtypes
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.layouts import worker_dtypes
+from megatron_grpo.engines.layouts import quantized_engine, worker_dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ def card_named(name: str) -> GpuSpec:
     return CARDS[name]
 
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
+ITEMSIZE = {"float8_e4m3fn": 1, "int8": 1, "bfloat16": 2, "float32": 4}
 
 
 def file_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
@@ -83,6 +84,13 @@ def file_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def worker_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
-    """Bytes per element of each parameter of an engine's workers, by name in `worker_layouts`."""
+    """Bytes per element of each parameter of an engine's workers, by name in `worker_layouts`.
+
+    The scales of quantised weights, which are no part of these layouts, take a thousandth of them.
+    """
     dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype)
+    model = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
+    if model is not None:
+        quantized = quantized_engine_dtypes(dtypes, shape, model)
+        dtypes = {name: quantized[name] for name in dtypes}
     return {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.hf_config import read_json
 from checkpoint_convert.hf_export import (
     create_export,
@@ -18,11 +19,13 @@ from checkpoint_convert.hf_export import (
     write_weights,
 )
 from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.quantized_model import quantized_model
 from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.policy.lora_export import write_adapters
 from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.quantized import quantized_shard, rank_layout
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from parallel.collectives import raise_first_failure
 from parallel.groups import Groups
@@ -59,18 +62,24 @@ def _write_model(
     partial: Path, policy: Policy, weights: Mapping[str, Tensor], cfg: Config, groups: Groups
 ) -> None:
     """Fill the folder `partial`, which rank 0 has removed; collective over all ranks."""
+    layout = policy.layout
+    model = quantized_model(cfg.train.export_quantization, policy.shape, NAMES[cfg.model.dtype])
+    if model is not None:
+        weights = quantized_shard(weights, layout, model, groups)
+        layout = rank_layout(layout, model, groups)
     if groups.rank == 0:
         dims, dtype = groups.dims, getattr(torch, cfg.model.dtype)
         # The ranks of one pipeline stage that write; its other ranks hold copies.
         num_writers = dims.pipeline * max(dims.tensor, dims.expert_tensor * dims.expert)
         shard_bytes = shard_bytes_for(num_writers, policy.shape, dtype)
-        create_export(partial, cfg.model.path, policy.shape, dtype, shard_bytes)
+        create_export(partial, cfg.model.path, policy.shape, dtype, shard_bytes, model)
         _add_end_tokens(partial, policy.shape, cfg.rollout.stop_token_ids)
     dist.barrier()
-    written = torch.tensor(write_weights(partial, policy.layout, weights, first_file=groups.rank))
+    written = torch.tensor(write_weights(partial, layout, weights, first_file=groups.rank))
     dist.all_reduce(written)  # also waits until all ranks have written
     if groups.rank == 0:
-        wanted = sum(map(prod, hf_tensors(policy.shape).values()))
+        shapes = {**hf_tensors(policy.shape), **(model.scales if model else {})}
+        wanted = sum(map(prod, shapes.values()))
         assert written == wanted, f"{int(written)} of the model's {wanted} elements were written"
 
 

@@ -87,6 +87,8 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **argume
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    if read_scheme(folder) is not None and "load_format" not in arguments:
+        arguments |= dequantizing_arguments({}, {})
     config = EngineArgs(
         model=str(folder),
         dtype=dtype,
@@ -99,7 +101,6 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **argume
         distributed_executor_backend="mp",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,
-        **(dequantizing_arguments({}, {}) if read_scheme(folder) else {}),
         **arguments,
     ).create_engine_config()
     worker = WorkerWrapperBase(rank)

@@ -135,6 +135,8 @@ def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path)
             ["rollout.engine=vllm", "rollout.tensor_parallel_size=3"],
             ["tensor_parallel_size(3)", "[1, 2, 4]"],
         ),
+        # Weights that do not divide into blocks.
+        (["train.export_quantization=fp8"], ["blocks of 128 rows", "q_proj", "use fp8_channel"]),
         # Lengths.
         (
             ["train.max_tokens_per_microbatch=32"],

@@ -375,6 +375,16 @@ REFUSED = [
         "rollout.router_replay=true + rollout.vllm.enable_prefix_caching=false",
         "enable_prefix_caching",
     ),
+    ("rollout.quantization=int4", "'int8'"),
+    ("rollout.quantization=int8 + model.dtype=float32", "set model.dtype=bfloat16"),
+    ("rollout.quantization=int8 + rollout.engine=transformers", "rollout.engine transformers does"),
+    (
+        "rollout.quantization=fp8 + rollout.enable_sleep_mode=true",
+        "enable_sleep_mode true does not",
+    ),
+    (f"{IN_FLIGHT} + rollout.quantization=fp8", "rollout.in_flight_updates true does not"),
+    ("rollout.quantization=int8 + model.dtype=bfloat16 + lora.r=4", "set lora.sync=merged"),
+    ("train.export_quantization=int8 + lora.r=4", "train.export_quantization does not go"),
     ("grpo.kl_target=0.1", "grpo.beta above 0"),
     ("grpo.use_bias_correction_kl=true", "grpo.beta 0"),
     (

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_convert import read_shape
+from checkpoint_convert.quantized_model import quantized_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.vllm_args import (
@@ -83,6 +85,24 @@ def test_an_engine_of_a_quantised_folder_is_built_and_loaded_as_if_it_were_not(t
     assert "--load-format=dummy" in flags(load_format="dummy")
     with pytest.raises(ValueError, match=r"rollout\.vllm\.load_format runai_streamer would load"):
         flags(load_format="runai_streamer")
+
+
+def test_an_engine_of_quantised_weights_has_the_config_of_the_export(tied_model):
+    model = ModelConfig(path=tied_model, dtype="bfloat16")
+
+    def flags(on_gpu=False, **vllm):
+        rollout = RolloutConfig(max_completion_length=16, vllm=vllm, quantization="int8")
+        return vllm_command(model, rollout, "10.0.0.7", 8000, on_gpu)
+
+    quantized = quantized_model("int8", read_shape(tied_model), "BF16")
+    given = {"quantization_config": quantized.config, "compression_config": None}
+    assert f"--hf-overrides={json.dumps(given)}" in flags()
+    assert "--load-format=quantized_int8" in flags()
+    given = {"head_dtype": "float32", **given}
+    assert {f"--hf-overrides={json.dumps(given)}", "--linear-backend=cutlass"} < {*flags(True)}
+    assert "--load-format=dummy" in flags(load_format="dummy")
+    with pytest.raises(ValueError, match="weights of another dtype than engines have: leave it"):
+        flags(load_format="safetensors")
 
 
 def test_settings_of_cpus_are_not_those_of_gpus():

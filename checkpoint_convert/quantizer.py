@@ -1,0 +1,74 @@
+"""Quantises matrices to 8 bits, with a scale for each block, and back. Pure functions of tensors.
+
+A number q stands for q times the scale of its block. Zero stands for zero (no offsets), and the
+largest absolute value of a block for the largest number: the scales of compressed-tensors, and for
+FP8 also those of DeepSeek and ModelOpt.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from parallel import Shape
+
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5}
+"""What the largest value of a block becomes, before it is rounded: half the range of the dtype."""
+_MOST = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
+
+
+def block_maxima(values: Tensor, block: Shape, offset: Shape = (0, 0)) -> Tensor:
+    """The largest absolute value in each block of a matrix, of its part `values` [r, c].
+
+    `offset` is where the values begin in the first block. The maximum of a block that several parts
+    share is that of their maxima.
+    """
+    maxima = values.abs()
+    for dim in range(2):
+        begin, size, end = offset[dim], block[dim], offset[dim] + values.shape[dim]
+        count = -(-end // size)
+        if count == 1:
+            maxima = maxima.amax(dim, keepdim=True)
+        elif size > 1:
+            margins = (begin, count * size - end)
+            padded = pad(maxima, margins if dim == 1 else (0, 0, *margins))
+            maxima = padded.unflatten(dim, (count, size)).amax(dim + 1)
+    return maxima
+
+
+def scales_of(maxima: Tensor, dtype: torch.dtype) -> Tensor:
+    """The float32 scales of blocks with these maxima, for numbers of `dtype`.
+
+    A block of zeros has a scale, too, as a scale of zero would be no number to divide by.
+    """
+    scales = maxima.float() / _LARGEST[dtype]
+    return torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
+
+
+def quantized(
+    values: Tensor, scales: Tensor, dtype: torch.dtype, block: Shape, offset: Shape = (0, 0)
+) -> Tensor:
+    """Each of `values` [r, c] divided by the scale of its block, in float32, rounded to `dtype`.
+
+    `scales` are those of the blocks that the values reach into; `offset` is as of `dequantized`.
+    """
+    divided = values.float() / _spread(scales, tuple(values.shape), block, offset)
+    limited = divided.clamp_(*_MOST[dtype])
+    return (limited.round_() if dtype == torch.int8 else limited).to(dtype)
+
+
+def dequantized(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> Tensor:
+    """Each of `values` [r, c] times the scale of its block, in float32.
+
+    `offset` is where the values begin in the first block: with rows of 128 per block and an offset
+    of 100, the first 28 rows have the scales of row 0, the next 128 those of row 1.
+    """
+    return values.float().mul_(_spread(scales, tuple(values.shape), block, offset))
+
+
+def _spread(scales: Tensor, shape: Shape, block: Shape, offset: Shape) -> Tensor:
+    """The scales of all elements, or what is broadcast to those."""
+    for dim in range(2):
+        if scales.shape[dim] > 1:  # a single one is broadcast
+            elements = torch.arange(offset[dim], offset[dim] + shape[dim], device=scales.device)
+            scales = scales.index_select(dim, elements // block[dim])
+    return scales

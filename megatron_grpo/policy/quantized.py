@@ -1,0 +1,57 @@
+"""The policy's weights quantised, as exports write them and pushes carry them."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_convert.quantized_model import QuantizedModel
+from checkpoint_convert.quantized_shard import Maxima, QuantizedShard, quantized_layout
+from parallel import Layout, Sender
+from parallel.groups import Groups
+
+
+def rank_layout(layout: Layout, model: QuantizedModel, groups: Groups) -> Layout:
+    """What this rank holds of a quantised model, if `layout` is what it holds of the model."""
+    place = groups.dims.expert_place(groups.coordinates)
+    return quantized_layout(layout, model, groups.coordinates.tensor, place.tensor)
+
+
+def quantized_shard(
+    weights: Mapping[str, Tensor], layout: Layout, model: QuantizedModel, groups: Groups
+) -> QuantizedShard:
+    """The local tensors of `rank_layout`; collective over the ranks that split a weight."""
+    return QuantizedShard(weights, layout, model, lambda maxima: _agree(maxima, model, groups))
+
+
+def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:
+    """Replace the maxima of blocks by those over all ranks that hold a part of the weight."""
+    for are_experts, group in ((False, groups.tensor), (True, groups.expert_tensor)):
+        names = [name for name in maxima if (name in model.experts) == are_experts]
+        if not names:
+            continue
+        together = torch.cat([maxima[name].flatten() for name in names])
+        # An export may be of weights in host memory, which NCCL cannot read.
+        agreed = together.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
+        parts = agreed.to(together.device).split([maxima[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            maxima[name] = part.view_as(maxima[name])
+
+
+def quantized_sender(sender: Sender, model: QuantizedModel, groups: Groups) -> Sender:
+    """What this rank can send of a quantised model, if `sender` is what it can send of the model.
+
+    All ranks of a stage hold the scales of its weights.
+    """
+    layout = rank_layout(sender.layout, model, groups)
+    first = groups.dims.stage_size * groups.coordinates.pipeline
+    holders = range(first, first + groups.dims.stage_size)
+    scales = [name for name in layout.shapes if name not in sender.layout.shapes]
+    return Sender(
+        sender.rank,
+        layout,
+        {**sender.owners, **dict.fromkeys(scales, holders)},
+        {**sender.replica_sets, **dict.fromkeys(scales, groups.dims.tensor)},
+    )

@@ -1,0 +1,74 @@
+"""Layouts of quantised workers; what engines would rearrange or cut is refused by name.
+
+`tests/megatron_grpo/weights/test_quantized_pushes.py` compares them with what vLLM holds.
+"""
+
+import re
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from checkpoint_convert.quantization import SCHEMES
+from checkpoint_convert.quantized_model import quantized_model
+from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
+from checkpoint_convert.vllm_quantized import (
+    check_quantized_served,
+    quantized_engine_dtypes,
+    quantized_engine_layouts,
+)
+from helpers.shapes import LLAMA_70B, QWEN3_30B
+from parallel import Layout, intersect
+
+ONE_LAYER = replace(LLAMA_70B, num_layers=1)
+
+
+def layouts_of(scheme, dims, shape=ONE_LAYER):
+    model = quantized_model(scheme, shape, "BF16")
+    plain = engine_layouts(shape, dims)
+    return model, plain, quantized_engine_layouts(plain, shape, dims, model)
+
+
+@pytest.mark.parametrize("size", [1, 8, 16])  # above the 8 key-value heads, too
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_worker_has_the_scales_of_the_rows_and_columns_that_it_holds(scheme, size):
+    model, plain, layouts = layouts_of(scheme, EngineDims(tensor=size))
+    for before, layout in zip(plain, layouts, strict=True):
+        layout.check_complete()
+        assert layout.shapes.items() >= before.shapes.items()
+        boxes = {piece.tensor: piece.box for piece in layout.pieces}
+        for name, shape in model.matrices.items():
+            block = model.scheme.block_in(shape)
+            scales = boxes[model.scale_name(name)]
+            start = tuple(a * n for a, n in zip(scales.start, block, strict=True))
+            covered = tuple(a * n for a, n in zip(scales.size, block, strict=True))
+            assert all(a <= b for a, b in zip(start, boxes[name].start, strict=True))
+            assert all(a >= b for a, b in zip(covered, boxes[name].size, strict=True))
+    whole = Layout.of_whole_tensors(model.scales)
+    copied = [copy.destination_box for each in layouts for copy in intersect(whole, each)]
+    assert sum(box.num_elements for box in copied) >= sum(map(prod, model.scales.values()))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_push_carries_half_of_the_bytes(scheme):
+    model, (plain,), (layout,) = layouts_of(scheme, EngineDims())
+    dtypes = engine_dtypes(ONE_LAYER, "bfloat16")
+    found = quantized_engine_dtypes(dtypes, ONE_LAYER, model)
+    sizes = {"bfloat16": 2, "float32": 4, "int8": 1, "float8_e4m3fn": 1}
+    changed = [name for name in found if found[name] != dtypes.get(name)]
+    before = sum(sizes[dtypes[n]] * prod(plain.shapes[n]) for n in changed if n in dtypes)
+    after = sum(sizes[found[n]] * prod(layout.shapes[n]) for n in changed)
+    assert after == pytest.approx(before / 2, rel=0.01)
+    assert found.keys() == layout.shapes.keys()
+
+
+def test_a_cut_into_blocks_and_layers_that_engines_rearrange_are_refused_by_name():
+    model, *_ = layouts_of("fp8", EngineDims())
+    small = replace(ONE_LAYER, intermediate_size=8192 + 128)
+    with pytest.raises(ValueError, match=re.escape("gate_proj.weight [8320, 8192]")) as raised:
+        check_quantized_served(small, EngineDims(tensor=2), quantized_model("fp8", small, "BF16"))
+    assert "q_proj" not in str(raised.value)
+    assert "rollout.tensor_parallel_size 2 would cut blocks of [128, 128]" in str(raised.value)
+    check_quantized_served(small, EngineDims(tensor=2), quantized_model("int8", small, "BF16"))
+    with pytest.raises(ValueError, match="a mixture of experts, so that they cannot be pushed yet"):
+        check_quantized_served(QWEN3_30B, EngineDims(), model)

@@ -1,0 +1,66 @@
+"""A push of quantised weights leaves every bit that vLLM loads from the quantised export."""
+
+import pytest
+
+from checkpoint_convert.vllm import EngineDims
+from helpers.models import tiny_model
+from helpers.policies import layout_name
+from helpers.quantized_pushes import Case, failing_push, push_quantized
+from helpers.ranks import run_ranks
+from helpers.vllm_workers import worker_engines
+from parallel import ParallelDims
+
+NUM_ENGINES = 2
+SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids="TP{}".format)
+def engines(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sockets")
+    with worker_engines(NUM_ENGINES, request.param, folder, timeout=900) as engines:
+        yield request.param, engines
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "model"
+    return tiny_model(folder, "qwen3", intermediate_size=1024, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dims"),
+    [
+        ("fp8", ParallelDims(tensor=2)),
+        ("int8", ParallelDims(tensor=2, pipeline=2)),
+        pytest.param("int8", ParallelDims(), marks=slow),
+        pytest.param("fp8", ParallelDims(tensor=8), marks=slow),  # half a block, and few have keys
+        pytest.param("fp8_channel", ParallelDims(tensor=2, data=2), marks=slow),
+    ],
+    ids=lambda each: each if isinstance(each, str) else layout_name(each),
+)
+def test_a_push_after_a_step_leaves_what_vllm_loads_from_the_export(
+    tmp_path, engines, model, quantization, dims
+):
+    size, workers = engines
+    case = Case(model, EngineDims(tensor=size), quantization)
+    ranks = run_ranks(dims.world_size, push_quantized, dims, case, workers, tmp_path, timeout=600)
+    assert len(ranks[0]) == NUM_ENGINES
+    for held in ranks[0]:
+        for worker in held:
+            assert not worker.loaded
+            assert not worker.differing
+            assert worker.share == pytest.approx(0.5, rel=0.01)
+            assert worker.bytes_received == worker.bytes_held
+            assert worker.error < 0.05  # tokens of 8 bits
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"), [("bit", "model."), ("scale", "down_proj.weight_scale")]
+)
+def test_a_flipped_bit_or_a_wrong_scale_ends_a_push_with_the_name(engines, model, fault, name):
+    size, workers = engines
+    case = Case(model, EngineDims(tensor=size), "int8")
+    [told] = run_ranks(1, failing_push, ParallelDims(), case, workers, fault, timeout=300)
+    assert "differ from what was pushed: model." in told
+    assert name in told
