@@ -61,7 +61,7 @@ class RankZero:
                 folder = step_folder(cfg.train.run_dir / "checkpoints", state.step)
                 samples = read_experience(folder, rollouter.stream.prompts, OPEN)
                 assert samples is not None, f"the manifest of {folder} is right"
-                runner.go_on(dict(state.groups.asked_at), samples)
+                runner.go_on(state.groups, samples)
         else:
             runner = RolloutRunner(rollouter, watchdog, log.timeline)
         stack.enter_context(closing(runner))

@@ -36,6 +36,8 @@ class OpenGroups:
     asked_at: tuple[tuple[int, int], ...] = ()
     """Of those that the checkpoint has samples of, complete or cut: place, and the generation at
     which they were asked for. The samples have these places as `group_ids`."""
+    engines: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """Of the same: place, and the addresses of the engines that have answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,7 @@ def read_record(folder: Path, step: int) -> Record:
                 next_number=groups["next_number"],
                 untaken=tuple(groups["untaken"]),
                 asked_at=tuple((number, then) for number, then in groups.get("asked_at", ())),
+                engines=tuple((number, tuple(urls)) for number, urls in groups.get("engines", ())),
             )
         state = TrainerState(**said, ready=tuple(Ready(**one) for one in each), groups=groups)
         record = Record(state=state, layout=layout, **found)

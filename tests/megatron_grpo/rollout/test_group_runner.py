@@ -86,11 +86,11 @@ def rollouter(tmp_path: Path, model: Path) -> Iterator[Rollouter]:
         yield rollouter
 
 
-def use(rollouter: Rollouter, engine: ScriptedEngine) -> None:
+def use(rollouter: Rollouter, engine: ScriptedEngine, name: str = "only") -> None:
     """Give it an engine of that script, and an `InFlight` of its own."""
     rollouter.in_flight.end()
     rollouter.in_flight.close()
-    rollouter.engines, rollouter.engine = ScriptedClient(only=engine), engine
+    rollouter.engines, rollouter.engine = ScriptedClient(**{name: engine}), engine
     rollouter.in_flight = InFlight(rollouter.engines, lambda tokens: "")
 
 
@@ -163,15 +163,17 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
     assert len(samples.samples) == NUM_WANTED * NUM_SAMPLES
 
     runner.close()
-    use(rollouter, ScriptedEngine(version=1))
+    use(rollouter, ScriptedEngine(version=1), "another")
     with closing(runner_of(rollouter, state)) as resumed:
-        resumed.go_on(dict(state.groups.asked_at), samples)
+        resumed.go_on(state.groups, samples)
         resumed.resume(1)
         wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES - num_whole)
         time.sleep(0.1)
         assert len(rollouter.engine.asked) == NUM_WANTED * NUM_SAMPLES - num_whole
         rollouter.engine.answers.set()
-        made = resumed.finish(1, TIMER).experience.samples
+        batch = resumed.finish(1, TIMER)
+    made = batch.experience.samples
+    assert batch.metrics["rollout/num_engines"] == 2  # that of the first run has answered, too
     of_checkpoint = {(each.prompt.index, each.sample_index): each for each in samples.samples}
     assert len(made) == 4 * NUM_SAMPLES
     for sample in made:
