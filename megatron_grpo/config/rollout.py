@@ -125,11 +125,6 @@ class RolloutConfig(Section):
                 "rollout.in_flight_updates true needs engines that hand out unfinished "
                 "completions: use rollout.engine=vllm"
             )
-        if self.stop:
-            raise ValueError(
-                f"rollout.stop {[*self.stop]} is not seen where a push cuts it in two: use "
-                "rollout.stop_token_ids, or rollout.in_flight_updates=false"
-            )
         if self.router_replay:
             raise ValueError(
                 "rollout.router_replay true needs the experts that each token had when it was "

@@ -26,7 +26,8 @@ from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.environments import EnvironmentPool
-from megatron_grpo.environments.multi_turn import DialogueGeneration, Turns
+from megatron_grpo.environments.multi_turn import DialogueGeneration
+from megatron_grpo.environments.turns import Turns
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards import RewardPools, add_environment_rewards, check_failed, total_rewards
 from megatron_grpo.rewards.builtin import reference_fault
@@ -174,7 +175,7 @@ class Rollouter:
         self, request: RolloutRequest, requests: Generation | DialogueGeneration
     ) -> list[Sample]:
         """All samples of the requests of one round."""
-        if self.in_flight and isinstance(requests, Generation):  # there are no environments then
+        if self.in_flight:
             return self.in_flight.generate(request.generation, requests)
         return self.engines.generate(requests)
 

@@ -14,13 +14,14 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
-from helpers.engines import Proxy, TestEngine, running_engine
+from helpers.engines import Proxy, running_engine
 from helpers.in_flight_runs import (
     MAX_STALENESS,
     NUM_GENERATIONS,
     NUM_STEPS,
     InFlightRuns,
     check_run,
+    make_in_flight_runs,
     newest_folder,
     newest_groups,
 )
@@ -206,24 +207,20 @@ def commotion(job: Job, run_dir: Path, what: Commotion) -> Iterator[None]:
         thread.join()
 
 
-@pytest.fixture(scope="module")
-def other_engine(in_flight_runs: InFlightRuns, tmp_path_factory) -> Iterator[TestEngine]:
-    """A second engine, with the token of the first."""
-    logs, token = tmp_path_factory.mktemp("other-logs"), in_flight_runs.engine.servers.token
-    with running_engine("vllm", in_flight_runs.model, logs, token) as engine:
-        yield engine
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_in_300_steps_of_engines_that_die_and_join_no_token_is_too_old_and_no_prompt_is_lost(
-    in_flight_runs: InFlightRuns, other_engine: TestEngine
+    tied_model: Path, tmp_path: Path
 ) -> None:
-    folder, run_dir = in_flight_runs.folder, in_flight_runs.folder / "many"
+    with running_engine("vllm", tied_model, tmp_path / "engines", num_engines=2) as engines:
+        check_many_steps(make_in_flight_runs(tied_model, engines, tmp_path))
+
+
+def check_many_steps(runs: InFlightRuns) -> None:
+    """The first of two engines is the run's own, the second joins and leaves."""
+    folder, run_dir = runs.folder, runs.folder / "many"
     (folder / "reward.py").write_text(SLOW_REWARD)
-    own, other = (
-        Proxy(engine.servers.base_urls[0]) for engine in (in_flight_runs.engine, other_engine)
-    )
+    own, other = map(Proxy, runs.engine.servers.base_urls)
     arguments = [
         f"rollout.base_urls=[{own.url}]",
         f"rollout.max_staleness={OLDEST}",
@@ -235,10 +232,10 @@ def test_in_300_steps_of_engines_that_die_and_join_no_token_is_too_old_and_no_pr
         "train.save_interval=50",
         "optimizer.lr=1e-5",
     ]
-    cfg = load_config(TINY_CONFIG, [*in_flight_runs.arguments("many"), *arguments])
+    cfg = load_config(TINY_CONFIG, [*runs.arguments("many"), *arguments])
     joined = JoinedEngine(other.url, settings_of(cfg.model, cfg.rollout, cfg.lora))
     what = Commotion(own, other, run_dir / FOLDER / f"other{JOINED}", joined)
-    with in_flight_runs.start("many", *arguments) as job, commotion(job, run_dir, what):
+    with runs.start("many", *arguments) as job, commotion(job, run_dir, what):
         ended = job.end(1500)
     own.cut()
     other.cut()

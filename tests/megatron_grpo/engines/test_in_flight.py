@@ -1,5 +1,6 @@
 """Completions that go on under new weights: against a real vLLM whose weights change meanwhile."""
 
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from helpers.engines import (
 )
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import Generation, NoServingEngine
+from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.engine import COUNTS
-from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.engines.in_flight import InFlight, joined
 from megatron_grpo.engines.pool import MAX_COMEBACKS
 from megatron_grpo.launch.process import Preempted
 
@@ -55,15 +57,16 @@ def threads(client, in_flight):
         client.cancel()
 
 
-def generation(number, version, num_tokens=NUM_TOKENS):
+def generation(number, version, num_tokens=NUM_TOKENS, **settings):
     """Four samples of each of two prompts, without an end token."""
-    params = sampling_params(
-        num_generations=4,
-        policy_version=version,
-        max_completion_length=num_tokens,
-        stop_token_ids=(),
-        series=number,
-    )
+    defaults = {
+        "num_generations": 4,
+        "policy_version": version,
+        "max_completion_length": num_tokens,
+        "stop_token_ids": (),
+        "series": number,
+    }
+    params = sampling_params(**defaults | settings)
     return Generation(random_prompts(2, seed=number), params)
 
 
@@ -108,6 +111,68 @@ def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it
             found = torch.tensor(sample.logprobs[start:end])
             expected = reference_logprobs(weights[version], until)[start:]
             assert (found - expected).abs().max() < 1e-3
+
+
+STOPS = ("##", "é#", "#\n\n")
+
+
+def decoded(token_ids):
+    """Tokens are pairs of the bytes of a text."""
+    return bytes(byte for each in token_ids for byte in divmod(each, 256) if byte).decode(
+        errors="replace"
+    )
+
+
+def sampled(token_ids, is_cut):
+    """What an engine answers that samples these tokens: it ends where a stop string does."""
+    for count in range(1, len(token_ids) + 1):
+        ends = [text.find(s) + len(s) for s in STOPS if s in (text := decoded(token_ids[:count]))]
+        if ends:
+            return choice_of(token_ids[:count], "stop", text[: min(ends)])
+    return choice_of(token_ids, CUT if is_cut else "length", decoded(token_ids))
+
+
+def choice_of(token_ids, finish_reason, text):
+    logprobs = Logprobs([Token(-1.0) for _ in token_ids])
+    spans = [WeightVersion("0", 0, len(token_ids))]
+    return Choice(token_ids, logprobs, finish_reason, text, spans)
+
+
+def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
+    for seed in range(300):
+        chance = random.Random(seed)
+        text = "".join(chance.choice("ab#é\n") for _ in range(20)).encode()
+        token_ids = [256 * a + b for a, b in zip(text[::2], text[1::2], strict=False)]
+        cuts = sorted(chance.sample(range(1, len(token_ids)), chance.randint(1, 4)))
+        found = sampled(token_ids[: cuts[0]], is_cut=True)
+        for start, end in pairwise([*cuts, len(token_ids)]):
+            if found.finish_reason == CUT:
+                rest = sampled(token_ids[start:end], is_cut=end < len(token_ids))
+                found = joined(found, rest, decoded, STOPS)
+        assert found == sampled(token_ids, is_cut=False), seed
+
+
+def test_stop_strings_are_seen_through_pushes(vllm_engine, in_flight, threads, tied_model):
+    tokenizer = AutoTokenizer.from_pretrained(tied_model)
+    characters = [tokenizer.decode([token]) for token in range(20, 60)]
+    stops = [a + b for a in characters for b in characters]
+    asked = generation(0, vllm_engine.version, num_generations=16, stop=stops)
+    in_flight.resume(vllm_engine.version)
+    made = threads.submit(in_flight.generate, 0, asked)
+    while not made.done():
+        time.sleep(0.1)
+        in_flight.suspend()
+        in_flight.resume(vllm_engine.push(tied_model))
+    samples = made.result()
+    assert any(sample.versions for sample in samples)
+    assert {"stop"} <= {sample.finish_reason for sample in samples}
+    for sample in samples:
+        assert sample.text == tokenizer.decode(sample.completion_ids)
+        found = [stop for stop in stops if stop in sample.text]
+        if sample.finish_reason == "length":
+            assert not found
+        else:
+            assert [*map(sample.text.find, found)] == [len(sample.text) - 2]
 
 
 def test_completions_without_a_push_are_those_of_one_generation_alone(
