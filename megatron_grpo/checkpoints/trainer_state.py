@@ -37,7 +37,8 @@ class OpenGroups:
     """Of those that the checkpoint has samples of, complete or cut: place, and the generation at
     which they were asked for. The samples have these places as `group_ids`."""
     engines: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    """Of the same: place, and the addresses of the engines that have answered."""
+    """Places that the checkpoint has samples of, and the addresses of the engines that have
+    answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,8 @@ class TrainerState:
     ready: tuple[Ready, ...] = ()
     """Generations that training has not begun, in their order."""
     groups: OpenGroups | None = None
-    """With `rollout.over_sampling`: what no generation has yet."""
+    """With `rollout.over_sampling`, what no generation has yet; else, with
+    `rollout.in_flight_updates`, what is of generations in progress."""
 
     def check_base(self, now: int | None) -> None:
         """Raise ValueError when the saved adapters are of a model with other weights than now."""

@@ -152,6 +152,7 @@ class OpenGenerations:
         self._generations[generation] = opened = OpenGeneration(requests, answered)
         for own_number in requests.waiting:
             self._wait(generation, own_number, "")
+        opened.end_if_complete()  # a checkpoint had all
         try:
             yield answered
         finally:

@@ -147,7 +147,7 @@ class GroupRunner:
             self._ask()
         self._in_flight.resume(policy_version)
 
-    def open_groups(self) -> tuple[OpenGroups, Experience | None]:
+    def open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
         """The groups that no generation has taken, and their samples, for a checkpoint.
 
         Requests go on: what they have sampled since the last push is not there (`open_samples`).
@@ -169,7 +169,7 @@ class GroupRunner:
             asked_at=tuple((number, asked_at[number]) for number in numbers),
             engines=tuple((number, tuple(engines[number])) for number in numbers),
         )
-        return groups_saved, samples
+        return groups_saved, samples, {}
 
     def go_on(self, saved: OpenGroups, samples: Experience) -> None:
         """Go on, at the first `resume`, with the groups that a checkpoint has samples of."""

@@ -156,4 +156,4 @@ def check_nothing_lost(run_dir: Path, saved: list[Mapping[Key, Part]], num_steps
     for parts in saved:
         lost = [key for key, part in parts.items() if not part.is_in((made | left)[key])]
         assert not lost, lost
-    assert not sum(record["rollout/dropped_stale"] for record in read_metrics(run_dir))
+    assert not sum(record.get("rollout/dropped_stale", 0) for record in read_metrics(run_dir))

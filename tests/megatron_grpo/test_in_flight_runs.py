@@ -20,10 +20,12 @@ from helpers.in_flight_runs import (
     NUM_GENERATIONS,
     NUM_STEPS,
     InFlightRuns,
+    check_nothing_lost,
     check_run,
     make_in_flight_runs,
     newest_folder,
     newest_groups,
+    open_parts,
 )
 from helpers.jobs import Job
 from helpers.runs import TINY_CONFIG, read_json_lines, read_metrics
@@ -58,15 +60,19 @@ def wait_for_steps(job: Job, run_dir: Path, count: int) -> None:
 def test_a_run_that_is_killed_again_and_again_trains_on_every_generation_once(
     in_flight_runs: InFlightRuns,
 ) -> None:
-    run_dir = in_flight_runs.folder / "killed"
+    run_dir, option = in_flight_runs.folder / "killed", "train.save_generations=true"
+    saved = []
     for num_steps in (3, 6):
-        with in_flight_runs.start("killed") as job:
+        with in_flight_runs.start("killed", option) as job:
             wait_for_steps(job, run_dir, num_steps)
             job.signal(signal.SIGKILL)
             assert job.end(15).exit_codes == [-signal.SIGKILL]
-    with in_flight_runs.start("killed") as job:
+        saved.append(open_parts(run_dir))
+    with in_flight_runs.start("killed", option) as job:
         assert job.end(120).exit_codes == [0]
     check_run(run_dir)
+    assert any(part.is_whole for parts in saved for part in parts.values())
+    check_nothing_lost(run_dir, saved, NUM_STEPS)
 
 
 def test_with_over_sampling_every_prompt_is_trained_on_once_through_a_kill(

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import httpx
@@ -44,7 +45,8 @@ def client(vllm_engine, tied_model):
 
 @pytest.fixture
 def in_flight(client, tied_model):
-    in_flight = InFlight(client, AutoTokenizer.from_pretrained(tied_model).decode)
+    decode = AutoTokenizer.from_pretrained(tied_model).decode
+    in_flight = InFlight(client, partial(decode, skip_special_tokens=True))
     yield in_flight
     in_flight.end()
     in_flight.close()
@@ -167,7 +169,7 @@ def test_stop_strings_are_seen_through_pushes(vllm_engine, in_flight, threads, t
     assert any(sample.versions for sample in samples)
     assert {"stop"} <= {sample.finish_reason for sample in samples}
     for sample in samples:
-        assert sample.text == tokenizer.decode(sample.completion_ids)
+        assert sample.text == tokenizer.decode(sample.completion_ids, skip_special_tokens=True)
         found = [stop for stop in stops if stop in sample.text]
         if sample.finish_reason == "length":
             assert not found
