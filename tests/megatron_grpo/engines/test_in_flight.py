@@ -26,6 +26,7 @@ from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVer
 from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.in_flight import InFlight, joined
 from megatron_grpo.engines.pool import MAX_COMEBACKS
+from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 
 NUM_TOKENS = 300
@@ -72,33 +73,30 @@ def generation(number, version, num_tokens=NUM_TOKENS, **settings):
     return Generation(random_prompts(2, seed=number), params)
 
 
-def wait_for_tokens(engine, count):
-    """Wait until the engine has generated that many more."""
-
-    def generated():
-        url, token = engine.servers.base_urls[0], engine.servers.token
-        page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {token}"}).text
-        return float(COUNTS["generated"].search(page)[1])
-
-    before, deadline = generated(), time.monotonic() + 60
-    while generated() < before + count:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+@pytest.fixture(scope="module")
+def num_generated(vllm_engine):
+    """Tells how many tokens the engine has generated."""
+    url, token = vllm_engine.servers.base_urls[0], vllm_engine.servers.token
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
+        yield lambda: float(COUNTS["generated"].search(http.get("/metrics").text)[1])
 
 
 def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
-    vllm_engine, in_flight, threads, tied_model, other_model
+    vllm_engine, num_generated, in_flight, threads, tied_model, other_model
 ):
     weights = {vllm_engine.version: tied_model}
+    first = num_generated()
     in_flight.resume(vllm_engine.version)
     made = [
         threads.submit(in_flight.generate, number, generation(number, vllm_engine.version))
         for number in range(2)
     ]
     for folder in (other_model, tied_model):
-        wait_for_tokens(vllm_engine, 200)
+        enough = first + 200
+        assert wait_until(lambda enough=enough: num_generated() >= enough, 60, 0.005)
         in_flight.suspend()
         weights[vllm_engine.push(folder)] = folder
+        first = num_generated()
         in_flight.resume(vllm_engine.version)
     samples = [sample for each in made for sample in each.result(timeout=120)]
 
@@ -161,11 +159,12 @@ def test_stop_strings_are_seen_through_pushes(vllm_engine, in_flight, threads, t
     asked = generation(0, vllm_engine.version, num_generations=16, stop=stops)
     in_flight.resume(vllm_engine.version)
     made = threads.submit(in_flight.generate, 0, asked)
-    while not made.done():
-        time.sleep(0.1)
+    for _ in range(8):
+        if wait_until(made.done, seconds=0.1):
+            break
         in_flight.suspend()
         in_flight.resume(vllm_engine.push(tied_model))
-    samples = made.result()
+    samples = made.result(timeout=60)
     assert any(sample.versions for sample in samples)
     assert {"stop"} <= {sample.finish_reason for sample in samples}
     for sample in samples:
@@ -230,6 +229,22 @@ def test_what_is_asked_for_when_no_engine_is_left_is_told_so_until_there_is_a_pu
         in_flight.resume(7)
         answered.result(timeout=5)
         assert len(asked.samples()) == 8
+
+
+class OfALostEnvironment:
+    """Requests of a dialogue whose environment is lost."""
+
+    open, begun, waiting, is_complete = {}, {}, (0,), False
+
+    async def next_request(self, number):
+        raise EnvironmentsLost("by fire")
+
+
+def test_who_waits_is_told_that_environments_are_lost():
+    with scripted(only=ScriptedEngine()) as (_, in_flight):
+        in_flight.resume(7)
+        with pytest.raises(EnvironmentsLost, match="by fire"):
+            in_flight.submit(0, OfALostEnvironment()).result(timeout=5)
 
 
 def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times():

@@ -141,7 +141,7 @@ def test_turns_go_on_after_a_push_which_waits_for_no_environment(vllm_engine, ti
     in_flight = InFlight(vllm_engine.client(), AutoTokenizer.from_pretrained(tied_model).decode)
     settings = {"stop_token_ids": END_IDS[:5], "max_completion_length": 300}
     with environment_pool(tmp_path, "Slow") as environments:
-        asked = generation_of(vllm_engine, environments, prompts_with(4), **settings)
+        asked = generation_of(vllm_engine, environments, prompts_with(2), **settings)
         in_flight.resume(vllm_engine.version)
         answered, were_waiting = in_flight.submit(0, asked), set()
         for folder in itertools.cycle((other, tied_model)):
