@@ -54,16 +54,15 @@ class RankZero:
         keep_export(cfg, state.step)  # before the log writes the new config
         log = stack.enter_context(closing(RunLog(cfg, state.step, rollouter.tokenizer)))
         log.begin(len(rollouter.stream.prompts))
-        runner: Runner
+        folder = step_folder(cfg.train.run_dir / "checkpoints", state.step)
+        samples = read_experience(folder, rollouter.stream.prompts, OPEN)
+        runner: GroupRunner | RolloutRunner
         if cfg.rollout.over_sampling > 1 and isinstance(rollouter, Rollouter):
             runner = GroupRunner(rollouter, watchdog, log.timeline, state)
-            if state.groups and state.groups.asked_at:
-                folder = step_folder(cfg.train.run_dir / "checkpoints", state.step)
-                samples = read_experience(folder, rollouter.stream.prompts, OPEN)
-                assert samples is not None, f"the manifest of {folder} is right"
-                runner.go_on(dict(state.groups.asked_at), samples)
         else:
             runner = RolloutRunner(rollouter, watchdog, log.timeline)
+        if state.groups and samples:
+            runner.go_on(state.groups, samples)
         stack.enter_context(closing(runner))
         return cls(cfg, watchdog, rollouter, log, runner)
 

@@ -355,9 +355,9 @@ class Trainer:
     def _checkpoint(self) -> None:
         """Start writing the checkpoint of the current weights."""
         cursor = self.schedule.cursor(self.step)
-        ready = {number: batch for number, batch in self.rollouts.ready.items() if batch}
+        groups, samples, done = self.zero.runner.open_groups() if self.zero else (None, None, {})
+        ready = {n: batch for n, batch in sorted((self.rollouts.ready | done).items()) if batch}
         wandb_id = self.cfg.train.run_dir / WANDB_ID_FILE
-        groups, samples = self.zero.runner.open_groups() if self.zero else (None, None)
         state = TrainerState(
             step=self.step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,

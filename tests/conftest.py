@@ -7,6 +7,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from helpers.engines import running_engine, served_model
+from helpers.in_flight_runs import make_in_flight_runs
 from helpers.jobs import NUM_RANKS, make_runs
 from helpers.ranks import CONTEXT
 
@@ -86,6 +87,12 @@ def engine(request, tied_model):
 def runs(tied_model, vllm_engine, tmp_path_factory):
     """Starts runs of one config, for tests that break them."""
     return make_runs(tied_model, vllm_engine, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def in_flight_runs(tied_model, vllm_engine, tmp_path_factory):
+    """Starts runs whose completions go on through pushes of weights."""
+    return make_in_flight_runs(tied_model, vllm_engine, tmp_path_factory.mktemp("in_flight"))
 
 
 @pytest.fixture(scope="session")

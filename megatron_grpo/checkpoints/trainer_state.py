@@ -36,6 +36,9 @@ class OpenGroups:
     asked_at: tuple[tuple[int, int], ...] = ()
     """Of those that the checkpoint has samples of, complete or cut: place, and the generation at
     which they were asked for. The samples have these places as `group_ids`."""
+    engines: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """Places that the checkpoint has samples of, and the addresses of the engines that have
+    answered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,8 @@ class TrainerState:
     ready: tuple[Ready, ...] = ()
     """Generations that training has not begun, in their order."""
     groups: OpenGroups | None = None
-    """With `rollout.over_sampling`: what no generation has yet."""
+    """With `rollout.over_sampling`, what no generation has yet; else, with
+    `rollout.in_flight_updates`, what is of generations in progress."""
 
     def check_base(self, now: int | None) -> None:
         """Raise ValueError when the saved adapters are of a model with other weights than now."""
@@ -112,6 +116,7 @@ def read_record(folder: Path, step: int) -> Record:
                 next_number=groups["next_number"],
                 untaken=tuple(groups["untaken"]),
                 asked_at=tuple((number, then) for number, then in groups.get("asked_at", ())),
+                engines=tuple((number, tuple(urls)) for number, urls in groups.get("engines", ())),
             )
         state = TrainerState(**said, ready=tuple(Ready(**one) for one in each), groups=groups)
         record = Record(state=state, layout=layout, **found)

@@ -128,12 +128,12 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _dialogues_have_one_version(self) -> Self:
-        if self.rollout.in_flight_updates and self.environment.name is not None:
+    def _dialogues_are_of_one_generation(self) -> Self:
+        if self.rollout.over_sampling > 1 and self.environment.name is not None:
             raise ValueError(
-                "rollout.in_flight_updates true does not go with an environment yet, whose answers "
-                "a push would have to wait for: set rollout.in_flight_updates=false and "
-                "rollout.max_staleness to at most 1"
+                f"rollout.over_sampling {self.rollout.over_sampling} has completions in progress "
+                "in every checkpoint, and dialogues with an environment cannot be saved before "
+                "they end: set rollout.over_sampling=1"
             )
         return self
 

@@ -129,15 +129,11 @@ class RolloutConfig(Section):
                 "rollout.in_flight_updates true needs engines that hand out unfinished "
                 "completions: use rollout.engine=vllm"
             )
-        if self.stop:
-            raise ValueError(
-                f"rollout.stop {[*self.stop]} is not seen where a push cuts it in two: use "
-                "rollout.stop_token_ids, or rollout.in_flight_updates=false"
-            )
         if self.router_replay:
             raise ValueError(
-                "rollout.router_replay true needs the experts that each token had when it was "
-                "sampled, which vLLM does not return of unfinished completions: use "
+                "rollout.router_replay true replays one choice of experts for each token, and one "
+                "that a push has cut off has two: that of the weights that sampled it, and that "
+                "of those that computed it anew for the tokens after it: use "
                 "rollout.in_flight_updates=false"
             )
         return self

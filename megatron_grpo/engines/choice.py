@@ -47,6 +47,11 @@ class Choice(msgspec.Struct, dict=True):
         """The log-probability of each token."""
         return [token.logprob for token in self.logprobs.content]
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Version of the weights and number of tokens, of each part."""
+        return [(int(each.version), each.end - each.start) for each in self.weight_versions]
+
     def followed_by(self, rest: "Choice", text: str) -> "Choice":
         """This completion, which was cut, and what was sampled after it; `text` is of both.
 
@@ -64,6 +69,20 @@ class Choice(msgspec.Struct, dict=True):
             finish_reason=rest.finish_reason,
             text=text,
             weight_versions=spans,
+        )
+
+    def stopped(self, num_tokens: int) -> "Choice":
+        """The first tokens of this completion, whose text ends it there; without their text."""
+        return Choice(
+            token_ids=self.token_ids[:num_tokens],
+            logprobs=Logprobs(self.logprobs.content[:num_tokens]),
+            finish_reason="stop",
+            text="",
+            weight_versions=[
+                WeightVersion(span.version, span.start, min(span.end, num_tokens))
+                for span in self.weight_versions
+                if span.start < num_tokens
+            ],
         )
 
     @cached_property

@@ -28,14 +28,13 @@ RECENT_SECONDS = 3.0
 
 TakeAnswer = Callable[[int, Choice, str], Awaitable[Json | None]]
 """Processes the answer to a request, by number, from the engine at an address; returns a follow-up
-request, if there is one."""
+request, if there is one. Of a request that was cut, the answer is what was sampled until then."""
 
 
 class EngineQueue:
     """The requests of one engine, by number, which is also their priority.
 
-    `ended` is called when a request is answered or was stolen, and `keep` with what an engine has
-    sampled for a request that was cut.
+    `ended` is called when a request is answered or was stolen.
     """
 
     def __init__(
@@ -44,12 +43,10 @@ class EngineQueue:
         policy_version: int,
         take: TakeAnswer,
         ended: Callable[[], None],
-        keep: Callable[[int, Choice], None] = lambda number, choice: None,
     ) -> None:
         self.open = dict(requests)
         """Requests that are not answered, or their follow-ups."""
         self._policy_version, self._take_answer, self._ended = policy_version, take, ended
-        self._keep = keep
         self._asks: dict[int, asyncio.Task[None]] = {}
         self._num_at_engine = self._num_arrived = self._num_answered = 0
         self._is_sending = self._is_cut = False
@@ -210,10 +207,10 @@ class EngineQueue:
             while number in self.open:
                 choice = await self._complete(self.open[number])
                 self._num_answered += 1
+                request = await self._take_answer(number, choice, self._engine.url)
                 if choice.finish_reason == CUT:
-                    self._keep(number, choice)
                     return
-                if request := await self._take_answer(number, choice, self._engine.url):
+                if request:
                     self.open[number] = request
                 else:
                     del self.open[number]
@@ -241,8 +238,8 @@ T = TypeVar("T")
 class RequestDispatcher:
     """Queues all open `requests` at the serving engines of the `pool`.
 
-    With `keep`, see `EngineQueue`, it goes on when they are answered, until it is `cut`, and more
-    may be added. Raises NoServingEngine if none serves.
+    If it `stays`, it goes on when they are answered, until it is `cut`, and more may be added.
+    Raises NoServingEngine if none serves.
     """
 
     def __init__(
@@ -250,7 +247,7 @@ class RequestDispatcher:
         pool: EnginePool,
         connect: Callable[[str], AbstractAsyncContextManager[Engine]],
         requests: Requests,
-        keep: Callable[[int, Choice], None] | None = None,
+        stays: bool = False,
     ) -> None:
         if not (serving := pool.serving):
             raise NoServingEngine(f"no rollout engine serves:\n{pool.status_report()}")
@@ -258,9 +255,9 @@ class RequestDispatcher:
         self._is_over = asyncio.Event()
         shares = equal_shares([*requests.open.items()], len(serving))
         version, take = requests.policy_version, requests.take_answer
-        self._stays, keeps = keep is not None, [keep] if keep else []
+        self._stays = stays
         self._queues = {
-            url: EngineQueue(dict(share), version, take, self._check_over, *keeps)
+            url: EngineQueue(dict(share), version, take, self._check_over)
             for url, share in zip(serving, shares, strict=True)
         }
         """Of each engine that is not lost, by address."""
@@ -272,6 +269,13 @@ class RequestDispatcher:
         """
         async with run_with(self._balance()):
             await gather_all(map(self._serve, [*self._queues]))
+
+    def follow_up(self, number: int, request: Json, url: str) -> None:
+        """Queue a request at the engine at `url`, or another one if that is lost."""
+        if url in self._queues:
+            self._queues[url].enqueue({number: request})
+        else:
+            self.add({number: request}, together=True)
 
     def add(self, requests: Mapping[int, Json], *, together: bool = False) -> None:
         """Queue more `requests`, with higher numbers; nothing happens if no engine is left.

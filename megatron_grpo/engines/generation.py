@@ -32,8 +32,29 @@ class Requests(Protocol):
 class SampleRequests(Requests, Protocol):
     """Requests for samples."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to ask for or to wait for."""
+
     def samples(self) -> list[Sample]:
-        """All samples, in the order of the prompts, once no request is open."""
+        """All samples, in the order of the prompts, once that is so."""
+
+
+class CutRequests(SampleRequests, Protocol):
+    """Those that pushes of weights may cut; see `InFlight`."""
+
+    begun: dict[int, Choice]
+    """What was sampled of open ones until they were cut."""
+
+    @property
+    def waiting(self) -> Iterable[int]:
+        """Numbers of those that wait for their environments before there is a next request."""
+
+    def take(self, number: int, choice: Choice, url: str) -> None:
+        """Take the answer to an open request, after which it may be `waiting`."""
+
+    async def next_request(self, number: int) -> Json | None:
+        """Wait for what it waits for; returns the next request, None at its end."""
 
 
 class Generation:
@@ -46,6 +67,7 @@ class Generation:
     """
 
     are_movable = True
+    waiting: Iterable[int] = ()
 
     def __init__(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         self.policy_version = params.policy_version
@@ -73,8 +95,20 @@ class Generation:
     async def wait_for_environments(self) -> None:
         """Nothing to wait for."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every request is answered."""
+        return not self.open
+
     async def take_answer(self, number: int, choice: Choice, url: str) -> None:
-        """Turn the answer of the engine at `url` into a sample; there is no follow-up request.
+        """`take` it; there is no follow-up request."""
+        self.take(number, choice, url)
+
+    async def next_request(self, number: int) -> None:
+        """None: a sample is one request."""
+
+    def take(self, number: int, choice: Choice, url: str) -> None:
+        """Turn the answer of the engine at `url` into a sample.
 
         The answer itself, over a hundred bytes per token, is not kept.
         """
@@ -109,7 +143,7 @@ class Generation:
 
     def _sample(self, number: int, choice: Choice) -> Sample:
         position, sample_index = divmod(number, self._params.num_generations)
-        spans = [(int(each.version), each.end - each.start) for each in choice.weight_versions]
+        spans = choice.spans
         return Sample(
             prompt=self._prompts[position],
             sample_index=sample_index,

@@ -7,20 +7,25 @@ it after all tokens before it, as in a training forward. At a push nothing runs 
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from megatron_grpo.data.samples import Sample, seed_after
-from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.choice import CUT, Choice
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CutRequests
 from megatron_grpo.workers.child_process import COLLECTOR
 from megatron_grpo.workers.tasks import run_with
 
 Decode = Callable[[Sequence[int]], str]
 """The text of sampled tokens, without special ones."""
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What the first bytes of a character are decoded to."""
 
 MOST_REQUESTS = 1 << 32
 """More than a generation has."""
@@ -41,25 +46,84 @@ def rest_of(request: Json, begun: Choice) -> Json:
     }
 
 
-def whole(begun: Choice, end: Choice, decode: Decode) -> Choice:
-    """The completion that was cut after `begun`, and ends with `end`."""
+def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> Choice:
+    """The completion that was cut after `begun`, and went on with `rest`; it may be cut again.
+
+    It ends earlier where one of the strings `stop` lies on both sides of the cut: an engine looks
+    for them in what it samples, and not in its prompt.
+    """
+    found = begun.followed_by(rest, text="")
+    if num_tokens := _num_until_stop(begun.token_ids, rest.token_ids, decode, stop):
+        found = found.stopped(num_tokens)
+    if found.finish_reason == CUT:
+        return found
     # Of a character whose bytes are tokens on both sides, neither part has the text.
-    token_ids = begun.token_ids + end.token_ids
-    return begun.followed_by(
-        end, decode(token_ids[:-1] if end.finish_reason == "stop" else token_ids)
-    )
+    has_end_token = found.finish_reason == "stop" and not stop
+    found.text = decode(found.token_ids[:-1] if has_end_token else found.token_ids)
+    if ends := _ends(found.text, stop):
+        found.text = found.text[: min(ends)]  # its last token may go on
+    return found
+
+
+def _num_until_stop(
+    begun: Sequence[int], rest: Sequence[int], decode: Decode, stop: Sequence[str]
+) -> int:
+    """Number of tokens until a stop string is complete that began in `begun`; 0 if none is.
+
+    Looks after each token, as an engine does, but no further than such a string can reach.
+    """
+    # A character that is not complete yet was not looked at.
+    num_seen = len(decode(begun).rstrip(INCOMPLETE)) if stop else 0
+    for num_tokens in range(len(begun) + 1, len(begun) + len(rest) + 1) if stop else ():
+        text = decode([*begun, *rest][:num_tokens])
+        if _ends(text, stop, num_seen):
+            return num_tokens
+        if len(text.rstrip(INCOMPLETE)) >= num_seen + max(map(len, stop)):
+            break
+    return 0
+
+
+def _ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
+    """For each stop string that is found to end after `num_seen` characters, where it ends."""
+    starts = [(text.find(each, max(0, num_seen + 1 - len(each))), len(each)) for each in stop]
+    return [start + length for start, length in starts if start >= 0]
+
+
+@dataclass
+class OpenGeneration:
+    """A generation that somebody waits for."""
+
+    requests: CutRequests
+    answered: asyncio.Future[None]
+    waits: set[asyncio.Task[None]] = field(default_factory=set)
+    """Those for environments."""
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` for who waits."""
+        if not self.answered.done():
+            self.answered.set_exception(error)
+
+    def end_if_complete(self) -> None:
+        """Tell who waits if all is there."""
+        if self.requests.is_complete and not self.answered.done():
+            self.answered.set_result(None)
 
 
 class OpenGenerations:
-    """The open requests of several generations, as those of one; earlier generations go first."""
+    """The open requests of several generations, as those of one; earlier generations go first.
+
+    The environment of a dialogue takes its time, also through a push: `ask` is called with the
+    number of the next request, the request, and the address of the engine that has had the one
+    before, if any.
+    """
 
     are_movable = True
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, ask: Callable[[int, Json, str], None]) -> None:
         self.policy_version = 0
         """Version of the weights that the engines hold."""
-        self._decode = decode
-        self._generations: dict[int, tuple[Generation, asyncio.Future[None]]] = {}
+        self._decode, self._ask = decode, ask
+        self._generations: dict[int, OpenGeneration] = {}
 
     @property
     def open(self) -> dict[int, Json]:
@@ -72,7 +136,7 @@ class OpenGenerations:
 
     def open_of(self, generation: int) -> dict[int, Json]:
         """Those of one generation."""
-        requests, _ = self._generations[generation]
+        requests = self._generations[generation].requests
         first, found = generation * MOST_REQUESTS, {}
         for own_number, request in requests.open.items():
             begun, number = requests.begun.get(own_number), first + own_number
@@ -80,52 +144,77 @@ class OpenGenerations:
             found[number] = {**rest, "priority": number}
         return found
 
-    async def answered(self, generation: int, requests: Generation) -> None:
-        """Wait until all `requests` of a generation are answered."""
-        future = asyncio.get_running_loop().create_future()
-        self._generations[generation] = requests, future
+    @contextmanager
+    def opened(self, generation: int, requests: CutRequests) -> Iterator[asyncio.Future[None]]:
+        """Have the `requests` of a generation among the open ones; yields what is done when all are
+        answered."""
+        answered = asyncio.get_running_loop().create_future()
+        self._generations[generation] = opened = OpenGeneration(requests, answered)
+        for own_number in requests.waiting:
+            self._wait(generation, own_number, "")
+        opened.end_if_complete()  # a checkpoint had all
         try:
-            await future
+            yield answered
         finally:
+            for wait in opened.waits:
+                wait.cancel()  # who comes again with these requests waits anew
             del self._generations[generation]
 
     async def give_up(self, generations: Iterable[int]) -> None:
         """Cancel those who wait for any of these that is not answered yet."""
         waiting = {number for number in generations if number in self._generations}
         for number in waiting:
-            self._generations[number][1].cancel()
+            self._generations[number].answered.cancel()
         while waiting & self._generations.keys():
             await asyncio.sleep(0)
 
     def fail(self, error: Exception) -> None:
         """Raise `error` for all who wait; they may come again."""
-        for _, future in self._generations.values():
-            if not future.done():
-                future.set_exception(error)
+        for opened in self._generations.values():
+            opened.fail(error)
 
     async def wait_for_environments(self) -> None:
         """Nothing to wait for."""
 
-    def keep(self, number: int, choice: Choice) -> None:
-        """Keep what was sampled of a completion until it was cut."""
-        if not choice.token_ids:
-            return
-        generation, own_number = divmod(number, MOST_REQUESTS)
-        requests, _ = self._generations[generation]
-        if begun := requests.begun.get(own_number):
-            choice = begun.followed_by(choice, text="")
-        requests.begun[own_number] = choice
-
     async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
-        """Pass the whole completion on to its generation."""
+        """Pass a whole completion on to its generation; keep what was sampled of one until it was
+        cut."""
+        if choice.finish_reason == CUT and not choice.token_ids:
+            return None
         generation, own_number = divmod(number, MOST_REQUESTS)
-        requests, future = self._generations[generation]
+        opened = self._generations[generation]
+        requests = opened.requests
         if begun := requests.begun.get(own_number):
-            choice = whole(begun, choice, self._decode)
-        await requests.take_answer(own_number, choice, url)
-        if not requests.open:
-            future.set_result(None)
+            stop = requests.open[own_number]["sampling_params"]["stop"]
+            choice = joined(begun, choice, self._decode, stop)
+        if choice.finish_reason == CUT:
+            requests.begun[own_number] = choice
+            return None
+        requests.take(own_number, choice, url)
+        if own_number in requests.waiting:
+            self._wait(generation, own_number, url)
+        opened.end_if_complete()
         return None
+
+    def _wait(self, generation: int, own_number: int, url: str) -> None:
+        opened = self._generations[generation]
+        wait = asyncio.ensure_future(self._follow_up(opened, generation, own_number, url))
+        opened.waits.add(wait)
+        wait.add_done_callback(opened.waits.discard)
+
+    async def _follow_up(
+        self, opened: OpenGeneration, generation: int, own_number: int, url: str
+    ) -> None:
+        """Ask for what comes after the environment's answer."""
+        try:
+            request = await opened.requests.next_request(own_number)
+        except Exception as error:  # of any kind: it must reach who waits for the generation
+            opened.fail(error)
+            return
+        number = generation * MOST_REQUESTS + own_number
+        if request:
+            self._ask(number, {**request, "priority": number}, url)
+        opened.end_if_complete()
 
 
 class InFlight:
@@ -137,7 +226,7 @@ class InFlight:
 
     def __init__(self, client: RolloutClient, decode: Decode) -> None:
         self._client = client
-        self._generations = OpenGenerations(decode)
+        self._generations = OpenGenerations(decode, self._ask)
         self._dispatcher: RequestDispatcher | None = None
         self._ended: Exception | None = None
         self._lost: Exception | None = None
@@ -148,7 +237,7 @@ class InFlight:
         self._thread.submit(self._loop.run_forever)
         self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
-    def generate(self, generation: int, requests: Generation) -> list[Sample]:
+    def generate(self, generation: int, requests: CutRequests) -> list[Sample]:
         """All samples of `requests`, once they are answered; called by one thread of each
         generation.
 
@@ -159,7 +248,7 @@ class InFlight:
         return requests.samples()
 
     def submit(
-        self, generation: int, requests: Generation, *, together: bool = False
+        self, generation: int, requests: CutRequests, *, together: bool = False
     ) -> Future[None]:
         """As `generate`, without waiting: the result is there when all `requests` are answered.
 
@@ -199,14 +288,17 @@ class InFlight:
         self._thread.shutdown()
         self._loop.close()
 
-    async def _generate(self, generation: int, requests: Generation, together: bool) -> None:
+    async def _generate(self, generation: int, requests: CutRequests, together: bool) -> None:
         if failure := self._ended or self._lost:
             raise failure
-        answered = asyncio.ensure_future(self._generations.answered(generation, requests))
-        await asyncio.sleep(0)  # now it is among the open ones
-        if self._dispatcher:
-            self._dispatcher.add(self._generations.open_of(generation), together=together)
-        await answered
+        with self._generations.opened(generation, requests) as answered:
+            if self._dispatcher:
+                self._dispatcher.add(self._generations.open_of(generation), together=together)
+            await answered
+
+    def _ask(self, number: int, request: Json, url: str) -> None:
+        if self._dispatcher:  # else it is among the open ones of the next
+            self._dispatcher.follow_up(number, request, url)
 
     async def _suspend(self) -> None:
         self._may_dispatch.clear()
@@ -233,7 +325,7 @@ class InFlight:
         generations = self._generations
         try:
             self._dispatcher = RequestDispatcher(
-                self._client.pool, self._client.connect, generations, generations.keep
+                self._client.pool, self._client.connect, generations, stays=True
             )
             await self._dispatcher.run()
             self._client.pool.finish_generation()  # engines that served from push to push

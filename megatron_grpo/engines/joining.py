@@ -4,10 +4,12 @@
 push on, the run uses the engine like one of `rollout.base_urls`. The file is renamed to
 `HOST_PORT.leaving` when the engine is to leave: the run gives it no more requests from the next
 push on and removes the file, whereupon the engine ends. It also ends when the run is complete; an
-interrupted run finds its engines again.
+interrupted run finds its engines again. The file is touched now and then: one that stays as it is
+may be left by a host that is gone.
 """
 
 import hashlib
+import os
 import signal
 import sys
 import time
@@ -32,6 +34,7 @@ OF_EACH_HOST = ("gpu_memory_utilization",)
 """Fields of `rollout.vllm` in which engines of one run may differ."""
 LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 1.0
+TOUCH_SECONDS = 30.0
 TERMINATE_SECONDS = 10.0
 
 
@@ -102,33 +105,32 @@ class JoinFolder:
         settings = settings_of(cfg.model, cfg.rollout, cfg.lora)
         return cls(cfg.train.run_dir / FOLDER, settings, urls, reason)
 
-    def joined(self) -> list[str]:
-        """Addresses of the engines that take part; says once of each other file why it does not."""
-        return [
-            url for file in sorted(self._folder.glob(f"*{JOINED}")) if (url := self._read(file))
-        ]
+    def joined(self) -> dict[str, int]:
+        """Address of each engine that takes part, and when its file changed, in nanoseconds; says
+        once of each other file why its engine does not."""
+        return dict(filter(None, map(self._read, sorted(self._folder.glob(f"*{JOINED}")))))
 
     def leavers(self) -> list[Path]:
         """The files of the engines that wait until the run has dropped them."""
         return [*self._folder.glob(f"*{LEAVING}")]
 
-    def _read(self, file: Path) -> str:
-        """The address in a file; empty if its engine has no part in the run."""
+    def _read(self, file: Path) -> tuple[str, int] | None:
+        """An item of `joined`; None if the engine has no part in the run."""
         try:
+            changed = file.stat().st_mtime_ns
             engine = msgspec.json.decode(file.read_bytes(), type=JoinedEngine)
         except FileNotFoundError:  # it has left since
-            return ""
+            return None
         except (OSError, msgspec.MsgspecError) as error:
-            return self._refuse(file, f"the file cannot be read: {error}")
-        if fault := self._fault(engine):
-            return self._refuse(file, fault)
-        return engine.url
-
-    def _refuse(self, file: Path, reason: str) -> str:
-        if (file.name, reason) not in self._told:
-            self._told.add((file.name, reason))
-            print(f"the engine of {file} cannot join: {reason}", file=sys.stderr, flush=True)
-        return ""
+            fault = f"the file cannot be read: {error}"
+        else:
+            fault = self._fault(engine)
+            if not fault:
+                return engine.url, changed
+        if (file.name, fault) not in self._told:
+            self._told.add((file.name, fault))
+            print(f"the engine of {file} cannot join: {fault}", file=sys.stderr, flush=True)
+        return None
 
     def _fault(self, engine: JoinedEngine) -> str:
         if self._refusal:
@@ -202,9 +204,14 @@ def _stay(
     whole.write_bytes(msgspec.json.encode(engine))
     whole.replace(file)
     print(f"{file}: the engine joins at the run's next push", file=sys.stderr, flush=True)
+    touched = time.monotonic()
     while not signals and file.exists():
         if child.end(within=POLL_SECONDS):
             return
+        if time.monotonic() - touched > TOUCH_SECONDS:
+            touched = time.monotonic()
+            with suppress(FileNotFoundError):
+                os.utime(file)
         if is_complete():
             print("the run is complete: its engine ends", file=sys.stderr, flush=True)
             return

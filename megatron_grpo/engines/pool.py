@@ -46,6 +46,15 @@ class EngineRecord:
     """Losses in all."""
     since: float = field(default_factory=time.monotonic)
     """When it was last started or lost."""
+    file_changed: int = 0
+    """When the file of an engine that has joined changed; see `JoinFolder.joined`."""
+    unanswered: int = 0
+    """`file_changed` when it was last asked in vain whether it answers."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has joined, does not answer, and has not touched its file since."""
+        return self.state is State.DOWN and 0 < self.file_changed == self.unanswered
 
 
 class EnginePool:
@@ -94,15 +103,18 @@ class EnginePool:
     def join_and_leave(self) -> None:
         """Take in the engines that have joined, and drop those that leave, while none has requests.
 
-        One that has joined is down until it answers, as `check_engines` finds out.
+        One that has joined is down until it answers, as `check_engines` finds out. One that does
+        not is asked again when its file has changed: it may have been killed and left its file.
         """
         if self._joining is None:
             return
         leavers, joined = self._joining.leavers(), self._joining.joined()
-        for url in joined:
+        for url, file_changed in joined.items():
             if url not in self._records:
                 self._records[url] = EngineRecord(url, State.DOWN, "has not answered yet")
                 _tell(f"rollout engine {url} joins")
+            if url not in self._servers.base_urls:
+                self._records[url].file_changed = file_changed
         for url in self._records.keys() - {*self._servers.base_urls, *joined}:
             del self._records[url]
             _tell(f"rollout engine {url} has left")
@@ -111,7 +123,8 @@ class EnginePool:
 
     def check_engines(self) -> list[str]:
         """Lose engines that have died or hang; returns those that answer again."""
-        asked = self._in(State.SERVING, State.STALE, State.DOWN)
+        able = self._in(State.SERVING, State.STALE, State.DOWN)
+        asked = [url for url in able if not self._records[url].is_silent]
         with ThreadPoolExecutor(len(asked) or 1) as pool:
             answers = dict(zip(asked, pool.map(self._answers, asked), strict=True))
         came_back = []
@@ -126,6 +139,12 @@ class EnginePool:
                         record.url,
                         f"did not answer within {self._startup_timeout:g} s of its start "
                         "(rollout.startup_timeout)",
+                    )
+                elif record.file_changed:
+                    record.unanswered = record.file_changed
+                    _tell(
+                        f"rollout engine {record.url} does not answer: it is asked again when its "
+                        "file in engines/ has changed"
                     )
             elif not answers[record.url]:
                 self.mark_dead(

@@ -8,172 +8,19 @@ import sys
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from megatron_grpo.config.config import Config
-from megatron_grpo.config.data import DataConfig
-from megatron_grpo.data.encoding import TEMPLATE_ERRORS, Encoded, encode_rows, render_chats
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, turn_seed
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
+from megatron_grpo.environments.turns import Turns
 from megatron_grpo.workers.tasks import gather_all
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-# Contents of the messages of a probe dialogue: they occur in no template, and have no spaces at
-# their ends that a template might strip.
-ASKED, SAID = "qxjvzk0", "qxjvzk1"
-# With characters that a template would escape if it wrote the content as JSON or HTML.
-OBSERVED = 'qxjvzk2 "\\\n<é&> qxjvzk3'
-
-
-@dataclass(frozen=True)
-class Turns:
-    """How an observation is encoded, so that sampled tokens are never encoded again.
-
-    A turn ends with the end token that was sampled. One that ended with a token of
-    `rollout.stop_token_ids` or a string of `rollout.stop` is then closed with the template's.
-    What follows is encoded on its own: the rest of the assistant's turn, the observation as a
-    message, and the start of the next turn, all as the chat template writes them. As in prompts,
-    names of special tokens in an observation become these tokens.
-    """
-
-    data: DataConfig
-    tokenizer: "PreTrainedTokenizerBase"
-    end_tokens: Sequence[int] = ()
-    before: str = ""
-    """Template text from the end token of the model's turn to the observation."""
-    after: str = ""
-    """Template text from the observation to the model's next turn."""
-
-    @classmethod
-    def from_config(
-        cls, cfg: Config, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]
-    ) -> "Turns":
-        """The turns of the chat template, or bare observations if none is applied.
-
-        Raises ValueError for a template with which a dialogue cannot be continued token by token.
-        """
-        if not cfg.data.apply_chat_template:
-            return cls(cfg.data, tokenizer, end_tokens)
-        role = cfg.environment.observation_role
-        whole = _render(cfg.data, tokenizer, role)
-        before, after = _between(whole)
-        turns = cls(cfg.data, tokenizer, end_tokens, before, after)
-        end = turns._check(whole)
-        closing = [t for t in end_tokens if t == end or t not in cfg.rollout.stop_token_ids]
-        return replace(turns, end_tokens=closing)
-
-    def encode_observation(self, observation: str, last_token: int) -> tuple[tuple[int, ...], str]:
-        """Tokens and text from after `last_token` of a turn to the start of the next turn."""
-        if not self.data.apply_chat_template:
-            ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
-            return tuple(ids), observation
-        text = f"{self.before}{observation}{self.after}"
-        ids = self._encode(text)
-        if last_token not in self.end_tokens:
-            return tuple(ids), text
-        return tuple(ids[1:]), self._without_end(text)
-
-    def with_first_observation(self, prompt: Prompt, observation: str) -> Prompt:
-        """The prompt with `observation` appended to its last message."""
-        column = self.data.prompt_column
-        row = {**prompt.row, column: _appended(prompt.row[column], observation)}
-        [encoded] = encode_rows(self.data, self.tokenizer, [row])
-        assert isinstance(encoded, Encoded), "it was none without the observation"
-        return replace(
-            prompt, token_ids=encoded.token_ids, text=encoded.text, first_observation=observation
-        )
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    def _without_end(self, text: str) -> str:
-        return text[len(self.tokenizer.decode(self._encode(text)[:1])) :]
-
-    def _check(self, whole: str) -> int:
-        """The template's end token of a turn.
-
-        Raises ValueError unless the separately encoded pieces equal the end of the whole.
-        """
-        pieces = self._encode(f"{self.before}{OBSERVED}{self.after}")
-        end = pieces[0] if pieces else None
-        if end is None or end not in self.end_tokens:
-            raise ValueError(
-                "the chat template does not close the model's turn with a token that ends it: "
-                f"{self.before!r} begins with token {end}, and a completion ends with "
-                f"{', '.join(map(str, self.end_tokens))}: add it to rollout.stop_token_ids, or use "
-                "data.apply_chat_template=false"
-            )
-        if self._encode(whole)[-len(pieces) :] != pieces:
-            raise ValueError(
-                "the chat template cannot be continued token by token: in the dialogue\n"
-                f"{whole!r}\nthe part after the model's turn has other tokens than when encoded "
-                f"alone, {pieces}: use data.apply_chat_template=false"
-            )
-        return end
-
-
-def end_of_turn(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The special tokens that the chat template writes after the model's turn.
-
-    After the last turn of a dialogue: some templates end earlier ones in another way. None if the
-    template refuses a dialogue, which only prompts of another form show.
-    """
-    messages = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
-    if data.system_prompt is not None:
-        messages = [{"role": "system", "content": data.system_prompt}, *messages]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **data.chat_template_kwargs)
-    except TEMPLATE_ERRORS:
-        return []
-    _, _, rest = text.partition(SAID)
-    added = tokenizer.added_tokens_decoder
-    ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
-    return [token for token in ids if token in added and added[token].special]
-
-
-def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", role: str) -> str:
-    messages: list[Any] = [
-        {"role": "user", "content": ASKED},
-        {"role": "assistant", "content": SAID},
-        {"role": role, "content": OBSERVED},
-    ]
-    try:
-        text: str = render_chats(data, tokenizer, messages)
-    except TEMPLATE_ERRORS as error:
-        raise ValueError(
-            f"the chat template refuses an observation of environment.observation_role {role!r} "
-            f"after the model's turn: {error}"
-        ) from None
-    return text
-
-
-def _between(whole: str) -> tuple[str, str]:
-    """The text between the model's turn and the observation, and the text after that."""
-    if any(whole.count(text) != 1 for text in (ASKED, SAID, OBSERVED)):
-        raise ValueError(
-            "the chat template does not show each message of a dialogue once:\n"
-            f"{whole!r}\nuse another template, or data.apply_chat_template=false"
-        )
-    _, _, rest = whole.partition(SAID)
-    before, _, after = rest.partition(OBSERVED)
-    return before, after
-
-
-def _appended(prompt: Any, observation: str) -> Any:
-    if isinstance(prompt, str):
-        return prompt + observation
-    *others, last = prompt
-    return [*others, {**last, "content": last["content"] + observation}]
 
 
 @dataclass
@@ -192,6 +39,9 @@ class Dialogue:
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     loss_mask: "array[int]" = field(default_factory=lambda: array("b"))
     text: str = ""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Version of the weights and number of tokens of each part; an observation counts as of the
+    turn before it."""
     routed_experts: list[np.ndarray] = field(default_factory=list)
     """Of each turn, the experts of the tokens that were new to the engine."""
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -205,6 +55,8 @@ class Dialogue:
     def add_turn(self, choice: Choice) -> None:
         """Append a turn of the model and submit it to the environment."""
         self._append(choice.token_ids, choice.token_logprobs, True)
+        for version, num_tokens in choice.spans:
+            self._count(version, num_tokens)
         self.text += choice.text
         self._is_cut = choice.finish_reason == "length"
         self.pending = self.instance.step(
@@ -242,6 +94,7 @@ class Dialogue:
                 self.finish_reason = "length"
             else:
                 self._append(tokens, [0.0] * len(tokens), False)
+                self._count(self.spans[-1][0], len(tokens))
                 self.text += text
 
     def fail(self, failure: str) -> None:
@@ -253,6 +106,11 @@ class Dialogue:
         self.logprobs.extend(logprobs)
         self.loss_mask.extend([is_sampled] * len(tokens))
         self.room -= len(tokens)
+
+    def _count(self, version: int, num_tokens: int) -> None:
+        if self.spans and self.spans[-1][0] == version:
+            num_tokens += self.spans.pop()[1]
+        self.spans.append((version, num_tokens))
 
 
 class DialogueGeneration:
@@ -278,6 +136,8 @@ class DialogueGeneration:
         self.policy_version = params.policy_version
         self.engines: set[str] = set()
         """Addresses of the engines that have answered."""
+        self.begun: dict[int, Choice] = {}
+        """By number, what was sampled of turns in progress until they were cut."""
         self._params, self._turns, self._max_turns = params, turns, max_turns
         self.dialogues: list[Dialogue] = []
         for prompt in prompts:
@@ -290,15 +150,23 @@ class DialogueGeneration:
 
     @property
     def open(self) -> dict[int, Json]:
-        """The next request of every dialogue that has not ended, by dialogue number.
-
-        Await `wait_for_environments` first, so that no dialogue waits for its environment.
-        """
+        """The next request of every dialogue that has not ended, by dialogue number; none of those
+        that wait for their environments."""
         return {
             number: self._request(number, dialogue)
             for number, dialogue in enumerate(self.dialogues)
-            if not dialogue.finish_reason
+            if not dialogue.finish_reason and dialogue.pending is None
         }
+
+    @property
+    def waiting(self) -> list[int]:
+        """The numbers of the dialogues that wait for their environments."""
+        return [n for n, dialogue in enumerate(self.dialogues) if dialogue.pending is not None]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every dialogue has ended."""
+        return all(dialogue.finish_reason for dialogue in self.dialogues)
 
     @property
     def failures(self) -> list[str]:
@@ -322,18 +190,28 @@ class DialogueGeneration:
 
     async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process a turn from the engine at `url`; returns the next request, None at the end."""
+        self.take(number, choice, url)
+        return await self.next_request(number)
+
+    def take(self, number: int, choice: Choice, url: str) -> None:
+        """Take a turn from the engine at `url`, for which its environment is asked."""
         dialogue = self.dialogues[number]
         # An engine of a training run returns them to evaluations, too.
         if self._params.router_replay:
             dialogue.routed_experts.append(choice.routes)
         dialogue.add_turn(choice)
         self.engines.add(url)
+        self.begun.pop(number, None)
+
+    async def next_request(self, number: int) -> Json | None:
+        """Wait for the environment of a dialogue; returns the next request, None at the end."""
+        dialogue = self.dialogues[number]
         await self._settle(dialogue)
         return None if dialogue.finish_reason else self._request(number, dialogue)
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once every dialogue has ended."""
-        assert all(dialogue.finish_reason for dialogue in self.dialogues)
+        assert self.is_complete
         return [
             Sample(
                 prompt=dialogue.prompt,
@@ -342,7 +220,8 @@ class DialogueGeneration:
                 logprobs=dialogue.logprobs,
                 finish_reason=dialogue.finish_reason,
                 text=dialogue.text,
-                policy_version=self.policy_version,
+                policy_version=dialogue.spans[0][0] if dialogue.spans else self.policy_version,
+                versions=tuple(dialogue.spans) if len(dialogue.spans) > 1 else (),
                 loss_mask=dialogue.loss_mask,
                 routed_experts=self._routes(dialogue),
                 step_rewards=tuple(dialogue.step_rewards),

@@ -43,7 +43,7 @@ class EnvironmentPool:
     def __init__(self, cfg: EnvironmentConfig) -> None:
         self.cfg = cfg
         self._keys = count()
-        self._lock = threading.Lock()
+        self._lock, self._sending = threading.Lock(), threading.Lock()
         self._calls: dict[int, Future[Any]] = {LOAD_KEY: _future()}
         self._loaded = self._calls[LOAD_KEY]
         self._failure = ""
@@ -102,7 +102,8 @@ class EnvironmentPool:
         If the worker is dead, this raises nothing: the futures of pending calls do.
         """
         try:
-            self._worker.connection.send(message)
+            with self._sending:  # generations in progress have threads of their own
+                self._worker.connection.send(message)
         except BlockingIOError:
             raise EnvironmentsLost(
                 f"the worker of the environments: it read nothing for {SEND_SECONDS} s"

@@ -18,7 +18,8 @@ from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments import EnvironmentPool
-from megatron_grpo.environments.multi_turn import DialogueGeneration, Turns
+from megatron_grpo.environments.multi_turn import DialogueGeneration
+from megatron_grpo.environments.turns import Turns
 from megatron_grpo.rewards import (
     RewardError,
     RewardPool,

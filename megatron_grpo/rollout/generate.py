@@ -26,7 +26,8 @@ from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.environments import EnvironmentPool
-from megatron_grpo.environments.multi_turn import DialogueGeneration, Turns
+from megatron_grpo.environments.multi_turn import DialogueGeneration
+from megatron_grpo.environments.turns import Turns
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards import RewardPools, add_environment_rewards, check_failed, total_rewards
 from megatron_grpo.rewards.builtin import reference_fault
@@ -174,7 +175,7 @@ class Rollouter:
         self, request: RolloutRequest, requests: Generation | DialogueGeneration
     ) -> list[Sample]:
         """All samples of the requests of one round."""
-        if self.in_flight and isinstance(requests, Generation):  # there are no environments then
+        if self.in_flight:
             return self.in_flight.generate(request.generation, requests)
         return self.engines.generate(requests)
 
@@ -241,9 +242,9 @@ class Rollout:
     def __init__(self, rollouter: Rollouter, request: RolloutRequest) -> None:
         self.request = request
         self._rollouter, self._cfg = rollouter, rollouter.cfg
-        self._sampler = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
-        self._open: Generation | DialogueGeneration | None = None
-        """The requests of this round, until all are answered."""
+        self.sampler = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
+        self.open: Generation | DialogueGeneration | None = None
+        """The requests of this round."""
 
     def run(self, timer: PhaseTimer) -> RolloutBatch:
         """Sample the prompts and score the samples, in as many rounds as dynamic sampling takes.
@@ -252,29 +253,28 @@ class Rollout:
         more, Preempted or ScoringCancelled when `Rollouter.cancel` was called, and RewardError when
         too many rewards failed.
         """
-        sampler, num_engines = self._sampler, 0
+        sampler = self.sampler
         while sampler.prompts:
             with timer.phase("generate"):
-                self._open = self._open or self._rollouter.requests(sampler, self.request)
-                samples = self._rollouter.answers(self.request, self._open)
-                num_engines = len(self._open.engines)
-                if isinstance(self._open, DialogueGeneration):
-                    self._open.print_failures()
-                self._open = None
+                self.open = self.open or self._rollouter.requests(sampler, self.request)
+                samples = self._rollouter.answers(self.request, self.open)
+                if isinstance(self.open, DialogueGeneration):
+                    self.open.print_failures()
             with timer.phase("score"):
                 groups = self._rollouter.score(samples)
             sampler.add_groups(groups)
+            self.open = None if sampler.prompts else self.open
             # Failures of functions and of the environment, over all rounds.
             check_failed(sampler.num_failed, sampler.num_scored, self._cfg.reward)
-        return self._batch(num_engines)
+        return self._batch()
 
     def abandon(self) -> None:
         """Drop the open requests, and end the environments that they have started."""
-        if isinstance(self._open, DialogueGeneration):
-            self._open.abandon()
+        if isinstance(self.open, DialogueGeneration):
+            self.open.abandon()
 
-    def _batch(self, num_engines: int) -> RolloutBatch:
-        sampler = self._sampler
+    def _batch(self) -> RolloutBatch:
+        sampler = self.sampler
         groups = sampler.groups()
         experience = compute_advantages(
             [sample for group in groups for sample in group.samples],
@@ -282,7 +282,7 @@ class Rollout:
             self._cfg,
         )
         metrics: dict[str, float] = {
-            "rollout/num_engines": num_engines,  # that answered in the last round
+            "rollout/num_engines": len(self.open.engines) if self.open else 0,  # in the last round
             "reward/failed": sampler.num_failed,  # including replaced prompts
         }
         if self._cfg.grpo.dynamic_sample:

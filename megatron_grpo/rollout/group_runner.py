@@ -6,7 +6,7 @@ work on others. Completions go on through pushes of weights, as with `rollout.in
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -147,7 +147,7 @@ class GroupRunner:
             self._ask()
         self._in_flight.resume(policy_version)
 
-    def open_groups(self) -> tuple[OpenGroups, Experience | None]:
+    def open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
         """The groups that no generation has taken, and their samples, for a checkpoint.
 
         Requests go on: what they have sampled since the last push is not there (`open_samples`).
@@ -156,6 +156,7 @@ class GroupRunner:
             queue = self._queue
             each = {n: attempt.scored or attempt for n, attempt in sorted(self._attempts.items())}
             next_number, untaken, asked_at = queue.next_number, queue.untaken, queue.asked_at
+            engines = {n: sorted(a.requests.engines.copy()) for n, a in self._attempts.items()}
         groups = {
             number: found if isinstance(found, ScoredGroup) else found.requests.so_far()
             for number, found in each.items()
@@ -166,16 +167,19 @@ class GroupRunner:
             next_number=next_number,
             untaken=tuple(untaken),
             asked_at=tuple((number, asked_at[number]) for number in numbers),
+            engines=tuple((number, tuple(engines[number])) for number in numbers),
         )
-        return groups_saved, samples
+        return groups_saved, samples, {}
 
-    def go_on(self, asked_at: Mapping[int, int], samples: Experience) -> None:
+    def go_on(self, saved: OpenGroups, samples: Experience) -> None:
         """Go on, at the first `resume`, with the groups that a checkpoint has samples of."""
+        asked_at, engines = dict(saved.asked_at), dict(saved.engines)
         with self._changed:
             self._queue.go_on(asked_at)
             groups = groups_of(samples)
             for number in sorted(groups, key=lambda each: (asked_at[each], each)):
                 attempt, found = self._attempt(number), groups[number]
+                attempt.requests.engines.update(engines.get(number, ()))
                 if isinstance(found, ScoredGroup):
                     attempt.scored, attempt.ended = found, time.time()
                     self._queue.complete(number)

@@ -1,13 +1,15 @@
-"""The samples of groups that no generation has taken, as a checkpoint holds them.
+"""The samples in progress when weights are pushed in flight, as a checkpoint holds them.
 
-They are those of an `Experience`, but may be cut: what was sampled until the last push. These and
-the ones that are not there go on from what there is, exactly as after a push. A checkpoint loses
-nothing but the tokens that the engines have not handed out: those since that push.
+With over-sampling, those of the groups that no generation has taken; else, those of the generations
+that are not complete. They are those of an `Experience`, but may be cut: what was sampled until the
+last push. These and the ones that are not there go on from what there is, exactly as after a push.
+A checkpoint loses nothing but the tokens that the engines have not handed out: those since that
+push.
 
-Invariants, of a checkpoint and the run that goes on from it: every sample is of a group among
-`OpenGroups.untaken`; a group has a sample at most once; a whole sample is never asked for again;
-the age of a group counts from when it was first asked for. Only a group that becomes too old, or
-that dynamic sampling rejects, loses its samples.
+Invariants, of a checkpoint and the run that goes on from it: a group has a sample at most once; a
+whole sample is never asked for again. With over-sampling, every sample is of a group among
+`OpenGroups.untaken`; the age of a group counts from when it was first asked for; only a group that
+becomes too old, or that dynamic sampling rejects, loses its samples.
 """
 
 import math
@@ -16,10 +18,21 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_grpo.batch.experience import Experience
+from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 
 Unscored = Sequence[Sample]
+
+
+def may_be_saved(cfg: Config) -> bool:
+    """Whether a checkpoint holds samples in progress, and so waits for none.
+
+    No dialogues, which have environments; and of a generation by itself, not the groups that
+    dynamic sampling has found so far.
+    """
+    one_round = cfg.rollout.over_sampling > 1 or not cfg.grpo.dynamic_sample
+    return cfg.rollout.in_flight_updates and one_round and cfg.environment.name is None
 
 
 def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | None:

@@ -19,6 +19,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines import NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
+from megatron_grpo.rollout.open_samples import may_be_saved
 from megatron_grpo.rollout.runner import Runner
 from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
@@ -59,7 +60,7 @@ class RolloutScheduler:
         """The finished generations that training has not begun, by number; only rank 0 has what
         they contain."""
         rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
-        self._in_flight, self._over_samples = rollout.in_flight_updates, rollout.over_sampling > 1
+        self._in_flight, self._saves_open = rollout.in_flight_updates, may_be_saved(cfg)
         self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self._runner, self._push, self._is_suspended = runner, push, False
 
@@ -100,7 +101,7 @@ class RolloutScheduler:
     def finish_for_save(self, step: int, timer: PhaseTimer) -> None:
         """Wait before a checkpoint after `step` steps for the generations in progress that were
         requested from weights that it does not hold: a resumed run could not do that again."""
-        if self._over_samples or self._is_suspended:  # it has the groups; or nothing would finish
+        if self._saves_open or self._is_suspended:  # it has their samples; or nothing would finish
             return
         for generation, request in [*self.pending.items()]:
             if request.policy_version != step:

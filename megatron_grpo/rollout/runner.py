@@ -1,5 +1,6 @@
 """Makes generations, in threads of their own if they are made beside the training. Rank 0 only."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -9,11 +10,13 @@ from typing import Protocol
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
-from megatron_grpo.engines import EngineError, NoServingEngine, RolloutAborted
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines import EngineError, Generation, NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.generate import Rollout, RolloutBatch, Rollouter, RolloutRequest
+from megatron_grpo.rollout.open_samples import experience_of, may_be_saved
 from megatron_grpo.rollout.replay import Replay, ReplayedRollout
 from megatron_grpo.timing import IDLE, ROLLOUT, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
@@ -67,9 +70,9 @@ class Runner(Protocol):
     def resume(self, policy_version: int) -> None:
         """Go on with weights of that version."""
 
-    def open_groups(self) -> tuple[OpenGroups | None, Experience | None]:
-        """What a checkpoint holds of the groups that belong to no generation yet, and their samples
-        so far."""
+    def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
+        """What a checkpoint holds of the groups that belong to no generation yet, the samples so
+        far of what is in progress, and the generations that are complete."""
 
     def close(self) -> None:
         """Cancel what is in progress, since the rollouter is about to be closed."""
@@ -83,6 +86,10 @@ class RolloutRunner:
     ) -> None:
         self._rollouter, self._watchdog, self._timeline = rollouter, watchdog, timeline
         self._making: dict[int, Making] = {}
+        self._samples: dict[int, list[Sample]] = defaultdict(list)
+        self._engines: dict[int, set[str]] = defaultdict(set)
+        """Of generations that were not begun again, what the checkpoint had, and the addresses of
+        the engines that had answered."""
 
     def begin(self, request: RolloutRequest) -> None:
         """Begin a generation, or continue it if it is the one that engines were lost in."""
@@ -90,7 +97,13 @@ class RolloutRunner:
         if making is None or making.rollout.request != request:
             if making is not None:
                 making.rollout.abandon()
-            making = Making(self._rollouter.rollout(request))
+            making = Making(rollout := self._rollouter.rollout(request))
+            samples = self._samples.pop(request.generation, None)
+            if samples and isinstance(self._rollouter, Rollouter) and isinstance(rollout, Rollout):
+                rollout.open = self._rollouter.requests(rollout.sampler, request)
+                assert isinstance(rollout.open, Generation), "a checkpoint holds no dialogues"
+                rollout.open.go_on(samples)
+                rollout.open.engines |= self._engines.pop(request.generation)
             self._making[request.generation] = making
         self._submit(making)
 
@@ -125,9 +138,40 @@ class RolloutRunner:
             if made and made.done() and isinstance(made.exception(), NoServingEngine):
                 self._submit(making)
 
-    def open_groups(self) -> tuple[None, None]:
-        """Every group belongs to a generation."""
-        return None, None
+    def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
+        """What a checkpoint holds of the generations in progress: none of it if it waits for them;
+        and those that are complete."""
+        complete: dict[int, RolloutBatch] = {}
+        groups: dict[int, list[Sample]] = {}
+        engines: dict[int, tuple[str, ...]] = {}
+        if isinstance(self._rollouter, Replay) or not may_be_saved(self._rollouter.cfg):
+            return None, None, {}
+        for generation, making in self._making.items():
+            rollout, made = making.rollout, making.made
+            requests = rollout.open if isinstance(rollout, Rollout) else None
+            if made and made.done() and not made.exception():
+                complete[generation] = made.result()
+            elif isinstance(requests, Generation):
+                prompts = self._rollouter.stream.batch(generation)
+                first = generation * len(prompts)
+                places = {prompt.index: first + number for number, prompt in enumerate(prompts)}
+                for sample in requests.so_far():
+                    groups.setdefault(places[sample.prompt.index], []).append(sample)
+                engines |= dict.fromkeys(places.values(), tuple(sorted(requests.engines.copy())))
+        saved = OpenGroups(
+            next_number=max(engines, default=-1) + 1,
+            untaken=tuple(sorted(engines)),
+            engines=tuple(sorted(engines.items())),
+        )
+        return saved, experience_of(groups), complete
+
+    def go_on(self, saved: OpenGroups, samples: Experience) -> None:
+        """Go on with the samples that a checkpoint has, in the generations that are begun next."""
+        size = self._rollouter.stream.batch_size
+        for place, sample in zip(samples.group_ids.tolist(), samples.samples, strict=True):
+            self._samples[place // size].append(sample)
+        for place, urls in saved.engines:
+            self._engines[place // size].update(urls)
 
     def close(self) -> None:
         """Cancel the generations in progress, since their rollouter is about to be closed."""

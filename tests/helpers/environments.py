@@ -27,6 +27,12 @@ class Echo:
         self.heard.append(text)
         return f"{len(self.heard)}: {text}", len(text), len(self.heard) == self.last
 
+class Slow(Echo):
+    '''Takes its time.'''
+    def step(self, text):
+        time.sleep(0.5)
+        return super().step(text)
+
 class Odd(Echo):
     '''The same, but what a row says happens in the turn that it says.'''
     def reset(self, prompt, deed, turn):

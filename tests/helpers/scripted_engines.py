@@ -2,18 +2,30 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 
+from checkpoint_convert import read_shape
+from demo.make_sums import sums
+from helpers.policies import tiny_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import Engine, Patience
+from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.launch.run_dir import new_token
+from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
+from megatron_grpo.rollout.generate import Rollouter
+from parallel import ParallelDims
+
+MAX_LENGTH = 8
+"""Of completions of a `scripted_rollouter`."""
 
 
 @dataclass
@@ -117,3 +129,56 @@ class ScriptedClient(RolloutClient):
         transport = httpx.MockTransport(self._engines[url].respond)
         async with httpx.AsyncClient(base_url=url, transport=transport) as http:
             yield Engine(url, http, Patience(health=5.0, stall=60.0))
+
+
+class Scores:
+    """Scores by the number of the sample; it can fail."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.value = 1.0
+        self.num_scored = 0
+
+    def __call__(self, samples) -> list[ScoredGroup]:
+        if self.error:
+            raise self.error
+        self.num_scored += len(samples)
+        groups = [samples[i : i + 4] for i in range(0, len(samples), 4)]
+        values = [[self.value * sample.sample_index for sample in group] for group in groups]
+        return [
+            ScoredGroup(group, [{"share_of_digits": value} for value in each], each)
+            for group, each in zip(groups, values, strict=True)
+        ]
+
+
+@contextmanager
+def scripted_rollouter(model: Path, folder: Path, *overrides: str) -> Iterator[Rollouter]:
+    """Its engines are scripted, and hold their requests; its rewards are `Scores`. Weights are
+    pushed in flight; a generation has 4 completions of each of 4 prompts."""
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    cfg = tiny_config(
+        model,
+        ParallelDims(),
+        f"data.path={data}",
+        f"train.run_dir={folder / 'run'}",
+        "train.num_steps=20",
+        "rollout.base_urls=[http://127.0.0.1:9]",  # nobody is asked there
+        "rollout.in_flight_updates=true",
+        "grpo.old_logprobs=rollout",
+        "rollout.max_staleness=2",
+        f"rollout.max_completion_length={MAX_LENGTH}",
+        *overrides,
+    )
+    with closing(Rollouter(cfg, read_shape(model), new_token(), num_ranks=1)) as rollouter:
+        rollouter.score = Scores()
+        use(rollouter, ScriptedEngine(version=0))
+        yield rollouter
+
+
+def use(rollouter: Rollouter, engine: ScriptedEngine, name: str = "only") -> None:
+    """Give it an engine of that script, and an `InFlight` of its own."""
+    rollouter.in_flight.end()
+    rollouter.in_flight.close()
+    rollouter.engines, rollouter.engine = ScriptedClient(**{name: engine}), engine
+    rollouter.in_flight = InFlight(rollouter.engines, lambda tokens: "")

@@ -166,3 +166,24 @@ def test_what_was_learnt_is_saved_when_all_environments_are_lost_with_their_proc
     assert ended.exit_codes == [1] and ended.survivors == []
     assert "the worker of the environments: its process died with signal SIGKILL" in ended.output
     assert latest_step(run_dir / "checkpoints") == 1
+
+
+@pytest.mark.slow
+def test_dialogues_go_on_while_weights_are_pushed(vllm_engine, arguments, tmp_path):
+    in_flight = [
+        "rollout.in_flight_updates=true",
+        "rollout.max_staleness=3",
+        "grpo.rollout_importance_sampling_mode=token_truncate",
+    ]
+    ended = finish(vllm_engine, tmp_path, 1, *arguments, *in_flight, "train.num_steps=8")
+    assert ended.exit_codes == [0], ended.output
+    rows = read_json_lines(tmp_path / "run" / "completions.jsonl")
+    each = {(row["step"], row["prompt_index"], row["sample_index"]) for row in rows}
+    assert len(each) == len(rows) == 8 * 16
+    assert any(len(row["turns"]) > 1 for row in rows)
+    spans = [row.get("versions", [(row["policy_version"], 0)]) for row in rows]
+    assert max(map(len, spans)) > 1
+    for row, parts in zip(rows, spans, strict=True):
+        versions = [version for version, _ in parts]
+        assert versions == sorted({*versions}) and versions[0] == row["policy_version"]
+        assert 0 <= row["step"] - 1 - versions[0] <= 3

@@ -1,84 +1,49 @@
 """Whole runs whose weights are pushed while completions are in progress."""
 
-import json
+import random
 import signal
+import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from demo.make_sums import sums
-from helpers.engines import Proxy, TestEngine
+from checkpoint_convert import read_shape
+from checkpoint_convert.tokenizer import load_tokenizer
+from helpers.engines import Proxy, running_engine
+from helpers.in_flight_runs import (
+    MAX_STALENESS,
+    NUM_GENERATIONS,
+    NUM_STEPS,
+    InFlightRuns,
+    check_nothing_lost,
+    check_run,
+    make_in_flight_runs,
+    newest_folder,
+    newest_groups,
+    open_parts,
+)
 from helpers.jobs import Job
-from helpers.runs import read_json_lines, read_metrics
+from helpers.runs import TINY_CONFIG, read_json_lines, read_metrics
 from megatron_grpo.checkpoints.experience_file import OPEN, SAMPLES_FILE
-from megatron_grpo.checkpoints.folders import latest_step, step_folder
+from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.choice import CUT
-
-NUM_STEPS, MAX_STALENESS, BATCH_SIZE, NUM_GENERATIONS = 10, 3, 16, 4
-
-
-@dataclass(frozen=True)
-class Runs:
-    folder: Path
-    model: Path
-    engine: TestEngine
-
-    def start(self, name: str, *arguments: str) -> Job:
-        return Job(
-            [
-                f"model.path={self.model}",
-                f"data.path={self.folder / 'sums.jsonl'}",
-                f"rollout.base_urls=[{self.engine.servers.base_urls[0]}]",
-                "rollout.in_flight_updates=true",
-                f"rollout.max_staleness={MAX_STALENESS}",
-                "rollout.max_completion_length=200",
-                f"grpo.generation_batch_size={BATCH_SIZE}",
-                f"grpo.num_generations={NUM_GENERATIONS}",
-                "grpo.rollout_importance_sampling_mode=token_truncate",
-                f"train.num_steps={NUM_STEPS}",
-                "train.save_interval=2",
-                *[f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")],
-                f"train.run_dir={self.folder / name}",
-                *arguments,
-            ],
-            1,
-            self.folder / f"logs_{name}",
-            token=self.engine.servers.token,
-        )
+from megatron_grpo.engines.joining import FOLDER, JOINED, LEAVING, JoinedEngine, settings_of
+from megatron_grpo.rollout.generate import load_stream
 
 
-@pytest.fixture(scope="module")
-def in_flight_runs(tmp_path_factory, tied_model, vllm_engine) -> Runs:
-    folder = tmp_path_factory.mktemp("in_flight")
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
-    return Runs(folder, tied_model, vllm_engine)
-
-
-def spans_of(row: dict) -> list[tuple[int, int]]:
-    return row.get("versions") or [(row["policy_version"], row["num_tokens"])]
-
-
-def check(run_dir: Path) -> None:
-    """No token is too old, and every step has trained on a generation of its own, once."""
-    rows = read_json_lines(run_dir / "completions.jsonl")
-    each = Counter((row["step"], row["prompt_index"], row["sample_index"]) for row in rows)
-    assert set(each.values()) == {1} and len(each) == NUM_STEPS * BATCH_SIZE
-    for row in rows:
-        versions = [version for version, _ in spans_of(row)]
-        assert versions == sorted(set(versions))
-        assert 0 <= row["step"] - 1 - versions[0] <= MAX_STALENESS
-        assert sum(count for _, count in spans_of(row)) == row["num_tokens"]
-
-
-def test_no_token_is_older_than_allowed_and_pushes_do_not_wait(in_flight_runs: Runs) -> None:
+def test_no_token_is_older_than_allowed_and_pushes_do_not_wait(
+    in_flight_runs: InFlightRuns,
+) -> None:
     with in_flight_runs.start("whole") as job:
         ended = job.end(120)
     assert ended.exit_codes == [0], ended.output
     run_dir = in_flight_runs.folder / "whole"
-    check(run_dir)
+    check_run(run_dir)
     records = read_metrics(run_dir)
     assert max(record["rollout/version_lag_max"] for record in records) == MAX_STALENESS
     assert any(record["rollout/mixed_versions_frac"] > 0 for record in records)
@@ -93,34 +58,36 @@ def wait_for_steps(job: Job, run_dir: Path, count: int) -> None:
 
 
 def test_a_run_that_is_killed_again_and_again_trains_on_every_generation_once(
-    in_flight_runs: Runs,
+    in_flight_runs: InFlightRuns,
 ) -> None:
-    run_dir = in_flight_runs.folder / "killed"
+    run_dir, option = in_flight_runs.folder / "killed", "train.save_generations=true"
+    saved = []
     for num_steps in (3, 6):
-        with in_flight_runs.start("killed") as job:
+        with in_flight_runs.start("killed", option) as job:
             wait_for_steps(job, run_dir, num_steps)
             job.signal(signal.SIGKILL)
             assert job.end(15).exit_codes == [-signal.SIGKILL]
-    with in_flight_runs.start("killed") as job:
+        saved.append(open_parts(run_dir))
+    with in_flight_runs.start("killed", option) as job:
         assert job.end(120).exit_codes == [0]
-    check(run_dir)
+    check_run(run_dir)
+    assert any(part.is_whole for parts in saved for part in parts.values())
+    check_nothing_lost(run_dir, saved, NUM_STEPS)
 
 
 def test_with_over_sampling_every_prompt_is_trained_on_once_through_a_kill(
-    in_flight_runs: Runs,
+    in_flight_runs: InFlightRuns,
 ) -> None:
     run_dir, option = in_flight_runs.folder / "over", "rollout.over_sampling=2.5"
-    checkpoints = run_dir / "checkpoints"
     with in_flight_runs.start("over", option) as job:
         wait_for_steps(job, run_dir, 5)
         job.signal(signal.SIGKILL)
         assert job.end(15).exit_codes == [-signal.SIGKILL]
-    newest = step_folder(checkpoints, latest_step(checkpoints))
-    saved = read_json_lines(newest / f"{OPEN}{SAMPLES_FILE}")
+    saved = read_json_lines(newest_folder(run_dir) / f"{OPEN}{SAMPLES_FILE}")
     with in_flight_runs.start("over", option) as job:
         ended = job.end(120)
     assert ended.exit_codes == [0], ended.output
-    check(run_dir)
+    check_run(run_dir)
     rows = read_json_lines(run_dir / "completions.jsonl")
     groups = Counter(row["prompt_index"] for row in rows)
     assert set(groups.values()) == {NUM_GENERATIONS}
@@ -133,7 +100,9 @@ def test_with_over_sampling_every_prompt_is_trained_on_once_through_a_kill(
     assert len(lost) <= NUM_GENERATIONS * sum(dropped)
 
 
-def test_a_preempted_run_saves_what_is_ready_and_gives_up_the_rest(in_flight_runs: Runs) -> None:
+def test_a_preempted_run_saves_what_is_ready_and_gives_up_the_rest(
+    in_flight_runs: InFlightRuns,
+) -> None:
     run_dir = in_flight_runs.folder / "preempted"
     with in_flight_runs.start("preempted", "train.save_interval=100") as job:
         wait_for_steps(job, run_dir, 3)
@@ -144,11 +113,11 @@ def test_a_preempted_run_saves_what_is_ready_and_gives_up_the_rest(in_flight_run
     assert saved >= 3
     with in_flight_runs.start("preempted") as job:
         assert job.end(120).exit_codes == [0]
-    check(run_dir)
+    check_run(run_dir)
 
 
 @pytest.mark.slow
-def test_engines_that_the_run_has_started_end_with_it(in_flight_runs: Runs) -> None:
+def test_engines_that_the_run_has_started_end_with_it(in_flight_runs: InFlightRuns) -> None:
     own = "rollout.base_urls=[]", "rollout.num_engines=1", "train.num_steps=4"
     with in_flight_runs.start("own", *own) as job:
         ended = job.end(200)
@@ -158,7 +127,7 @@ def test_engines_that_the_run_has_started_end_with_it(in_flight_runs: Runs) -> N
 
 @pytest.mark.slow
 def test_completions_go_on_when_the_only_engine_is_lost_and_comes_back(
-    in_flight_runs: Runs,
+    in_flight_runs: InFlightRuns,
 ) -> None:
     proxy = Proxy(in_flight_runs.engine.servers.base_urls[0])
     run_dir = in_flight_runs.folder / "lost"
@@ -171,4 +140,126 @@ def test_completions_go_on_when_the_only_engine_is_lost_and_comes_back(
     proxy.cut()
     assert ended.exit_codes == [0], ended.output
     assert "is lost" in ended.outputs[0] and "is back" in ended.outputs[0]
-    check(run_dir)
+    check_run(run_dir)
+
+
+# 300 steps among engines that die, join and leave.
+
+MANY_STEPS, OLDEST = 300, 4
+SLOW_REWARD = """
+import time, zlib
+
+def digits(completions, **_):
+    '''Share of digits, after up to 0.2 s.'''
+    time.sleep(zlib.crc32("".join(completions).encode()) % 200 / 1000)
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+"""
+
+
+class Commotion:
+    """Cuts connections to an engine, and has another one join, leave and lose its connections."""
+
+    def __init__(self, own: Proxy, other: Proxy, file: Path, engine: JoinedEngine) -> None:
+        self._own, self._other, self._file, self._engine = own, other, file, engine
+        self._random = random.Random(0)
+        self.events: Counter[str] = Counter()
+
+    def go_on(self) -> None:
+        """One event; which one follows from those before it."""
+        deed = self._random.choice([self._cut_own, self._cut_other, self._join_or_leave])
+        self.events[deed()] += 1
+
+    def _cut_own(self) -> str:
+        return self._cut(self._own, "own")
+
+    def _cut_other(self) -> str:
+        return self._cut(self._other, "other" if self._file.exists() else "idle")
+
+    def _cut(self, proxy: Proxy, name: str) -> str:
+        proxy.cut()
+        time.sleep(self._random.uniform(0, 2))
+        proxy.mend()
+        if self._file.exists():
+            self._file.touch()  # as `serve --join` does
+        return f"cut {name}"
+
+    def _join_or_leave(self) -> str:
+        if self._file.exists():
+            self._file.rename(self._file.with_suffix(LEAVING))
+            return "leave"
+        self._file.parent.mkdir(exist_ok=True)
+        self._file.write_bytes(msgspec.json.encode(self._engine))
+        return "join"
+
+
+@contextmanager
+def commotion(job: Job, run_dir: Path, what: Commotion) -> Iterator[None]:
+    """An event every few steps while the block waits for the run."""
+    chance, metrics, is_over = random.Random(1), run_dir / "metrics.jsonl", threading.Event()
+
+    def go_on() -> None:
+        due = 5
+        while not is_over.wait(0.05):
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= due:
+                what.go_on()
+                due += chance.randint(3, 12)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_in_300_steps_of_engines_that_die_and_join_no_token_is_too_old_and_no_prompt_is_lost(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    with running_engine("vllm", tied_model, tmp_path / "engines", num_engines=2) as engines:
+        check_many_steps(make_in_flight_runs(tied_model, engines, tmp_path))
+
+
+def check_many_steps(runs: InFlightRuns) -> None:
+    """The first of two engines is the run's own, the second joins and leaves."""
+    folder, run_dir = runs.folder, runs.folder / "many"
+    (folder / "reward.py").write_text(SLOW_REWARD)
+    own, other = map(Proxy, runs.engine.servers.base_urls)
+    arguments = [
+        f"rollout.base_urls=[{own.url}]",
+        f"rollout.max_staleness={OLDEST}",
+        "rollout.over_sampling=2.5",
+        "rollout.max_completion_length=100",
+        "rollout.stop_token_ids=[7,8,9,10,11]",
+        f"reward.functions=[{folder / 'reward.py'}:digits]",
+        f"train.num_steps={MANY_STEPS}",
+        "train.save_interval=50",
+        "optimizer.lr=1e-5",
+    ]
+    cfg = load_config(TINY_CONFIG, [*runs.arguments("many"), *arguments])
+    joined = JoinedEngine(other.url, settings_of(cfg.model, cfg.rollout, cfg.lora))
+    what = Commotion(own, other, run_dir / FOLDER / f"other{JOINED}", joined)
+    with runs.start("many", *arguments) as job, commotion(job, run_dir, what):
+        ended = job.end(1500)
+    own.cut()
+    other.cut()
+    assert ended.exit_codes == [0], ended.output
+    assert {"join", "leave", "cut own", "cut other"} <= what.events.keys()
+    check_run(run_dir, MANY_STEPS, OLDEST)
+    records = read_metrics(run_dir)
+    assert {1, 2} <= {record["rollout/num_engines"] for record in records}
+    assert max(record["rollout/version_lag_max"] for record in records) > 1
+
+    rows = read_json_lines(run_dir / "completions.jsonl")
+    each = Counter(row["prompt_index"] for row in rows if row["sample_index"] == 0)
+    groups = newest_groups(run_dir)
+    stream = load_stream(cfg, read_shape(cfg.model.path), load_tokenizer(cfg.model.path))
+    size = stream.batch_size
+    row_of = [stream.batch(n // size)[n % size].index for n in range(groups.next_number)]
+    assert each + Counter(row_of[number] for number in groups.untaken) == Counter(row_of)
+    texts = Counter(
+        (row["prompt_index"], row["completion"]) for row in rows if row["num_tokens"] > 30
+    )
+    assert max(texts.values()) == 1

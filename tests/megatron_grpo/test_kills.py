@@ -1,13 +1,25 @@
-"""A run that is killed again and again at random moments ends like one that nothing disturbed."""
+"""Runs that are killed again and again at random moments lose nothing."""
 
 import random
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from helpers.jobs import NUM_RANKS, Runs, assert_same_run
+from helpers.in_flight_runs import (
+    InFlightRuns,
+    Key,
+    Part,
+    check_nothing_lost,
+    check_run,
+    has_checkpoint,
+    open_parts,
+)
+from helpers.jobs import Job, Runs, assert_same_run
+from helpers.runs import steps_of
 
 LONGEST_LIFE = 7.0
 """Seconds; an undisturbed run takes about as long, start included."""
@@ -24,19 +36,67 @@ def test_kills_at_any_moment_change_nothing(
     while kills < num_kills:
         run_dir = tmp_path / f"run_{num_runs}"
         num_runs += 1
-        while not is_complete(runs, run_dir, moments, kill=kills < num_kills):
+        start = partial(runs.start, run_dir)
+        while not is_complete(start, moments, kill=kills < num_kills):
             kills += 1
         assert_same_run(run_dir, undisturbed)
 
 
-def is_complete(runs: Runs, run_dir: Path, moments: random.Random, *, kill: bool) -> bool:
+OLDEST, NUM_STEPS = 4, 12
+IN_FLIGHT = (
+    f"rollout.max_staleness={OLDEST}",
+    "rollout.stop_token_ids=[7,8]",
+    f"train.num_steps={NUM_STEPS}",
+    "train.save_interval=1",
+    "train.save_generations=true",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("num_kills", "over_sampling"), [(50, 2), (10, 1)])
+def test_kills_at_any_moment_lose_no_sample_of_the_last_checkpoint(
+    num_kills: int, over_sampling: int, in_flight_runs: InFlightRuns
+) -> None:
+    """With updates in flight, where no two runs are the same."""
+    moments = random.Random(num_kills)
+    kills = num_runs = 0
+    while kills < num_kills:
+        name = f"{num_kills}_kills_{num_runs}"
+        run_dir, saved = in_flight_runs.folder / name, list[dict[Key, Part]]()
+        num_runs += 1
+        option = f"rollout.over_sampling={over_sampling}"
+        start = partial(in_flight_runs.start, name, *IN_FLIGHT, option)
+        while not is_complete(start, moments, run_dir, kill=kills < num_kills):
+            kills += 1
+            if has_checkpoint(run_dir):
+                saved.append(open_parts(run_dir))
+        check_run(run_dir, NUM_STEPS, OLDEST)
+        check_nothing_lost(run_dir, saved, NUM_STEPS)
+        whole = sum(part.is_whole for parts in saved for part in parts.values())
+        print(f"{name}: {kills} kills, {len(saved)} with samples, {whole} of them whole")
+
+
+def is_complete(
+    start: Callable[[], Job],
+    moments: random.Random,
+    run_dir: Path | None = None,
+    *,
+    kill: bool,
+) -> bool:
     """Start the run; kill one of its ranks, or all, unless it ends before. Whether it did.
 
-    All before they have met: see `Job.have_met`.
+    All before they have met: see `Job.have_met`. With `run_dir`, mostly in the second after one of
+    the first steps.
     """
-    life = moments.uniform(0.5, LONGEST_LIFE) if kill else 120
-    victims = [moments.randrange(NUM_RANKS)] if moments.random() < 0.5 else []
-    with runs.start(run_dir) as job:
+    num_steps = moments.randrange(5) if run_dir else 0
+    life = moments.uniform(0.5, 1.5 if num_steps else LONGEST_LIFE) if kill else 120
+    with start() as job:
+        if run_dir and kill:
+            num_steps += len(steps_of(run_dir)) if num_steps else 0
+            while job.is_running and len(steps_of(run_dir)) < num_steps:
+                time.sleep(0.01)
+        victims = [moments.randrange(len(job.ranks))] if moments.random() < 0.5 else []
         deadline = time.monotonic() + life
         while job.is_running and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -45,5 +105,5 @@ def is_complete(runs: Runs, run_dir: Path, moments: random.Random, *, kill: bool
         ended = job.end(15)
     assert ended.survivors == []
     if not was_killed:
-        assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+        assert ended.exit_codes == [0] * len(job.ranks), ended.output
     return not was_killed

@@ -416,9 +416,11 @@ REFUSED = [
     (f"{IN_FLIGHT} + rollout.over_sampling=3.5", "at most 3"),
     ("rollout.over_sampling=1.5", "set rollout.in_flight_updates=true"),
     (f"{IN_FLIGHT} + rollout.engine=transformers", "rollout.engine=vllm"),
-    (f"{IN_FLIGHT} + rollout.stop=[end]", "rollout.stop_token_ids"),
     (f"{IN_FLIGHT} + rollout.router_replay=true", "rollout.in_flight_updates=false"),
-    (f"{IN_FLIGHT} + environment.name=a.py:B", "rollout.max_staleness to at most 1"),
+    (
+        f"{IN_FLIGHT} + rollout.over_sampling=2 + environment.name=a.py:B",
+        "set rollout.over_sampling=1",
+    ),
     ("train.offload=all", "set rollout.enable_sleep_mode=true"),
     ("reward.functions=[]", "name at least 1"),
     ("reward.functions=exact", "is a list"),

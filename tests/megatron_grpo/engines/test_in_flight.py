@@ -1,9 +1,11 @@
 """Completions that go on under new weights: against a real vLLM whose weights change meanwhile."""
 
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import httpx
@@ -20,9 +22,11 @@ from helpers.engines import (
 )
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import Generation, NoServingEngine
+from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.engine import COUNTS
-from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.engines.in_flight import InFlight, joined
 from megatron_grpo.engines.pool import MAX_COMEBACKS
+from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 
 NUM_TOKENS = 300
@@ -42,7 +46,8 @@ def client(vllm_engine, tied_model):
 
 @pytest.fixture
 def in_flight(client, tied_model):
-    in_flight = InFlight(client, AutoTokenizer.from_pretrained(tied_model).decode)
+    decode = AutoTokenizer.from_pretrained(tied_model).decode
+    in_flight = InFlight(client, partial(decode, skip_special_tokens=True))
     yield in_flight
     in_flight.end()
     in_flight.close()
@@ -55,45 +60,43 @@ def threads(client, in_flight):
         client.cancel()
 
 
-def generation(number, version, num_tokens=NUM_TOKENS):
+def generation(number, version, num_tokens=NUM_TOKENS, **settings):
     """Four samples of each of two prompts, without an end token."""
-    params = sampling_params(
-        num_generations=4,
-        policy_version=version,
-        max_completion_length=num_tokens,
-        stop_token_ids=(),
-        series=number,
-    )
+    defaults = {
+        "num_generations": 4,
+        "policy_version": version,
+        "max_completion_length": num_tokens,
+        "stop_token_ids": (),
+        "series": number,
+    }
+    params = sampling_params(**defaults | settings)
     return Generation(random_prompts(2, seed=number), params)
 
 
-def wait_for_tokens(engine, count):
-    """Wait until the engine has generated that many more."""
-
-    def generated():
-        url, token = engine.servers.base_urls[0], engine.servers.token
-        page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {token}"}).text
-        return float(COUNTS["generated"].search(page)[1])
-
-    before, deadline = generated(), time.monotonic() + 60
-    while generated() < before + count:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+@pytest.fixture(scope="module")
+def num_generated(vllm_engine):
+    """Tells how many tokens the engine has generated."""
+    url, token = vllm_engine.servers.base_urls[0], vllm_engine.servers.token
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
+        yield lambda: float(COUNTS["generated"].search(http.get("/metrics").text)[1])
 
 
 def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
-    vllm_engine, in_flight, threads, tied_model, other_model
+    vllm_engine, num_generated, in_flight, threads, tied_model, other_model
 ):
     weights = {vllm_engine.version: tied_model}
+    first = num_generated()
     in_flight.resume(vllm_engine.version)
     made = [
         threads.submit(in_flight.generate, number, generation(number, vllm_engine.version))
         for number in range(2)
     ]
     for folder in (other_model, tied_model):
-        wait_for_tokens(vllm_engine, 200)
+        enough = first + 200
+        assert wait_until(lambda enough=enough: num_generated() >= enough, 60, 0.005)
         in_flight.suspend()
         weights[vllm_engine.push(folder)] = folder
+        first = num_generated()
         in_flight.resume(vllm_engine.version)
     samples = [sample for each in made for sample in each.result(timeout=120)]
 
@@ -108,6 +111,69 @@ def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it
             found = torch.tensor(sample.logprobs[start:end])
             expected = reference_logprobs(weights[version], until)[start:]
             assert (found - expected).abs().max() < 1e-3
+
+
+STOPS = ("##", "é#", "#\n\n")
+
+
+def decoded(token_ids):
+    """Tokens are pairs of the bytes of a text."""
+    return bytes(byte for each in token_ids for byte in divmod(each, 256) if byte).decode(
+        errors="replace"
+    )
+
+
+def sampled(token_ids, is_cut):
+    """What an engine answers that samples these tokens: it ends where a stop string does."""
+    for count in range(1, len(token_ids) + 1):
+        ends = [text.find(s) + len(s) for s in STOPS if s in (text := decoded(token_ids[:count]))]
+        if ends:
+            return choice_of(token_ids[:count], "stop", text[: min(ends)])
+    return choice_of(token_ids, CUT if is_cut else "length", decoded(token_ids))
+
+
+def choice_of(token_ids, finish_reason, text):
+    logprobs = Logprobs([Token(-1.0) for _ in token_ids])
+    spans = [WeightVersion("0", 0, len(token_ids))]
+    return Choice(token_ids, logprobs, finish_reason, text, spans)
+
+
+def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
+    for seed in range(300):
+        chance = random.Random(seed)
+        text = "".join(chance.choice("ab#é\n") for _ in range(20)).encode()
+        token_ids = [256 * a + b for a, b in zip(text[::2], text[1::2], strict=False)]
+        cuts = sorted(chance.sample(range(1, len(token_ids)), chance.randint(1, 4)))
+        found = sampled(token_ids[: cuts[0]], is_cut=True)
+        for start, end in pairwise([*cuts, len(token_ids)]):
+            if found.finish_reason == CUT:
+                rest = sampled(token_ids[start:end], is_cut=end < len(token_ids))
+                found = joined(found, rest, decoded, STOPS)
+        assert found == sampled(token_ids, is_cut=False), seed
+
+
+def test_stop_strings_are_seen_through_pushes(vllm_engine, in_flight, threads, tied_model):
+    tokenizer = AutoTokenizer.from_pretrained(tied_model)
+    characters = [tokenizer.decode([token]) for token in range(20, 60)]
+    stops = [a + b for a in characters for b in characters]
+    asked = generation(0, vllm_engine.version, num_generations=16, stop=stops)
+    in_flight.resume(vllm_engine.version)
+    made = threads.submit(in_flight.generate, 0, asked)
+    for _ in range(8):
+        if wait_until(made.done, seconds=0.1):
+            break
+        in_flight.suspend()
+        in_flight.resume(vllm_engine.push(tied_model))
+    samples = made.result(timeout=60)
+    assert any(sample.versions for sample in samples)
+    assert {"stop"} <= {sample.finish_reason for sample in samples}
+    for sample in samples:
+        assert sample.text == tokenizer.decode(sample.completion_ids, skip_special_tokens=True)
+        found = [stop for stop in stops if stop in sample.text]
+        if sample.finish_reason == "length":
+            assert not found
+        else:
+            assert [*map(sample.text.find, found)] == [len(sample.text) - 2]
 
 
 def test_completions_without_a_push_are_those_of_one_generation_alone(
@@ -163,6 +229,22 @@ def test_what_is_asked_for_when_no_engine_is_left_is_told_so_until_there_is_a_pu
         in_flight.resume(7)
         answered.result(timeout=5)
         assert len(asked.samples()) == 8
+
+
+class OfALostEnvironment:
+    """Requests of a dialogue whose environment is lost."""
+
+    open, begun, waiting, is_complete = {}, {}, (0,), False
+
+    async def next_request(self, number):
+        raise EnvironmentsLost("by fire")
+
+
+def test_who_waits_is_told_that_environments_are_lost():
+    with scripted(only=ScriptedEngine()) as (_, in_flight):
+        in_flight.resume(7)
+        with pytest.raises(EnvironmentsLost, match="by fire"):
+            in_flight.submit(0, OfALostEnvironment()).result(timeout=5)
 
 
 def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times():

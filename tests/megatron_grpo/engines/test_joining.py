@@ -3,10 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -82,6 +83,30 @@ def test_an_engine_whose_file_is_gone_has_left_and_one_of_the_run_stays(tmp_path
     assert pool.serving == [OWN]
 
 
+def test_an_engine_that_has_left_its_file_is_asked_once_until_that_changes(
+    tmp_path, tied_model, capfd
+):
+    pool, file = pool_of(tmp_path, tied_model), tmp_path / "other.json"
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        mute.setblocking(False)
+        write(file, url := f"http://127.0.0.1:{mute.getsockname()[1]}")
+
+        def is_asked() -> bool:
+            pool.join_and_leave()
+            assert pool.check_engines() == []
+            with suppress(BlockingIOError):
+                mute.accept()[0].close()
+                return True
+            return False
+
+        assert [is_asked() for _ in range(3)] == [True, False, False]
+        os.utime(file, ns=(1, 1))
+        assert [is_asked() for _ in range(2)] == [True, False]
+    told = [line for line in capfd.readouterr().err.splitlines() if url in line]
+    again = "does not answer: it is asked again when its file in engines/ has changed"
+    assert told == [f"rollout engine {url} joins", *[f"rollout engine {url} {again}"] * 2]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -103,7 +128,7 @@ def test_an_engine_that_cannot_join_is_told_once(content, reason, tmp_path, capf
     (tmp_path / "a.json").write_text(content)
     write(tmp_path / "b.json")
     folder = folder_of(tmp_path)
-    assert folder.joined() == folder.joined() == [OTHER]
+    assert [*folder.joined()] == [*folder.joined()] == [OTHER]
     [told] = capfd.readouterr().err.splitlines()
     assert told.startswith(f"the engine of {tmp_path / 'a.json'} cannot join: ") and reason in told
 
@@ -123,7 +148,7 @@ def test_a_run_that_no_engine_can_join_says_why(overrides, reason, tmp_path, tie
     folder = tmp_path / "run" / "engines"
     folder.mkdir(parents=True)
     write(folder / "a.json")
-    assert JoinFolder.of_run(cfg).joined() == []
+    assert JoinFolder.of_run(cfg).joined() == {}
     assert reason in capfd.readouterr().err
 
 
@@ -143,8 +168,9 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 SERVE = """
 import os, sys
 from pathlib import Path
+from megatron_grpo.engines import joining
 from megatron_grpo.engines.joining import JoinedEngine, serve_joined
-port, folder, stand_in = sys.argv[1:]
+port, folder, stand_in, joining.TOUCH_SECONDS = *sys.argv[1:4], float(sys.argv[4])
 engine = JoinedEngine(f"http://127.0.0.1:{port}", {})
 command, complete = [sys.executable, "-c", stand_in, port], Path(folder, "complete")
 serve_joined(command, os.environ, Path(folder), engine, complete.exists)
@@ -152,11 +178,14 @@ serve_joined(command, os.environ, Path(folder), engine, complete.exists)
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def serving(
+    folder: Path, touch_seconds: float = 30.0
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """`serve_joined` of a stand-in that has joined, and its file."""
     with reserve_port() as reserved:
         port = reserved.getsockname()[1]
         command = [sys.executable, "-c", SERVE, str(port), str(folder), STAND_IN]
+        command.append(str(touch_seconds))
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         file = folder / f"127.0.0.1_{port}.json"
         try:
@@ -176,6 +205,16 @@ def test_an_engine_leaves_on_a_signal_and_ends_when_the_run_has_dropped_it(tmp_p
             process.wait(2.5)
         leaving.unlink()
         assert process.wait(30) == 0
+
+
+def test_a_live_engine_touches_its_file_and_a_killed_one_leaves_it(tmp_path):
+    with serving(tmp_path, touch_seconds=0.0) as (process, file):
+        os.utime(file, ns=(1, 1))
+        assert wait_until(lambda: file.stat().st_mtime_ns > 1, seconds=10)
+        process.kill()
+        process.wait()
+        os.utime(file, ns=(1, 1))
+        assert not wait_until(lambda: file.stat().st_mtime_ns > 1, seconds=1.5)
 
 
 def test_an_engine_that_is_told_twice_does_not_wait_for_the_run(tmp_path):

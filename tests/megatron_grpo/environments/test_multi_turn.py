@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from helpers.engines import (
     random_prompts,
     reference_logprobs,
     running_engine,
     sampling_params,
+    served_model,
     wait_until,
 )
 from helpers.environments import environment_pool
@@ -29,7 +31,9 @@ from megatron_grpo.engines import NoServingEngine
 from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.engines.engine import PROBE_INTERVAL
 from megatron_grpo.engines.http import is_healthy
-from megatron_grpo.environments.multi_turn import Dialogue, DialogueGeneration, Turns
+from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.environments.multi_turn import Dialogue, DialogueGeneration
+from megatron_grpo.environments.turns import Turns
 from megatron_grpo.launch.process import Preempted
 
 END_IDS = (EOS_ID, *range(20, 60))  # of 250: a turn is some six tokens long
@@ -129,6 +133,40 @@ def test_logprobs_are_those_of_the_dialogue_as_it_is_trained_on(engine, tmp_path
         gap = (reference_logprobs(engine.folder, sample) - logprobs).abs()
         assert gap[mask].max() < 1e-4
         assert (logprobs[~mask] == 0).all() and (~mask).any()
+
+
+def test_turns_go_on_after_a_push_which_waits_for_no_environment(vllm_engine, tied_model, tmp_path):
+    other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
+    versions = {tied_model: [vllm_engine.push(tied_model)], other: []}
+    in_flight = InFlight(vllm_engine.client(), AutoTokenizer.from_pretrained(tied_model).decode)
+    settings = {"stop_token_ids": END_IDS[:5], "max_completion_length": 300}
+    with environment_pool(tmp_path, "Slow") as environments:
+        asked = generation_of(vllm_engine, environments, prompts_with(2), **settings)
+        in_flight.resume(vllm_engine.version)
+        answered, were_waiting = in_flight.submit(0, asked), set()
+        for folder in itertools.cycle((other, tied_model)):
+            if wait_until(answered.done, seconds=0.3):
+                break
+            in_flight.suspend()
+            were_waiting.update(asked.waiting)
+            versions[folder].append(vllm_engine.push(folder))
+            in_flight.resume(vllm_engine.version)
+        answered.result()
+    in_flight.end()
+    in_flight.close()
+    assert were_waiting
+    assert max(len(sample.step_rewards) for sample in asked.samples()) > 1
+    has_cut_turn = False
+    for sample in asked.samples():
+        mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+        version = torch.tensor([v for v, count in sample.spans for _ in range(count)])
+        assert sample.policy_version == version[0] and (version.diff() >= 0).all()
+        has_cut_turn |= bool((version.diff() * mask[1:] * mask[:-1]).any())
+        for folder, numbers in versions.items():
+            gap = reference_logprobs(folder, sample) - torch.tensor(sample.logprobs)
+            own = mask & torch.isin(version, torch.tensor(numbers))
+            assert (gap[own].abs() < 1e-3).all()
+    assert has_cut_turn
 
 
 def test_dialogues_are_the_same_next_time_and_others_in_another_series(transformers, tmp_path):

@@ -1,6 +1,5 @@
 """Over-sampling with engines and rewards that fail."""
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -10,12 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from checkpoint_convert import read_shape
-from demo.make_sums import sums
 from helpers.engines import wait_until
 from helpers.models import tiny_model
-from helpers.policies import tiny_config
-from helpers.scripted_engines import ScriptedClient, ScriptedEngine
+from helpers.scripted_engines import MAX_LENGTH, ScriptedEngine, scripted_rollouter, use
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.experience_file import OPEN, read_experience, write_experience
 from megatron_grpo.checkpoints.trainer_state import (
@@ -26,8 +22,7 @@ from megatron_grpo.checkpoints.trainer_state import (
 )
 from megatron_grpo.engines import RolloutAborted
 from megatron_grpo.engines.choice import CUT
-from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight
-from megatron_grpo.launch.run_dir import new_token
+from megatron_grpo.engines.in_flight import MOST_REQUESTS
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 from megatron_grpo.rollout.generate import Rollouter
@@ -37,7 +32,7 @@ from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 
 TIMER = PhaseTimer(lambda phase: None)
-NUM_SAMPLES, MAX_LENGTH, NUM_WANTED = 4, 8, 6
+NUM_SAMPLES, NUM_WANTED = 4, 6
 """Groups at the engines; a generation has 4."""
 
 
@@ -46,52 +41,12 @@ def model(tmp_path_factory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
-class Scores:
-    """Scores by the first token; it can fail."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.value = 1.0
-        self.num_scored = 0
-
-    def __call__(self, samples) -> list[ScoredGroup]:
-        if self.error:
-            raise self.error
-        self.num_scored += len(samples)
-        values = [self.value * sample.sample_index for sample in samples]
-        return [ScoredGroup(samples, [{"share_of_digits": value} for value in values], values)]
-
-
 @pytest.fixture
 def rollouter(tmp_path: Path, model: Path) -> Iterator[Rollouter]:
     """Its engines are scripted, and hold their requests; its rewards are `Scores`."""
-    data = tmp_path / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
-    cfg = tiny_config(
-        model,
-        ParallelDims(),
-        f"data.path={data}",
-        f"train.run_dir={tmp_path / 'run'}",
-        "train.num_steps=20",
-        "rollout.base_urls=[http://127.0.0.1:9]",  # nobody is asked there
-        "rollout.in_flight_updates=true",
-        "grpo.old_logprobs=rollout",
-        "rollout.max_staleness=2",
-        f"rollout.max_completion_length={MAX_LENGTH}",
-        f"rollout.over_sampling={NUM_WANTED / 4}",
-    )
-    with closing(Rollouter(cfg, read_shape(model), new_token(), num_ranks=1)) as rollouter:
-        rollouter.score = Scores()
-        use(rollouter, ScriptedEngine(version=0))
+    option = f"rollout.over_sampling={NUM_WANTED / 4}"
+    with scripted_rollouter(model, tmp_path, option) as rollouter:
         yield rollouter
-
-
-def use(rollouter: Rollouter, engine: ScriptedEngine) -> None:
-    """Give it an engine of that script, and an `InFlight` of its own."""
-    rollouter.in_flight.end()
-    rollouter.in_flight.close()
-    rollouter.engines, rollouter.engine = ScriptedClient(only=engine), engine
-    rollouter.in_flight = InFlight(rollouter.engines, lambda tokens: "")
 
 
 def runner_of(rollouter: Rollouter, state: TrainerState) -> GroupRunner:
@@ -128,7 +83,7 @@ def test_groups_with_too_few_scores_stay_in_the_checkpoint_with_which_the_run_en
     rollouter.engine.answers.set()
     with pytest.raises(RolloutAborted, match="have no score"):
         runner.finish(0, TIMER)
-    groups, samples = runner.open_groups()
+    groups, samples, _ = runner.open_groups()
     assert groups.untaken == (*range(NUM_WANTED),)
     assert {*groups_of(samples)} == {*range(NUM_WANTED)}
     assert not any(isinstance(group, ScoredGroup) for group in groups_of(samples).values())
@@ -136,7 +91,7 @@ def test_groups_with_too_few_scores_stay_in_the_checkpoint_with_which_the_run_en
 
 def read_back(folder: Path, runner: GroupRunner, prompts) -> tuple[TrainerState, Experience]:
     """What a checkpoint of step 1 has of the groups."""
-    groups, samples = runner.open_groups()
+    groups, samples, _ = runner.open_groups()
     record = Record(
         state=TrainerState(step=1, groups=groups), layout=ParallelDims(), counters={}, cursor={}
     )
@@ -163,15 +118,17 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
     assert len(samples.samples) == NUM_WANTED * NUM_SAMPLES
 
     runner.close()
-    use(rollouter, ScriptedEngine(version=1))
+    use(rollouter, ScriptedEngine(version=1), "another")
     with closing(runner_of(rollouter, state)) as resumed:
-        resumed.go_on(dict(state.groups.asked_at), samples)
+        resumed.go_on(state.groups, samples)
         resumed.resume(1)
         wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES - num_whole)
         time.sleep(0.1)
         assert len(rollouter.engine.asked) == NUM_WANTED * NUM_SAMPLES - num_whole
         rollouter.engine.answers.set()
-        made = resumed.finish(1, TIMER).experience.samples
+        batch = resumed.finish(1, TIMER)
+    made = batch.experience.samples
+    assert batch.metrics["rollout/num_engines"] == 2  # that of the first run has answered, too
     of_checkpoint = {(each.prompt.index, each.sample_index): each for each in samples.samples}
     assert len(made) == 4 * NUM_SAMPLES
     for sample in made:

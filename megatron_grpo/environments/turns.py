@@ -1,0 +1,161 @@
+"""How what an environment says becomes tokens between the turns of the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.data import DataConfig
+from megatron_grpo.data.encoding import TEMPLATE_ERRORS, Encoded, encode_rows, render_chats
+from megatron_grpo.data.prompts import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Contents of the messages of a probe dialogue: they occur in no template, and have no spaces at
+# their ends that a template might strip.
+ASKED, SAID = "qxjvzk0", "qxjvzk1"
+# With characters that a template would escape if it wrote the content as JSON or HTML.
+OBSERVED = 'qxjvzk2 "\\\n<é&> qxjvzk3'
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How an observation is encoded, so that sampled tokens are never encoded again.
+
+    A turn ends with the end token that was sampled. One that ended with a token of
+    `rollout.stop_token_ids` or a string of `rollout.stop` is then closed with the template's.
+    What follows is encoded on its own: the rest of the assistant's turn, the observation as a
+    message, and the start of the next turn, all as the chat template writes them. As in prompts,
+    names of special tokens in an observation become these tokens.
+    """
+
+    data: DataConfig
+    tokenizer: "PreTrainedTokenizerBase"
+    end_tokens: Sequence[int] = ()
+    before: str = ""
+    """Template text from the end token of the model's turn to the observation."""
+    after: str = ""
+    """Template text from the observation to the model's next turn."""
+
+    @classmethod
+    def from_config(
+        cls, cfg: Config, tokenizer: "PreTrainedTokenizerBase", end_tokens: Sequence[int]
+    ) -> "Turns":
+        """The turns of the chat template, or bare observations if none is applied.
+
+        Raises ValueError for a template with which a dialogue cannot be continued token by token.
+        """
+        if not cfg.data.apply_chat_template:
+            return cls(cfg.data, tokenizer, end_tokens)
+        role = cfg.environment.observation_role
+        whole = _render(cfg.data, tokenizer, role)
+        before, after = _between(whole)
+        turns = cls(cfg.data, tokenizer, end_tokens, before, after)
+        end = turns._check(whole)
+        closing = [t for t in end_tokens if t == end or t not in cfg.rollout.stop_token_ids]
+        return replace(turns, end_tokens=closing)
+
+    def encode_observation(self, observation: str, last_token: int) -> tuple[tuple[int, ...], str]:
+        """Tokens and text from after `last_token` of a turn to the start of the next turn."""
+        if not self.data.apply_chat_template:
+            ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
+            return tuple(ids), observation
+        text = f"{self.before}{observation}{self.after}"
+        ids = self._encode(text)
+        if last_token not in self.end_tokens:
+            return tuple(ids), text
+        return tuple(ids[1:]), self._without_end(text)
+
+    def with_first_observation(self, prompt: Prompt, observation: str) -> Prompt:
+        """The prompt with `observation` appended to its last message."""
+        column = self.data.prompt_column
+        row = {**prompt.row, column: _appended(prompt.row[column], observation)}
+        [encoded] = encode_rows(self.data, self.tokenizer, [row])
+        assert isinstance(encoded, Encoded), "it was none without the observation"
+        return replace(
+            prompt, token_ids=encoded.token_ids, text=encoded.text, first_observation=observation
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _without_end(self, text: str) -> str:
+        return text[len(self.tokenizer.decode(self._encode(text)[:1])) :]
+
+    def _check(self, whole: str) -> int:
+        """The template's end token of a turn.
+
+        Raises ValueError unless the separately encoded pieces equal the end of the whole.
+        """
+        pieces = self._encode(f"{self.before}{OBSERVED}{self.after}")
+        end = pieces[0] if pieces else None
+        if end is None or end not in self.end_tokens:
+            raise ValueError(
+                "the chat template does not close the model's turn with a token that ends it: "
+                f"{self.before!r} begins with token {end}, and a completion ends with "
+                f"{', '.join(map(str, self.end_tokens))}: add it to rollout.stop_token_ids, or use "
+                "data.apply_chat_template=false"
+            )
+        if self._encode(whole)[-len(pieces) :] != pieces:
+            raise ValueError(
+                "the chat template cannot be continued token by token: in the dialogue\n"
+                f"{whole!r}\nthe part after the model's turn has other tokens than when encoded "
+                f"alone, {pieces}: use data.apply_chat_template=false"
+            )
+        return end
+
+
+def end_of_turn(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The special tokens that the chat template writes after the model's turn.
+
+    After the last turn of a dialogue: some templates end earlier ones in another way. None if the
+    template refuses a dialogue, which only prompts of another form show.
+    """
+    messages = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
+    if data.system_prompt is not None:
+        messages = [{"role": "system", "content": data.system_prompt}, *messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **data.chat_template_kwargs)
+    except TEMPLATE_ERRORS:
+        return []
+    _, _, rest = text.partition(SAID)
+    added = tokenizer.added_tokens_decoder
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
+    return [token for token in ids if token in added and added[token].special]
+
+
+def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", role: str) -> str:
+    messages: list[Any] = [
+        {"role": "user", "content": ASKED},
+        {"role": "assistant", "content": SAID},
+        {"role": role, "content": OBSERVED},
+    ]
+    try:
+        text: str = render_chats(data, tokenizer, messages)
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(
+            f"the chat template refuses an observation of environment.observation_role {role!r} "
+            f"after the model's turn: {error}"
+        ) from None
+    return text
+
+
+def _between(whole: str) -> tuple[str, str]:
+    """The text between the model's turn and the observation, and the text after that."""
+    if any(whole.count(text) != 1 for text in (ASKED, SAID, OBSERVED)):
+        raise ValueError(
+            "the chat template does not show each message of a dialogue once:\n"
+            f"{whole!r}\nuse another template, or data.apply_chat_template=false"
+        )
+    _, _, rest = whole.partition(SAID)
+    before, _, after = rest.partition(OBSERVED)
+    return before, after
+
+
+def _appended(prompt: Any, observation: str) -> Any:
+    if isinstance(prompt, str):
+        return prompt + observation
+    *others, last = prompt
+    return [*others, {**last, "content": last["content"] + observation}]

@@ -1,0 +1,90 @@
+"""Generations in progress that a checkpoint holds."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers.engines import wait_until
+from helpers.models import tiny_model
+from helpers.scripted_engines import MAX_LENGTH, ScriptedEngine, scripted_rollouter, use
+from megatron_grpo.checkpoints.experience_file import OPEN, read_experience, write_experience
+from megatron_grpo.checkpoints.trainer_state import OpenGroups
+from megatron_grpo.engines.choice import CUT
+from megatron_grpo.engines.in_flight import MOST_REQUESTS
+from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
+from megatron_grpo.rollout.runner import RolloutRunner
+from megatron_grpo.timing import PhaseTimer
+
+TIMER = PhaseTimer(lambda phase: None)
+SIZE = 16
+
+
+@pytest.fixture
+def rollouter(tmp_path: Path) -> Iterator[Rollouter]:
+    with scripted_rollouter(tiny_model(tmp_path / "model", "qwen3"), tmp_path) as rollouter:
+        yield rollouter
+
+
+def runner_of(rollouter: Rollouter) -> RolloutRunner:
+    timeline = SimpleNamespace(add=lambda *args, **kwargs: None, num_rollouts=1)
+    return RolloutRunner(rollouter, SimpleNamespace(is_preempted=False), timeline)
+
+
+def test_a_resumed_run_goes_on_with_generations_that_were_in_progress(rollouter, tmp_path):
+    prompts, engine = rollouter.stream.prompts, rollouter.engine
+    runner = runner_of(rollouter)
+    runner.resume(0)
+    for generation in (0, 1, 2):
+        runner.begin(RolloutRequest(generation, 0))
+    assert wait_until(lambda: len(engine.asked) == 3 * SIZE, seconds=10)
+    runner.suspend()  # each has two tokens
+    engine.version = 1
+    engine.first_held = MOST_REQUESTS + SIZE // 2  # of generation 1, half is answered
+    runner.resume(1)
+    assert wait_until(lambda: 0 in runner.open_groups()[2], seconds=10)
+    half = runner._making[1].rollout.open
+    assert wait_until(lambda: len(half.open) == SIZE // 2, seconds=10)
+    groups, samples, complete = runner.open_groups()
+    assert len(complete[0].experience.samples) == SIZE
+    write_experience(tmp_path, samples, OPEN)
+    samples = read_experience(tmp_path, prompts, OPEN)
+    assert samples.group_ids.tolist() == [place for place in range(4, 12) for _ in range(4)]
+    assert sum(sample.finish_reason != CUT for sample in samples.samples) == SIZE // 2
+    rollouter.cancel()
+    runner.close()
+
+    use(rollouter, ScriptedEngine(version=1), "another")
+    rollouter.engine.answers.set()
+    with closing(runner_of(rollouter)) as resumed:
+        resumed.go_on(groups, samples)
+        resumed.resume(1)
+        for generation in (1, 2):
+            resumed.begin(RolloutRequest(generation, 1))
+        made = [resumed.finish(generation, TIMER) for generation in (1, 2)]
+    assert len(rollouter.engine.asked) == 2 * SIZE - SIZE // 2
+    assert [batch.metrics["rollout/num_engines"] for batch in made] == [2, 1]
+    for sample in [sample for batch in made for sample in batch.experience.samples]:
+        assert sample.spans == ((0, 2), (1, MAX_LENGTH - 2))
+        first = len(sample.prompt.token_ids)
+        assert [*sample.completion_ids] == [*range(first, first + MAX_LENGTH)]
+
+
+def test_a_generation_of_which_a_checkpoint_has_all_samples_is_only_scored(rollouter):
+    runner = runner_of(rollouter)
+    runner.resume(0)
+    rollouter.engine.answers.set()
+    runner.begin(RolloutRequest(0, 0))
+    whole = runner.finish(0, TIMER).experience
+    rollouter.engine.asked.clear()
+    resumed = runner_of(rollouter)
+    samples = replace(whole, group_ids=torch.arange(4).repeat_interleave(4))
+    saved = OpenGroups(next_number=4, untaken=(0, 1, 2, 3), engines=((0, ("http://only",)),))
+    resumed.go_on(saved, samples)
+    resumed.begin(RolloutRequest(0, 0))
+    assert resumed.finish(0, TIMER).experience.samples == whole.samples
+    assert not rollouter.engine.asked
