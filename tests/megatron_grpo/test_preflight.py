@@ -136,7 +136,7 @@ def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path)
             ["tensor_parallel_size(3)", "[1, 2, 4]"],
         ),
         # Weights that do not divide into blocks.
-        (["train.export_quantization=fp8"], ["blocks of 128 rows", "q_proj", "use fp8_channel"]),
+        (["train.export_quantization=fp8"], ["blocks of 128 rows", "k_proj", "use fp8_channel"]),
         # Lengths.
         (
             ["train.max_tokens_per_microbatch=32"],
