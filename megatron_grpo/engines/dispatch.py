@@ -272,10 +272,9 @@ class RequestDispatcher:
 
     def follow_up(self, number: int, request: Json, url: str) -> None:
         """Queue a request at the engine at `url`, or another one if that is lost."""
-        if url in self._queues:
-            self._queues[url].enqueue({number: request})
-        else:
-            self.add({number: request}, together=True)
+        if self._queues:
+            least = min(self._queues.values(), key=lambda queue: len(queue.open))
+            self._queues.get(url, least).enqueue({number: request})
 
     def add(self, requests: Mapping[int, Json], *, together: bool = False) -> None:
         """Queue more `requests`, with higher numbers; nothing happens if no engine is left.

@@ -45,6 +45,8 @@ class CutRequests(SampleRequests, Protocol):
 
     begun: dict[int, Choice]
     """What was sampled of open ones until they were cut."""
+    stop: Sequence[str]
+    """The strings that end a completion."""
 
     @property
     def waiting(self) -> Iterable[int]:
@@ -75,7 +77,7 @@ class Generation:
         """Addresses of the engines that have answered."""
         self.begun: dict[int, Choice] = {}
         """What was sampled of open ones until they were cut."""
-        self._prompts, self._params = prompts, params
+        self._prompts, self._params, self.stop = prompts, params, params.stop
         self._samples: dict[int, Sample] = {}
         self.open: dict[int, Json] = {}
         """The unanswered requests, by the number of their sample."""

@@ -182,11 +182,11 @@ class OpenGenerations:
         if choice.finish_reason == CUT and not choice.token_ids:
             return None
         generation, own_number = divmod(number, MOST_REQUESTS)
-        opened = self._generations[generation]
+        if (opened := self._generations.get(generation)) is None:  # its environments are lost
+            return None
         requests = opened.requests
         if begun := requests.begun.get(own_number):
-            stop = requests.open[own_number]["sampling_params"]["stop"]
-            choice = joined(begun, choice, self._decode, stop)
+            choice = joined(begun, choice, self._decode, requests.stop)
         if choice.finish_reason == CUT:
             requests.begun[own_number] = choice
             return None

@@ -139,6 +139,7 @@ class DialogueGeneration:
         self.begun: dict[int, Choice] = {}
         """By number, what was sampled of turns in progress until they were cut."""
         self._params, self._turns, self._max_turns = params, turns, max_turns
+        self.stop = params.stop
         self.dialogues: list[Dialogue] = []
         for prompt in prompts:
             for index in range(params.num_generations):

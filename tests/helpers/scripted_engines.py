@@ -85,9 +85,8 @@ class ScriptedEngine:
     async def _complete(self, request: dict[str, Any]) -> httpx.Response:
         self.asked.append(request["priority"])
         num_cuts = self.num_cuts
-        is_early = request["priority"] < self.first_held
         while num_cuts == self.num_cuts and (
-            self.is_paused or not (is_early or self.answers.is_set())
+            self.is_paused or not (request["priority"] < self.first_held or self.answers.is_set())
         ):
             await asyncio.sleep(0.002)  # a test may set it in another thread
         count, reason = request["sampling_params"]["max_tokens"], "length"

@@ -1,6 +1,8 @@
 """Completions that go on under new weights: against a real vLLM whose weights change meanwhile."""
 
+import asyncio
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import Generation, NoServingEngine
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.engine import COUNTS
-from megatron_grpo.engines.in_flight import InFlight, joined
+from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, joined
 from megatron_grpo.engines.pool import MAX_COMEBACKS
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
@@ -231,20 +233,28 @@ def test_what_is_asked_for_when_no_engine_is_left_is_told_so_until_there_is_a_pu
         assert len(asked.samples()) == 8
 
 
-class OfALostEnvironment:
-    """Requests of a dialogue whose environment is lost."""
+def test_who_waits_is_told_that_environments_are_lost_and_the_others_go_on():
+    engine, lost, other = ScriptedEngine(), generation(0, 7, 4), generation(1, 7, 4)
+    is_on_fire = threading.Event()
 
-    open, begun, waiting, is_complete = {}, {}, (0,), False
-
-    async def next_request(self, number):
+    async def next_request(number):
+        while not is_on_fire.is_set():
+            await asyncio.sleep(0.01)
         raise EnvironmentsLost("by fire")
 
-
-def test_who_waits_is_told_that_environments_are_lost():
-    with scripted(only=ScriptedEngine()) as (_, in_flight):
+    lost.waiting, lost.next_request = (0,), next_request
+    with scripted(only=engine) as (_, in_flight):
+        answered = in_flight.submit(1, other)
+        told = in_flight.submit(0, lost)
         in_flight.resume(7)
+        assert wait_until(lambda: len(engine.asked) == 16, seconds=5)
+        is_on_fire.set()
         with pytest.raises(EnvironmentsLost, match="by fire"):
-            in_flight.submit(0, OfALostEnvironment()).result(timeout=5)
+            told.result(timeout=5)
+        engine.first_held = MOST_REQUESTS  # those of who was told are answered all the same
+        time.sleep(0.1)
+        engine.answers.set()
+        answered.result(timeout=5)
 
 
 def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times():
