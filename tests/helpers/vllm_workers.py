@@ -55,7 +55,8 @@ def read_in_workers(
 ) -> list[list[Any]]:
     """Results of `read` for each model in each worker. All dims share a tensor-parallel size."""
     (size,) = {dims.tensor for _, dims in models}
-    by_rank = run_ranks(size, _load, models, read, dtype)
+    # One process builds all of them: 121 s on a machine that is busy with other tests.
+    by_rank = run_ranks(size, _load, models, read, dtype, timeout=250)
     return [list(workers) for workers in zip(*by_rank, strict=True)]
 
 
