@@ -11,11 +11,11 @@ BIN := $(VENV)/bin
 # TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run concurrently with the
 # rest. FAST ones start no engine, but for the golden runs.
 TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watchdog engines/test_pool.py)
-WAITS := $(addprefix tests/megatron_grpo/,rewards environments)
+WAITS := $(addprefix tests/megatron_grpo/,rewards environments/test_environments.py environments/test_turns.py)
 FAST := $(addprefix tests/,parallel checkpoint_convert/formats test_project.py test_golden.py) \
 	$(addprefix tests/megatron_grpo/,algorithm batch checkpoints config/test_config.py data reporting rollout \
 	policy/test_model.py watchdog/test_job.py test_weight_sync.py)
-FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
+FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,environments/test_multi_turn.py policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_torch_dist.py) \
 	$(addprefix tests/parallel/,test_attention.py test_context.py test_cpu_device.py test_groups.py test_megatron_import.py \
 	test_pipeline_schedule.py) \

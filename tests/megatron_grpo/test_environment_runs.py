@@ -104,6 +104,7 @@ def test_a_run_with_an_environment_trains_resumes_and_shows_its_dialogues(
     assert dialogue.count(" digits<eos>\n<start>assistant\n") == 2
 
 
+@pytest.mark.slow
 def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
     vllm_engine, arguments, tmp_path
 ):

@@ -3,6 +3,8 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from helpers.jobs import NUM_RANKS, Runs, assert_same_run
 from helpers.sabotage import InPhase, die
 from megatron_grpo.checkpoints.folders import latest_step
@@ -10,6 +12,7 @@ from megatron_grpo.checkpoints.folders import latest_step
 SLEEPS = "rollout.enable_sleep_mode=true"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_its_state_is_away_goes_on_with_less_of_it_away(
     runs: Runs, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -299,6 +299,7 @@ def test_it_is_used_from_the_next_generation_on(whole: Path, undisturbed: Path) 
     assert 0 < ours[2] < frozen[2] / 2
 
 
+@pytest.mark.slow
 def test_a_run_resumed_inside_and_between_generations_is_the_one_that_was_not_interrupted(
     runs: Runs, whole: Path, tmp_path: Path
 ) -> None:
