@@ -109,7 +109,7 @@ FROM_THE_START = "megatron-grpo: interrupted: run the same command to begin from
     ("number", "code", "told"),
     [
         (signal.SIGTERM, 75, ""),
-        (signal.SIGUSR1, 75, ""),
+        pytest.param(signal.SIGUSR1, 75, "", marks=pytest.mark.slow),
         (signal.SIGINT, 130, FROM_THE_START),
     ],
 )

@@ -62,8 +62,14 @@ FEW_LAYOUTS = [
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     ParallelDims(tensor=4),
 ]
-SLOW_LAYOUTS = [ParallelDims(pipeline=2), ParallelDims(context=2), ParallelDims(data=2)]
-"""What goes wrong along one of these axes does so along two or three ranks of larger layouts."""
+SLOW_LAYOUTS = [
+    ParallelDims(pipeline=2),
+    ParallelDims(context=2),
+    ParallelDims(data=2),
+    ParallelDims(tensor=2, context=2),
+    ParallelDims(context=2, data=2),
+]
+"""What goes wrong along these axes does so along those of larger layouts, or in the other model."""
 # The sums over ranks know of no family either: another has its own in every kind of layout.
 CASES = [
     *(

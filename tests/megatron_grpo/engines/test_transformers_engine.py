@@ -17,7 +17,13 @@ from megatron_grpo.engines import transformers_engine as module
 from megatron_grpo.engines.transformers_engine import TransformersEngine, load_model
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "glm4_moe")),
+        "deepseek_v3",
+    ],
+)
 def test_pushed_experts_are_taken_into_the_stacks_of_the_model(tmp_path, family):
     before, after = (tiny_model(tmp_path / str(i), family, seed=i) for i in range(2))
     with running_engine("transformers", before, tmp_path) as engine:

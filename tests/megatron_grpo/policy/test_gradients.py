@@ -207,7 +207,11 @@ def assert_same(ranks: Sequence[Steps], others: Sequence[Steps], tolerance: floa
     ("name", "dims"),
     [
         pytest.param("llama", ParallelDims(data=2), marks=pytest.mark.slow),
-        ("llama", ParallelDims(pipeline=2, virtual_pipeline=2, data=2)),
+        pytest.param(
+            "llama",
+            ParallelDims(pipeline=2, virtual_pipeline=2, data=2),
+            marks=pytest.mark.slow,
+        ),
         ("qwen3_moe", ParallelDims(tensor=2, data=2, expert=2)),
     ],
     ids=lambda value: value if isinstance(value, str) else layout_name(value),

@@ -98,7 +98,14 @@ def test_master_weights_are_updated_as_by_default(folder, dims):
 EXPERTS = ParallelDims(data=2, expert=2)
 
 
-@pytest.mark.parametrize("kind", ["precise, short moments", "half on the host", "short gradients"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("precise, short moments", marks=pytest.mark.slow),
+        "half on the host",
+        pytest.param("short gradients", marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_comes_back_at_any_layout_and_in_any_kind_of_optimizer(
     mixture, tmp_path, kind
 ):
