@@ -15,7 +15,8 @@ WAITS := $(addprefix tests/megatron_grpo/,rewards environments/test_environments
 FAST := $(addprefix tests/,parallel checkpoint_convert/formats test_project.py test_golden.py) \
 	$(addprefix tests/megatron_grpo/,algorithm batch checkpoints config/test_config.py data reporting rollout \
 	policy/test_model.py watchdog/test_job.py test_weight_sync.py)
-FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,environments/test_multi_turn.py policy/test_skipped_steps.py test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
+FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,environments/test_multi_turn.py policy/test_skipped_steps.py \
+	test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_torch_dist.py) \
 	$(addprefix tests/parallel/,test_attention.py test_context.py test_cpu_device.py test_groups.py test_megatron_import.py \
 	test_pipeline_schedule.py) \

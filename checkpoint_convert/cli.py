@@ -27,6 +27,7 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.inspection import print_inspection
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.merge import merge_adapter
+from checkpoint_convert.quantization import Quantization
 from checkpoint_convert.verify import verify_weights
 from parallel import ParallelDims
 
@@ -60,8 +61,8 @@ Dtype = Annotated[
     Literal["bf16", "fp16", "fp32"] | None,
     typer.Option(help="Dtype of all weights. Default: each keeps its own."),
 ]
-Quantization = Annotated[
-    Literal["none", "fp8", "fp8_channel", "int8"],
+Quantized = Annotated[
+    Quantization,
     typer.Option(
         help="Quantise linear layers to 8 bits: FP8 in blocks of 128 x 128 (DeepSeek's), or FP8 or "
         "INT8 with a scale per row (compressed-tensors)."
@@ -133,7 +134,7 @@ def export(
     hf_config: HfConfig = None,
     max_shard_size: MaxShardSize = "5GB",
     dtype: Dtype = None,
-    quantization: Quantization = "none",
+    quantization: Quantized = "none",
     workers: Workers = NUM_WORKERS,
 ) -> None:
     """Convert a Megatron checkpoint to a Hugging Face folder.

@@ -7,7 +7,7 @@ torch: `formats/dequantized.py` computes.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from checkpoint_convert.formats.safetensors_file import TensorPlace
 from parallel import Box, Shape
@@ -54,6 +54,8 @@ class Scheme:
         return tuple(-(-n // size) for n, size in zip(shape, self.block_in(shape), strict=True))
 
 
+Quantization = Literal["none", "fp8", "fp8_channel", "int8"]
+"""Values of this project's options."""
 SCHEMES = ("fp8", "fp8_channel", "int8")
 """Those by which this project quantises, by the names of its options."""
 

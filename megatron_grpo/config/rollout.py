@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_grpo.config.quantization import Quantization
+from checkpoint_convert.quantization import Quantization
 from megatron_grpo.config.section import Section
 
 MIN_TEMPERATURE = 0.01

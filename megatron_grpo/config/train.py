@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
+from checkpoint_convert.quantization import Quantization
 from megatron_grpo.config.offload import Offload
-from megatron_grpo.config.quantization import Quantization
 from megatron_grpo.config.section import Section
 from parallel import ParallelDims
 

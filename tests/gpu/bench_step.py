@@ -1,6 +1,6 @@
 """Tokens per second and memory of an optimizer step on one GPU, next to prime-rl's on an H100.
 
-    PYTHONPATH=.:tests python tests/gpu/bench_step.py [--tokens 16384 65536] [--steps 5]
+    PYTHONPATH=.:tests python tests/gpu/bench_step.py [--tokens 16384 65536] [--steps 5] [--profile]
 
 A random model of Qwen3-0.6B's shape (bf16 weights, float32 gradients, masters and moments) trains
 on one packed microbatch per step. It is a single sequence: a prompt of 512 tokens and its
@@ -13,6 +13,7 @@ with RL.
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.profiler import profile
 
 from checkpoint_convert import hf_tensors, read_shape
 from helpers.policies import tiny_config
@@ -90,6 +92,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[*PRIME_RL])
     parser.add_argument("--steps", type=int, default=5, help="counted ones")
+    parser.add_argument("--profile", action="store_true", help="kernels of one more step, too")
     arguments = parser.parse_args()
     for num_tokens in arguments.tokens:
         with tempfile.TemporaryDirectory() as name:
@@ -100,6 +103,7 @@ def main() -> None:
                 folder,
                 num_tokens,
                 arguments.steps,
+                arguments.profile,
                 cuda=torch.cuda.is_available(),
                 timeout=1800,
             )
@@ -131,7 +135,9 @@ def write_model(folder: Path, shape: dict[str, Any]) -> Path:
     return folder
 
 
-def measure(rank: int, folder: Path, num_tokens: int, num_steps: int) -> dict[str, float]:
+def measure(
+    rank: int, folder: Path, num_tokens: int, num_steps: int, profiles: bool
+) -> dict[str, float]:
     """Speed and memory of a step; runs in its own process."""
     device = setup_device(rank)
     cfg = tiny_config(
@@ -159,6 +165,11 @@ def measure(rank: int, folder: Path, num_tokens: int, num_steps: int) -> dict[st
             "allocated_gib": torch.cuda.max_memory_allocated(device) / 2**30,
             "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
         }
+    if profiles:
+        with profile() as recorded:
+            step()
+        order = f"self_{device.type}_time_total"
+        print(recorded.key_averages().table(sort_by=order, row_limit=40), file=sys.stderr)
     return {
         "seconds": median(seconds),
         "least_seconds": min(seconds),

@@ -39,6 +39,10 @@ Read = Callable[[Module, Path, EngineDims], Any]
 """Called in a worker with its loaded model, the model's folder and the engine's dims."""
 
 
+NUM_ENGINES = 2
+"""Of those that take a push: the first feeds the second."""
+
+
 def loaded_parameters(
     models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32"
 ) -> list[list[Parameters]]:

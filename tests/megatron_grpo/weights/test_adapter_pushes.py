@@ -18,21 +18,13 @@ from helpers.adapter_pushes import (
 from helpers.models import servable_model
 from helpers.policies import layout_name
 from helpers.ranks import run_ranks
-from helpers.vllm_workers import WorkerClient, worker_engines
+from helpers.vllm_workers import WorkerClient
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.engines.layouts import holdings
 from megatron_grpo.policy.lora_targets import peft_tensors
 from parallel import ParallelDims
 
-NUM_ENGINES = 2
 R3 = ("lora.r=3", "lora.lora_alpha=5")
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids="TP{}".format)
-def engines(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sockets")
-    with worker_engines(NUM_ENGINES, request.param, folder, timeout=900) as engines:
-        yield request.param, engines
 
 
 @pytest.fixture(scope="module")

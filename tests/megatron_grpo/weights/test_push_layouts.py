@@ -17,12 +17,11 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims
 from helpers.models import servable_model
 from helpers.ranks import run_ranks
-from helpers.vllm_workers import worker_engines
+from helpers.vllm_workers import NUM_ENGINES, worker_engines
 from helpers.worker_pushes import Case, Engines, push_all
 from parallel import ParallelDims
 from parallel.weight_transfer.buckets import ALIGNMENT
 
-NUM_ENGINES = 2
 TP1, TP2 = EngineDims(tensor=1), EngineDims(tensor=2)
 EXPERT_PARALLEL = EngineDims(tensor=2, expert_parallel=True)
 DENSE_LAYOUTS = [

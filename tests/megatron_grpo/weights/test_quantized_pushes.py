@@ -7,19 +7,11 @@ from helpers.models import tiny_model
 from helpers.policies import layout_name
 from helpers.quantized_pushes import Case, failing_push, push_quantized
 from helpers.ranks import run_ranks
-from helpers.vllm_workers import worker_engines
+from helpers.vllm_workers import NUM_ENGINES
 from parallel import ParallelDims
 
-NUM_ENGINES = 2
 SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 slow = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids="TP{}".format)
-def engines(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sockets")
-    with worker_engines(NUM_ENGINES, request.param, folder, timeout=900) as engines:
-        yield request.param, engines
 
 
 @pytest.fixture(scope="module")
