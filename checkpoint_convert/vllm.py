@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from checkpoint_convert.families import decoder
+from checkpoint_convert.families import FAMILIES, decoder
 from checkpoint_convert.families.description import Parameter, Shard
 from checkpoint_convert.shape import ModelShape, split_obstacles
 from parallel import Box, Layout, Shape, ShardMapping, divisors
@@ -22,10 +22,18 @@ class EngineDims:
     """Parallel sizes of one engine."""
 
     tensor: int = 1
-    """Number of workers, over which every layer's matrices are split."""
+    """Number of workers over which every layer's matrices are split."""
+    data: int = 1
+    """Number of such groups of workers. Each has requests of its own and all weights but those of
+    the experts, which all workers of the engine share."""
     expert_parallel: bool = False
     """Whether whole experts are distributed over the workers, instead of splitting each expert's
     matrices."""
+
+    @property
+    def num_workers(self) -> int:
+        """Of all groups; worker r belongs to group r // tensor."""
+        return self.data * self.tensor
 
 
 def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
@@ -37,7 +45,7 @@ def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
     """
     check_engine_dims(shape, dims)
     parameters = engine_parameters(shape)
-    return [_worker_layout(parameters, shape, dims, rank) for rank in range(dims.tensor)]
+    return [_worker_layout(parameters, shape, dims, rank) for rank in range(dims.num_workers)]
 
 
 def first_worker_layout(shape: ModelShape, dims: EngineDims) -> Layout:
@@ -64,17 +72,23 @@ def _worker_layout(
     parameters: Sequence[Parameter], shape: ModelShape, dims: EngineDims, rank: int
 ) -> Layout:
     experts = _experts(shape, dims, rank)
-    place, size = (0, 1) if dims.expert_parallel else (rank, dims.tensor)
+    place, size = (0, 1) if dims.expert_parallel else (rank, dims.num_workers)
+    group, tensor_rank = divmod(rank, dims.tensor)
+    has_whole = _has_whole_shared_expert(shape, dims)
     shapes: dict[str, Shape] = {}
     pieces: list[ShardMapping] = []
     zeros: list[tuple[str, Box]] = []
     for parameter in parameters:
         name = parameter.engine_name or parameter.sources[0].name
         if not parameter.is_expert:
-            part = worker_shard(parameter, rank, dims.tensor)
+            is_whole = has_whole and ".shared_experts." in name
+            part = worker_shard(parameter, *((0, 1) if is_whole else (tensor_rank, dims.tensor)))
+            is_copy = group > 0 or (is_whole and tensor_rank > 0)
             first, num_rows = parameter.engine_rows or (0, part.shape[0])
             shapes[name] = (num_rows, *part.shape[1:])
-            pieces += [_from_row(piece, first) for piece in part.pieces]
+            for piece in part.pieces:
+                is_replica = piece.is_replica or is_copy
+                pieces.append(replace(_from_row(piece, first), is_replica=is_replica))
             zeros += [(name, box) for box in part.zeros]
         elif parameter.stack_axes[0][0] in experts:
             # The experts of a worker are stacked in one tensor with an additional first dimension.
@@ -92,9 +106,20 @@ def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:
         return range(0)
     if not dims.expert_parallel:
         return range(shape.moe.num_experts)
-    base, remainder = divmod(shape.moe.num_experts, dims.tensor)
+    base, remainder = divmod(shape.moe.num_experts, dims.num_workers)
     start = rank * base + min(rank, remainder)
     return range(start, start + base + (rank < remainder))
+
+
+def _has_whole_shared_expert(shape: ModelShape, dims: EngineDims) -> bool:
+    """Whether every worker holds the whole shared expert.
+
+    Where vLLM deals tokens out over the tensor-parallel workers before the experts, each computes
+    all of its own tokens.
+    """
+    names = FAMILIES[shape.family].experts
+    deals_out = dims.expert_parallel and dims.tensor > 1 and dims.data > 1
+    return deals_out and names is not None and names.is_shared_whole_in_engine
 
 
 def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
@@ -161,10 +186,16 @@ def _in_stack(piece: ShardMapping, index: int) -> ShardMapping:
 
 def check_engine_dims(shape: ModelShape, dims: EngineDims) -> None:
     """Raise ValueError, naming the legal sizes, when an engine of `dims` cannot split the model."""
-    obstacles = _obstacles(shape, dims, dims.tensor)
-    if obstacles:
+    if dims.data > 1 and shape.moe is None:
         raise ValueError(
-            f"an engine of tensor_parallel_size({dims.tensor}) cannot split the model: it "
+            f"an engine of data_parallel_size({dims.data}) shares experts between its groups, and "
+            "the model has none: set 1, and start more engines"
+        )
+    obstacles = _obstacles(shape, dims)
+    if obstacles:
+        groups = f" and data_parallel_size({dims.data})" if dims.data > 1 else ""
+        raise ValueError(
+            f"an engine of tensor_parallel_size({dims.tensor}){groups} cannot split the model: it "
             + " and ".join(obstacles)
             + f"; legal values are {engine_sizes(shape, dims)}"
         )
@@ -173,16 +204,19 @@ def check_engine_dims(shape: ModelShape, dims: EngineDims) -> None:
 def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
     """Every value of `dims.tensor` with which an engine can split the model, ascending."""
     candidates = divisors(shape.num_attention_heads)
-    return [size for size in candidates if not _obstacles(shape, dims, size)]
+    return [size for size in candidates if not _obstacles(shape, replace(dims, tensor=size))]
 
 
-def _obstacles(shape: ModelShape, dims: EngineDims, tensor: int) -> list[str]:
-    further = {"padded vocabulary": _padded_vocab(shape)}
-    if shape.moe is not None and not dims.expert_parallel:
-        further["intermediate_size of the experts"] = shape.moe.intermediate_size
-    obstacles = split_obstacles(shape, tensor, further)
-    if shape.moe is not None and dims.expert_parallel and tensor > shape.moe.num_experts:
-        obstacles.append(f"is more than num_experts({shape.moe.num_experts})")
+def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
+    obstacles = split_obstacles(shape, dims.tensor, {"padded vocabulary": _padded_vocab(shape)})
+    if shape.moe is None:
+        return obstacles
+    workers = "" if dims.data == 1 else f"with {dims.num_workers} workers "
+    if dims.expert_parallel and dims.num_workers > shape.moe.num_experts:
+        obstacles.append(f"{workers}is more than num_experts({shape.moe.num_experts})")
+    size = shape.moe.intermediate_size
+    if not dims.expert_parallel and size % dims.num_workers:
+        obstacles.append(f"{workers}does not divide intermediate_size of the experts({size})")
     return obstacles
 
 
@@ -211,7 +245,7 @@ def check_engine(
     if len(layouts) != len(reports):
         raise ValueError(
             f"the engine has {len(reports)} workers but was planned with {len(layouts)}: start it "
-            f"with tensor_parallel_size {len(layouts)}"
+            "with the sizes of the config"
         )
     faults = [
         f"worker {rank}: {fault}"

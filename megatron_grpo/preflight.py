@@ -66,6 +66,7 @@ CHANGEABLE = (
     "rollout.base_urls",
     "rollout.num_engines",
     "rollout.tensor_parallel_size",
+    "rollout.data_parallel_size",
     "rollout.enable_sleep_mode",
     "rollout.startup_timeout",
     "rollout.request_timeout",

@@ -56,6 +56,7 @@ DEEPSEEK_V3 = Family(
         num_shared="n_shared_experts",
         num_dense_layers="first_k_dense_replace",
         has_groups=True,
+        is_shared_whole_in_engine=True,
     ),
     has_mla=True,
     num_extra_layers="num_nextn_predict_layers",

@@ -35,6 +35,9 @@ class Experts:
     """Whether `n_group` and `topk_group` in config.json make groups of experts."""
     is_router_float32_in_engine: bool = False
     """Whether a vLLM engine of any dtype keeps the matrix of the router in float32."""
+    is_shared_whole_in_engine: bool = False
+    """Whether workers of a vLLM engine with several groups of several workers each hold the whole
+    shared expert."""
 
 
 @dataclass(frozen=True)

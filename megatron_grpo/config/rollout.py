@@ -25,6 +25,9 @@ class RolloutConfig(Section):
     """Number of engines; default: the number of base_urls, or 1 without any."""
     tensor_parallel_size: PositiveInt = 1
     """Tensor-parallel ranks of each engine: at most the GPUs of a node, or a multiple of them."""
+    data_parallel_size: PositiveInt = 1
+    """Groups of tensor-parallel ranks in each engine of a mixture of experts, which share the
+    experts: each has requests, attention and a cache of its own (vLLM's data parallelism)."""
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
     """Sampling temperature, at least 0.01; the trainer also divides its logits by it."""
     top_p: float = 1.0
@@ -74,6 +77,19 @@ class RolloutConfig(Section):
     """Maximum megabytes of buffers per process while weights are sent to the engines."""
     weight_transport: Literal["auto", "network"] = "auto"
     """`auto`: host or GPU memory that both ends share, else the network; `network`: only that."""
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """Workers of each engine, with a GPU each where there are any."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def engine_sizes(self) -> str:
+        """Those of each engine, for messages."""
+        groups = (
+            f" and rollout.data_parallel_size {n}" if (n := self.data_parallel_size) > 1 else ""
+        )
+        return f"rollout.tensor_parallel_size {self.tensor_parallel_size}{groups}"
 
     @model_validator(mode="before")
     @classmethod
@@ -167,10 +183,11 @@ class RolloutConfig(Section):
                 "rollout.vllm.speculative_config: the weights of a draft model are not pushed, and "
                 "rollout.enable_sleep_mode true would lose them: leave out one of the two"
             )
-        if self.engine == "transformers" and (self.tensor_parallel_size > 1 or self.vllm):
+        if self.engine == "transformers" and (self.gpus_per_engine > 1 or self.vllm):
             raise ValueError(
                 f"rollout.engine transformers runs in one process: rollout.tensor_parallel_size "
-                f"{self.tensor_parallel_size} must be 1 and rollout.vllm {self.vllm} empty"
+                f"{self.tensor_parallel_size} and rollout.data_parallel_size "
+                f"{self.data_parallel_size} must be 1 and rollout.vllm {self.vllm} empty"
             )
         return self
 

@@ -58,6 +58,7 @@ def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) ->
         "model.dtype": model.dtype,
         "rollout.engine": rollout.engine,
         "rollout.tensor_parallel_size": rollout.tensor_parallel_size,
+        "rollout.data_parallel_size": rollout.data_parallel_size,
         "rollout.router_replay": rollout.router_replay,
         "rollout.quantization": rollout.quantization,
         "rollout.vllm": vllm,

@@ -80,6 +80,7 @@ def engine_dims(rollout: RolloutConfig) -> EngineDims:
     """Parallel sizes of each engine."""
     return EngineDims(
         tensor=rollout.tensor_parallel_size,
+        data=rollout.data_parallel_size,
         expert_parallel=bool(rollout.vllm.get("enable_expert_parallel", False)),
     )
 

@@ -227,7 +227,7 @@ def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
 
 def share_gpus(rollout: RolloutConfig, num_devices: int, num_ranks: int) -> bool:
     """Whether `num_ranks` trainer ranks, one per GPU, leave too few GPUs for the engines."""
-    wanted = rollout.num_engines * rollout.tensor_parallel_size
+    wanted = rollout.num_engines * rollout.gpus_per_engine
     return 0 < num_devices < num_ranks + wanted
 
 
@@ -240,7 +240,7 @@ def engine_devices(
     GPUs, None for each engine. Raises ValueError if there are too few GPUs in all, or if vLLM is
     not told how much of a shared GPU it may take.
     """
-    size, num_engines = rollout.tensor_parallel_size, rollout.num_engines
+    size, num_engines = rollout.gpus_per_engine, rollout.num_engines
     if num_devices == 0:
         return [None] * num_engines
     visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
@@ -249,7 +249,7 @@ def engine_devices(
         gpus = gpus[num_ranks:]
     elif num_engines * size > num_devices:
         raise ValueError(
-            f"rollout.num_engines({num_engines}) * rollout.tensor_parallel_size({size}) = "
+            f"rollout.num_engines {num_engines} of {rollout.engine_sizes} need "
             f"{num_engines * size} GPUs, but this host has {num_devices}: lower one of them, or "
             "use engines on other hosts with rollout.base_urls"
         )
@@ -305,7 +305,7 @@ def engine_command(
             command.append("--enable-return-routed-experts")
         return command, environment
     on_gpu = devices is not None
-    environment |= vllm_environment(rollout.tensor_parallel_size, on_gpu)
+    environment |= vllm_environment(rollout.gpus_per_engine, on_gpu)
     if lora.is_served:  # the route that gives the adapter its name
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     # The address for vLLM's processes on other nodes; it would take any of this host's.
@@ -334,22 +334,23 @@ def serve(
     if node.nnodes > 1 and os.environ.get("SLURM_STEP_NUM_NODES") != str(node.nnodes):
         raise ValueError(
             f"--nnodes {node.nnodes}: an engine spans nodes only as a Slurm step over them, which "
-            "the job scripts in slurm/ start; elsewhere set rollout.tensor_parallel_size to the "
-            "GPUs of one host at most"
+            "the job scripts in slurm/ start; elsewhere set rollout.tensor_parallel_size (times "
+            "rollout.data_parallel_size) to the GPUs of one host at most"
         )
-    if node.node_rank >= node.nnodes or rollout.tensor_parallel_size % node.nnodes:
+    if node.node_rank >= node.nnodes or rollout.gpus_per_engine % node.nnodes:
         raise ValueError(
             f"--node-rank {node.node_rank} of --nnodes {node.nnodes} for "
-            f"rollout.tensor_parallel_size {rollout.tensor_parallel_size}: nodes are counted from "
-            "0, and each has an equal part of the engine"
+            f"{rollout.engine_sizes}: nodes are counted from 0, and each has an equal part of the "
+            "engine"
         )
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)
     model.check_folder()
     check_cpu_kernels(rollout.model_copy(update={"base_urls": ()}), read_shape(model.path))
     # vLLM takes the visible GPUs of a node for its workers there.
-    size = rollout.tensor_parallel_size // node.nnodes
-    part = rollout.model_copy(update={"num_engines": 1, "tensor_parallel_size": size})
+    size = rollout.gpus_per_engine // node.nnodes
+    sizes = {"num_engines": 1, "tensor_parallel_size": size, "data_parallel_size": 1}
+    part = rollout.model_copy(update=sizes)
     [devices] = engine_devices(part, num_gpus(), 0, os.environ)
     command, environment = engine_command(
         model, rollout, host, port, devices, token, node, cfg.lora

@@ -77,7 +77,7 @@ RESERVED = {
     ),
     "tensor_parallel_size": "set rollout.tensor_parallel_size",
     "pipeline_parallel_size": "weights are pushed to workers that hold all layers",
-    "data_parallel_size": "for more engines, set rollout.num_engines",
+    "data_parallel_size": "set rollout.data_parallel_size",
     "nnodes": SPANNING,
     "node_rank": SPANNING,
     "master_addr": SPANNING,
@@ -169,6 +169,7 @@ def engine_flags(
         "load_format": "hf",
         "tokenizer_mode": "hf",
         "tensor_parallel_size": rollout.tensor_parallel_size,
+        "data_parallel_size": rollout.data_parallel_size,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": BACKEND},
@@ -178,7 +179,7 @@ def engine_flags(
         # A CPU engine follows the same requests, but would not start with this.
         "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }
-    arguments |= platform_arguments(rollout.tensor_parallel_size, on_gpu)
+    arguments |= platform_arguments(rollout.gpus_per_engine, on_gpu)
     overrides = arguments.get("hf_overrides", {})
     if rollout.quantization != "none":
         arguments |= quantizing_arguments(model, rollout, overrides, on_gpu)
@@ -262,7 +263,7 @@ def _check_load_format(table: Mapping[str, Any], what: str) -> None:
         )
 
 
-def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any]:
+def platform_arguments(num_workers: int, on_gpu: bool) -> dict[str, Any]:
     """Engine arguments that differ between CPU and GPU."""
     if on_gpu:
         return {
@@ -286,11 +287,11 @@ def platform_arguments(tensor_parallel_size: int, on_gpu: bool) -> dict[str, Any
         # generator by an offset, which CPU generators do not support.
         "enable_chunked_prefill": False,
         # One process fewer to start (12 s instead of 25 s) and to talk to.
-        "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "mp",
+        "distributed_executor_backend": "uni" if num_workers == 1 else "mp",
     }
 
 
-def platform_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
+def platform_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
     """Environment variables that differ between CPU and GPU."""
     if on_gpu:
         return {}
@@ -299,11 +300,11 @@ def platform_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, s
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # vLLM for CPU overrides the executor `uni` unless this is off; the API server is a separate
         # process all the same.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if tensor_parallel_size == 1 else "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_workers == 1 else "1",
     }
 
 
-def vllm_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
+def vllm_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
     """Variables that an engine needs in addition to the user's environment."""
     return {
         ENGINE_VARIABLE: "1",
@@ -312,7 +313,7 @@ def vllm_environment(tensor_parallel_size: int, on_gpu: bool) -> dict[str, str]:
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that arrives by HTTP is unpickled
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
-        **platform_environment(tensor_parallel_size, on_gpu),
+        **platform_environment(num_workers, on_gpu),
     }
 
 

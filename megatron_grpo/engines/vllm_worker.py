@@ -10,15 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import vllm._custom_ops
-import vllm.model_executor.layers.utils
 from torch import Tensor
 from vllm.config import ModelConfig
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_dp_group, get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,17 +26,15 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from checkpoint_convert.quantization import SCHEMES
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engines.cpu_matrices import multiply_by_torch
+from megatron_grpo.engines.cpu_layers import compute_by_torch
 from megatron_grpo.engines.push_protocol import Json, PushState, own_parameters, parameter_table
 from megatron_grpo.engines.vllm_args import (
     ADAPTER_ID,
@@ -62,15 +59,13 @@ def register() -> None:
         die_with_parent()
         if not parent.is_alive():
             sys.exit("the process that started this one has ended")
+    answer_for_all_groups()
     WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
     for scheme in SCHEMES:
         register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
     if current_platform.is_cpu():
-        keep_weights_unpacked()
-        rotate_heads_by_torch()
-        multiply_tokens_at_once()
-        multiply_by_torch()
+        compute_by_torch()
 
 
 class DequantizingLoader(DefaultModelLoader):
@@ -96,89 +91,33 @@ class QuantizingLoader(DefaultModelLoader):
         return quantized_tensors(Path(model_config.model), scheme)
 
 
-def keep_weights_unpacked() -> None:
-    """Make vLLM's CPU layers compute with `layer.weight` itself, as its CUDA layers do.
-
-    By default vLLM packs linear weights for oneDNN or SGL kernels after loading and leaves an empty
-    parameter behind, so that weights loaded later never reach the packed copies (including that of
-    a tied lm_head). It packs the weights of experts in place, and would take weights loaded later
-    for packed ones.
-    """
-    vllm._custom_ops._supports_onednn = False
-    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
-    cpu_moe.CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    cpu_moe.cpu_fused_moe = experts_on_unpacked_weights
+def number_of_worker() -> int:
+    """The number of this process's worker among all of its engine."""
+    tensor = get_tp_group()
+    return get_dp_group().rank_in_group * tensor.world_size + tensor.rank_in_group
 
 
-def experts_on_unpacked_weights(
-    output: Tensor,
-    hidden: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    expert_weights: Tensor,
-    expert_ids: Tensor,
-    activation: str,
-    isa: str,
-    are_inputs_weighted: bool,
-) -> None:
-    """Compute what vLLM's kernel for packed weights does, into `output` [T, hidden size].
+def answer_for_all_groups() -> None:
+    """Let calls to the workers of all data-parallel groups have the answers of all.
 
-    `gate_up` [experts, 2 * size, hidden size], `down` [experts, hidden size, size];
-    `expert_weights` and `expert_ids` [T, experts per token].
-    """
-    assert activation == "silu" and gate_up_bias is None and not are_inputs_weighted
-    output.zero_()
-    for expert in expert_ids.unique().tolist():
-        token, slot = (expert_ids == expert).nonzero(as_tuple=True)
-        gate, up = (hidden[token] @ gate_up[expert].T).chunk(2, dim=-1)
-        values = (torch.nn.functional.silu(gate) * up) @ down[expert].T
-        weights = expert_weights[token, slot].unsqueeze(-1)
-        output.index_add_(0, token, (values * weights).to(output.dtype))
-
-
-def rotate_heads_by_torch() -> None:
-    """Let torch rotate queries and keys that have a dimension for heads, as in latent attention.
-
-    vLLM 0.32's kernel for CPUs rotates wrong numbers of them: it takes the distance between heads
-    for that between tokens. Its kernel for GPUs knows the dimension.
-    """
-    of_kernel = RotaryEmbedding.forward_cpu
-
-    def rotated(
-        self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        if query.dim() == 2:
-            return of_kernel(self, positions, query, key)
-        return self.forward_native(positions, query, key)
-
-    RotaryEmbedding.forward_cpu = rotated
-
-
-def multiply_tokens_at_once() -> None:
-    """Let all tokens share the one adapter, by plain matrix products.
-
-    vLLM's kernels for CPUs copy the A and B of its adapter for each token, gigabytes for a prompt.
+    vLLM makes such a call in each group's process, and returns the answers of the first.
     """
 
-    def add_lora_linear(
-        self: PunicaWrapperCPU,
-        y: Tensor,
-        x: Tensor,
-        lora_a_stacked: tuple[Tensor, ...],
-        lora_b_stacked: tuple[Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        **_: Any,
-    ) -> None:
-        is_adapted = (self.token_lora_indices >= 0).to(x.dtype).unsqueeze(1)
-        parts = zip(y.split(output_slices, -1), lora_a_stacked, lora_b_stacked, strict=True)
-        for part, a, b in parts:
-            low = torch.nn.functional.linear(x, a[0, 0]) * is_adapted
-            part += torch.nn.functional.linear(low, b[0, 0]) * scale
+    async def collective_rpc(
+        self: DPLBAsyncMPClient,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        call = "collective_rpc", method, timeout, args, kwargs
+        return list(chain.from_iterable(await self.call_utility_all_async(*call)))
 
-    PunicaWrapperCPU.add_lora_linear = add_lora_linear
+    async def reset_prefix_cache(self: DPLBAsyncMPClient, *args: bool) -> bool:
+        return all(await self.call_utility_all_async("reset_prefix_cache", *args))
+
+    DPLBAsyncMPClient.collective_rpc_async = collective_rpc
+    DPLBAsyncMPClient.reset_prefix_cache_async = reset_prefix_cache
 
 
 def unlink_group_memory() -> None:
@@ -267,7 +206,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
             self._receiver = WeightReceiver(
                 TransferInitInfo.from_json(init_info.transfer),
                 engine=init_info.engine,
-                worker=get_tensor_model_parallel_rank(),
+                worker=number_of_worker(),
                 parameters=adapter_buffers(self.model) or own_parameters(self.model),
                 device=self.device,
             )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, make_folder
 from parallel import ParallelDims
@@ -134,7 +135,7 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     a node has takes whole nodes. Raises ValueError if ranks or such an engine do not fill nodes, or
     if there are too few nodes. A replay has no engines.
     """
-    num_ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
+    num_ranks, size = cfg.dims.world_size, cfg.rollout.gpus_per_engine
     ranks_per_node = min(num_ranks, gpus_per_node)
     if num_ranks % ranks_per_node:
         data = _full_data_size(cfg.dims, gpus_per_node)
@@ -150,18 +151,18 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
         )
     num_engines = cfg.num_engines
     if num_engines:
-        check_engine_size(tensor, gpus_per_node)
+        check_engine_size(cfg.rollout, gpus_per_node)
     free = [
-        *_places(nodes[:num_trainers], ranks_per_node, gpus_per_node, tensor),
-        *_places(nodes[num_trainers:], 0, gpus_per_node, tensor),
+        *_places(nodes[:num_trainers], ranks_per_node, gpus_per_node, size),
+        *_places(nodes[num_trainers:], 0, gpus_per_node, size),
     ]
-    shared = sorted(_places(nodes, 0, gpus_per_node, tensor), key=lambda at: at.gpus.start)
+    shared = sorted(_places(nodes, 0, gpus_per_node, size), key=lambda at: at.gpus.start)
     places = free if num_engines <= len(free) else shared
     if num_engines > len(places):
         fewer = f"set it to {len(places)} or less, or take more nodes"
-        least = -(-tensor // gpus_per_node)
+        least = -(-size // gpus_per_node)
         raise ValueError(
-            f"rollout.num_engines {num_engines} of {tensor} GPUs each do not fit on {len(nodes)} "
+            f"rollout.num_engines {num_engines} of {size} GPUs each do not fit on {len(nodes)} "
             f"nodes of {gpus_per_node}: {fewer if places else f'take {least} nodes or more'}"
         )
     return Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
@@ -172,27 +173,27 @@ def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Plac
 
     Raises ValueError if an engine is larger than a node and does not fill nodes, or than all.
     """
-    tensor = cfg.rollout.tensor_parallel_size
-    check_engine_size(tensor, gpus_per_node)
-    engines = [*_places(nodes, 0, gpus_per_node, tensor)]
+    size = cfg.rollout.gpus_per_engine
+    check_engine_size(cfg.rollout, gpus_per_node)
+    engines = [*_places(nodes, 0, gpus_per_node, size)]
     if not engines:
         raise ValueError(
-            f"rollout.tensor_parallel_size {tensor} needs {-(-tensor // gpus_per_node)} nodes of "
+            f"{cfg.rollout.engine_sizes} needs {-(-size // gpus_per_node)} nodes of "
             f"{gpus_per_node} GPUs for an engine, and the job has {len(nodes)}"
         )
     return Placement(nodes[:0], 0, engines)
 
 
-def check_engine_size(tensor: int, gpus_per_node: int) -> None:
-    """Raise ValueError if an engine of `tensor` GPUs is larger than a node and does not fill nodes.
+def check_engine_size(rollout: RolloutConfig, gpus_per_node: int) -> None:
+    """Raise ValueError if an engine is larger than a node and does not fill nodes.
 
     vLLM splits an engine evenly over its nodes.
     """
-    if tensor > gpus_per_node and tensor % gpus_per_node:
+    size = rollout.gpus_per_engine
+    if size > gpus_per_node and size % gpus_per_node:
         raise ValueError(
-            f"rollout.tensor_parallel_size {tensor} does not fill nodes of {gpus_per_node} GPUs: "
-            f"set it to {gpus_per_node}, or to a multiple such as "
-            f"{-(-tensor // gpus_per_node) * gpus_per_node}"
+            f"{rollout.engine_sizes} does not fill nodes of {gpus_per_node} GPUs: set it to "
+            f"{gpus_per_node}, or to a multiple such as {-(-size // gpus_per_node) * gpus_per_node}"
         )
 
 

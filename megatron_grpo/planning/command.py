@@ -51,7 +51,7 @@ def _engines(cfg: Config, plan: JobPlan) -> str:
     if not cfg.num_engines:
         return "no engines, for train.replay"
     where = "on the same GPUs" if plan.is_shared else "on GPUs of their own"
-    size = _count(cfg.rollout.tensor_parallel_size, "GPU")
+    size = _count(cfg.rollout.gpus_per_engine, "GPU")
     return f"{_count(cfg.num_engines, 'engine')} of {size}, {where}"
 
 

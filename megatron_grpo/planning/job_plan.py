@@ -223,14 +223,13 @@ def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
     Raises ValueError if the GPUs are too few, or if nodes of this card cannot hold the ranks or the
     engines.
     """
-    ranks, tensor = cfg.dims.world_size, cfg.rollout.tensor_parallel_size
-    engines = cfg.num_engines * tensor
+    ranks, engines = cfg.dims.world_size, cfg.num_engines * cfg.rollout.gpus_per_engine
     if engines:
-        check_engine_size(tensor, card.per_node)
+        check_engine_size(cfg.rollout, card.per_node)
     if max(ranks, engines) > num_gpus:
         raise ValueError(
             f"{cfg.dims} needs {ranks} GPUs, and {cfg.num_engines} engines of "
-            f"rollout.tensor_parallel_size {tensor} need {engines}, but the job has {num_gpus} in "
+            f"{cfg.rollout.engine_sizes} need {engines}, but the job has {num_gpus} in "
             f"all; use --gpus {max(ranks, engines)} or more"
         )
     nodes = [str(number) for number in range(-(-num_gpus // card.per_node))]
@@ -250,14 +249,14 @@ def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:
     Ranks and engines take the same nodes, unless one `engine` alone fills what a plan may use of a
     card. An engine of more GPUs than a node has takes whole nodes.
     """
-    tensor, num_engines = cfg.rollout.tensor_parallel_size, cfg.num_engines
+    size, num_engines = cfg.rollout.gpus_per_engine, cfg.num_engines
     rank_nodes = -(-cfg.dims.world_size // card.per_node)
-    if tensor > card.per_node:
-        engine_nodes = num_engines * (tensor // card.per_node)
+    if size > card.per_node:
+        engine_nodes = num_engines * (size // card.per_node)
     else:
-        engine_nodes = -(-num_engines // (card.per_node // tensor))
+        engine_nodes = -(-num_engines // (card.per_node // size))
     # An engine starts at a multiple of its size.
-    apart = round_up(cfg.dims.world_size, tensor if num_engines else 1) + num_engines * tensor
+    apart = round_up(cfg.dims.world_size, size if num_engines else 1) + num_engines * size
     if engine and engine.total > memory_limit(card):
         return apart if apart <= card.per_node else (rank_nodes + engine_nodes) * card.per_node
     nodes = max(rank_nodes, engine_nodes)

@@ -113,9 +113,9 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
         pushed=_adapter_bytes(cfg, shape) or weights,
         cache=cache,
         token_bytes=per_token,
-        cached_tokens=cache // per_token,
+        cached_tokens=cfg.rollout.data_parallel_size * (cache // per_token),
         outside=CONTEXT_BYTES
-        + COMMUNICATOR_BYTES * (cfg.rollout.tensor_parallel_size > 1)
+        + COMMUNICATOR_BYTES * (cfg.rollout.gpus_per_engine > 1)
         + _push_buffers(cfg),
     )
 
@@ -178,8 +178,8 @@ def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token:
 def _describe_engine(rollout: RolloutConfig, card: GpuSpec, weights: int) -> str:
     """Beginning of messages about an engine that is too large: its size, and that of its GPUs."""
     return (
-        f"an engine of rollout.tensor_parallel_size {rollout.tensor_parallel_size} has "
-        f"{weights / 1e9:.1f} GB of weights on each GPU of {card.memory / 1e9:.0f} GB"
+        f"an engine of {rollout.engine_sizes} has {weights / 1e9:.1f} GB of weights on each GPU "
+        f"of {card.memory / 1e9:.0f} GB"
     )
 
 
@@ -188,15 +188,17 @@ def _larger_engine(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
     sizes = [
         size
         for size in engine_sizes(shape, engine_dims(cfg.rollout))
-        if size <= card.per_node or size % card.per_node == 0
+        if (gpus := size * cfg.rollout.data_parallel_size) <= card.per_node
+        or gpus % card.per_node == 0
     ]
     for size in sizes:
         rollout = cfg.rollout.model_copy(update={"tensor_parallel_size": size})
         sized = cfg.model_copy(update={"rollout": rollout})
         least = (_weight_bytes(sized, shape) + _token_bytes(sized, shape)) / VLLM_UTILIZATION
         if least <= card.memory:
-            nodes = f", {size // card.per_node} nodes of {card.per_node}"
-            return f"set it to {size}{nodes if size > card.per_node else ''}"
+            gpus = rollout.gpus_per_engine
+            nodes = f", {gpus // card.per_node} nodes of {card.per_node}"
+            return f"set it to {size}{nodes if gpus > card.per_node else ''}"
     return (
         f"no engine holds it, as at most {sizes[-1]} GPUs can split the model; take GPUs (--gpu) "
         f"of more than {least / 1e9:.0f} GB"

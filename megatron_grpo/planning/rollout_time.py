@@ -34,8 +34,8 @@ class RolloutTime:
     compute_seconds: float
     """To multiply at the GPU's peak."""
     network_seconds: float
-    """To add up hidden states over the nodes of an engine at the full rate of their network cards;
-    0 if an engine runs on one node."""
+    """To add up hidden states over the nodes of an engine, or to send them to its experts there and
+    back, at the full rate of their network cards; 0 if an engine runs on one node."""
 
     @property
     def seconds(self) -> float:
@@ -52,7 +52,8 @@ def rollout_time(
     longest completion has tokens, or more where its cache (or `max_num_seqs`) does not hold all
     completions at once. Each pass reads the weights; completion i reads the keys and values of
     p_i c_i + c_i^2 / 2 tokens in all. Prompts are computed once per group, as with vLLM's prefix
-    caching. Prompts have `data.max_prompt_length`; None without that.
+    caching. Data-parallel groups of an engine share its completions evenly, and experts are reached
+    by those of all. Prompts have `data.max_prompt_length`; None without that.
 
     Left out: the latency of kernels and all-reduces, all-reduces within a node, scheduling, and
     prompts that are computed while completions wait.
@@ -68,11 +69,11 @@ def rollout_time(
     group = cfg.grpo.num_generations
     cached = sum(p * c / group + c * c / 2 for p, c in pairs)
     read = sum(p * c + c * c / 2 for p, c in pairs)
-    at_once = engine_number(cfg.rollout.vllm, "max_num_seqs") or count
+    at_once = _most_sequences(cfg) or count
     passes = max(completions[-1], ceil(tokens / at_once), ceil(cached / engine.cached_tokens))
     dense, experts = _read_bytes(cfg, shape)
     num_bytes = passes * dense + _expert_passes(shape, completions) * experts
-    num_bytes += read * engine.token_bytes
+    num_bytes += read / cfg.rollout.data_parallel_size * engine.token_bytes
     prompt_tokens = sum(p for p, _ in pairs) / group
     return RolloutTime(
         completions=total,
@@ -80,9 +81,9 @@ def rollout_time(
         passes=passes,
         memory_seconds=num_bytes / card.memory_rate,
         compute_seconds=_flops(shape, tokens, prompt_tokens, read)
-        / cfg.rollout.tensor_parallel_size
+        / cfg.rollout.gpus_per_engine
         / card.flops,
-        network_seconds=_summed_bytes(cfg, shape, card)
+        network_seconds=_sent_bytes(cfg, shape, card)
         * (tokens + prompt_tokens)
         / card.per_node
         / card.network_rate,
@@ -119,12 +120,13 @@ def training_loop(
     read = sum(p * c + c * c / 2 for p, c in pairs) / tokens
     cached = sum(p * c / group + c * c / 2 for p, c in pairs) / tokens
     dense, experts = _read_bytes(cfg, shape)
-    rate = cfg.rollout.tensor_parallel_size * card.flops
+    rate, groups = cfg.rollout.gpus_per_engine * card.flops, cfg.rollout.data_parallel_size
     decode, prefill = _flops(shape, 1, 0, read) / rate, _flops(shape, 0, 1, 0) / rate
-    network = _summed_bytes(cfg, shape, card) / card.per_node / card.network_rate
+    network = _sent_bytes(cfg, shape, card) / card.per_node / card.network_rate
 
     def pass_seconds(running: int) -> float:
-        num_bytes = dense + _reached(shape, running) * experts + running * read * engine.token_bytes
+        num_bytes = dense + _reached(shape, running) * experts
+        num_bytes += running / groups * read * engine.token_bytes
         return max(num_bytes / card.memory_rate, running * decode) + running * network
 
     return Loop(
@@ -132,7 +134,7 @@ def training_loop(
         batch=grpo.generation_batch_size,
         num_engines=cfg.rollout.num_engines,
         at_once=min(
-            engine_number(cfg.rollout.vllm, "max_num_seqs") or engine.cached_tokens,
+            _most_sequences(cfg) or engine.cached_tokens,
             max(1, int(engine.cached_tokens / cached)),
         ),
         pass_seconds=pass_seconds,
@@ -142,6 +144,15 @@ def training_loop(
         train_seconds=step.estimate * BatchSchedule.of(grpo).updates_per_generation,
         push_seconds=push.seconds,
     )
+
+
+def _most_sequences(cfg: Config) -> int | None:
+    """Completions that an engine runs at once at most; None if vLLM is left to decide.
+
+    vLLM limits those of a data-parallel group.
+    """
+    limit = engine_number(cfg.rollout.vllm, "max_num_seqs")
+    return limit and limit * cfg.rollout.data_parallel_size
 
 
 def _split(length: int, prompt: int, longest: int) -> tuple[int, int]:
@@ -186,16 +197,27 @@ def _reached(shape: ModelShape, running: int) -> float:
     return float(1 - (1 - shape.moe.experts_per_token / shape.moe.num_experts) ** running)
 
 
-def _summed_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> int:
+def _sent_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> float:
     """Bytes of a token that each node of an engine at least sends, and receives; 0 on one node.
 
-    After attention and after the MLP or the experts, all workers add up hidden states. Whatever the
-    algorithm, and even if switches add, a node's own sum leaves it once. Left out: the embedding's
-    sum, and logits, which one worker gathers.
+    After attention and after the MLP or the experts, the workers of a group add up hidden states.
+    Whatever the algorithm, and even if switches add, a node's own sum leaves it once. Left out: the
+    embedding's sum, and logits, which one worker gathers.
+
+    Groups within a node, of which each node has as many tokens, send a token once to each other
+    node that holds one of its experts, and have it back once: to as many as k experts on n nodes at
+    random are on, (n - 1) (1 - (1 - 1 / n)^k).
     """
-    if cfg.rollout.tensor_parallel_size <= card.per_node:
-        return 0
-    return 2 * shape.num_layers * shape.hidden_size * ITEMSIZE[cfg.model.dtype]
+    rollout = cfg.rollout
+    if rollout.gpus_per_engine <= card.per_node:
+        return 0.0
+    size = shape.hidden_size * ITEMSIZE[cfg.model.dtype]
+    if rollout.tensor_parallel_size > card.per_node:
+        return 2.0 * shape.num_layers * size
+    assert shape.moe is not None, "an engine of several groups shares experts"
+    nodes = rollout.gpus_per_engine // card.per_node
+    others = (nodes - 1) * (1 - (1 - 1 / nodes) ** shape.moe.experts_per_token)
+    return 2.0 * (shape.num_layers - shape.num_dense_layers) * size * others / nodes
 
 
 def _flops(shape: ModelShape, tokens: int, prompt_tokens: float, read: float) -> float:

@@ -122,12 +122,11 @@ def _best_split(
     The more ranks, and so the fewer engines, the less the ranks are busy. So the best number is
     about where the engines become the busier ones, which bisection finds.
     """
-    tensor = cfg.rollout.tensor_parallel_size
     splits = _splits(cfg, card, num_gpus)
     if not splits:
         raise ValueError(
-            f"an engine of rollout.tensor_parallel_size {tensor} leaves none of {num_gpus} GPUs to "
-            f"the trainer: use --gpus {tensor + 1} or more"
+            f"an engine of {cfg.rollout.engine_sizes} leaves none of {num_gpus} GPUs to the "
+            f"trainer: use --gpus {cfg.rollout.gpus_per_engine + 1} or more"
         )
 
     @cache
@@ -151,10 +150,10 @@ def _best_split(
 
 def _splits(cfg: Config, card: GpuSpec, num_gpus: int) -> list[tuple[Config, int]]:
     """`cfg` with the engines beside every number of ranks, ascending, that leaves them GPUs."""
-    tensor = cfg.rollout.tensor_parallel_size
+    size = cfg.rollout.gpus_per_engine
     engines = {
-        _whole_nodes(num_gpus - count * tensor, card): count
-        for count in range(1, (num_gpus - 1) // tensor + 1)
+        _whole_nodes(num_gpus - count * size, card): count
+        for count in range(1, (num_gpus - 1) // size + 1)
     }
     found = []
     for num_ranks in sorted(engines):
@@ -203,10 +202,10 @@ def _with_engines(
     cfg: Config, card: GpuSpec, engine: EngineBytes | None, num_gpus: int
 ) -> tuple[Config, int]:
     """`cfg` with the engines of a job on `num_gpus` GPUs, and the number of trainer ranks."""
-    tensor = cfg.rollout.tensor_parallel_size
-    engines = cfg.num_engines * tensor
+    size = cfg.rollout.gpus_per_engine
+    engines = cfg.num_engines * size
     if cfg.dims.world_size + engines > min_gpus(cfg, card, engine):  # they share
-        update = {"num_engines": max(1, _most_engines(num_gpus, tensor, card)), "base_urls": ()}
+        update = {"num_engines": max(1, _most_engines(num_gpus, size, card)), "base_urls": ()}
         cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=update)})
         return cfg, _whole_nodes(num_gpus, card)
     if engines >= num_gpus:
@@ -217,12 +216,12 @@ def _with_engines(
     return cfg, _whole_nodes(num_gpus - engines, card)
 
 
-def _most_engines(num_gpus: int, tensor: int, card: GpuSpec) -> int:
-    """How many engines fit: several on a node, or each on whole nodes."""
-    if tensor > card.per_node:
-        return num_gpus // tensor
-    on_nodes = -(-num_gpus // card.per_node) * (min(num_gpus, card.per_node) // tensor)
-    return min(num_gpus // tensor, on_nodes)
+def _most_engines(num_gpus: int, size: int, card: GpuSpec) -> int:
+    """How many engines of `size` GPUs fit: several on a node, or each on whole nodes."""
+    if size > card.per_node:
+        return num_gpus // size
+    on_nodes = -(-num_gpus // card.per_node) * (min(num_gpus, card.per_node) // size)
+    return min(num_gpus // size, on_nodes)
 
 
 def _whole_nodes(num_gpus: int, card: GpuSpec) -> int:

@@ -35,7 +35,7 @@ def name_of(dtype):
 
 
 def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32):
-    """`cases` are (model folder, EngineDims), all with the same tensor-parallel size."""
+    """`cases` are (model folder, EngineDims), all with as many workers."""
     name = name_of(dtype)
     for (model, dims), workers in zip(cases, loaded_parameters(cases, name), strict=True):
         shape = read_shape(model)
@@ -89,13 +89,23 @@ def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor
     assert_workers_hold_what_the_layouts_say(cases)
 
 
-@given(shapes(), st.sampled_from([1, 2, 3, 4, 6]), st.booleans())
-def test_the_workers_of_an_engine_hold_the_model_once(shape, tensor, expert_parallel):
-    dims = EngineDims(tensor=tensor, expert_parallel=expert_parallel)
+def test_so_it_does_where_groups_of_workers_share_the_experts(tmp_path):
+    cases = []
+    for family in sorted(MIXTURES):
+        folder = servable_model(tmp_path / family, family)
+        for expert_parallel in (False, True):
+            cases.append((folder, EngineDims(tensor=2, data=2, expert_parallel=expert_parallel)))
+    assert_workers_hold_what_the_layouts_say(cases)
+
+
+@given(shapes(), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3]), st.booleans())
+def test_the_workers_of_an_engine_hold_the_model_once(shape, tensor, data, expert_parallel):
+    dims = EngineDims(tensor=tensor, data=data, expert_parallel=expert_parallel)
     try:
         layouts = engine_layouts(shape, dims)
     except ValueError as error:
-        assert f"tensor_parallel_size({tensor}) cannot split the model" in str(error)
+        refused = f"data_parallel_size({data})" if data > 1 else f"tensor_parallel_size({tensor})"
+        assert refused in str(error)
         return
     for layout in layouts:
         layout.check_complete()

@@ -57,6 +57,7 @@ def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[
         f"rollout.engine={rollout.engine}",
         f"rollout.base_urls=[{', '.join(base_urls)}]",
         f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}",
+        f"rollout.data_parallel_size={rollout.data_parallel_size}",
         f"rollout.enable_sleep_mode={str(rollout.enable_sleep_mode).lower()}",
         *([f"rollout.vllm.enable_expert_parallel={expert_parallel}"] if rollout.vllm else []),
     ]

@@ -46,7 +46,7 @@ NUM_ENGINES = 2
 def loaded_parameters(
     models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32"
 ) -> list[list[Parameters]]:
-    """Each worker's parameters of each model, as loaded. All dims share a tensor-parallel size."""
+    """Each worker's parameters of each model, as loaded. All dims have as many workers."""
     return read_in_workers(models, _parameters, dtype)
 
 
@@ -57,8 +57,8 @@ def _parameters(model: Module, folder: Path, dims: EngineDims) -> Parameters:
 def read_in_workers(
     models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str = "float32"
 ) -> list[list[Any]]:
-    """Results of `read` for each model in each worker. All dims share a tensor-parallel size."""
-    (size,) = {dims.tensor for _, dims in models}
+    """Results of `read` for each model in each worker. All dims have as many workers."""
+    (size,) = {dims.num_workers for _, dims in models}
     # One process builds all of them: 121 s on a machine that is busy with other tests.
     by_rank = run_ranks(size, _load, models, read, dtype, timeout=250)
     return [list(workers) for workers in zip(*by_rank, strict=True)]
@@ -67,7 +67,7 @@ def read_in_workers(
 def _load(
     rank: int, models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str
 ) -> list[Any]:
-    become_worker(models[0][1].tensor)
+    become_worker(models[0][1].num_workers)
     loaded = []
     for folder, dims in models:
         worker = start_worker(rank, folder, dims, dtype)
@@ -75,9 +75,9 @@ def _load(
     return loaded
 
 
-def become_worker(tensor_parallel_size: int) -> None:
+def become_worker(num_workers: int) -> None:
     """Set the environment variables of a worker, which vLLM reads when it is imported."""
-    os.environ.update(vllm_environment(tensor_parallel_size, on_gpu=False))
+    os.environ.update(vllm_environment(num_workers, on_gpu=False))
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 
@@ -85,7 +85,7 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **argume
     """Worker `rank` of a vLLM engine of further `arguments`, with the model in `folder` loaded.
 
     Collective over the default group. An earlier worker of this process loses its groups but keeps
-    its parameters. All workers must have the same tensor-parallel size.
+    its parameters. All workers must have the same sizes.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.parallel_state import destroy_model_parallel
@@ -98,6 +98,7 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **argume
         model=str(folder),
         dtype=dtype,
         tensor_parallel_size=dims.tensor,
+        data_parallel_size=dims.data,
         enable_expert_parallel=dims.expert_parallel,
         enforce_eager=True,
         block_size=32,
@@ -108,11 +109,12 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **argume
         worker_extension_cls=WORKER_EXTENSION,
         **arguments,
     ).create_engine_config()
-    worker = WorkerWrapperBase(rank)
+    config.parallel_config.data_parallel_rank, of_group = divmod(rank, dims.tensor)
+    worker = WorkerWrapperBase(of_group)
     parts = {
         "vllm_config": config,
-        "local_rank": rank,
-        "rank": rank,
+        "local_rank": of_group,
+        "rank": of_group,
         # With different names, workers reduce over gloo and not over shared memory, which a killed
         # rank would leave behind.
         "distributed_init_method": f"file:///weights-{os.getpid()}",

@@ -131,6 +131,7 @@ def push(
         f"model.dtype={DTYPE}",
         f"rollout.base_urls=[{', '.join(client.base_urls)}]",
         f"rollout.tensor_parallel_size={kind.tensor}",
+        f"rollout.data_parallel_size={kind.data}",
         f"rollout.vllm.enable_expert_parallel={str(kind.expert_parallel).lower()}",
         f"rollout.weight_transport={transport}",
         "rollout.update_weights_bucket_megabytes=2",  # several buckets for each channel

@@ -78,7 +78,7 @@ def test_batches_and_lengths_go_together(name, published, tmp_path):
     # Groups stay in a node, and every node is full.
     dims = cfg.dims
     assert max(dims.tensor, dims.expert * dims.expert_tensor) <= GPUS_PER_NODE
-    check_engine_size(cfg.rollout.tensor_parallel_size, GPUS_PER_NODE)
+    check_engine_size(cfg.rollout, GPUS_PER_NODE)
     engine_gpus = cfg.rollout.num_engines * cfg.rollout.tensor_parallel_size
     if name in OWN_NODES:
         assert engine_gpus % GPUS_PER_NODE == dims.world_size % GPUS_PER_NODE == 0

@@ -48,6 +48,14 @@ def test_workers_take_their_shards_of_every_family(tmp_path, family, overrides, 
         check_pushes(engine, other, folder)
 
 
+def test_groups_of_workers_share_the_experts_of_an_engine(tmp_path):
+    folder = servable_model(tmp_path / "model", "qwen3_moe")
+    other = servable_model(tmp_path / "other", "qwen3_moe", seed=1)
+    sizes = {"data_parallel_size": 2, "vllm": {"enable_expert_parallel": True}}
+    with running_engine("vllm", folder, tmp_path, **sizes) as engine:
+        check_pushes(engine, other, folder)
+
+
 @pytest.mark.parametrize("form", ["DeepSeek", "ModelOpt FP8"])
 def test_workers_load_a_quantised_folder_as_its_dequantised_copy(tmp_path, form):
     model = servable_model(tmp_path / "model", "qwen3_moe")

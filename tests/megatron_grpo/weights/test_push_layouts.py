@@ -24,6 +24,7 @@ from parallel.weight_transfer.buckets import ALIGNMENT
 
 TP1, TP2 = EngineDims(tensor=1), EngineDims(tensor=2)
 EXPERT_PARALLEL = EngineDims(tensor=2, expert_parallel=True)
+DATA_PARALLEL = EngineDims(data=2, expert_parallel=True)
 DENSE_LAYOUTS = [
     ParallelDims(),
     ParallelDims(tensor=2),
@@ -44,7 +45,7 @@ def check_pushes(
     for (case, kind), pushed in zip(kinds, zip(*ranks, strict=True), strict=True):
         where = f"{case.folder.name} at {dims} into {kind}"
         held = pushed[0][1]
-        assert [len(workers) for workers in held] == [kind.tensor] * NUM_ENGINES
+        assert [len(workers) for workers in held] == [kind.num_workers] * NUM_ENGINES
         for worker in (worker for workers in held for worker in workers):
             assert not worker.differing, where
             assert not worker.unchanged, where
@@ -98,7 +99,7 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, family):
     folder = uneven_model(tmp_path / "model", family)
-    case = Case(folder, others[family], [TP1, TP2, EXPERT_PARALLEL])
+    case = Case(folder, others[family], [TP1, TP2, EXPERT_PARALLEL, DATA_PARALLEL])
     check_pushes(EP2, [case], engines, "auto")
 
 

@@ -1,0 +1,113 @@
+"""Layers of a vLLM for CPUs, by torch, on weights as they were loaded.
+
+vLLM's own kernels for CPUs pack weights, so that others could not be pushed later, and some are
+wrong or slow where this project needs them. GPUs have vLLM's kernels.
+"""
+
+from typing import Any
+
+import torch
+import vllm._custom_ops
+import vllm.model_executor.layers.utils
+from torch import Tensor
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+from megatron_grpo.engines.cpu_matrices import multiply_by_torch
+
+
+def compute_by_torch() -> None:
+    """From now on, layers that vLLM builds compute by the functions below."""
+    keep_weights_unpacked()
+    rotate_heads_by_torch()
+    multiply_tokens_at_once()
+    multiply_by_torch()
+
+
+def keep_weights_unpacked() -> None:
+    """Make vLLM's CPU layers compute with `layer.weight` itself, as its CUDA layers do.
+
+    By default vLLM packs linear weights for oneDNN or SGL kernels after loading and leaves an empty
+    parameter behind, so that weights loaded later never reach the packed copies (including that of
+    a tied lm_head). It packs the weights of experts in place, and would take weights loaded later
+    for packed ones.
+    """
+    vllm._custom_ops._supports_onednn = False
+    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = experts_of_worker
+
+
+def experts_of_worker(
+    self: CPUUnquantizedExperts,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: MoEActivation,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+    **_: Any,
+) -> None:
+    """Compute what vLLM's kernel for packed weights does, into `output` [T, hidden size].
+
+    `w1` [experts, 2 * size, hidden size], `w2` [experts, hidden size, size]; `topk_weights` and
+    `topk_ids` [T, experts per token]. Of the experts that other workers have, which are -1 in
+    `expert_map`, vLLM's would read whatever is in memory.
+    """
+    assert activation == MoEActivation.SILU and self.w1_bias is None
+    ids = topk_ids if expert_map is None else expert_map[topk_ids]
+    output.zero_()
+    for expert in ids[ids >= 0].unique().tolist():
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (hidden_states[token] @ w1[expert].T).chunk(2, dim=-1)
+        values = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
+        weights = topk_weights[token, slot].unsqueeze(-1)
+        output.index_add_(0, token, (values * weights).to(output.dtype))
+
+
+def rotate_heads_by_torch() -> None:
+    """Let torch rotate queries and keys that have a dimension for heads, as in latent attention.
+
+    vLLM 0.32's kernel for CPUs rotates wrong numbers of them: it takes the distance between heads
+    for that between tokens. Its kernel for GPUs knows the dimension.
+    """
+    of_kernel = RotaryEmbedding.forward_cpu
+
+    def rotated(
+        self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.dim() == 2:
+            return of_kernel(self, positions, query, key)
+        return self.forward_native(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotated
+
+
+def multiply_tokens_at_once() -> None:
+    """Let all tokens share the one adapter, by plain matrix products.
+
+    vLLM's kernels for CPUs copy the A and B of its adapter for each token, gigabytes for a prompt.
+    """
+
+    def add_lora_linear(
+        self: PunicaWrapperCPU,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        is_adapted = (self.token_lora_indices >= 0).to(x.dtype).unsqueeze(1)
+        parts = zip(y.split(output_slices, -1), lora_a_stacked, lora_b_stacked, strict=True)
+        for part, a, b in parts:
+            low = torch.nn.functional.linear(x, a[0, 0]) * is_adapted
+            part += torch.nn.functional.linear(low, b[0, 0]) * scale
+
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
