@@ -14,7 +14,7 @@ from torch import Tensor
 from checkpoint_convert.formats.torch_dtypes import DTYPES, STORED_DTYPES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
-from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
+from checkpoint_convert.quantizer import block_maxima, dequantized, quantized, scales_of
 from checkpoint_convert.weights import whole_tensors
 from parallel import Box, Layout, Shape, ShardMapping
 
@@ -119,6 +119,24 @@ class QuantizedShard(Mapping[str, Tensor]):
             for part in piece.box.cut(MAX_ELEMENTS):
                 here = piece.local_part(part).slices
                 values[here] = quantized(weight[here], scales, self._dtype, block, part.start)
+        return values
+
+    @property
+    def quantized(self) -> list[str]:
+        """The local names of the weights that are quantised."""
+        return list(self._pieces)
+
+    @torch.no_grad()
+    def as_read(self, name: str) -> Tensor:
+        """A quantised weight as it is read back: its numbers times their scales, rounded."""
+        numbers = self[name]
+        values = torch.empty_like(self._rounded(name))
+        for piece in self._pieces[name]:
+            scales = self._scales[self._model.scale_name(piece.tensor)]
+            block = self._block(piece)
+            for part in piece.box.cut(MAX_ELEMENTS):
+                here = piece.local_part(part).slices
+                values[here] = dequantized(numbers[here], scales, block, part.start)
         return values
 
     def __iter__(self) -> Iterator[str]:

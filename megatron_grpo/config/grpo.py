@@ -148,6 +148,12 @@ class GRPOConfig(Section):
     per token has fallen by more than this since they were sampled; null: keep all."""
 
     @property
+    def corrects_rollouts(self) -> bool:
+        """Whether the loss accounts for engines that compute other log-probabilities."""
+        weighs = self.rollout_importance_sampling_mode is not None or self.rollout_rs is not None
+        return weighs or self.old_logprobs == "rollout"
+
+    @property
     def has_clip(self) -> bool:
         """Whether the loss type clips ratios, rather than weigh them by a smooth function."""
         return self.loss_type not in ("sapo", "vespo")

@@ -71,6 +71,9 @@ class RolloutConfig(Section):
     quantization: Quantization = "none"
     """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
     128 x 128), `fp8_channel` or `int8` (a scale per row); `none`: in model.dtype."""
+    max_quantization_gap: PositiveFloat = 0.05
+    """Mean difference of log-probabilities between ranks and quantised engines, in nats, above
+    which a run ends at its start unless something in `grpo` corrects for it."""
     vllm: dict[str, Any] = Field(default={})
     """Fields of vLLM's EngineArgs, passed on unchanged."""
     update_weights_bucket_megabytes: PositiveInt = 512

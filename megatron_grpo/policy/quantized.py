@@ -1,6 +1,7 @@
 """The policy's weights quantised, as exports write them and pushes carry them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from checkpoint_convert.quantized_model import QuantizedModel
 from checkpoint_convert.quantized_shard import Maxima, QuantizedShard, quantized_layout
+from megatron_grpo.policy.model import Policy
 from parallel import Layout, Sender
 from parallel.groups import Groups
 
@@ -23,6 +25,25 @@ def quantized_shard(
 ) -> QuantizedShard:
     """The local tensors of `rank_layout`; collective over the ranks that split a weight."""
     return QuantizedShard(weights, layout, model, lambda maxima: _agree(maxima, model, groups))
+
+
+@contextmanager
+def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> Iterator[None]:
+    """Within the block, the policy computes with its weights as quantised engines have them.
+
+    Collective over the ranks that split a weight. The weights themselves wait in host memory.
+    """
+    weights = policy.parameters()
+    shard = quantized_shard(weights, policy.layout, model, groups)
+    kept = {name: weights[name].detach().to("cpu", copy=True) for name in shard.quantized}
+    with torch.no_grad():
+        for name in kept:
+            weights[name].copy_(shard.as_read(name))
+        try:
+            yield
+        finally:
+            for name, values in kept.items():
+                weights[name].copy_(values)
 
 
 def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:

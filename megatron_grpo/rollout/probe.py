@@ -6,14 +6,19 @@ temperature rule, and a kernel may be wrong on some device. So a few tokens are 
 first prompts of the data, and compared with the trainer's log-probabilities of the same tokens.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import packed_minibatches
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.quantized import quantized_weights
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
 
@@ -27,6 +32,14 @@ flips. Wrong weights or positions differ by more: stale prefixes alone by 4 to 5
 """
 
 
+@dataclass(frozen=True)
+class Gap:
+    """Absolute difference of log-probabilities over the tokens of the probe, in nats."""
+
+    mean: float
+    largest: float
+
+
 def probe_logprobs(
     experience: Experience | None,
     policy: Policy,
@@ -35,14 +48,33 @@ def probe_logprobs(
     groups: Groups,
     device: torch.device,
 ) -> dict[str, float]:
-    """Mean and largest absolute difference over the probe's tokens, as metrics, on every rank.
+    """The differences between engines and trainer as metrics, on every rank.
 
-    Collective; rank 0 holds the `experience` of the probe. Only rank 0 raises ValueError when the
-    mean is beyond `BOUNDS`; the other ranks continue and then wait for it.
+    Collective; rank 0 holds the `experience` of the probe. Of quantised engines, the difference is
+    also measured with the trainer's weights quantised alike: what is left is not by the weights.
+
+    Only rank 0 raises ValueError when the mean is beyond `BOUNDS`, or that of quantised engines
+    beyond what may stay uncorrected; the other ranks continue and then wait for it.
     """
+    minibatches = packed_minibatches(experience, 0, cost, cfg, groups, device)
+    gap = same = _gap(minibatches, policy, cfg, groups, device)
+    metrics = {"probe/logprob_gap_mean": gap.mean, "probe/logprob_gap_max": gap.largest}
+    model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
+    if model is not None and policy.adapters is None:  # engines have the sum with adapters
+        with quantized_weights(policy, model, groups):
+            same = _gap(minibatches, policy, cfg, groups, device)
+        metrics["probe/quantized_logprob_gap_mean"] = same.mean
+    if experience:
+        _check(cfg, gap, same, len(experience.samples))
+    return metrics
+
+
+def _gap(
+    minibatches: Minibatches, policy: Policy, cfg: Config, groups: Groups, device: torch.device
+) -> Gap:
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     largest = torch.zeros(1, dtype=torch.float64, device=device)
-    for minibatch in packed_minibatches(experience, 0, cost, cfg, groups, device):
+    for minibatch in minibatches:
         computed = compute_logprobs(policy, minibatch, cfg.rollout.temperature, groups) or []
         for batch, (logprobs, _) in zip(minibatch, computed, strict=bool(computed)):
             if batch.loss_mask.any() and groups.answers_for(batch.context_size):
@@ -53,13 +85,26 @@ def probe_logprobs(
     for group in (groups.data_context, groups.pipeline):
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    mean = float(sums[0] / sums[1])
+    return Gap(float(sums[0] / sums[1]), float(largest))
+
+
+def _check(cfg: Config, gap: Gap, same: Gap, num_samples: int) -> None:
+    """Raise ValueError if engines compute something else, or differ by too much to ignore it."""
     bound = BOUNDS[cfg.model.dtype]
-    if experience and not mean <= bound:
+    if not same.mean <= bound:
         raise ValueError(
-            f"engines and trainer do not compute the same model: over {len(experience.samples)} "
-            f"samples their log-probabilities differ by {mean:.3g} on average, and rounding in "
+            f"engines and trainer do not compute the same model: over {num_samples} samples their "
+            f"log-probabilities differ by {same.mean:.3g} on average, and rounding in "
             f"{cfg.model.dtype} explains at most {bound}. Were engines in rollout.base_urls "
             "started with another model, or with other rollout.vllm arguments?"
         )
-    return {"probe/logprob_gap_mean": mean, "probe/logprob_gap_max": float(largest)}
+    most = cfg.rollout.max_quantization_gap
+    is_quantized = cfg.rollout.quantization != "none"
+    if is_quantized and not cfg.grpo.corrects_rollouts and not gap.mean <= most:
+        raise ValueError(
+            f"rollout.quantization {cfg.rollout.quantization}: log-probabilities of engines differ "
+            f"from those of the trainer by {gap.mean:.3g} on average, and by {same.mean:.3g} if "
+            f"its weights are quantised alike, where {most:g} may stay uncorrected: set "
+            "grpo.rollout_importance_sampling_mode=token_truncate, another quantization, or "
+            "rollout.max_quantization_gap"
+        )

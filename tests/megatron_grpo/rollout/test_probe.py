@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.quantized_shard import quantized_tensors
 from demo.make_sums import sums
 from helpers.engines import running_engine, served_model
 from helpers.models import tiny_model
@@ -89,6 +90,51 @@ def test_the_mean_over_the_tokens_of_all_ranks_is_bounded_by_what_rounding_expla
         assert "engines and trainer do not compute the same model: over 6 samples" in refused
         assert f"and rounding in {dtype} explains at most" in refused
     assert "differ by 0.0126 on average, and rounding in float32 explains at most 0.01" in first[2]
+
+
+QUANTIZED = "rollout.quantization=fp8_channel"
+PROBES = {
+    "with a correction": (QUANTIZED, "grpo.rollout_importance_sampling_mode=token_truncate"),
+    "without": (QUANTIZED, "rollout.max_quantization_gap=0.01"),
+    "within what may stay": (QUANTIZED, "rollout.max_quantization_gap=1"),
+}
+
+
+def quantized_probes(
+    rank: int, folder: Path, logprobs: list[torch.Tensor]
+) -> tuple[dict[str, dict[str, float] | str], bool]:
+    """The result of each of the `PROBES`, and whether the weights are those from before."""
+    dims, found = ParallelDims(tensor=2), {}
+    device, groups = setup_device(rank), init_groups(dims)
+    batch = [f"grpo.generation_batch_size={len(logprobs)}", "grpo.num_generations=2"]
+    for name, overrides in PROBES.items():
+        cfg = tiny_config(folder, dims, "model.dtype=bfloat16", *batch, *overrides)
+        policy, cost = build_policy(cfg, read_shape(folder), groups), CostModel.transformer(64)
+        before = {name: value.clone() for name, value in policy.parameters().items()}
+        mine = experience(logprobs, 0.0) if rank == 0 else None
+        try:
+            found[name] = probe_logprobs(mine, policy, cost, cfg, groups, device)
+        except ValueError as refused:
+            found[name] = str(refused)
+    return found, all(torch.equal(before[name], v) for name, v in policy.parameters().items())
+
+
+def test_of_quantised_engines_it_tells_what_is_left_if_the_weights_are_quantised_alike(tmp_path):
+    folder = tiny_model(tmp_path, "qwen3")
+    tensors = dict(quantized_tensors(folder, "fp8_channel"))
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for name, value in model.named_parameters():
+            if (scale := tensors.get(f"{name}_scale")) is not None:
+                value.copy_(tensors[name].float() * scale)
+        logprobs = sequence_logprobs(model, LENGTHS)
+    (first, is_restored), _ = run_ranks(2, quantized_probes, folder, logprobs)
+    assert is_restored
+    told = first["with a correction"]
+    assert told == first["within what may stay"]
+    assert told["probe/quantized_logprob_gap_mean"] < told["probe/logprob_gap_mean"] / 2
+    assert "differ from those of the trainer by 0.0" in first["without"]
+    assert "0.01 may stay uncorrected: set grpo.rollout_importance_sampling" in first["without"]
 
 
 @pytest.mark.slow
