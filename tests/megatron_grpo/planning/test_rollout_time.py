@@ -1,10 +1,12 @@
 """The least time of a generation, by hand."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.vllm import engine_parameters
 from helpers.policies import tiny_config
 from helpers.published_models import write_config
 from megatron_grpo.planning.card import CARDS
@@ -75,6 +77,29 @@ def test_nodes_of_an_engine_add_up_hidden_states_twice_in_a_layer(
     num_bytes = tokens * layers * 2 * 2 * hidden
     assert time.network_seconds == pytest.approx(num_bytes / (8 * 50e9))
     assert time.seconds == time.memory_seconds + time.network_seconds
+
+
+def test_groups_of_an_engine_share_experts_and_completions(time_of):
+    """Each of 32 groups keeps an eighth of the experts on each of 4 nodes, and its own latents."""
+    groups = "rollout.data_parallel_size=32", "rollout.vllm.enable_expert_parallel=true"
+    split, shape = time_of("DeepSeek-V3", [600, 1100], "rollout.tensor_parallel_size=32")
+    shared, _ = time_of("DeepSeek-V3", [600, 1100], *groups)
+    assert shared.compute_seconds == split.compute_seconds
+    tokens = 8 * 500 + 8 * 1000 + 4 * 100
+    # With 8 experts at random, a token is also needed on 3 (1 - (3 / 4)^8) other nodes.
+    num_bytes = tokens / 4 * (61 - 3) * 2 * 2 * 7168 * 3 * (1 - 0.75**8)
+    assert shared.network_seconds == pytest.approx(num_bytes / (8 * 50e9))
+    # Prompts of 100 tokens, and their completions: latents of 576 elements in each of 61 layers.
+    cached = 8 * (100 * 500 + 500**2 / 2) + 8 * (100 * 1000 + 1000**2 / 2)
+    experts = 58 * 256 * 3 * 2048 * 7168 * 2 / 32
+    reached = sum(1 - (1 - 8 / 256) ** running for running in [16] * 500 + [8] * 500)
+    weights = sum(
+        prod(parameter.shape) * (4 if parameter.is_float32_in_engine else 2)
+        for parameter in engine_parameters(shape)
+        if not parameter.is_expert and ".embed_tokens." not in parameter.sources[0].name
+    )
+    num_bytes = 1000 * weights + reached * experts + cached / 32 * 61 * 576 * 2
+    assert shared.memory_seconds == pytest.approx(num_bytes / 3.35e12, rel=1e-6)
 
 
 @pytest.mark.parametrize(
