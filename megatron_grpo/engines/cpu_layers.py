@@ -4,12 +4,15 @@ vLLM's own kernels for CPUs pack weights, so that others could not be pushed lat
 wrong or slow where this project needs them. GPUs have vLLM's kernels.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import vllm._custom_ops
 import vllm.model_executor.layers.utils
 from torch import Tensor
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -24,6 +27,8 @@ def compute_by_torch() -> None:
     rotate_heads_by_torch()
     multiply_tokens_at_once()
     multiply_by_torch()
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
 
 
 def keep_weights_unpacked() -> None:
@@ -68,6 +73,33 @@ def experts_of_worker(
         values = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
         weights = topk_weights[token, slot].unsqueeze(-1)
         output.index_add_(0, token, (values * weights).to(output.dtype))
+
+
+def all_gatherv(
+    self: CpuCommunicator, input_: Tensor | list[Tensor], dim: int, sizes: Sequence[int]
+) -> Tensor | list[Tensor]:
+    """The tokens of all workers in a group, of which each has as many as `sizes` says.
+
+    vLLM has this for GPUs only. Groups of workers that share experts send them their tokens by it.
+    """
+    if isinstance(input_, list):
+        return [torch.as_tensor(all_gatherv(self, each, dim, sizes)) for each in input_]
+    whole = input_.new_empty(sum(sizes), *input_.shape[1:])
+    for rank, part in enumerate(whole.split(list(sizes), dim)):
+        if rank == self.rank_in_group:
+            part.copy_(input_)
+        if part.numel():
+            dist.broadcast(part, src=self.ranks[rank], group=self.device_group)
+    return whole
+
+
+def reduce_scatterv(
+    self: CpuCommunicator, input_: Tensor, dim: int, sizes: Sequence[int]
+) -> Tensor:
+    """This worker's tokens, summed over all workers of a group."""
+    total = input_.clone()
+    dist.all_reduce(total, group=self.device_group)
+    return total.split(list(sizes), dim)[self.rank_in_group]
 
 
 def rotate_heads_by_torch() -> None:

@@ -163,7 +163,7 @@ def _rollout_line(cfg: Config, time: RolloutTime) -> str:
         else "computing it takes, at the cards' peak"
     )
     if time.network_seconds:
-        bound += f", and its nodes add up hidden states for {time.network_seconds:.1f} s"
+        bound += f", and its nodes exchange hidden states for {time.network_seconds:.1f} s"
     steps = BatchSchedule.of(cfg.grpo).updates_per_generation
     return (
         f"a generation, for {_count(steps, 'step')}: "
