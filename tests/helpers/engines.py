@@ -113,7 +113,7 @@ def running_engine(
     config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
     servers = EngineServers(ModelConfig(path=folder, dtype=dtype), config, log_dir, token)
     try:
-        servers.wait_ready(560)
+        servers.wait_ready(240)
         yield TestEngine(folder, servers, config)
     finally:
         servers.close()

@@ -48,6 +48,7 @@ def test_workers_take_their_shards_of_every_family(tmp_path, family, overrides, 
         check_pushes(engine, other, folder)
 
 
+@slow
 def test_groups_of_workers_share_the_experts_of_an_engine(tmp_path):
     folder = servable_model(tmp_path / "model", "qwen3_moe")
     other = servable_model(tmp_path / "other", "qwen3_moe", seed=1)
