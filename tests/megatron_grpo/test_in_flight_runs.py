@@ -25,7 +25,7 @@ from helpers.in_flight_runs import (
     make_in_flight_runs,
     newest_folder,
     newest_groups,
-    open_parts,
+    saved_parts,
 )
 from helpers.jobs import Job
 from helpers.runs import TINY_CONFIG, read_json_lines, read_metrics
@@ -68,7 +68,7 @@ def test_a_run_that_is_killed_again_and_again_trains_on_every_generation_once(
             wait_for_steps(job, run_dir, num_steps)
             job.signal(signal.SIGKILL)
             assert job.end(15).exit_codes == [-signal.SIGKILL]
-        saved.append(open_parts(run_dir))
+        saved.append(saved_parts(run_dir))
     with in_flight_runs.start("killed", option) as job:
         assert job.end(120).exit_codes == [0]
     check_run(run_dir)
