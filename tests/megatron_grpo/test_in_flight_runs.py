@@ -252,6 +252,8 @@ def check_many_steps(runs: InFlightRuns) -> None:
     records = read_metrics(run_dir)
     assert {1, 2} <= {record["rollout/num_engines"] for record in records}
     assert max(record["rollout/version_lag_max"] for record in records) > 1
+    dropped = sum(record["rollout/dropped_stale"] for record in records)
+    print(f"{dict(what.events)}; {dropped:.0f} groups dropped")
 
     rows = read_json_lines(run_dir / "completions.jsonl")
     each = Counter(row["prompt_index"] for row in rows if row["sample_index"] == 0)
