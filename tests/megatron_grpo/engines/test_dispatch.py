@@ -220,3 +220,15 @@ def test_engines_that_have_less_left_get_more(num_items, loads, sizes):
     shares = level_shares([*range(num_items)], loads)
     assert [len(share) for share in shares] == sizes
     assert [*chain(*shares)] == [*range(num_items)]  # a group of completions stays together
+
+
+def test_a_group_goes_to_one_engine_and_a_turn_to_the_one_that_had_the_turn_before():
+    client = ScriptedClient(a=ScriptedEngine(), b=ScriptedEngine())
+    first = SimpleNamespace(
+        open=requests_of(range(3)), policy_version=7, take_answer=None, are_movable=True
+    )
+    dispatcher = RequestDispatcher(client.pool, client.connect, first, stays=True)
+    dispatcher.add(requests_of(range(3, 7)), together=True)
+    dispatcher.follow_up(7, *requests_of([7]).values(), "http://a")
+    held = [sorted(queue.open) for queue in dispatcher._queues.values()]
+    assert held == [[0, 1, 7], [2, 3, 4, 5, 6]]
