@@ -34,4 +34,5 @@ kill -KILL -- "-$engine" 2>/dev/null
 rm -rf "$folder"
 # A node that was told to end must not hide the exit code of the one that ended by itself.
 [[ -z $was_told ]] || exit 0
-exit $((code ? code : 1))
+# One that has joined a run ends with 0 when it has left it, or the run is complete: 3 tells engines.sh.
+exit $((code ? code : 3))

@@ -50,7 +50,8 @@ for number in "${!engines[@]}"; do
     done
     ended=0
     wait "${engines[number]}" || ended=$?
-    [[ -z $was_told ]] || continue
+    # 3 is engine.sh's code of one that has left: its file was renamed, or the run is complete.
+    if [[ -n $was_told ]] || ((ended == 3)); then continue; fi
     code=$ended
     echo "an engine has ended: see ${engine_logs[number]}" >&2
 done

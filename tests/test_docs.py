@@ -78,6 +78,19 @@ def test_the_options_of_a_published_method_stand_together(method):
     GRPOConfig(generation_batch_size=64, **options)
 
 
+def test_the_options_for_generations_ahead_stand_together():
+    text = (ROOT / "docs" / "recipes.md").read_text().partition("### Several generations ahead")[2]
+    found = []
+    for row in re.findall(r"^\| (\d) \|(.*?)\|(.*?)\|", text, re.MULTILINE):
+        found.append(int(row[0]))
+        rollout, grpo = (re.findall(r"`(\w+): ([^`]+)`", cell) for cell in row[1:])
+        options = [f"rollout.{key}={value}" for key, value in rollout]
+        options += [f"grpo.{key}={value}" for key, value in grpo]
+        cfg = load_config(ROOT / "configs" / "tiny_cpu.yaml", options)
+        assert cfg.rollout.max_staleness == found[-1]
+    assert found == [1, 4, 8]
+
+
 @pytest.fixture(scope="module")
 def sizing() -> tuple[dict[str, object], str, str]:
     """Variables and output of the code in docs/sizing.md, and the output that the page shows."""

@@ -11,7 +11,8 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from itertools import pairwise
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 from typing import NoReturn, TypeVar
 
 from megatron_grpo.engines.choice import CUT, Choice
@@ -253,7 +254,7 @@ class RequestDispatcher:
             raise NoServingEngine(f"no rollout engine serves:\n{pool.status_report()}")
         self._pool, self._connect, self._are_movable = pool, connect, requests.are_movable
         self._is_over = asyncio.Event()
-        shares = equal_shares([*requests.open.items()], len(serving))
+        shares = level_shares([*requests.open.items()], [0] * len(serving))
         version, take = requests.policy_version, requests.take_answer
         self._stays = stays
         self._queues = {
@@ -297,7 +298,8 @@ class RequestDispatcher:
         self, requests: Mapping[int, Json]
     ) -> Iterator[tuple[EngineQueue, dict[int, Json]]]:
         queues = [*self._queues.values()]
-        shares = equal_shares([*requests.items()], len(queues)) if queues else ()
+        loads = [len(queue.open) for queue in queues]
+        shares = level_shares([*requests.items()], loads) if queues else ()
         yield from zip(queues, map(dict, shares), strict=True)
 
     async def _serve(self, url: str) -> None:
@@ -354,7 +356,16 @@ def rebalance(
                 yield giver, taker, count
 
 
-def equal_shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """Split `items` into `count` contiguous parts whose sizes differ by at most one."""
-    bounds = [len(items) * part // count for part in range(count + 1)]
-    return [items[start:end] for start, end in pairwise(bounds)]
+def level_shares(items: Sequence[T], loads: Sequence[int]) -> list[Sequence[T]]:
+    """Split `items` into a contiguous part for each of the `loads`, the least one's the largest.
+
+    With its part, each is as large as another, or has none: 5 items and loads of 3 and 0 yield
+    parts of 1 and 4. So a slow engine, which has more left, gets less.
+    """
+    sizes, heap = [0] * len(loads), [(load, part) for part, load in enumerate(loads)]
+    heapify(heap)
+    for _ in items:
+        load, part = heap[0]
+        heapreplace(heap, (load + 1, part))
+        sizes[part] += 1
+    return [items[start:end] for start, end in pairwise([0, *accumulate(sizes)])]

@@ -1,7 +1,7 @@
 """The log of a run, step by step: terminal output and files. Rank 0 only."""
 
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import EvalConfig
 from megatron_grpo.config.file import dump_config
+from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
@@ -38,7 +39,7 @@ class RunLog:
         self._tokenizer, self._prompt_column = tokenizer, cfg.data.prompt_column
         self._num_printed = cfg.train.print_completions
         self._model, self._first_step = cfg.model.path, first_step
-        self._in_flight = cfg.rollout.in_flight_updates
+        self._rollout = cfg.rollout
         self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
         self.has_environment = cfg.environment.name is not None
         self._held_out = tuple(cfg.eval.named_sets)
@@ -47,7 +48,7 @@ class RunLog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", dump_config(cfg))
         self.tracking = Tracking(self.run_dir, first_step, open_trackers(cfg, first_step))
-        num_rollouts = cfg.rollout.max_staleness + 1 if self._in_flight else 1
+        num_rollouts = cfg.rollout.max_staleness + 1 if cfg.rollout.in_flight_updates else 1
         self.timeline = Timeline(self.run_dir / TIMELINE_FILE, num_rollouts)
         self.timeline.step = first_step
         self.bar = ProgressBar(first_step, cfg.num_steps)
@@ -77,7 +78,7 @@ class RunLog:
                 [sample.num_sampled for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
-            **lag_metrics(step - 1, samples, self._in_flight),
+            **lag_metrics(step - 1, samples, self.batches.updates_per_generation, self._rollout),
             "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
             **times,
         }
@@ -178,20 +179,30 @@ class RunLog:
 
 
 def lag_metrics(
-    policy_version: int, samples: Sequence[Sample], in_flight: bool
+    policy_version: int, samples: Sequence[Sample], updates: int, rollout: RolloutConfig
 ) -> dict[str, float]:
     """Optimizer steps between the weights that sampled a token and those that are trained.
 
-    If weights are pushed in flight, also the share of completions of more than one version.
+    If weights are pushed in flight, also the share of completions of more than one version, and
+    for each age the share of tokens: how many generations, of `updates` steps each, were begun
+    since the weights that sampled them.
     """
     spans = [(policy_version - version, n) for sample in samples for version, n in sample.spans]
-    mean = sum(lag * n for lag, n in spans) / sum(n for _, n in spans)
-    if not in_flight:
+    num_tokens = sum(n for _, n in spans)
+    mean = sum(lag * n for lag, n in spans) / num_tokens
+    if not rollout.in_flight_updates:
         return {"rollout/version_lag_mean": mean}
+    ages = Counter[int]()
+    for lag, n in spans:
+        ages[lag // updates] += n
     return {
         "rollout/version_lag_mean": mean,
         "rollout/version_lag_max": max(lag for lag, _ in spans),
         "rollout/mixed_versions_frac": sum(bool(s.versions) for s in samples) / len(samples),
+        **{
+            f"rollout/staleness_frac/{age}": ages[age] / num_tokens
+            for age in range(rollout.max_staleness + 1)
+        },
     }
 
 

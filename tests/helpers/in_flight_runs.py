@@ -136,9 +136,15 @@ def parts_in(folder: Path, prefix: str) -> dict[Key, Part]:
     return found
 
 
-def open_parts(run_dir: Path) -> dict[Key, Part]:
-    """What the newest checkpoint has of samples that no generation has taken."""
-    return parts_in(newest_folder(run_dir), OPEN)
+def saved_parts(run_dir: Path) -> dict[Key, Part]:
+    """The samples of the newest checkpoint that no step has trained on; none is there twice."""
+    folder = newest_folder(run_dir)
+    found = parts_in(folder, OPEN)
+    for file in folder.glob(f"{READY}*{SAMPLES_FILE}"):
+        ready = parts_in(folder, file.name.removesuffix(SAMPLES_FILE))
+        assert not found.keys() & ready.keys()
+        found |= ready
+    return found
 
 
 def check_nothing_lost(run_dir: Path, saved: list[Mapping[Key, Part]], num_steps: int) -> None:
@@ -151,7 +157,7 @@ def check_nothing_lost(run_dir: Path, saved: list[Mapping[Key, Part]], num_steps
         parts = parts_in(generation_folder(run_dir, generation), READY)
         assert len(parts) == BATCH_SIZE and not made.keys() & parts.keys()
         made |= parts
-    left = open_parts(run_dir)
+    left = saved_parts(run_dir)
     assert not made.keys() & left.keys()
     for parts in saved:
         lost = [key for key, part in parts.items() if not part.is_in((made | left)[key])]

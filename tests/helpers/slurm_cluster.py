@@ -51,9 +51,16 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def submit(self, script: str, log: Path, arguments: Sequence[str], **variables: str) -> "Job":
+    def submit(
+        self,
+        script: str,
+        log: Path,
+        arguments: Sequence[str],
+        num_nodes: int = 2,
+        **variables: str,
+    ) -> "Job":
         """`sbatch` a script of slurm/, as a user would."""
-        options = ["--parsable", "--nodes=2", f"--output={log}"]
+        options = ["--parsable", f"--nodes={num_nodes}", f"--output={log}"]
         job = self.run("sbatch", *options, f"slurm/{script}", *arguments, **variables)
         return Job(self, job, log)
 

@@ -25,7 +25,7 @@ from helpers.in_flight_runs import (
     make_in_flight_runs,
     newest_folder,
     newest_groups,
-    open_parts,
+    saved_parts,
 )
 from helpers.jobs import Job
 from helpers.runs import TINY_CONFIG, read_json_lines, read_metrics
@@ -68,7 +68,7 @@ def test_a_run_that_is_killed_again_and_again_trains_on_every_generation_once(
             wait_for_steps(job, run_dir, num_steps)
             job.signal(signal.SIGKILL)
             assert job.end(15).exit_codes == [-signal.SIGKILL]
-        saved.append(open_parts(run_dir))
+        saved.append(saved_parts(run_dir))
     with in_flight_runs.start("killed", option) as job:
         assert job.end(120).exit_codes == [0]
     check_run(run_dir)
@@ -252,6 +252,8 @@ def check_many_steps(runs: InFlightRuns) -> None:
     records = read_metrics(run_dir)
     assert {1, 2} <= {record["rollout/num_engines"] for record in records}
     assert max(record["rollout/version_lag_max"] for record in records) > 1
+    dropped = sum(record["rollout/dropped_stale"] for record in records)
+    print(f"{dict(what.events)}; {dropped:.0f} groups dropped")
 
     rows = read_json_lines(run_dir / "completions.jsonl")
     each = Counter(row["prompt_index"] for row in rows if row["sample_index"] == 0)

@@ -16,7 +16,7 @@ from helpers.in_flight_runs import (
     check_nothing_lost,
     check_run,
     has_checkpoint,
-    open_parts,
+    saved_parts,
 )
 from helpers.jobs import Job, Runs, assert_same_run
 from helpers.runs import steps_of
@@ -70,7 +70,7 @@ def test_kills_at_any_moment_lose_no_sample_of_the_last_checkpoint(
         while not is_complete(start, moments, run_dir, kill=kills < num_kills):
             kills += 1
             if has_checkpoint(run_dir):
-                saved.append(open_parts(run_dir))
+                saved.append(saved_parts(run_dir))
         check_run(run_dir, NUM_STEPS, OLDEST)
         check_nothing_lost(run_dir, saved, NUM_STEPS)
         whole = sum(part.is_whole for parts in saved for part in parts.values())

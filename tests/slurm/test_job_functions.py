@@ -266,7 +266,7 @@ def test_a_further_node_of_an_engine_has_its_own_log_and_address(bash, tmp_path)
 
 @pytest.mark.parametrize(
     ("does", "code"),
-    [("exit 0", 1), ("exit 2", 2), ("kill -TERM $PPID; exec sleep 60", 0)],
+    [("exit 0", 3), ("exit 2", 2), ("kill -TERM $PPID; exec sleep 60", 0)],
     ids=["ends", "is refused", "is told to end"],
 )
 def test_an_engine_that_ends_by_itself_ends_the_step_on_its_other_nodes(bash, tmp_path, does, code):
@@ -319,24 +319,29 @@ def test_the_environment_is_that_of_the_job_and_the_site(bash, variables, printe
     assert bash(script, {}, **variables).stdout == f"{expected}\n"
 
 
-# An engine of the job that joins at once, and ends when its run has dropped it.
+# An engine of the job that joins at once, and ends as engine.sh does when its run has dropped it.
 JOINS = """
 [[ "$*" != *" megatron-grpo place "* ]] || { echo "$PLACED"; exit; }
 port=$(sed 's/.* --port \\([0-9]*\\) .*/\\1/' <<<"$*")
 echo "$*" >>"$RUN/steps"
 touch "$RUN/engines/10.0.0.1_$port.json"
 until [[ -e $RUN/engines/10.0.0.1_$port.leaving ]]; do sleep 0.1; done
-exit 1
+exit 3
 """
 ENGINES_JOB = """
     bash slurm/engines.sh $RUN rollout.vllm.seed=1 &
     until [[ $(ls $RUN/engines | wc -l) == 2 ]]; do sleep 0.1; done
-    kill -USR1 $!
+    $LEAVES
     wait $!
 """
 
 
-def test_a_job_of_engines_joins_a_run_and_leaves_it_before_the_time_limit(bash, tmp_path):
+@pytest.mark.parametrize(
+    "leaves",
+    ["kill -USR1 $!", "for file in $RUN/engines/*; do mv $file ${file%.json}.leaving; done"],
+    ids=["before the time limit", "when its files say so"],
+)
+def test_a_job_of_engines_joins_a_run_and_leaves_it(bash, tmp_path, leaves):
     run = tmp_path / "run"
     (run / "engines").mkdir(parents=True)
     placed = f"run_dir {run}\nranks_per_node 0\nstartup_timeout 9\nengine n1 0\nengine n1 1"
@@ -344,7 +349,7 @@ def test_a_job_of_engines_joins_a_run_and_leaves_it_before_the_time_limit(bash, 
     programs = {"scontrol": scontrol, "srun": JOINS, "getent": "echo 10.0.0.1 STREAM n1"}
     variables = {"PLACED": placed, "RUN": str(run), "NODE_ADDRESS": "n1"}
     variables |= {"MEGATRON_GRPO_TOKEN": "of-both-jobs", "SLURM_JOB_NODELIST": "n1"}
-    done = bash(ENGINES_JOB, programs, **variables)
+    done = bash(ENGINES_JOB.replace("$LEAVES", leaves), programs, **variables)
     assert done.returncode == 0, done.stderr
     steps = (run / "steps").read_text().splitlines()
     assert len(steps) == 2

@@ -3,32 +3,16 @@
 Jobs that need no interaction run in the background during the tests, as they mostly wait for Slurm.
 """
 
-import json
 import re
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-from demo.make_sums import sums as all_sums
-from helpers.runs import RUN_MARK, TINY_CONFIG, marked_processes, read_json_lines
-from helpers.slurm_cluster import (
-    NODE_MEGABYTES,
-    PACKAGES,
-    REPOSITORY,
-    Cluster,
-    Job,
-    is_installed,
-    running_cluster,
-)
+from helpers.runs import TINY_CONFIG
+from helpers.slurm_cluster import NODE_MEGABYTES, PACKAGES, REPOSITORY, Job, is_installed
+from helpers.slurm_jobs import TRANSFORMERS, VENV, submitter
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),
@@ -47,38 +31,6 @@ case $1/$SLURM_RESTART_COUNT in
     place/1 | place/2) exit 7 ;;
 esac
 """
-TRANSFORMERS = "rollout.engine=transformers"
-VENV = Path(sys.executable).parents[1]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
-
-
-@contextmanager
-def submitter(cluster: Cluster, model: Path) -> Iterator[Any]:
-    """Submits jobs of the tiny config with more arguments; leaving the block ends them all."""
-    submitted = []
-
-    def submit(*arguments: str, **options: Any) -> Submitted:
-        submitted.append(Submitted(cluster, model, *arguments, **options))
-        return submitted[-1]
-
-    yield submit
-    for run in submitted:
-        if run.job.state in ("PENDING", "RUNNING", "COMPLETING"):
-            run.job.cancel()
-        for process in run.await_silence():
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-@pytest.fixture
-def submit(cluster, tied_model, tmp_path):
-    with submitter(cluster, tied_model) as submit:
-        yield partial(submit, folder=tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -108,106 +60,6 @@ def endless(cluster, tied_model, tmp_path_factory):
         run = submit(TRANSFORMERS, "train.num_steps=5000", folder=folder)
         run.await_step(1)
         yield run
-
-
-class Submitted:
-    """A job of the tiny config over two nodes, with `ranks_per_node` GPUs each."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        model: Path,
-        *arguments: str,
-        folder: Path,
-        venv: Path = VENV,
-        ranks_per_node: int = 1,
-    ) -> None:
-        self.folder, self.venv = folder, venv
-        data = folder / "sums.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
-        self.run_dir, self.mark = folder / "run", uuid.uuid4().hex
-        self.job: Job = cluster.submit(
-            "grpo_70b.sh",
-            folder / "job.log",
-            [
-                f"model.path={model}",
-                f"data.path={data}",
-                f"train.run_dir={self.run_dir}",
-                "train.save_interval=1",
-                "parallel.context_parallel_size=1",
-                f"parallel.tensor_parallel_size={ranks_per_node}",
-                *arguments,
-            ],
-            CONFIG=str(TINY_CONFIG),
-            # For the ranks and engines of a node; Slurm itself is configured with eight.
-            GPUS_PER_NODE=str(ranks_per_node),
-            NETWORK_INTERFACE="lo",
-            VENV=str(venv),
-            OMP_NUM_THREADS="1",
-            **{RUN_MARK: self.mark},
-        )
-
-    def steps(self) -> list[int]:
-        metrics = self.run_dir / "metrics.jsonl"
-        return [row["step"] for row in read_json_lines(metrics)] if metrics.exists() else []
-
-    def _await(self, condition: Callable[[], Any], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.2)
-
-    def await_step(self, step: int, seconds: float = 200) -> None:
-        def is_there() -> bool:
-            assert self.job.state in ("PENDING", "RUNNING", "COMPLETING"), self.logs()
-            return step in self.steps()
-
-        self._await(is_there, seconds)
-
-    def engines(self) -> list[psutil.Process]:
-        """The running engine processes (transformers), ordered by address."""
-        return self.processes_of("megatron_grpo.engines.transformers_server")
-
-    def processes_of(self, module: str) -> list[psutil.Process]:
-        """The job's processes that run `module`, ordered by their arguments."""
-        found = {}
-        for process in marked_processes(self.mark):
-            with suppress(psutil.Error):
-                command = process.cmdline()
-                if command[2:4] == ["-m", module]:
-                    found[tuple(command)] = process
-        return [found[command] for command in sorted(found)]
-
-    def await_engines(self, number: int) -> list[psutil.Process]:
-        self._await(lambda: len(self.engines()) >= number, 120)
-        return self.engines()
-
-    def await_words(self, words: str, seconds: float = 60) -> None:
-        """Wait until the job's own log contains `words`."""
-        self._await(lambda: words in self.job.output(), seconds)
-
-    def logs(self) -> str:
-        files = sorted(self.run_dir.glob("logs/slurm_*/*.log"))
-        return "\n".join([self.job.output(), *(f"{f.name}: {f.read_text()}" for f in files)])
-
-    def restarts(self) -> int:
-        return int(self.job.fields()["Restarts"])
-
-    def await_restart(self, number: int = 1) -> None:
-        self._await(lambda: self.restarts() >= number, 120)
-
-    def await_end(self) -> None:
-        """Wait until the job is complete and none of its processes is left."""
-        ended = self.job.await_state("COMPLETED", "FAILED", "CANCELLED", seconds=180)
-        assert ended["JobState"] == "COMPLETED", self.logs()
-        assert self.await_silence() == []
-
-    def await_silence(self, seconds: float = 20) -> list[psutil.Process]:
-        """Wait until no process of the job runs; returns those left after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (left := marked_processes(self.mark)) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return left
 
 
 def test_a_mistake_is_told_and_not_tried_again(beside):

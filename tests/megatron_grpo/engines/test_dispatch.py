@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import dispatch as dispatch_module
 from megatron_grpo.engines import engine as engine_module
-from megatron_grpo.engines.dispatch import EngineQueue, RequestDispatcher
+from megatron_grpo.engines.dispatch import EngineQueue, RequestDispatcher, level_shares
 from megatron_grpo.engines.engine import Engine, Patience
 from megatron_grpo.engines.http import EngineDown
 
@@ -209,3 +210,25 @@ def test_engines_that_are_lost_together_leave_their_requests_to_the_one_that_is_
     well = ScriptedEngine()
     well.answers.set()
     assert answered_in_flight(dying=dying, dead=dead, well=well) == [*range(12)]
+
+
+@pytest.mark.parametrize(
+    ("num_items", "loads", "sizes"),
+    [(5, [3, 0], [1, 4]), (5, [0, 9, 1], [3, 0, 2]), (7, [0, 0, 0], [3, 2, 2]), (0, [1], [0])],
+)
+def test_engines_that_have_less_left_get_more(num_items, loads, sizes):
+    shares = level_shares([*range(num_items)], loads)
+    assert [len(share) for share in shares] == sizes
+    assert [*chain(*shares)] == [*range(num_items)]  # a group of completions stays together
+
+
+def test_a_group_goes_to_one_engine_and_a_turn_to_the_one_that_had_the_turn_before():
+    client = ScriptedClient(a=ScriptedEngine(), b=ScriptedEngine())
+    first = SimpleNamespace(
+        open=requests_of(range(3)), policy_version=7, take_answer=None, are_movable=True
+    )
+    dispatcher = RequestDispatcher(client.pool, client.connect, first, stays=True)
+    dispatcher.add(requests_of(range(3, 7)), together=True)
+    dispatcher.follow_up(7, *requests_of([7]).values(), "http://a")
+    held = [sorted(queue.open) for queue in dispatcher._queues.values()]
+    assert held == [[0, 1, 7], [2, 3, 4, 5, 6]]

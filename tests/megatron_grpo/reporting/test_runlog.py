@@ -11,8 +11,11 @@ from helpers.conversions import file_size_limit
 from helpers.policies import tiny_config
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.reporting.runlog import RunLog
+from megatron_grpo.reporting.runlog import RunLog, lag_metrics
 from parallel import ParallelDims
 
 
@@ -78,3 +81,32 @@ def test_a_full_disk_leaves_the_config_that_a_run_was_started_with(
     with closing(run_log(longer, 0)):
         pass
     assert load_config(saved) == longer
+
+
+def test_the_age_of_tokens_is_told_as_shares_of_generations():
+    """At the second of two steps of generation 2; completions began at generations 0 and 1."""
+    rollout = RolloutConfig(max_completion_length=8, max_staleness=2, in_flight_updates=True)
+    cut = sample(versions=((0, 1), (2, 2), (4, 3)))
+    found = lag_metrics(5, [cut, sample(versions=()), sample(versions=())], 2, rollout)
+    assert found == {
+        "rollout/version_lag_mean": pytest.approx((5 + 2 * 3 + 3 * 1 + 12 * 3) / 18),
+        "rollout/version_lag_max": 5,
+        "rollout/mixed_versions_frac": pytest.approx(1 / 3),
+        "rollout/staleness_frac/0": pytest.approx(3 / 18),
+        "rollout/staleness_frac/1": pytest.approx(14 / 18),
+        "rollout/staleness_frac/2": pytest.approx(1 / 18),
+    }
+
+
+def sample(versions: tuple[tuple[int, int], ...]) -> Sample:
+    """A completion of six tokens, of version 2 if it has one alone."""
+    return Sample(
+        prompt=Prompt(index=0, token_ids=(5,), text="", row={}),
+        sample_index=0,
+        completion_ids=[7] * 6,
+        logprobs=[-0.5] * 6,
+        finish_reason="stop",
+        text="",
+        policy_version=versions[0][0] if versions else 2,
+        versions=versions,
+    )
