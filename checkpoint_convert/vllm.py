@@ -45,13 +45,13 @@ def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
     """
     check_engine_dims(shape, dims)
     parameters = engine_parameters(shape)
-    return [_worker_layout(parameters, shape, dims, rank) for rank in range(dims.num_workers)]
+    return [worker_layout(parameters, shape, dims, rank) for rank in range(dims.num_workers)]
 
 
 def first_worker_layout(shape: ModelShape, dims: EngineDims) -> Layout:
     """What the first worker of an engine holds, in a fraction of the time; no worker holds more."""
     check_engine_dims(shape, dims)
-    return _worker_layout(engine_parameters(shape), shape, dims, rank=0)
+    return worker_layout(engine_parameters(shape), shape, dims, rank=0)
 
 
 def engine_parameters(shape: ModelShape) -> list[Parameter]:
@@ -68,22 +68,21 @@ def _padded_vocab(shape: ModelShape) -> int:
     return -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def _worker_layout(
+def worker_layout(
     parameters: Sequence[Parameter], shape: ModelShape, dims: EngineDims, rank: int
 ) -> Layout:
+    """What worker `rank` of an engine holds of these `parameters` of the model."""
     experts = _experts(shape, dims, rank)
-    place, size = (0, 1) if dims.expert_parallel else (rank, dims.num_workers)
     group, tensor_rank = divmod(rank, dims.tensor)
-    has_whole = _has_whole_shared_expert(shape, dims)
     shapes: dict[str, Shape] = {}
     pieces: list[ShardMapping] = []
     zeros: list[tuple[str, Box]] = []
     for parameter in parameters:
         name = parameter.engine_name or parameter.sources[0].name
+        number, size = part_of(parameter, shape, dims, rank)
         if not parameter.is_expert:
-            is_whole = has_whole and ".shared_experts." in name
-            part = worker_shard(parameter, *((0, 1) if is_whole else (tensor_rank, dims.tensor)))
-            is_copy = group > 0 or (is_whole and tensor_rank > 0)
+            part = worker_shard(parameter, number, size)
+            is_copy = group > 0 or (size == 1 and tensor_rank > 0)
             first, num_rows = parameter.engine_rows or (0, part.shape[0])
             shapes[name] = (num_rows, *part.shape[1:])
             for piece in part.pieces:
@@ -92,11 +91,23 @@ def _worker_layout(
             zeros += [(name, box) for box in part.zeros]
         elif parameter.stack_axes[0][0] in experts:
             # The experts of a worker are stacked in one tensor with an additional first dimension.
-            part = worker_shard(parameter, place, size)
+            part = worker_shard(parameter, number, size)
             shapes[name] = (len(experts), *part.shape)
             index = parameter.stack_axes[0][0] - experts.start
             pieces += [_in_stack(piece, index) for piece in part.pieces]
     return Layout(shapes, tuple(pieces), tuple(zeros))
+
+
+def part_of(
+    parameter: Parameter, shape: ModelShape, dims: EngineDims, rank: int
+) -> tuple[int, int]:
+    """Which part of a parameter that is split worker `rank` holds, and how many parts there are."""
+    if parameter.is_expert:
+        return (0, 1) if dims.expert_parallel else (rank, dims.num_workers)
+    is_shared = ".shared_experts." in parameter.sources[0].name
+    if is_shared and _has_whole_shared_expert(shape, dims):
+        return 0, 1
+    return rank % dims.tensor, dims.tensor
 
 
 def _experts(shape: ModelShape, dims: EngineDims, rank: int) -> range:

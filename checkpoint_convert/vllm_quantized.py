@@ -11,35 +11,38 @@ from checkpoint_convert.families.description import Parameter, Tensor
 from checkpoint_convert.formats.safetensors_file import QUANTIZED_TORCH_NAMES
 from checkpoint_convert.quantized_model import QuantizedModel, is_quantized
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.vllm import EngineDims, engine_parameters, worker_shard
-from parallel import Layout, Shape, ShardMapping
+from checkpoint_convert.vllm import EngineDims, engine_parameters, part_of, worker_layout
+from parallel import Layout
 
 _NUM_SHOWN = 3
 
 
 def check_quantized_served(shape: ModelShape, dims: EngineDims, model: QuantizedModel) -> None:
     """Raise ValueError if engines could not take the weights of a quantised model as they are."""
-    if shape.latent is not None or shape.moe is not None:
-        kind = "latent attention" if shape.latent is not None else "a mixture of experts"
-        raise ValueError(
-            f"rollout.quantization: engines rearrange quantised weights of a model with {kind}, so "
-            "that they cannot be pushed yet: set it to none"
-        )
     cut = []
     for parameter in filter(is_quantized, engine_parameters(shape)):
+        split = parameter.split
+        _, size = part_of(parameter, shape, dims, rank=0)
+        if split is None:
+            continue
         for source in parameter.sources:
-            num_parts = min(dims.tensor, source.num_heads or dims.tensor)
-            split = parameter.split or 0
+            num_parts = min(size, source.num_heads or size)
             if num_parts > 1 and source.shape[split] // num_parts % (
                 model.scheme.block[split] or 1
             ):
                 cut.append(f"{source.name} {list(source.shape)}")
     if cut:
         more = f" and {len(cut) - _NUM_SHOWN} more" if len(cut) > _NUM_SHOWN else ""
+        whole = (
+            ", rollout.vllm.enable_expert_parallel: true"
+            if any(".experts." in each for each in cut)
+            else ""
+        )
         raise ValueError(
-            f"rollout.quantization fp8: engines of rollout.tensor_parallel_size {dims.tensor} "
-            f"would cut blocks of {list(model.scheme.block)} in "
-            f"{', '.join(cut[:_NUM_SHOWN])}{more}: use fewer workers, fp8_channel or int8"
+            f"rollout.quantization fp8: the {dims.num_workers} workers of an engine "
+            f"(rollout.tensor_parallel_size {dims.tensor}) would cut blocks of "
+            f"{list(model.scheme.block)} in {', '.join(cut[:_NUM_SHOWN])}{more}: use fewer "
+            f"workers{whole}, fp8_channel or int8"
         )
 
 
@@ -48,7 +51,11 @@ def quantized_engine_layouts(
 ) -> list[Layout]:
     """What the workers hold that have the `engine_layouts` of the model before it is quantised."""
     parameters = [_scales(each, model) for each in engine_parameters(shape) if is_quantized(each)]
-    return [_with_scales(layout, parameters, dims, rank) for rank, layout in enumerate(layouts)]
+    scales = [worker_layout(parameters, shape, dims, rank) for rank in range(dims.num_workers)]
+    return [
+        Layout({**a.shapes, **b.shapes}, (*a.pieces, *b.pieces), a.zeros)
+        for a, b in zip(layouts, scales, strict=True)
+    ]
 
 
 def quantized_engine_dtypes(
@@ -73,26 +80,17 @@ def _scales(parameter: Parameter, model: QuantizedModel) -> Parameter:
 
     A row has one scale, whoever holds a part of its columns.
     """
+    rows = model.scheme.block[0] or 1
     sources = [
         Tensor(model.scale_name(each.name), model.scheme.grid(each.shape), each.num_heads)
         for each in parameter.sources
     ]
     is_cut = parameter.split is not None and model.scheme.block[parameter.split] is not None
+    first, total = parameter.engine_rows or (0, 0)
     return replace(
         parameter,
         sources=tuple(sources),
         split=parameter.split if is_cut else None,
+        engine_rows=(first // rows, -(-total // rows)) if total else None,
         engine_name=_name(parameter) + model.scheme.suffix,
     )
-
-
-def _with_scales(
-    layout: Layout, scales: Sequence[Parameter], dims: EngineDims, rank: int
-) -> Layout:
-    shapes: dict[str, Shape] = {}
-    pieces: list[ShardMapping] = []
-    for parameter in scales:
-        part = worker_shard(parameter, rank, dims.tensor)
-        shapes[parameter.engine_name] = part.shape
-        pieces += part.pieces
-    return Layout({**layout.shapes, **shapes}, (*layout.pieces, *pieces), layout.zeros)

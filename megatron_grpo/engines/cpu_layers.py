@@ -15,10 +15,14 @@ from torch import Tensor
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+    CPUExpertsFp8,
+    CPUUnquantizedExperts,
+)
+from vllm.model_executor.layers.fused_moe.oracle import fp8, int8
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from megatron_grpo.engines.cpu_matrices import multiply_by_torch
+from megatron_grpo.engines.cpu_matrices import multiply_by_torch, product
 
 
 def compute_by_torch() -> None:
@@ -29,6 +33,7 @@ def compute_by_torch() -> None:
     multiply_by_torch()
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
+    multiply_experts_by_torch()
 
 
 def keep_weights_unpacked() -> None:
@@ -46,7 +51,7 @@ def keep_weights_unpacked() -> None:
 
 
 def experts_of_worker(
-    self: CPUUnquantizedExperts,
+    self: CPUUnquantizedExperts | CPUExpertsFp8,
     output: Tensor,
     hidden_states: Tensor,
     w1: Tensor,
@@ -58,7 +63,7 @@ def experts_of_worker(
     expert_map: Tensor | None,
     **_: Any,
 ) -> None:
-    """Compute what vLLM's kernel for packed weights does, into `output` [T, hidden size].
+    """Compute what vLLM's kernels for packed weights do, into `output` [T, hidden size].
 
     `w1` [experts, 2 * size, hidden size], `w2` [experts, hidden size, size]; `topk_weights` and
     `topk_ids` [T, experts per token]. Of the experts that other workers have, which are -1 in
@@ -67,10 +72,15 @@ def experts_of_worker(
     assert activation == MoEActivation.SILU and self.w1_bias is None
     ids = topk_ids if expert_map is None else expert_map[topk_ids]
     output.zero_()
+
+    def through(x: Tensor, weights: Tensor, scales: Tensor | None, expert: int) -> Tensor:
+        of_expert = None if scales is None else scales[expert]
+        return product(x, weights[expert], of_expert, self.block_shape)
+
     for expert in ids[ids >= 0].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (hidden_states[token] @ w1[expert].T).chunk(2, dim=-1)
-        values = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
+        gate, up = through(hidden_states[token], w1, self.w1_scale, expert).chunk(2, dim=-1)
+        values = through(torch.nn.functional.silu(gate) * up, w2, self.w2_scale, expert)
         weights = topk_weights[token, slot].unsqueeze(-1)
         output.index_add_(0, token, (values * weights).to(output.dtype))
 
@@ -100,6 +110,30 @@ def reduce_scatterv(
     total = input_.clone()
     dist.all_reduce(total, group=self.device_group)
     return total.split(list(sizes), dim)[self.rank_in_group]
+
+
+class QuantizedExperts(CPUExpertsFp8):
+    """Experts with weights of 8 bits and scales, as they were loaded."""
+
+    apply = experts_of_worker
+
+    @staticmethod
+    def is_supported_config(*_: Any) -> tuple[bool, str | None]:
+        """On any CPU, and for every scheme and router that this project has."""
+        return True, None
+
+
+def multiply_experts_by_torch() -> None:
+    """Let experts of quantised models be `QuantizedExperts`.
+
+    vLLM takes them for those of its kernels for GPUs, for which it leaves weights as they are.
+    """
+
+    def classes(backend: fp8.Fp8MoeBackend | int8.Int8MoeBackend) -> list[type]:
+        return [QuantizedExperts] if backend.name == "TRITON" else []
+
+    fp8.backend_to_kernel_cls = classes
+    int8.backend_to_kernel_cls = classes
 
 
 def rotate_heads_by_torch() -> None:

@@ -97,6 +97,10 @@ class PushState:
             self.error = str(error) or repr(error)
 
 
+ABSORBED = (".W_UK_T", ".W_UV")
+"""How vLLM's names of what it makes of the weight that projects latents up end."""
+
+
 def own_parameters(model: "Module") -> dict[str, "Tensor"]:
     """The parameters of a vLLM model, by name; of those that share memory, the first only.
 
@@ -105,12 +109,14 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
 
     Modules that hold adapters have the weights in a `base_layer`, which the names leave out.
 
-    vLLM has views of the weight that projects latents up to keys and values, as parameters for
-    decode steps. A push that writes the weight writes them too. If they were copies, which would
-    keep old values, they would be listed here, and refused as filled by no weight of the model.
+    For decode steps vLLM has the weight that projects latents up to keys and values once more, as
+    two parameters: views of it, or, if it is quantised, copies that are made anew after each push
+    (`absorb_latents` in vllm_worker.py).
     """
     first: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
+        if name.endswith(ABSORBED):
+            continue
         name = name.replace(".base_layer.", ".")
         is_turned = parameter.itemsize == 1 and not parameter.is_contiguous()
         value = parameter.t() if is_turned else parameter

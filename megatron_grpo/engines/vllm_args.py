@@ -267,8 +267,9 @@ def platform_arguments(num_workers: int, on_gpu: bool) -> dict[str, Any]:
     """Engine arguments that differ between CPU and GPU."""
     if on_gpu:
         return {
-            # The only backend that, on every GPU, keeps the weights of experts as they were loaded.
-            # Weights that are pushed later need that layout.
+            # The only backend that, on every GPU, keeps weights of experts and their scales as they
+            # were loaded, which those that are pushed later need. As it is named, vLLM does not
+            # look for DeepGEMM, which rounds scales to powers of 2 (its fused_moe/oracle/fp8.py).
             "moe_backend": "triton",
             # The trainer does not round logits to 16 bits either. vLLM for CPUs would convert the
             # whole head in every step.

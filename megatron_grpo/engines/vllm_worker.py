@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
@@ -130,6 +131,16 @@ def unlink_group_memory() -> None:
         file.unlink(missing_ok=True)
 
 
+def absorb_latents(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let vLLM make anew, in place, what decode steps need of weights that project latents up.
+
+    Of a quantised weight these are copies in `dtype`, that of the model.
+    """
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            module.process_weights_after_loading(dtype)
+
+
 def adapter_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
     """A and B of the only adapter, by the name of their module, kind and place in it.
 
@@ -221,6 +232,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
         with self.state.keep_error():
             weights, adapters = own_parameters(self.model), adapter_buffers(self.model)
             sums = self._receiver.receive_weights(adapters or weights)
+            absorb_latents(self.model, self.model_config.dtype)
             self.state.mark_loaded(sums | checksums(weights) if adapters else sums)
 
     def finish_weight_update(self) -> None:

@@ -31,7 +31,7 @@ class EngineBytes:
     """Memory that an engine takes on each of its GPUs."""
 
     weights: int
-    """With the buffers of adapters."""
+    """With the buffers of adapters, and what vLLM makes of quantised weights."""
     pushed: int
     """What a push fills of them."""
     cache: int
@@ -110,7 +110,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
     cache = _cache_bytes(cfg.rollout, card, weights, per_token)
     return EngineBytes(
         weights=weights,
-        pushed=_adapter_bytes(cfg, shape) or weights,
+        pushed=_adapter_bytes(cfg, shape) or weights - _absorbed_bytes(cfg, shape),
         cache=cache,
         token_bytes=per_token,
         cached_tokens=cfg.rollout.data_parallel_size * (cache // per_token),
@@ -127,7 +127,21 @@ def _push_buffers(cfg: Config) -> int:
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
     first = first_worker_layout(shape, engine_dims(cfg.rollout))
-    return shard_bytes([first], worker_itemsizes(cfg, shape)) + _adapter_bytes(cfg, shape)
+    loaded = shard_bytes([first], worker_itemsizes(cfg, shape))
+    return loaded + _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape)
+
+
+def _absorbed_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Bytes of copies of the weights that project latents up, for decode steps.
+
+    Of weights that are not quantised they are views.
+    """
+    latent, tensor = shape.latent, cfg.rollout.tensor_parallel_size
+    if latent is None or cfg.rollout.quantization == "none":
+        return 0
+    width = shape.head_dim - latent.rotary_dim + latent.value_dim
+    columns = shape.num_attention_heads // tensor * width
+    return shape.num_layers * latent.rank * columns * ITEMSIZE[cfg.model.dtype]
 
 
 def _adapter_bytes(cfg: Config, shape: ModelShape) -> int:

@@ -64,15 +64,20 @@ def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:
 def quantized_sender(sender: Sender, model: QuantizedModel, groups: Groups) -> Sender:
     """What this rank can send of a quantised model, if `sender` is what it can send of the model.
 
-    All ranks of a stage hold the scales of its weights.
+    All ranks of a stage hold the scales of its weights, and all that hold a part of an expert those
+    of its weights: of these the first ones send.
     """
+    dims = groups.dims
     layout = rank_layout(sender.layout, model, groups)
-    first = groups.dims.stage_size * groups.coordinates.pipeline
-    holders = range(first, first + groups.dims.stage_size)
+    first = dims.stage_size * groups.coordinates.pipeline
+    stage = range(first, first + dims.stage_size)
+    expert = dims.expert_place(groups.coordinates).expert
+    of_expert = stage[expert * dims.expert_tensor :: dims.expert * dims.expert_tensor]
+    of_experts = {model.scale_name(name) for name in model.experts}
     scales = [name for name in layout.shapes if name not in sender.layout.shapes]
     return Sender(
         sender.rank,
         layout,
-        {**sender.owners, **dict.fromkeys(scales, holders)},
-        {**sender.replica_sets, **dict.fromkeys(scales, groups.dims.tensor)},
+        {**sender.owners, **{n: of_expert if n in of_experts else stage for n in scales}},
+        {**sender.replica_sets, **{n: dims.tensor for n in scales if n not in of_experts}},
     )

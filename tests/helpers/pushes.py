@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.quantized_shard import quantized_tensors
 from helpers.policies import start_policy, tiny_config
 from helpers.ranks import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
@@ -44,7 +45,9 @@ def push_folder(
 ) -> None:
     """Push the weights in `folder` from a single rank that holds all of them."""
     overrides = rollout_overrides(rollout, base_urls)
-    [(error, _)] = run_ranks(1, push_whole, folder, token, overrides, version)
+    [(error, _)] = run_ranks(
+        1, push_whole, folder, token, overrides, version, 0, rollout.quantization
+    )
     if error:
         raise EngineError(error)
 
@@ -53,7 +56,8 @@ def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[
     """Overrides of the tiny config for the engines at `base_urls`."""
     expert_parallel = str(rollout.vllm.get("enable_expert_parallel", False)).lower()
     return [
-        "model.dtype=float32",
+        f"model.dtype={'float32' if rollout.quantization == 'none' else 'bfloat16'}",
+        f"rollout.quantization={rollout.quantization}",
         f"rollout.engine={rollout.engine}",
         f"rollout.base_urls=[{', '.join(base_urls)}]",
         f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}",
@@ -64,14 +68,23 @@ def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[
 
 
 def push_whole(
-    rank: int, folder: Path, token: str, overrides: Sequence[str], version: int, num_flips: int = 0
+    rank: int,
+    folder: Path,
+    token: str,
+    overrides: Sequence[str],
+    version: int,
+    num_flips: int = 0,
+    quantization: str = "none",
 ) -> tuple[str, list[str]]:
     """Push the weights in `folder` from a single rank; returns the error and the timed phases.
 
     Flips a bit in each of the first `num_flips` buffers that it hands over.
     """
     flip_bits(num_flips)
-    weights = load_file(folder / "model.safetensors")
+    if quantization == "none":
+        weights = load_file(folder / "model.safetensors")
+    else:
+        weights = dict(quantized_tensors(folder, quantization))
     layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
     sender = Sender(rank, layout, dict.fromkeys(weights, range(1)))
     return push(rank, folder, ParallelDims(), token, overrides, sender, weights, version)

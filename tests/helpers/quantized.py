@@ -14,6 +14,10 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoint_convert import read_shape
+from checkpoint_convert.quantized_model import quantized_model
+from checkpoint_convert.quantized_shard import quantized_tensors
+from checkpoint_convert.quantizer import dequantized
 from helpers.conversions import weights_of
 
 E4M3 = torch.float8_e4m3fn
@@ -125,6 +129,20 @@ def spread(scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Te
     rows = torch.arange(shape[0]) // block[0]
     columns = torch.arange(shape[1]) // block[1]
     return scales.float()[rows][:, columns]
+
+
+def rounded_copy(model: Path, folder: Path, scheme: str) -> Path:
+    """Copy `model` with the numbers that its weights stand for once a run has quantised them."""
+    shutil.copytree(model, folder)
+    how = quantized_model(scheme, read_shape(model), "BF16")
+    assert how is not None
+    weights = dict(quantized_tensors(model, scheme))
+    for name, size in how.matrices.items():
+        scales = weights.pop(how.scale_name(name))
+        product = dequantized(weights[name], scales, how.scheme.block_in(size), (0, 0))
+        weights[name] = product.bfloat16()
+    save_file(weights, folder / "model.safetensors")
+    return folder
 
 
 def dequantized_copy(folder: Path, out: Path, form: Format, dtype: str = "bfloat16") -> Path:

@@ -20,7 +20,7 @@ from helpers.pushes import flip_bits
 from helpers.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess, start_worker
 from helpers.worker_pushes import differing, padding_bytes
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.push_protocol import own_parameters
+from megatron_grpo.engines.push_protocol import ABSORBED, own_parameters
 from megatron_grpo.engines.pushed import pushed_sender, pushed_weights
 from megatron_grpo.engines.vllm_args import quantizing_arguments
 from megatron_grpo.policy.export import export_model
@@ -65,6 +65,7 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
         "model.dtype=bfloat16",
         f"rollout.base_urls=[{', '.join(client.base_urls)}]",
         f"rollout.tensor_parallel_size={case.engine.tensor}",
+        f"rollout.vllm.enable_expert_parallel={str(case.engine.expert_parallel).lower()}",
         f"rollout.quantization={case.quantization}",
         f"train.export_quantization={case.quantization}",
         "rollout.update_weights_bucket_megabytes=3",  # several buckets for each channel
@@ -136,36 +137,46 @@ def begin_quantized(process: WorkerProcess, case: Case, cfg: Config) -> None:
     process.worker = start_worker(
         process.rank, case.folder, case.engine, cfg.model.dtype, **arguments
     )
-    held = own_parameters(process.worker.get_model())
+    held = everything(process.worker.get_model())
     process.before = {name: value.detach().clone() for name, value in held.items()}
+
+
+def everything(model: Any) -> dict[str, torch.Tensor]:
+    """A model's own parameters, and what vLLM makes of them."""
+    made = {name: value for name, value in model.named_parameters() if name.endswith(ABSORBED)}
+    return own_parameters(model) | made
 
 
 def compare_quantized(process: WorkerProcess, folder: Path) -> Held:
     before, after = (
-        own_parameters(
+        everything(
             start_worker(
                 process.rank, folder / name, process.case.engine, "bfloat16", load_format="hf"
             ).get_model()
         )
         for name in ("before", "after")
     )
-    held = own_parameters(process.worker.get_model())
-    small = {name: value for name, value in held.items() if value.itemsize == 1}
-    scales = {n: v for n, v in held.items() if "_scale" in n}
+    model = process.worker.get_model()
+    held, own = everything(model), own_parameters(model)
+    small = {name: value for name, value in own.items() if value.itemsize == 1}
+    scales = {n: v for n, v in own.items() if "_scale" in n}
+    changed = differing(held, before)
     transfer = process.worker.weight_transfer_engine
     return Held(
         loaded=differing(process.before, before),
-        differing=differing(held, after) + [n for n in small if n not in differing(held, before)],
+        differing=differing(held, after)
+        + [n for n in held if (n in small or n not in own) and n not in changed],
         bytes_received=transfer._receiver.bytes_received,
         share=sum(v.nbytes for v in (*small.values(), *scales.values()))
         / sum(2 * v.numel() for v in small.values()),
-        bytes_held=sum(v.nbytes for v in held.values()) - padding_bytes(process.worker),
-        error=product_error(process.worker.get_model(), held),
+        bytes_held=sum(v.nbytes for v in own.values()) - padding_bytes(process.worker),
+        error=product_error(model, own),
     )
 
 
 def product_error(model: Any, held: dict[str, torch.Tensor]) -> float:
-    name = "model.layers.1.mlp.gate_up_proj.weight"
+    ends = ("qkv_proj.weight", "q_b_proj.weight")
+    name = next(name for name in held if ".layers.1." in name and name.endswith(ends))
     x = torch.randn(5, held[name].shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
     found, _ = model.get_submodule(name.removesuffix(".weight"))(x)
     [scales] = [value for other, value in held.items() if other.startswith(f"{name}_scale")]

@@ -61,9 +61,10 @@ def test_a_worker_whose_last_push_is_of_another_trainer_is_named(push, told):
         check(state)
 
 
-def test_a_parameter_that_is_a_view_of_another_is_not_among_those_that_a_push_fills():
+def test_a_view_of_a_parameter_and_what_is_made_of_one_are_not_filled_by_pushes():
     model = Module()
     model.up, model.absorbed, model.down = Linear(4, 6), Module(), Linear(6, 4, bias=False)
     model.absorbed.values = Parameter(model.up.weight.data[2:].T)
     model.absorbed.copied = Parameter(model.up.weight.data[2:].T.clone())
+    model.absorbed.W_UV = Parameter(model.up.weight.data[2:].T.clone())
     assert list(own_parameters(model)) == ["up.weight", "up.bias", "absorbed.copied", "down.weight"]

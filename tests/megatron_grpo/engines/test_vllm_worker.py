@@ -1,12 +1,18 @@
 """New weights in a running vLLM."""
 
 import pytest
+import torch
 
 from checkpoint_convert.vllm import EngineDims
 from helpers.conversions import assert_same
-from helpers.engines import largest_logprob_error, random_prompts, running_engine
-from helpers.models import servable_model
-from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
+from helpers.engines import (
+    largest_logprob_error,
+    random_prompts,
+    reference_logprobs,
+    running_engine,
+)
+from helpers.models import mixture_of_blocks, servable_model
+from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
 from helpers.vllm_workers import loaded_parameters
 
 
@@ -55,6 +61,32 @@ def test_groups_of_workers_share_the_experts_of_an_engine(tmp_path):
     sizes = {"data_parallel_size": 2, "vllm": {"enable_expert_parallel": True}}
     with running_engine("vllm", folder, tmp_path, **sizes) as engine:
         check_pushes(engine, other, folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("deepseek_v3", "fp8"),
+        pytest.param("deepseek_v3", "int8", marks=slow),
+        pytest.param("qwen3_moe", "fp8_channel", marks=slow),
+        pytest.param("qwen3_moe", "int8", marks=slow),
+    ],
+)
+def test_a_quantised_mixture_generates_as_its_dequantised_copy(tmp_path, family, scheme):
+    """Products with experts, and decode steps with latents, by weights of 8 bits."""
+    folder = mixture_of_blocks(tmp_path / "model", family)
+    other = mixture_of_blocks(tmp_path / "other", family, seed=1)
+    plain = rounded_copy(other, tmp_path / "plain", scheme)
+    sizes = {"dtype": "bfloat16", "quantization": scheme}
+    with running_engine("vllm", folder, tmp_path / "logs", **sizes) as engine:
+        engine.push(other)
+        samples = engine.generate(random_prompts(4, lengths=(30, 60)))
+    differences = torch.cat(
+        [reference_logprobs(plain, s) - torch.tensor(s.logprobs) for s in samples]
+    ).abs()
+    assert len(differences) > 100
+    # Weights of bfloat16 differ as much, 0.08: the routers of random weights choose by rounding.
+    assert differences.mean() < 0.15
 
 
 @pytest.mark.parametrize("form", ["DeepSeek", "ModelOpt FP8"])

@@ -11,10 +11,12 @@ from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.memory import EngineBytes, engine_bytes
 
 
-def engine(folder: Path, published: str, quantization: str) -> EngineBytes:
-    path = write_config(folder / published, published)
+def engine(
+    folder: Path, published: str, quantization: str, config: str = "70b", **differing: int
+) -> EngineBytes:
+    path = write_config(folder / published, published, **differing)
     given = [f"model.path={path}", f"rollout.quantization={quantization}"]
-    cfg = load_config(Path("configs/grpo_70b.yaml"), given)
+    cfg = load_config(Path(f"configs/grpo_{config}.yaml"), given)
     found = engine_bytes(cfg, read_shape(path), CARDS["h100"])
     assert found is not None
     return found
@@ -29,3 +31,17 @@ def test_half_of_the_weights_leaves_room_for_more_tokens(tmp_path, quantization)
     )
     assert half.pushed == half.weights
     assert half.cached_tokens > 1.1 * whole.cached_tokens
+
+
+def test_experts_are_counted_in_8_bits_and_latents_twice(tmp_path):
+    """The first five layers of DeepSeek-V3 on engines of 16 workers."""
+    model = tmp_path, "DeepSeek-V3"
+    whole, half = (
+        engine(*model, each, "671b_a37b", num_hidden_layers=5) for each in ("none", "fp8")
+    )
+    head_and_embedding = 2 * 2 * 129_280 * 7_168 // 16
+    routers = 2 * 2 * 256 * 7_168
+    halved = whole.weights - head_and_embedding - routers
+    assert half.pushed == pytest.approx(halved / 2 + head_and_embedding + routers, rel=2e-3)
+    made = 2 * 5 * 512 * 128 * (128 + 128) // 16
+    assert half.weights == half.pushed + made
