@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -88,12 +87,13 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
                 )
             add_gradients(model, cfg)
             policy = add_optimizer(model, cfg)
-        weights, trained = policy.parameters().values(), policy.saved_parameters()
+        weights = list(policy.parameters().values())
         adapters, frozen = policy.adapters, [each for each in weights if not each.requires_grad]
         if adapters is not None:
+            trained = policy.saved_parameters()
             planned = {name: (size, dtype) for name, size in adapters.layout.shapes.items()}
             faults += _differing(trained, planned)
-            weights = [*weights, *trained.values()]
+            weights += trained.values()
         return BuiltRank(
             sender=weight_sender(policy, groups),
             adapters=adapters.sender if adapters else None,

@@ -264,7 +264,9 @@ def test_the_config_of_each_script_fills_the_nodes_that_its_header_asks_for(bash
     done = bash(f"bash slurm/{script}", programs, **variables)
     assert done.returncode == 2, done.stderr
     placed = (tmp_path / "placed").read_text()
-    assert {*",".join(re.findall("^(?:trainer|engine) (\\S+)", placed, re.M)).split(",")} == {*nodes}
+    assert {*",".join(re.findall("^(?:trainer|engine) (\\S+)", placed, re.M)).split(",")} == {
+        *nodes
+    }
 
 
 @pytest.mark.parametrize("name", ["short", "long" * 20])

@@ -162,7 +162,9 @@ def test_an_engine_that_joins_gets_the_adapter_and_one_of_another_base_is_left_o
         with ours.joined(other, tmp_path) as url:
             ours.push(adapter)
             assert ours.client.pool.serving == [own]
-            told = rf"rollout engine {url} is lost: worker 0: .* differ from what was pushed: model\."
+            told = (
+                rf"rollout engine {url} is lost: worker 0: .* differ from what was pushed: model\."
+            )
             assert re.search(told, capfd.readouterr().err)
         with ours.joined(tied_model, tmp_path) as url:
             ours.push(adapter)

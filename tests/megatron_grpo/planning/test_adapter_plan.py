@@ -77,6 +77,7 @@ def test_a_node_holds_70b_with_adapters_and_four_hold_405b(tmp_path):
     assert plan(tmp_path, "Llama-3.1-405B", 32, *two_nodes_each).fits
 
 
+OF_ALL = ("lora.r=3", "grpo.beta=0.1", "model.dtype=bfloat16")
 BUILT = [
     ("llama", {"num_key_value_heads": 1}, ParallelDims(tensor=4, data=2), []),
     # Fused layers with adapters in part, a tied embedding, and stages that are not equally high.
@@ -84,7 +85,7 @@ BUILT = [
         "qwen3",
         {"tied": True, "num_hidden_layers": 3},
         ParallelDims(tensor=2, pipeline=2, num_layers_in_last_pipeline_stage=1),
-        ["lora.target_modules=[q_proj,v_proj,mlp.up_proj]", "lora.exclude_modules=[]"],
+        ["lora.target_modules=[q_proj,v_proj,mlp.up_proj]"],
     ),
     # The first projections of latents are whole on every tensor rank.
     (
@@ -102,7 +103,7 @@ BUILT = [
     ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else str(value),
 )
 def test_every_rank_of_a_job_is_built_as_planned(elsewhere, tmp_path, family, own, dims, overrides):
-    cfg = tiny_config(tiny_model(tmp_path, family, **own), dims, *R3, *overrides)
+    cfg = tiny_config(tiny_model(tmp_path, family, **own), dims, *OF_ALL, *overrides)
     found = elsewhere(instantiate, cfg)
     assert found.faults == []
     assert "of a rank are frozen" in found.table
@@ -139,12 +140,12 @@ def targets_without_the_last(*arguments: Any) -> Any:
 def test_adapters_of_another_shape_or_in_other_layers_are_told(
     elsewhere, tmp_path, name, replacement, told
 ):
-    cfg = tiny_config(tiny_model(tmp_path, "llama"), ParallelDims(tensor=2), *R3)
+    cfg = tiny_config(tiny_model(tmp_path, "llama"), ParallelDims(tensor=2), *OF_ALL)
     faults = elsewhere(faults_with, name, replacement, cfg)
     assert any(fault.startswith(told) for fault in faults)
 
 
-ASLEEP = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.7")
+ASLEEP = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.5")
 
 
 def test_weights_of_engines_asleep_are_in_the_memory_of_their_hosts(tmp_path, capsys, monkeypatch):
@@ -169,5 +170,6 @@ def test_weights_of_engines_asleep_are_in_the_memory_of_their_hosts(tmp_path, ca
     monkeypatch.setitem(CARDS, "h100", small)
     with pytest.raises(ValueError, match=r"GB of host memory with rollout\.enable_sleep_mode true"):
         planned()
+    capsys.readouterr()
     assert "sleep mode copy" not in planned("lora.sync=merged")
     assert "a node of" not in planned("rollout.enable_sleep_mode=false")

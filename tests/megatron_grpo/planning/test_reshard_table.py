@@ -94,7 +94,7 @@ def test_adapters_are_all_that_is_pushed_beside_weights_that_engines_have(plan):
     received = f"{2 * elements / 1e6:,.2f} MB"
     assert received == "360.45 MB"
     rows_of_workers = [" ".join(row.split()[-6:]) for row in stdout.splitlines() if received in row]
-    assert rows_of_workers == [f"4 4 {received} {received}"] * 2 + [f"4 0 {received} 0 B"]
+    assert rows_of_workers == [f"8 8 {received} {received}"] * 2 + [f"8 0 {received} 0 B"]
     assert f"sum {8 * 2 * elements / 1e9:,.2f} GB; the busiest rank sends 1.000 times" in stdout
 
 
