@@ -109,7 +109,9 @@ def trainer(base: Path, adapter: Path, logs: Path, lora: LoraConfig, **rollout: 
         overrides.append(f"lora.target_modules=[{','.join(lora.target_modules)}]")
         overrides += rollout_overrides(config, servers.base_urls)
         cfg = tiny_config(base, ParallelDims(), *overrides, f"train.run_dir={logs / 'run'}")
-        pool = EnginePool(servers, config, JoinFolder.of_run(cfg))
+        # As those of `rollout.base_urls`: only then can others join.
+        given = EngineServers(cfg.model, cfg.rollout, logs, servers.token, lora=lora)
+        pool = EnginePool(given, config, JoinFolder.of_run(cfg))
         client = RolloutClient(pool, config, lora)
         weights = load_file(base / "model.safetensors")
         of_weights, of_adapter = (
