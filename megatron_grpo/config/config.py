@@ -177,7 +177,6 @@ class Config(Section):
             "train.offload": self.train.offload != "none",
             "train.export_quantization": self.train.export_quantization != "none",
             "train.init_from": self.train.init_from,
-            "rollout.router_replay": self.rollout.router_replay,
             "parallel.overlap_param_gather": self.parallel.overlap_param_gather,
             "model.megatron.moe_shared_expert_overlap": megatron.get("moe_shared_expert_overlap"),
         }

@@ -18,7 +18,7 @@ from megatron_grpo.engines.engine import Engine, Json, Patience
 from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.http import EngineDown, EngineError, http_client
 from megatron_grpo.engines.pool import EnginePool
-from megatron_grpo.engines.push_protocol import WorkerSums, check_reports
+from megatron_grpo.engines.push_protocol import PushFailed, WorkerSums, check_reports
 from megatron_grpo.engines.vllm_args import NO_ADAPTERS
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.tasks import gather_all, run_with
@@ -159,10 +159,16 @@ class RolloutClient:
         """Raise EngineError unless every worker of every engine has loaded `push`.
 
         If `expected` is given, one entry for each worker of an engine, the checksums of their
-        weights must match it, too.
+        weights must match it, too. An engine that has joined with other weights is lost: the run
+        can do without it.
         """
         reports = self._on_all(lambda engine: engine.ask_workers("push_report"))
-        check_reports(self._urls, reports, push, expected)
+        try:
+            check_reports(self._urls, reports, push, expected)
+        except PushFailed as failure:
+            for url in filter(self.pool.has_joined, failure.faults if expected else ()):
+                self._failed[url] = EngineDown(failure.faults[url][0])
+            raise
 
     def finish_push(self, push: str, policy_version: int) -> None:
         """Make every engine serve `push` as `policy_version`."""

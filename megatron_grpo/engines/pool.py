@@ -100,6 +100,10 @@ class EnginePool:
         """Address of an engine, and how often it was lost."""
         return url, self._records[url].num_losses
 
+    def has_joined(self, url: str) -> bool:
+        """Whether an engine is none of those that the run began with."""
+        return url not in self._servers.base_urls
+
     def join_and_leave(self) -> None:
         """Take in the engines that have joined, and drop those that leave, while none has requests.
 
@@ -113,7 +117,7 @@ class EnginePool:
             if url not in self._records:
                 self._records[url] = EngineRecord(url, State.DOWN, "has not answered yet")
                 _tell(f"rollout engine {url} joins")
-            if url not in self._servers.base_urls:
+            if self.has_joined(url):
                 self._records[url].file_changed = file_changed
         for url in self._records.keys() - {*self._servers.base_urls, *joined}:
             del self._records[url]

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.engines.http import EngineError
@@ -138,6 +139,16 @@ WorkerSums = Mapping[str, int]
 NUM_NAMES_SHOWN = 8
 
 
+class PushFailed(EngineError):
+    """Engines have not loaded a push, or hold other weights than those of the ranks."""
+
+    def __init__(self, faults: Mapping[str, Sequence[str]]) -> None:
+        """`faults` of workers, by address of their engine."""
+        lines = "\n  ".join(chain(*faults.values()))
+        super().__init__(f"the push of new weights failed:\n  {lines}")
+        self.faults = faults
+
+
 def check_reports(
     base_urls: Sequence[str],
     reports: Sequence[Sequence[Json]],
@@ -147,17 +158,16 @@ def check_reports(
     """Compare `PushWorker.push_report` of every worker of every engine with what was pushed.
 
     `expected` are the checksums of each worker; None if sending failed, when only the errors of the
-    workers are of interest. Raises an EngineError that names engine, worker and parameters of every
+    workers are of interest. Raises a PushFailed that names engine, worker and parameters of every
     difference.
     """
-    faults = [
-        f"rollout engine {url} worker {rank}: {fault}"
-        for url, workers in zip(base_urls, reports, strict=True)
-        for rank, report in enumerate(workers)
-        if (fault := _fault(report, push, expected[rank] if expected else None))
-    ]
+    faults: dict[str, list[str]] = {}
+    for url, workers in zip(base_urls, reports, strict=True):
+        for rank, report in enumerate(workers):
+            if fault := _fault(report, push, expected[rank] if expected else None):
+                faults.setdefault(url, []).append(f"rollout engine {url} worker {rank}: {fault}")
     if faults:
-        raise EngineError("the push of new weights failed:\n  " + "\n  ".join(faults))
+        raise PushFailed(faults)
 
 
 def _fault(report: Json, push: str, expected: WorkerSums | None) -> str:

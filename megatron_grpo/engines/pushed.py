@@ -15,7 +15,7 @@ from parallel.groups import Groups
 def pushed_sender(policy: Policy, sender: Sender, cfg: Config, groups: Groups) -> Sender:
     """What this rank can send, if `sender` describes the policy's weights."""
     if policy.adapters and cfg.lora.is_served:
-        return policy.adapters.sender(sender)
+        return policy.adapters.sender
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
     return sender if model is None else quantized_sender(sender, model, groups)
 

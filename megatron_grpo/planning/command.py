@@ -289,7 +289,7 @@ def _too_large(
         f"but may use {plan.memory_limit / 1e9:.1f}"
     )
     freed = part_bytes(stage.state, parts_away("all", stage.worst)) - stage.away[stage.worst]
-    if freed:
+    if freed and not cfg.lora.r:  # with which it does not go
         text += f", and train.offload=all would free {freed / 1e9:.1f}"
     for each in suggest(cfg, shape, card, lengths, plan.num_gpus)[:1]:
         return f"{text}; the fastest layout that fits: {' '.join(each.overrides)}"

@@ -1,4 +1,7 @@
-"""What `train.offload` takes of the hosts: their memory, and the time of the bus."""
+"""What leaves GPUs for the memory of their hosts, and the time of the bus.
+
+Of ranks it is what `train.offload` says; of engines in sleep mode the weights that no push brings.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import NOT_COPIED, Part, Phase, parts_away, parts_copied
 from megatron_grpo.planning.card import GpuSpec
-from megatron_grpo.planning.memory import RESERVE, StageMemory
+from megatron_grpo.planning.memory import RESERVE, EngineBytes, StageMemory
 from megatron_grpo.planning.state import StateBytes, part_bytes
 
 
@@ -22,6 +25,11 @@ class HostUse:
     """Part of the time back that log-probability passes hide, if they take longer."""
     page_locked: int
     """Bytes of a node for what is moved, from the start on."""
+    asleep: int
+    """Bytes of a node for the weights of its engines, from their first sleep on."""
+    asleep_seconds: float
+    """Time in which they leave before a step, and in which they are back after it, at the full rate
+    of the bus."""
     saving: int
     """Bytes of a node for copies of what a checkpoint holds, from the first save on: at most."""
     limit: int
@@ -30,7 +38,7 @@ class HostUse:
     @property
     def total(self) -> int:
         """Bytes of a node that are needed."""
-        return self.page_locked + self.saving
+        return self.page_locked + self.asleep + self.saving
 
     @property
     def fits(self) -> bool:
@@ -38,42 +46,53 @@ class HostUse:
         return self.total <= self.limit
 
 
-def host_use(cfg: Config, states: Sequence[StateBytes], card: GpuSpec) -> HostUse | None:
-    """What `train.offload` takes of the nodes; None if nothing is moved."""
-    copied = parts_copied(cfg.offload)
-    if not copied:
+def host_use(
+    cfg: Config, states: Sequence[StateBytes], card: GpuSpec, colocated: EngineBytes | None
+) -> HostUse | None:
+    """What ranks and a `colocated` engine take of the nodes; None if nothing of them is moved."""
+    copied, on_host = parts_copied(cfg.offload), colocated.on_host if colocated else 0
+    if not copied and not on_host:
         return None
     moved, state = max(((part_bytes(each, copied), each) for each in states), key=lambda m: m[0])
     saved: list[Part] = ["weights", "optimizer"]
     if cfg.grpo.sync_ref_model:
         saved.append("reference")
     num_ranks = min(cfg.dims.world_size, card.per_node)
+    workers = min(cfg.num_engines * cfg.rollout.tensor_parallel_size, card.per_node)
     # Then the GPU computes while the optimizer's state comes back.
     passes = cfg.grpo.num_old_passes > 0 or cfg.grpo.beta > 0
     return HostUse(
         moved=moved,
         seconds=moved / card.host_rate,
-        hidden_seconds=passes * state.optimizer / card.host_rate,
+        hidden_seconds=passes * bool(copied) * state.optimizer / card.host_rate,
         page_locked=num_ranks * moved,
-        saving=num_ranks * part_bytes(state, saved),
+        asleep=workers * on_host,
+        asleep_seconds=colocated.weights / card.host_rate if colocated and on_host else 0.0,
+        saving=num_ranks * (part_bytes(state, saved) - state.frozen),
         limit=round((1 - RESERVE) * card.host_memory),
     )
 
 
 def host_lines(cfg: Config, host: HostUse, stage: StageMemory, card: GpuSpec) -> list[str]:
-    """Where the state of the fullest stage is in each phase, and what that takes of its host."""
-    offload = cfg.train.offload
-    rows = [f"train.offload {offload}: stage {stage.stage} in each phase, in GB"]
-    rows += [_phase_row(cfg, stage, phase) for phase in stage.phases]
+    """Where the state of the fullest stage is in each phase, and what leaves takes of its host."""
+    rows = []
+    if host.moved:
+        rows.append(f"train.offload {cfg.train.offload}: stage {stage.stage} in each phase, in GB")
+        rows += [_phase_row(cfg, stage, phase) for phase in stage.phases]
+        rows.append(
+            f"a rank copies {host.moved / 1e9:.1f} GB to its host before a generation and back "
+            f"after it: at least {host.seconds:.2f} s each way at {card.host_rate / 1e9:g} GB/s, "
+            f"of which log-probability passes hide {host.hidden_seconds:.2f} s on the way back"
+        )
+    if host.asleep:
+        rows.append(
+            "engines in sleep mode copy their weights to their hosts after a generation and back "
+            f"before the next: at least {host.asleep_seconds:.2f} s each way"
+        )
     rows.append(
-        f"a rank copies {host.moved / 1e9:.1f} GB to its host before a generation and back after "
-        f"it: at least {host.seconds:.2f} s each way at {card.host_rate / 1e9:g} GB/s, of which "
-        f"log-probability passes hide {host.hidden_seconds:.2f} s on the way back"
-    )
-    rows.append(
-        f"a node of {card.host_memory / 1e9:,.0f} GB holds {host.page_locked / 1e9:.1f} GB of it "
-        f"and, for a checkpoint that is being written, up to {host.saving / 1e9:.1f} GB; it may "
-        f"use {host.limit / 1e9:,.0f}"
+        f"a node of {card.host_memory / 1e9:,.0f} GB holds "
+        f"{(host.page_locked + host.asleep) / 1e9:.1f} GB of it and, for a checkpoint that is "
+        f"being written, up to {host.saving / 1e9:.1f} GB; it may use {host.limit / 1e9:,.0f}"
     )
     return rows
 
@@ -89,9 +108,13 @@ def _phase_row(cfg: Config, stage: StageMemory, phase: Phase) -> str:
 
 def too_little_host_memory(cfg: Config, host: HostUse) -> str:
     """Why a plan does not fit its hosts, and what to do."""
-    less = "optimizer or none" if cfg.train.offload == "all" else "none"
+    if host.asleep:
+        what = "rollout.enable_sleep_mode true, where lora.sync adapter leaves weights to engines"
+        instead = "lora.sync to merged, whose pushes bring the weights"
+    else:
+        what = f"train.offload {cfg.train.offload}"
+        instead = f"train.offload to {'optimizer or ' * (cfg.train.offload == 'all')}none"
     return (
-        f"a node needs {host.total / 1e9:.1f} GB of host memory with train.offload "
-        f"{cfg.train.offload}, but may use {host.limit / 1e9:.1f}: set train.offload to {less}, "
-        "or use more nodes"
+        f"a node needs {host.total / 1e9:.1f} GB of host memory with {what}, but may use "
+        f"{host.limit / 1e9:.1f}: set {instead}, or use more nodes"
     )

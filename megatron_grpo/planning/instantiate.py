@@ -5,10 +5,9 @@ gradient buffers and optimizer that the run would create, on torch's meta device
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,8 +24,11 @@ from checkpoint_convert.megatron import checkpoint_layout, float32_tensors
 from megatron_grpo.checkpoints.state import weight_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_num_steps
-from megatron_grpo.engines.layouts import worker_layouts
+from megatron_grpo.engines.layouts import holdings, worker_layouts
+from megatron_grpo.engines.vllm_args import check_adapters
 from megatron_grpo.planning.state import state_bytes
+from megatron_grpo.policy.lora import build_adapters
+from megatron_grpo.policy.lora_targets import check_lora, peft_tensors
 from megatron_grpo.policy.model import (
     Model,
     Policy,
@@ -56,7 +58,12 @@ class BuiltRank:
 
     sender: Sender
     """What it holds and can send, with the layout that its modules were compared with."""
+    adapters: Sender | None
+    """The same of its adapters; None if all weights are trained."""
     weight_bytes: int
+    """Adapters included."""
+    frozen_bytes: int
+    """Part of them that is not trained, if adapters are."""
     gradient_bytes: int
     optimizer_bytes: int
     faults: tuple[str, ...]
@@ -68,15 +75,30 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
 
     `saved` is the `checkpoint_layout` of the model. `setup_device` must have been called.
     """
+    dtype = getattr(torch, cfg.model.dtype)
     with fake_rank(cfg.dims, rank) as groups:
         with without_memory():
             model = build_model(cfg, shape, groups)
+        faults = list(compare(model, saved, dtype))
+        with without_memory():
+            if cfg.lora.r:
+                model.adapters = build_adapters(
+                    model.chunks, shape, model.layout, cfg.lora, groups, base=0
+                )
             add_gradients(model, cfg)
             policy = add_optimizer(model, cfg)
-        faults = compare(policy, saved, getattr(torch, cfg.model.dtype))
+        weights = list(policy.parameters().values())
+        adapters, frozen = policy.adapters, [each for each in weights if not each.requires_grad]
+        if adapters is not None:
+            trained = policy.saved_parameters()
+            planned = {name: (size, dtype) for name, size in adapters.layout.shapes.items()}
+            faults += _differing(trained, planned)
+            weights += trained.values()
         return BuiltRank(
             sender=weight_sender(policy, groups),
-            weight_bytes=sum(each.nbytes for each in policy.parameters().values()),
+            adapters=adapters.sender if adapters else None,
+            weight_bytes=sum(each.nbytes for each in weights),
+            frozen_bytes=sum(each.nbytes for each in frozen) if adapters else 0,
             gradient_bytes=gradient_bytes(policy),
             optimizer_bytes=optimizer_bytes(policy),
             faults=tuple(f"rank {rank}: {fault}" for fault in faults),
@@ -124,22 +146,25 @@ def compare(model: Model, saved: Layout, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _differing_shapes(model: Model, dtype: torch.dtype) -> Iterator[str]:
-    built: dict[str, Any] = {
-        name: (tuple(parameter.shape), parameter.dtype)
-        for name, parameter in model.parameters().items()
-    }
     float32 = float32_tensors(model.shape)
     source = {piece.local: piece.tensor for piece in model.layout.pieces}
-    planned: dict[str, Any] = {
+    planned = {
         name: (size, torch.float32 if source[name] in float32 else dtype)
         for name, size in model.layout.shapes.items()
     }
+    return _differing(model.parameters(), planned)
+
+
+def _differing(
+    parameters: Mapping[str, torch.Tensor], planned: Mapping[str, tuple[Shape, torch.dtype]]
+) -> Iterator[str]:
+    built = {name: (tuple(each.shape), each.dtype) for name, each in parameters.items()}
     for name in {**built, **planned}:
         if built.get(name) != planned.get(name):
             yield f"{name} is {_words(built, name)} as built and {_words(planned, name)} as planned"
 
 
-def _words(tensors: dict[str, Any], name: str) -> str:
+def _words(tensors: Mapping[str, tuple[Shape, torch.dtype]], name: str) -> str:
     if name not in tensors:
         return "absent"
     size, dtype = tensors[name]
@@ -220,16 +245,16 @@ def instantiate(cfg: Config) -> Instantiation:
             "optimizer.optimizer_cpu_offload true: ranks are built without memory here, so none of "
             "theirs can be on the host; set it to false to build the rest"
         )
-    if cfg.lora.r:
-        raise ValueError(
-            "--instantiate builds ranks that train all weights: set lora.r=0 to build those"
-        )
     cfg = with_num_steps(cfg, MANY_STEPS)
     shape, dims = read_shape(cfg.model.path), cfg.dims
     check_divisible(shape, dims)
+    check_lora(cfg.lora, shape, dims.tensor)
+    if cfg.num_engines:
+        check_adapters(cfg.lora, shape)
     workers = worker_layouts(shape, cfg.rollout)
     ranks = build_ranks(cfg, shape)
     senders = [built.sender for built in ranks]
+    adapters = [built.adapters for built in ranks if built.adapters]
     faults = [fault for built in ranks for fault in built.faults]
     faults += differing_bytes(cfg, shape, ranks)
     if faults:  # what wrong layouts cover together is not worth reporting
@@ -237,6 +262,11 @@ def instantiate(cfg: Config) -> Instantiation:
     try:
         cover_exactly(hf_tensors(shape), [sender.layout for sender in senders])
         num_boxes = check_push(senders, workers)
+        if adapters:
+            whole = peft_tensors(cfg.lora, shape)
+            cover_exactly(whole, [sender.layout for sender in adapters])
+        if cfg.lora.is_served:
+            num_boxes = check_push(adapters, holdings(cfg, shape).pushed)
     except ValueError as error:
         return Instantiation(table="", faults=[str(error)])
     lines = [
@@ -244,7 +274,7 @@ def instantiate(cfg: Config) -> Instantiation:
         "",
         *_rows(shape, dims, ranks),
         "",
-        *_found(dims, ranks, workers, num_boxes),
+        *_found(cfg, ranks, workers, num_boxes),
     ]
     return Instantiation(table="\n".join(lines), faults=[])
 
@@ -273,6 +303,7 @@ def differing_bytes(cfg: Config, shape: ModelShape, ranks: Sequence[BuiltRank]) 
         state = state_bytes(cfg, shape, built.sender.rank)
         for what, planned, found in (
             ("weights", state.weights, built.weight_bytes),
+            ("frozen weights", state.frozen, built.frozen_bytes),
             ("gradients", state.gradients, built.gradient_bytes),
             ("optimizer", state.optimizer, built.optimizer_bytes),
         ):
@@ -329,13 +360,21 @@ def _gigabytes(num_bytes: int) -> str:
 
 
 def _found(
-    dims: ParallelDims, ranks: Sequence[BuiltRank], workers: Sequence[Layout], num_boxes: int
+    cfg: Config, ranks: Sequence[BuiltRank], workers: Sequence[Layout], num_boxes: int
 ) -> list[str]:
     num_parameters = sum(len(built.sender.layout.shapes) for built in ranks)
+    adapters = [built.adapters.layout for built in ranks if built.adapters]
+    trained = (
+        f"adapters: {sum(len(layout.shapes) for layout in adapters):,} parameters are trained, and "
+        f"every element is owned once; {_gigabytes(max(built.frozen_bytes for built in ranks))} of "
+        "a rank are frozen"
+    )
+    pushed = "every element of the adapters" if cfg.lora.is_served else "every element"
     return [
-        f"{len(ranks)} of {dims.world_size} ranks, one of each kind, were built: name, shape, type "
-        f"and place of their {num_parameters:,} parameters are as planned",
+        f"{len(ranks)} of {cfg.dims.world_size} ranks, one of each kind, were built: name, shape, "
+        f"type and place of their {num_parameters:,} parameters are as planned",
         "loading: every element of the weight files is owned once, and every element of a rank is "
         "filled once",
-        f"push: every element of an engine of {len(workers)} arrives once, in {num_boxes:,} boxes",
+        *([trained] if adapters else []),
+        f"push: {pushed} of an engine of {len(workers)} arrives once, in {num_boxes:,} boxes",
     ]

@@ -24,6 +24,7 @@ from megatron_grpo.planning.state import StateBytes, stage_states
 from megatron_grpo.planning.step_time import StepTime, step_time
 from megatron_grpo.planning.traffic import LinkUse, push_link
 from megatron_grpo.planning.workload import Workload, workload
+from megatron_grpo.policy.lora_targets import check_lora
 from parallel.alignment import round_up
 
 
@@ -61,7 +62,7 @@ class JobPlan:
     not_counted: Sequence[str]
     """See `not_counted`."""
     host: HostUse | None
-    """None if `train.offload` moves nothing."""
+    """None if neither ranks nor engines leave anything to their hosts."""
     loop: Loop | None
     """None like `rollout`, and if trainer and engines use the same GPUs, where they take turns."""
 
@@ -134,6 +135,7 @@ def plan_job(
     a legal value, for anything that cannot be split, placed, packed or loaded.
     """
     check_divisible(shape, cfg.dims)
+    check_lora(cfg.lora, shape, cfg.dims.tensor)
     engine = engine_bytes(cfg, shape, card)
     num_gpus = num_gpus or min_gpus(cfg, card, engine)
     is_shared = shares_gpus(cfg, card, num_gpus)
@@ -158,7 +160,7 @@ def plan_job(
         push=push,
         share_prompts=partial(_shared_prompts, cfg, shape, states, card, lengths),
         not_counted=not_counted(cfg),
-        host=host_use(cfg, states, card),
+        host=host_use(cfg, states, card, colocated),
         loop=loop,
     )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import engine_sizes, first_worker_layout
@@ -10,9 +11,10 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.layouts import engine_dims, shard_bytes
-from megatron_grpo.engines.vllm_args import engine_number
+from megatron_grpo.engines.vllm_args import check_adapters, engine_number
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
+from megatron_grpo.planning.optimizer_bytes import page_locked
 from megatron_grpo.planning.state import StateBytes, part_bytes
 from megatron_grpo.policy.lora_targets import targets_of
 
@@ -43,6 +45,8 @@ class EngineBytes:
     outside: int
     """CUDA context and NCCL buffers, which vLLM allocates before it determines its share, and the
     buffers of the push, which its memory profiling does not see."""
+    on_host: int = 0
+    """Host memory for its weights, from its first sleep on, if pushes do not bring them."""
 
     @property
     def total(self) -> int:
@@ -98,10 +102,11 @@ def fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
 def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes | None:
     """What an engine of `cfg` takes of each GPU; None if rollouts do not come from vLLM.
 
-    Raises ValueError if its weights do not fit there.
+    Raises ValueError if its weights do not fit there, or it would not serve the run's adapters.
     """
     if cfg.rollout.engine != "vllm" or not cfg.num_engines:
         return None
+    check_adapters(cfg.lora, shape)
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
     if card.memory - weights < per_token:
         raise ValueError(
@@ -117,6 +122,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
         outside=CONTEXT_BYTES
         + COMMUNICATOR_BYTES * (cfg.rollout.gpus_per_engine > 1)
         + _push_buffers(cfg),
+        on_host=_asleep_bytes(cfg, shape),
     )
 
 
@@ -145,11 +151,26 @@ def _absorbed_bytes(cfg: Config, shape: ModelShape) -> int:
 
 
 def _adapter_bytes(cfg: Config, shape: ModelShape) -> int:
+    return sum(_adapter_sizes(cfg, shape))
+
+
+def _adapter_sizes(cfg: Config, shape: ModelShape) -> list[int]:
+    """Bytes of each buffer of adapters of a worker."""
     if not cfg.lora.is_served:
-        return 0
+        return []
     modules, dims = targets_of(cfg.lora, shape), engine_dims(cfg.rollout)
     first = worker_adapters(shape, dims, modules, cfg.lora.r, worker=0)
-    return first.num_elements * ITEMSIZE[cfg.model.dtype]
+    return [prod(size) * ITEMSIZE[cfg.model.dtype] for size in first.shapes.values()]
+
+
+def _asleep_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Host memory of a worker that sleeps with its weights: vLLM's level 1."""
+    if not (cfg.lora.is_served and cfg.rollout.enable_sleep_mode):
+        return 0
+    itemsizes = worker_itemsizes(cfg, shape)
+    first = first_worker_layout(shape, engine_dims(cfg.rollout))
+    weights = [prod(size) * itemsizes[name] for name, size in first.shapes.items()]
+    return sum(map(page_locked, [*weights, *_adapter_sizes(cfg, shape)]))
 
 
 def _token_bytes(cfg: Config, shape: ModelShape) -> int:

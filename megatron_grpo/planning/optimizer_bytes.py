@@ -54,7 +54,7 @@ def _host_bytes(sizes: Sequence[int], fraction: float) -> int:
     if not fraction or not sum(sizes):
         return 0
     most = min(sum(sizes), math.ceil(fraction * sum(sizes)) + max(sizes))
-    pinned = sum(_pinned(size * FLOAT) for size in sizes)
+    pinned = sum(page_locked(size * FLOAT) for size in sizes)
     return most * HOST_COPIES * FLOAT + min(pinned, 2 * most * FLOAT)
 
 
@@ -64,6 +64,6 @@ def _master_bytes(cfg: Config) -> int:
     return REST_BYTES if cfg.optimizer.use_precision_aware_optimizer else FLOAT
 
 
-def _pinned(num_bytes: int) -> int:
+def page_locked(num_bytes: int) -> int:
     """What torch takes for page-locked memory of one tensor: the next power of two."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0

@@ -8,9 +8,11 @@ from math import prod
 from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.layouts import shard_bytes, worker_layouts
-from megatron_grpo.planning.card import file_itemsizes, worker_itemsizes
-from parallel import all_shares, senders_by_worker
+from megatron_grpo.engines.layouts import holdings, shard_bytes, worker_layouts
+from megatron_grpo.engines.vllm_args import check_adapters
+from megatron_grpo.planning.card import ITEMSIZE, file_itemsizes, worker_itemsizes
+from megatron_grpo.policy.lora_targets import check_lora, first_adapter_senders, peft_tensors
+from parallel import Layout, Sender, all_shares, senders_by_worker
 from parallel.reshard import Shared
 from parallel.weight_transfer import bucket_bytes_for
 
@@ -21,18 +23,14 @@ def reshard_table(cfg: Config) -> str:
     Raises ValueError when the mesh of the trainer or an engine cannot split the model, or when
     `rollout.update_weights_bucket_megabytes` is too small for the buffers.
     """
-    if cfg.lora.is_served:
-        raise ValueError(
-            "--reshard shows pushes of weights, and lora.sync adapter pushes adapters: set "
-            "lora.sync=merged, which sends as much as a run that trains all weights"
-        )
     shape, dims, num_engines = read_shape(cfg.model.path), cfg.dims, cfg.rollout.num_engines
     check_divisible(shape, dims)
-    workers = worker_layouts(shape, cfg.rollout)
-    shares = list(all_shares(first_senders(shape, dims), workers))
+    check_lora(cfg.lora, shape, dims.tensor)
+    check_adapters(cfg.lora, shape)
+    senders, workers, itemsizes = _ends(cfg, shape)
+    shares = list(all_shares(senders, workers))
     sources = senders_by_worker(shares, len(workers))
     megabytes = cfg.rollout.update_weights_bucket_megabytes
-    itemsizes = worker_itemsizes(cfg, shape)
     limit = megabytes * 1_000_000
     slot = bucket_bytes_for(limit, sources, num_engines, shard_bytes(workers, itemsizes))
     push = traffic(
@@ -59,6 +57,18 @@ def reshard_table(cfg: Config) -> str:
             f"(rollout.update_weights_bucket_megabytes: {megabytes})",
         ]
     )
+
+
+def _ends(
+    cfg: Config, shape: ModelShape
+) -> tuple[Iterable[Sender], list[Layout], Mapping[str, int]]:
+    """The ranks that send, what each worker gets, and the bytes of an element of it by name."""
+    if cfg.lora.is_served:
+        workers = holdings(cfg, shape).pushed
+        itemsizes = dict.fromkeys(workers[0].shapes, ITEMSIZE[cfg.model.dtype])
+        return first_adapter_senders(cfg.lora, shape, cfg.dims), workers, itemsizes
+    workers = worker_layouts(shape, cfg.rollout)
+    return first_senders(shape, cfg.dims), workers, worker_itemsizes(cfg, shape)
 
 
 @dataclass(frozen=True)
@@ -109,10 +119,19 @@ def _model_line(cfg: Config, shape: ModelShape) -> str:
     elements = {name: prod(size) for name, size in hf_tensors(shape).items()}
     itemsizes = file_itemsizes(cfg, shape)
     num_bytes = sum(itemsizes[name] * count for name, count in elements.items())
-    return (
+    line = (
         f"{shape.family}, {sum(elements.values()) / 1e9:,.2f} B parameters in {cfg.model.dtype}: "
         f"{_size(num_bytes)}"
     )
+    if not cfg.lora.r:
+        return line
+    count = sum(map(prod, peft_tensors(cfg.lora, shape).values()))
+    adapters = (
+        f"adapters of rank {cfg.lora.r} with {count / 1e6:,.2f} M: "
+        f"{_size(count * ITEMSIZE[cfg.model.dtype])}"
+    )
+    pushed = "which alone are pushed" if cfg.lora.is_served else "which are pushed merged into them"
+    return f"{line}; {adapters}, {pushed}"
 
 
 def _channels_of_ranks(sources: Sequence[Sequence[int]]) -> Counter[int]:

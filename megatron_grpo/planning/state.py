@@ -14,7 +14,7 @@ from megatron_grpo.config.offload import Part
 from megatron_grpo.planning.activations import layer_kinds
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.optimizer_bytes import shard_bytes
-from megatron_grpo.policy.lora_targets import local_targets
+from megatron_grpo.policy.lora_targets import planned_adapters
 from parallel import Coordinates, ParallelDims, pipeline_layers
 from parallel.alignment import round_up
 
@@ -37,7 +37,7 @@ class StateBytes:
 
     weights: int
     frozen: int
-    """Part of `weights` that adapters are trained in place of."""
+    """Part of `weights` that is not trained, if adapters are."""
     expert_weights: int
     """Part of the others that belongs to experts, which other ranks replicate than the rest."""
     gradients: int
@@ -78,12 +78,12 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     at = cfg.dims.coordinates(rank)
     parameters = list(_parameters(shape, cfg.dims, at))
     biases = sum(size for _, name, size in parameters if name.endswith(EXPERT_BIAS))
-    if cfg.model.freeze_moe_router:  # weights without gradients and moments
+    if cfg.lora.r:
+        frozen = sum(size for *_, size in parameters) - biases
+        parameters = list(_adapters(cfg, shape, at))
+    elif cfg.model.freeze_moe_router:  # weights without gradients and moments
         weights = sum(size for _, name, size in parameters if name.endswith(ROUTER_WEIGHT))
         parameters = [each for each in parameters if not each[1].endswith(ROUTER_WEIGHT)]
-    if cfg.lora.r:
-        frozen = sum(size for _, name, size in parameters if not name.endswith(EXPERT_BIAS))
-        parameters = list(_adapters(cfg, shape, at))
     buckets = list(_buckets(parameters, shape, cfg, at))
     for bucket in buckets:
         weights += sum(bucket.sizes)
@@ -99,7 +99,7 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     has_reference = cfg.grpo.beta > 0 and not cfg.lora.r  # that of adapters is their base
     return StateBytes(
         weights=(weights + frozen) * itemsize + of_biases,
-        frozen=frozen * itemsize,
+        frozen=frozen * itemsize + of_biases if cfg.lora.r else 0,
         expert_weights=expert_weights * itemsize,
         gradients=gradients * gradient_itemsize(cfg),
         optimizer=shard.device,
@@ -230,11 +230,8 @@ def _parameters(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Itera
 
 def _adapters(cfg: Config, shape: ModelShape, at: Coordinates) -> Iterator[_Parameter]:
     """A and B of every linear layer of the rank at `at` that has adapters."""
-    layout = megatron_layout(shape, cfg.dims, at, transformer_engine=True)
-    for target in local_targets(cfg.lora, shape, layout, cfg.dims, at):
-        chunk, rows = int(target.weight.partition(".")[0]), sum(len(p.rows) for p in target.parts)
-        yield chunk, f"{target.weight}.a", len(target.parts) * cfg.lora.r * target.columns.size[-1]
-        yield chunk, f"{target.weight}.b", rows * cfg.lora.r
+    for name, size in planned_adapters(cfg.lora, shape, cfg.dims, at).layout.shapes.items():
+        yield int(name.partition(".")[0]), name, prod(size)
 
 
 def _shallow_chunks(

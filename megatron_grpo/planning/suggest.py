@@ -31,6 +31,7 @@ from megatron_grpo.planning.state import StateBytes, stage_states
 from megatron_grpo.planning.step_time import StepTime, step_time
 from megatron_grpo.planning.traffic import push_link
 from megatron_grpo.planning.workload import workload
+from megatron_grpo.policy.lora_targets import check_lora
 from parallel import divisors
 
 RECOMPUTED = {
@@ -188,6 +189,7 @@ def _on_ranks_of(
         dims = candidate.dims
         try:
             check_divisible(shape, dims)
+            check_lora(cfg.lora, shape, dims.tensor)
             # Data and context ranks share the optimizer state in the same way.
             key = replace(dims, context=1, data=dims.data * dims.context)
             if key not in states:
@@ -249,7 +251,7 @@ def _fitting(
     colocated: EngineBytes | None,
 ) -> list[Suggestion]:
     """`cfg` with the least recomputation with which it fits; empty if it does not fit at all."""
-    host = host_use(cfg, states, card)
+    host = host_use(cfg, states, card, colocated)
     if host is not None and not host.fits:
         return []
     for settings in _recomputations(cfg):

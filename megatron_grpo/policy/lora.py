@@ -32,16 +32,17 @@ from checkpoint_convert.formats.safetensors_file import TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.merge import merged
-from checkpoint_convert.peft import WEIGHT, a_name, b_name
+from checkpoint_convert.peft import WEIGHT
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.lora_targets import (
     Part,
     Target,
+    adapter_sender,
     local_targets,
     peft_tensors,
     starting_adapter,
 )
-from parallel import Box, Layout, Sender, ShardMapping
+from parallel import Layout, Sender, ShardMapping
 from parallel.checksum import checksum
 from parallel.groups import Groups
 
@@ -134,32 +135,6 @@ class Adapter(torch.nn.Module):
                 whole.uniform_(-1 / sqrt(width), 1 / sqrt(width), generator=generator)
             values.copy_(whole[:, self.target.columns.slices[-1]])
 
-    def pieces(self, name: str, copied: bool, tensor_rank: int) -> Iterator[ShardMapping]:
-        """Where `a` and `b` of the local `name` are in PEFT's tensors.
-
-        `copied`: whether a data or context rank below this one has the same.
-        """
-        row, split = 0, self.target.split
-        owns = {"a": split == "columns" or not tensor_rank, "b": split == "rows" or not tensor_rank}
-        width = self.target.columns.size[-1]
-        for number, part in enumerate(self.target.parts):
-            yield ShardMapping(
-                f"{name}.a",
-                Box((number * self.rank, 0), (self.rank, width)),
-                a_name(part.module),
-                Box((0, self.target.columns.start[-1]), (self.rank, width)),
-                copied or not owns["a"],
-            )
-            for box in part.boxes:
-                yield ShardMapping(
-                    f"{name}.b",
-                    Box((row, 0), (box.size[0], self.rank)),
-                    b_name(part.module),
-                    Box((box.start[0], 0), (box.size[0], self.rank)),
-                    copied or not owns["b"],
-                )
-                row += box.size[0]
-
 
 class Adapters:
     """All adapters of a rank's chunks."""
@@ -168,31 +143,29 @@ class Adapters:
         self,
         modules: Mapping[str, Adapter],
         whole: Mapping[str, tuple[int, ...]],
+        sender: Sender,
         groups: Groups,
         base: int,
     ) -> None:
         """`modules`, by the local name of the linear layer's weight.
 
-        `base` is a checksum of the model's weights, which are in no checkpoint of adapters.
+        `sender` describes what this rank has of them. `base` is a checksum of the model's weights,
+        which are in no checkpoint of adapters.
         """
         at = groups.coordinates
-        self.modules, self.shapes, self.base = modules, whole, base
-        self._replica = (at.data, at.context)
-        self._tensor_rank, self._num_tensor_ranks = at.tensor, groups.dims.tensor
-        pieces = [
-            piece
-            for name, adapter in modules.items()
-            for piece in adapter.pieces(_own(name), any(self._replica), at.tensor)
-        ]
-        shapes = {name: tuple(values.shape) for name, values in self.parameters().items()}
-        self.layout = Layout(shapes, tuple(pieces))
-        """In the coordinates of PEFT's tensors."""
+        self.modules, self.shapes, self.sender, self.base = modules, whole, sender, base
+        self._replica, self._tensor_rank = (at.data, at.context), at.tensor
+
+    @property
+    def layout(self) -> Layout:
+        """Of `parameters`, in the coordinates of PEFT's tensors."""
+        return self.sender.layout
 
     def parameters(self) -> dict[str, Tensor]:
         """All that is trained, by the local names of `layout`."""
         return {
-            f"{_own(name)}.{x}": getattr(adapter, x)
-            for name, adapter in self.modules.items()
+            f"{adapter.target.name}.{x}": getattr(adapter, x)
+            for adapter in self.modules.values()
             for x in "ab"
         }
 
@@ -200,25 +173,10 @@ class Adapters:
     def scaled(self) -> dict[str, Tensor]:
         """A and s B of all adapters, which engines add to what the base computes."""
         return {
-            f"{_own(name)}.{x}": values
-            for name, adapter in self.modules.items()
+            f"{adapter.target.name}.{x}": values
+            for adapter in self.modules.values()
             for x, values in (("a", adapter.a.detach()), ("b", adapter.b * adapter.scale))
         }
-
-    def sender(self, of_weights: Sender) -> Sender:
-        """What this rank can send of the adapters, if `of_weights` is what it can of the base."""
-        owners, replica_sets = {}, {}
-        for name, adapter in self.modules.items():
-            for x, split in (("a", "columns"), ("b", "rows")):
-                local = f"{_own(name)}.{x}"
-                owners[local] = of_weights.owners[name]
-                if adapter.target.split != split:  # all tensor ranks have the same
-                    first = owners[local].start
-                    if name not in of_weights.replica_sets:
-                        first -= self._tensor_rank
-                    owners[local] = range(first, owners[local].stop)
-                    replica_sets[local] = self._num_tensor_ranks
-        return Sender(of_weights.rank, self.layout, owners, replica_sets)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -297,29 +255,50 @@ def add_adapters(
     seed: int,
 ) -> Adapters:
     """Freeze the chunks, whose weights are loaded, and give them adapters; collective."""
-    weights = {
-        f"{number}.{name}": values
-        for number, chunk in enumerate(chunks)
-        for name, values in chunk.named_parameters()
-    }
-    base, modules = _fingerprint(weights, shape, layout), {}
+    base = _fingerprint(_weights(chunks), shape, layout)
+    adapters = build_adapters(chunks, shape, layout, cfg, groups, base)
+    for adapter in adapters.modules.values():
+        adapter.initialize(cfg.init_lora_weights, seed)
+    if stored := starting_adapter(cfg, shape):
+        _fill(adapters, stored.places)
+    return adapters
+
+
+def build_adapters(
+    chunks: Sequence[Any],
+    shape: ModelShape,
+    layout: Layout,
+    cfg: LoraConfig,
+    groups: Groups,
+    base: int,
+) -> Adapters:
+    """Freeze the chunks and give them adapters whose A has no values yet."""
+    weights, modules = _weights(chunks), {}
     for chunk in chunks:
         chunk.requires_grad_(False)
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(_begin_gradients)
-    for target in local_targets(cfg, shape, layout, groups.dims, groups.coordinates):
+    dims, at = groups.dims, groups.coordinates
+    targets = list(local_targets(cfg, shape, layout, dims, at))
+    for target in targets:
         number, _, name = target.weight.partition(".")
         module = chunks[int(number)].get_submodule(name.removesuffix(WEIGHT))
         sequence = chunks[0].config.sequence_parallel
         adapter = Adapter(target, weights[target.weight], cfg, sequence)
-        adapter.initialize(cfg.init_lora_weights, seed)
         module.lora = adapter
         module.register_forward_hook(adapter.hook)
         modules[target.weight] = adapter
-    adapters = Adapters(modules, peft_tensors(cfg, shape), groups, base)
-    if stored := starting_adapter(cfg, shape):
-        _fill(adapters, stored.places)
-    return adapters
+    sender = adapter_sender(targets, cfg.r, dims, at)
+    return Adapters(modules, peft_tensors(cfg, shape), sender, groups, base)
+
+
+def _weights(chunks: Sequence[Any]) -> dict[str, Tensor]:
+    """Those of the chunks, by local name."""
+    return {
+        f"{number}.{name}": values
+        for number, chunk in enumerate(chunks)
+        for name, values in chunk.named_parameters()
+    }
 
 
 @torch.no_grad()
@@ -356,12 +335,3 @@ def _fingerprint(weights: Mapping[str, Tensor], shape: ModelShape, layout: Layou
             total += checksum(values, piece.box, whole[piece.tensor]).cpu() * factor
     dist.all_reduce(total)
     return int(total)
-
-
-def _own(weight: str) -> str:
-    """The local name of the adapter of a weight."""
-    return weight.removesuffix(WEIGHT) + LOCAL_NAME
-
-
-LOCAL_NAME = ".lora"
-"""Of an adapter in the linear layer that it is for."""

@@ -1,17 +1,27 @@
 """Which linear layers get adapters, and which parts of them a rank has: names and integers."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import isclose
 from typing import Literal
 
-from checkpoint_convert import ModelShape, hf_tensors
+from checkpoint_convert import ModelShape, hf_tensors, megatron_layout
 from checkpoint_convert.megatron import local_parameters
-from checkpoint_convert.peft import WEIGHT, StoredAdapter, adapter_tensors, read_adapter
+from checkpoint_convert.peft import (
+    WEIGHT,
+    StoredAdapter,
+    a_name,
+    adapter_tensors,
+    b_name,
+    read_adapter,
+)
 from megatron_grpo.config.lora import LoraConfig
-from parallel import Box, Coordinates, Layout, ParallelDims, Shape, ShardMapping
+from parallel import Box, Coordinates, Layout, ParallelDims, Sender, Shape, ShardMapping
+
+LOCAL_NAME = ".lora"
+"""Of an adapter in the linear layer that it is for."""
 
 Split = Literal["rows", "columns", "whole"]
 """How tensor ranks hold a weight: split by outputs, by inputs, or all of it each."""
@@ -43,6 +53,42 @@ class Target:
     """[1, columns]: those of A, of the whole row."""
     shapes: Mapping[str, Shape]
     """Of the whole weights, by module."""
+
+    @property
+    def name(self) -> str:
+        """The local name of the adapter."""
+        return self.weight.removesuffix(WEIGHT) + LOCAL_NAME
+
+    def adapter_shapes(self, rank: int) -> dict[str, Shape]:
+        """The shapes of A and B of the adapter of `rank`, by local name."""
+        rows = sum(len(part.rows) for part in self.parts)
+        return {
+            f"{self.name}.a": (len(self.parts) * rank, self.columns.size[-1]),
+            f"{self.name}.b": (rows, rank),
+        }
+
+    def pieces(self, rank: int, at: Coordinates) -> Iterator[ShardMapping]:
+        """Where A and B of the adapter of `rank` are in PEFT's tensors, on the rank at `at`."""
+        row, copied = 0, at.data > 0 or at.context > 0
+        has_a, has_b = (self.split == split or not at.tensor for split in ("columns", "rows"))
+        width = self.columns.size[-1]
+        for number, part in enumerate(self.parts):
+            yield ShardMapping(
+                f"{self.name}.a",
+                Box((number * rank, 0), (rank, width)),
+                a_name(part.module),
+                Box((0, self.columns.start[-1]), (rank, width)),
+                copied or not has_a,
+            )
+            for box in part.boxes:
+                yield ShardMapping(
+                    f"{self.name}.b",
+                    Box((row, 0), (box.size[0], rank)),
+                    b_name(part.module),
+                    Box((box.start[0], 0), (box.size[0], rank)),
+                    copied or not has_b,
+                )
+                row += box.size[0]
 
 
 def check_lora(cfg: LoraConfig, shape: ModelShape, tensor: int) -> None:
@@ -133,6 +179,48 @@ def local_targets(
         modules = [part.module for part in parts]
         shapes = {module: whole[module + WEIGHT] for module in modules}
         yield Target(name, split, parts, columns, shapes)
+
+
+def adapter_sender(
+    targets: Iterable[Target], rank: int, dims: ParallelDims, at: Coordinates
+) -> Sender:
+    """What the rank at `at` holds of adapters of `rank` and can send, in PEFT's coordinates.
+
+    Local names are such as ``0.decoder.layers.3.mlp.linear_fc1.lora.a``.
+    """
+    shapes: dict[str, Shape] = {}
+    pieces: list[ShardMapping] = []
+    owners: dict[str, range] = {}
+    replica_sets: dict[str, int] = {}
+    first = dims.stage_size * at.pipeline
+    stage = range(first, first + dims.stage_size)
+    for target in targets:
+        shapes |= target.adapter_shapes(rank)
+        pieces += target.pieces(rank, at)
+        for x, split in (("a", "columns"), ("b", "rows")):
+            local = f"{target.name}.{x}"
+            if target.split == split:
+                owners[local] = stage[at.tensor :: dims.tensor]
+            else:  # all tensor ranks have the same
+                owners[local], replica_sets[local] = stage, dims.tensor
+    return Sender(dims.rank(at), Layout(shapes, tuple(pieces)), owners, replica_sets)
+
+
+def planned_adapters(
+    cfg: LoraConfig, shape: ModelShape, dims: ParallelDims, at: Coordinates
+) -> Sender:
+    """The `adapter_sender` of the rank at `at`, from sizes alone."""
+    layout = megatron_layout(shape, dims, at, transformer_engine=True)
+    return adapter_sender(local_targets(cfg, shape, layout, dims, at), cfg.r, dims, at)
+
+
+def first_adapter_senders(
+    cfg: LoraConfig, shape: ModelShape, dims: ParallelDims
+) -> Iterator[Sender]:
+    """The `planned_adapters` of all ranks that own anything, by rank."""
+    for at in map(dims.coordinates, range(dims.world_size)):
+        if at.data == at.context == 0:
+            yield planned_adapters(cfg, shape, dims, at)
 
 
 def _part(tensor: str, pieces: Sequence[ShardMapping]) -> Part:

@@ -19,7 +19,8 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.dynamic_context import split_dynamically
 from megatron_grpo.policy.gradients import gather_weights, with_gradients
-from megatron_grpo.policy.lora import LOCAL_NAME, Adapters, Merged, add_adapters
+from megatron_grpo.policy.lora import Adapters, Merged, add_adapters
+from megatron_grpo.policy.lora_targets import LOCAL_NAME
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes

@@ -1,6 +1,7 @@
 """The reference model of the KL penalty: frozen, or updated towards the policy."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,8 @@ from checkpoint_convert.weights import read_weights
 from megatron_grpo.bars import waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import GRPOConfig
-from megatron_grpo.policy.model import Model, Policy, build_model
+from megatron_grpo.policy.model import Model, Policy, build_model, unwrapped
+from megatron_grpo.policy.router import own_choices
 from parallel.groups import Groups
 
 
@@ -25,9 +27,14 @@ class Reference(Model):
     Either the parameters themselves, or float32 weights that are rounded to them: see `follow`.
     """
 
-    def computing(self) -> AbstractContextManager[None]:
-        """The policy's chunks are the reference's while their adapters are off."""
-        return self.adapters.switched_off() if self.adapters else nullcontext()
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The policy's chunks are the reference's while adapters and replayed routes are off."""
+        if self.adapters is None:
+            yield
+            return
+        with self.adapters.switched_off(), own_choices(map(unwrapped, self.chunks)):
+            yield
 
     def follow(self, policy: Policy, num_steps: int) -> None:
         """Average with the policy's weights, if due after `num_steps` optimizer steps.

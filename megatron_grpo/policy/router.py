@@ -6,7 +6,8 @@ another one: both then compute different functions. With rollout routing replay 
 Their weights still are the trainer's own, and so are the gradients of the router.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -40,6 +41,7 @@ class RouterReplay:
     def __init__(self) -> None:
         self.routed_experts: Tensor | None = None
         """[tokens, topk] of this rank; None: the router chooses, as in a microbatch of padding."""
+        self.is_on = True
 
     def get_replay_topk(
         self,
@@ -69,6 +71,21 @@ def add_router_replay(chunks: Sequence[GPTModel]) -> None:
             layer.mlp.forward = partial(_checkpointed, replay, layer.mlp.forward)
 
 
+@contextmanager
+def own_choices(chunks: Iterable[GPTModel]) -> Iterator[None]:
+    """Meanwhile the routers choose, whatever routes a microbatch has."""
+    layers = (layer for chunk in chunks for layer in chunk.decoder.layers)
+    routers = [layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer)]
+    replays = [router.router_replay for router in routers if router.router_replay]
+    for replay in replays:
+        replay.is_on = False
+    try:
+        yield
+    finally:
+        for replay in replays:
+            replay.is_on = True
+
+
 def with_own_layers(batch: PackedBatch, groups: Groups) -> PackedBatch:
     """The batch with the routes of this pipeline rank's layers only, in the order of its chunks."""
     if batch.routed_experts is None:
@@ -93,7 +110,7 @@ def _bind(
     replay: RouterReplay, number: int, _layer: Any, _: tuple[Any, ...], passed: dict[str, Any]
 ) -> None:
     routes = passed["packed_seq_params"].routed_experts
-    replay.routed_experts = None if routes is None else routes[:, number]
+    replay.routed_experts = routes[:, number] if replay.is_on and routes is not None else None
 
 
 def _checkpointed(

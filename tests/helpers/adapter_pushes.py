@@ -114,8 +114,7 @@ def start_sync(cfg: Config, policy: Policy, groups: Groups, client: WorkerClient
     loaded = loaded_sums(cfg, policy.shape, sender, policy.parameters())
     assert policy.adapters
     source: Any = client if groups.rank == 0 else None
-    own = policy.adapters.sender(sender)
-    cpu = torch.device("cpu")
+    own, cpu = policy.adapters.sender, torch.device("cpu")
     return WeightSync(cfg, policy.shape, own, cpu, 1, source, loaded=loaded)
 
 

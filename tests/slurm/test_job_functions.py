@@ -245,6 +245,30 @@ touch "$TMPDIR/socket"
 """
 
 
+# Places the job, keeps what was said, and lets the job end there.
+PLACES = """
+until [[ $1 == megatron-grpo ]]; do shift; done
+"$@" >$RUN/placed
+exit 2
+"""
+
+
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in (REPOSITORY / "slurm").glob("grpo_*.sh"))
+)
+def test_the_config_of_each_script_fills_the_nodes_that_its_header_asks_for(bash, tmp_path, script):
+    header = (REPOSITORY / "slurm" / script).read_text()
+    nodes = [f"n{number}" for number in range(int(re.findall("#SBATCH --nodes=(.*)", header)[0]))]
+    programs = {"scontrol": "printf '%s\\n' $SLURM_JOB_NODELIST", "srun": PLACES}
+    variables = {"SLURM_JOB_NODELIST": " ".join(nodes), "GPUS_PER_NODE": "8", "RUN": str(tmp_path)}
+    done = bash(f"bash slurm/{script}", programs, **variables)
+    assert done.returncode == 2, done.stderr
+    placed = (tmp_path / "placed").read_text()
+    assert {*",".join(re.findall("^(?:trainer|engine) (\\S+)", placed, re.M)).split(",")} == {
+        *nodes
+    }
+
+
 @pytest.mark.parametrize("name", ["short", "long" * 20])
 def test_engines_leave_nothing_in_the_temporary_folder(bash, tmp_path, name):
     with tempfile.TemporaryDirectory() as short:

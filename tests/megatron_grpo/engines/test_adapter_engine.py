@@ -1,10 +1,13 @@
 """A running vLLM that computes with the adapter that was pushed last."""
 
+import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,17 +17,28 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
-from helpers.engines import largest_logprob_error, random_prompts, sampling_params
+from helpers.engines import (
+    largest_logprob_error,
+    random_prompts,
+    sampling_params,
+    served_model,
+    wait_until,
+)
 from helpers.policies import tiny_config
 from helpers.pushes import rollout_overrides
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines import EnginePool, EngineServers, Generation, RolloutClient
 from megatron_grpo.engines.expected_sums import loaded_sums
+from megatron_grpo.engines.http import is_healthy
+from megatron_grpo.engines.joining import FOLDER, JoinedEngine, JoinFolder, settings_of
+from megatron_grpo.engines.server import LOOPBACK, engine_command, reserve_port
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
+from megatron_grpo.workers.child_process import ChildProcess
 from parallel import Layout, ParallelDims, Sender
 
 R4 = {"r": 4, "lora_alpha": 12.0}
@@ -43,12 +57,12 @@ def adapter_of(base: Path, folder: Path, seed: int, modules: Any) -> Path:
 class Trainer:
     """A single rank that has the base and pushes adapters."""
 
-    def __init__(self, sync: WeightSync, client: RolloutClient, scale: float) -> None:
-        self.sync, self.client, self.scale, self.version = sync, client, scale, 0
+    def __init__(self, cfg: Config, sync: WeightSync, client: RolloutClient) -> None:
+        self.cfg, self.sync, self.client, self.version = cfg, sync, client, 0
 
     def push(self, adapter: Path) -> None:
         values = load_file(adapter / "adapter_model.safetensors")
-        scaled = {n: v * self.scale if ".lora_B." in n else v for n, v in values.items()}
+        scaled = {n: v * self.cfg.lora.scale if ".lora_B." in n else v for n, v in values.items()}
         self.version += 1
         self.sync.push(scaled, self.version, PhaseTimer(lambda name: None))
 
@@ -57,6 +71,36 @@ class Trainer:
         prompts = random_prompts(4, lengths=(70, 100))
         params = sampling_params(**{"policy_version": self.version} | overrides)
         return self.client.generate(Generation(prompts, params))
+
+    def num_generated(self, url: str) -> float:
+        """Tokens that an engine has generated."""
+
+        async def counted() -> float:
+            async with self.client.connect(url) as engine:
+                return (await engine.counts()).generated
+
+        return asyncio.run(counted())
+
+    @contextmanager
+    def joined(self, base: Path, logs: Path) -> Iterator[str]:
+        """The address of a further engine that has joined, with the model in `base`."""
+        model = self.cfg.model.model_copy(update={"path": base})
+        rollout, lora = self.cfg.rollout, self.cfg.lora
+        file = self.cfg.train.run_dir / FOLDER / f"{base.name}.json"
+        file.parent.mkdir(exist_ok=True, parents=True)
+        with reserve_port() as reserved, open(logs / f"{base.name}.log", "wb") as log:
+            port = reserved.getsockname()[1]
+            token = self.client.pool.token
+            command = engine_command(model, rollout, LOOPBACK, port, None, token, lora=lora)
+            engine = JoinedEngine(f"http://{LOOPBACK}:{port}", settings_of(model, rollout, lora))
+            process = ChildProcess.start(*command, log)
+            try:
+                assert wait_until(lambda: is_healthy(engine.url), seconds=240)
+                file.write_bytes(msgspec.json.encode(engine))
+                yield engine.url
+            finally:
+                file.unlink(missing_ok=True)
+                process.kill()
 
 
 @contextmanager
@@ -72,10 +116,12 @@ def trainer(base: Path, adapter: Path, logs: Path, lora: LoraConfig, **rollout: 
             if name not in ("exclude_modules", "target_modules")
         ]
         overrides.append(f"lora.target_modules=[{','.join(lora.target_modules)}]")
-        cfg = tiny_config(
-            base, ParallelDims(), *rollout_overrides(config, servers.base_urls), *overrides
-        )
-        client = RolloutClient(EnginePool(servers, config), config, lora)
+        overrides += rollout_overrides(config, servers.base_urls)
+        cfg = tiny_config(base, ParallelDims(), *overrides, f"train.run_dir={logs / 'run'}")
+        # As those of `rollout.base_urls`: only then can others join.
+        given = EngineServers(cfg.model, cfg.rollout, logs, servers.token, lora=lora)
+        pool = EnginePool(given, config, JoinFolder.of_run(cfg))
+        client = RolloutClient(pool, config, lora)
         weights = load_file(base / "model.safetensors")
         of_weights, of_adapter = (
             Sender(0, Layout.of_whole_tensors(sizes), dict.fromkeys(sizes, range(1)))
@@ -87,7 +133,7 @@ def trainer(base: Path, adapter: Path, logs: Path, lora: LoraConfig, **rollout: 
         shape, cpu = read_shape(base), torch.device("cpu")
         loaded = loaded_sums(cfg, shape, of_weights, weights)
         with closing(WeightSync(cfg, shape, of_adapter, cpu, 1, client, loaded=loaded)) as sync:
-            yield Trainer(sync, client, lora.scale)
+            yield Trainer(cfg, sync, client)
     finally:
         dist.destroy_process_group()
         servers.close()
@@ -111,3 +157,29 @@ def test_after_a_push_samples_are_those_of_the_base_with_the_new_adapter(
             assert {sample.policy_version for sample in samples} == {ours.version}
             assert largest_logprob_error(adapter / "merged", samples) < 1e-4
         assert largest_logprob_error(tied_model, samples) > 1e-2  # the adapter has an effect
+
+
+@pytest.mark.slow
+def test_an_engine_that_joins_gets_the_adapter_and_one_of_another_base_is_left_out(
+    tmp_path, tied_model, capfd
+):
+    modules = ["q_proj", "down_proj"]
+    adapter = adapter_of(tied_model, tmp_path / "adapter", 0, modules)
+    other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
+    lora = LoraConfig(**R4, target_modules=tuple(modules))
+    with trainer(tied_model, adapter, tmp_path, lora) as ours:
+        ours.push(adapter)
+        [own] = ours.client.pool.serving
+        with ours.joined(other, tmp_path) as url:
+            ours.push(adapter)
+            assert ours.client.pool.serving == [own]
+            told = (
+                rf"rollout engine {url} is lost: worker 0: .* differ from what was pushed: model\."
+            )
+            assert re.search(told, capfd.readouterr().err)
+        with ours.joined(tied_model, tmp_path) as url:
+            ours.push(adapter)
+            assert ours.client.pool.serving == [own, url]
+            samples = ours.generate()
+            assert ours.num_generated(url) > 0
+            assert largest_logprob_error(adapter / "merged", samples) < 1e-4

@@ -1,7 +1,9 @@
 """What a plan counts of a run with adapters."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -10,12 +12,16 @@ from helpers.models import tiny_model
 from helpers.policies import layout_name, start_policy, tiny_config
 from helpers.published_models import write_config
 from helpers.ranks import run_ranks
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
-from megatron_grpo.planning.instantiate import gradient_bytes, optimizer_bytes
+from megatron_grpo.planning.command import print_plan
+from megatron_grpo.planning.instantiate import gradient_bytes, instantiate, optimizer_bytes
 from megatron_grpo.planning.job_plan import JobPlan, plan_job
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.planning.workload import longest_sequence
+from megatron_grpo.policy import lora
+from megatron_grpo.policy.lora_targets import adapter_sender, local_targets
 from parallel import ParallelDims
 
 R3 = ("lora.r=3", "lora.exclude_modules=[k_proj]", "grpo.beta=0.1", "model.dtype=bfloat16")
@@ -69,3 +75,101 @@ def test_a_node_holds_70b_with_adapters_and_four_hold_405b(tmp_path):
         "rollout.vllm.gpu_memory_utilization=0.9",
     )
     assert plan(tmp_path, "Llama-3.1-405B", 32, *two_nodes_each).fits
+
+
+OF_ALL = ("lora.r=3", "grpo.beta=0.1", "model.dtype=bfloat16")
+BUILT = [
+    ("llama", {"num_key_value_heads": 1}, ParallelDims(tensor=4, data=2), []),
+    # Fused layers with adapters in part, a tied embedding, and stages that are not equally high.
+    (
+        "qwen3",
+        {"tied": True, "num_hidden_layers": 3},
+        ParallelDims(tensor=2, pipeline=2, num_layers_in_last_pipeline_stage=1),
+        ["lora.target_modules=[q_proj,v_proj,mlp.up_proj]"],
+    ),
+    # The first projections of latents are whole on every tensor rank.
+    (
+        "deepseek_v3",
+        {},
+        ParallelDims(tensor=2, data=2, expert=4, expert_tensor=1, pipeline=3),
+        ["lora.target_modules=[q_a_proj,q_b_proj,kv_b_proj,o_proj]", "lora.sync=merged"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "dims", "overrides"),
+    BUILT,
+    ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else str(value),
+)
+def test_every_rank_of_a_job_is_built_as_planned(elsewhere, tmp_path, family, own, dims, overrides):
+    cfg = tiny_config(tiny_model(tmp_path, family, **own), dims, *OF_ALL, *overrides)
+    found = elsewhere(instantiate, cfg)
+    assert found.faults == []
+    assert "of a rank are frozen" in found.table
+    merged = "lora.sync=merged" in overrides
+    assert ("push: every element of the adapters of" in found.table) is not merged
+
+
+def faults_with(name: str, replacement: Any, cfg: Config) -> list[str]:
+    with patch.object(lora, name, replacement):
+        return instantiate(cfg).faults
+
+
+def sender_of_a_higher_rank(targets: Any, rank: int, *place: Any) -> Any:
+    return adapter_sender(targets, rank + 1, *place)
+
+
+def targets_without_the_last(*arguments: Any) -> Any:
+    *targets, _ = local_targets(*arguments)
+    return targets
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "told"),
+    [
+        (
+            "adapter_sender",
+            sender_of_a_higher_rank,
+            "rank 1: 0.decoder.layers.1.mlp.linear_fc2.lora.b is [64, 3] bfloat16 as built and "
+            "[64, 4] bfloat16 as planned",
+        ),
+        ("local_targets", targets_without_the_last, "rank 1: gradients take "),
+    ],
+)
+def test_adapters_of_another_shape_or_in_other_layers_are_told(
+    elsewhere, tmp_path, name, replacement, told
+):
+    cfg = tiny_config(tiny_model(tmp_path, "llama"), ParallelDims(tensor=2), *OF_ALL)
+    faults = elsewhere(faults_with, name, replacement, cfg)
+    assert any(fault.startswith(told) for fault in faults)
+
+
+ASLEEP = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.5")
+
+
+def test_weights_of_engines_asleep_are_in_the_memory_of_their_hosts(tmp_path, capsys, monkeypatch):
+    """Each buffer takes a power of two of page-locked memory."""
+    path = write_config(tmp_path / "model", "Llama-3.3-70B")
+    on_one_node: Any = {"gpu": "h100", "num_gpus": None, "lengths_file": None, "as_json": False}
+
+    def planned(*overrides: str) -> str:
+        given = [f"model.path={path}", *ASLEEP, *overrides]
+        print_plan(load_config(Path("configs/grpo_70b_lora.yaml"), given), **on_one_node)
+        return capsys.readouterr().out
+
+    ends, layer = [128256 // 8 * 8192] * 2, [8192, 8192, 8192 * 8192 // 8]
+    layer += [(8192 + 2 * 1024) // 8 * 8192, 2 * 28672 // 8 * 8192, 8192 * 28672 // 8]
+    weights = 8 * sum(1 << (2 * size - 1).bit_length() for size in [*ends, *80 * layer])
+    out = planned()
+    assert "engines in sleep mode copy their weights to their hosts after a generation" in out
+    assert "at least 0.28 s each way" in out  # an eighth of 141 GB, and adapters
+    (line,) = [line for line in out.splitlines() if line.startswith("a node of 2,000 GB holds")]
+    assert 0 < float(line.split()[6]) - weights / 1e9 < 8 * 1
+    small = replace(CARDS["h100"], host_memory=150 * 10**9)
+    monkeypatch.setitem(CARDS, "h100", small)
+    with pytest.raises(ValueError, match=r"GB of host memory with rollout\.enable_sleep_mode true"):
+        planned()
+    capsys.readouterr()
+    assert "sleep mode copy" not in planned("lora.sync=merged")
+    assert "a node of" not in planned("rollout.enable_sleep_mode=false")

@@ -80,6 +80,36 @@ def test_routers_that_an_engine_keeps_in_float32_arrive_in_it(plan, tmp_path):
     assert f"in bfloat16: {2 * elements / 1e6:,.2f} MB" in stdout  # in files, only the biases are
 
 
+def test_adapters_are_all_that_is_pushed_beside_weights_that_engines_have(plan):
+    exit_code, stdout, stderr = plan("--reshard", **{"lora.r": 32})
+    assert exit_code == 0, stderr
+    assert stdout.startswith(
+        "llama, 70.55 B parameters in bfloat16: 141.11 GB; adapters of rank 32 with 414.19 M: "
+        "828.38 MB, which alone are pushed\n"
+    )
+    # Of 80 layers, in units of 32 elements. A worker has an eighth of A of what has split columns
+    # (o and down), and of B of the others; the rest is whole.
+    columns, rows = 8192 + 28672, 8192 + 2 * 1024 + 2 * 28672
+    elements = 80 * 32 * (5 * 8192 + columns // 8 + rows // 8 + 2 * 8192)
+    received = f"{2 * elements / 1e6:,.2f} MB"
+    assert received == "360.45 MB"
+    rows_of_workers = [" ".join(row.split()[-6:]) for row in stdout.splitlines() if received in row]
+    assert rows_of_workers == [f"8 8 {received} {received}"] * 2 + [f"8 0 {received} 0 B"]
+    assert f"sum {8 * 2 * elements / 1e9:,.2f} GB; the busiest rank sends 1.000 times" in stdout
+
+
+def test_merged_adapters_travel_as_all_weights_do(plan):
+    [of_weights, merged] = [
+        plan("--reshard", **given)[1].splitlines()
+        for given in ({}, {"lora.r": 32, "lora.sync": "merged"})
+    ]
+    assert merged[0] == (
+        f"{of_weights[0]}; adapters of rank 32 with 414.19 M: 828.38 MB, which are pushed merged "
+        "into them"
+    )
+    assert merged[1:] == of_weights[1:]
+
+
 @pytest.mark.parametrize(
     ("arguments", "differing", "message"),
     [
@@ -87,6 +117,9 @@ def test_routers_that_an_engine_keeps_in_float32_arrive_in_it(plan, tmp_path):
         (["--reshard"], {"rollout.tensor_parallel_size": 3}, "legal values are [1, 2, 4, 8, "),
         # 16 channels of two buffers of 64 KiB.
         (["--reshard"], {"rollout.update_weights_bucket_megabytes": 2}, "2097152"),
+        (["--reshard"], {"lora.r": 513}, "of rank 512 at most, not 513: set lora.sync=merged"),
+        ([], {"lora.r": 513}, "of rank 512 at most, not 513: set lora.sync=merged"),
+        ([], {"lora.r": 8, "lora.target_modules": "[q_prj]"}, "did you mean q_proj?"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_in_one_line(plan, arguments, differing, message):

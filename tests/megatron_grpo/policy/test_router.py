@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from checkpoint_convert import read_shape
 from helpers.engines import random_prompts, sampling_params
 from helpers.models import tiny_model
 from helpers.policies import (
@@ -35,7 +34,7 @@ from megatron_grpo.engines.choice import decode_choice
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.transformers_engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
-from megatron_grpo.policy.reference import build_reference
+from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.router import with_own_layers
 from parallel import ParallelDims
 from parallel.microbatches import CostModel
@@ -132,13 +131,18 @@ def test_logprobs_and_gradients_are_those_of_the_routes(cases, family, dims, rec
     case.check(run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides))
 
 
-def own_routes_on_rank(rank: int, folder: Path) -> list[list[Tensor]]:
-    """Log-probabilities under the reference, and under a policy whose batch has no routes."""
+# B is zero: the numbers are those of the base.
+ADAPTERS = ("lora.r=2", "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]", "lora.sync=merged")
+
+
+def own_routes_on_rank(rank: int, folder: Path, *overrides: str) -> list[list[Tensor]]:
+    """Log-probabilities under the reference, under a policy whose batch has no routes, and under
+    one whose batch has some."""
     dims = ParallelDims()
-    policy, groups = start_policy(rank, folder, dims, REPLAY)
+    policy, groups = start_policy(rank, folder, dims, REPLAY, *overrides)
     routed, free = pack_all(LENGTHS, dims, random_routes()), pack_all(LENGTHS, dims)
     compute_logprobs(policy, routed, 1.0, groups)  # leaves its routes behind
-    reference = build_reference(tiny_config(folder, dims, REPLAY), read_shape(folder), groups)
+    reference = reference_of(policy, tiny_config(folder, dims, REPLAY, *overrides), groups)
     return [
         [
             values[batch.loss_mask]
@@ -146,17 +150,19 @@ def own_routes_on_rank(rank: int, folder: Path) -> list[list[Tensor]]:
                 batches, compute_logprobs(model, batches, 1.0, groups), strict=True
             )
         ]
-        for model, batches in ((reference, routed), (policy, free))
+        for model, batches in ((reference, routed), (policy, free), (policy, routed))
     ]
 
 
-@pytest.mark.parametrize("family", NUM_EXPERTS)
-def test_the_reference_and_a_batch_without_routes_have_their_own(cases, family):
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("qwen3_moe", ()), ("qwen3_moe", ADAPTERS), ("glm4_moe", ())]
+)
+def test_the_reference_and_a_batch_without_routes_have_their_own(cases, family, overrides):
     case = cases[family]
-    [found] = run_ranks(1, own_routes_on_rank, case.routed.folder)
-    expected = torch.cat(case.own_logprobs)
-    assert (expected - torch.cat(case.routed.logprobs)).abs().max() > 0.1
-    for logprobs in found:
+    [found] = run_ranks(1, own_routes_on_rank, case.routed.folder, *overrides)
+    own, routed = torch.cat(case.own_logprobs), torch.cat(case.routed.logprobs)
+    assert (own - routed).abs().max() > 0.1
+    for logprobs, expected in zip(found, (own, own, routed), strict=True):
         torch.testing.assert_close(torch.cat(logprobs).double(), expected, atol=1e-5, rtol=0)
 
 
