@@ -125,6 +125,7 @@ def test_a_run_whose_last_evaluation_is_missing_says_so(runs: Runs, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_finished_run_can_be_evaluated_on_two_sets_when_it_is_extended(
     runs: Runs, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ SLEEPS = "rollout.enable_sleep_mode=true"
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_its_state_is_away_goes_on_with_less_of_it_away(
     runs: Runs, undisturbed: Path, tmp_path: Path
 ) -> None:

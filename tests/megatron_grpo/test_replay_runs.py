@@ -11,7 +11,11 @@ from helpers.jobs import Job
 from helpers.runs import read_completions, results
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "is_async",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["synchronous", "asynchronous"],
+)
 def test_a_replayed_run_has_the_same_bits_and_no_engines(
     tied_model: Path, transformers_engine: TestEngine, tmp_path: Path, is_async: bool
 ) -> None:

@@ -9,6 +9,7 @@ from benchmarks.peers import step_flops
 from helpers.ranks import CONTEXT
 
 
+@pytest.mark.slow
 def test_what_is_executed_is_what_every_sequence_needs_by_itself(tmp_path: Path) -> None:
     """The same gradient, with no pass, no padding and no head that is not needed: but for 2%."""
     folders = [tmp_path / side for side in ("ours", "limit")]

@@ -110,7 +110,7 @@ FROM_THE_START = "megatron-grpo: interrupted: run the same command to begin from
     [
         (signal.SIGTERM, 75, ""),
         pytest.param(signal.SIGUSR1, 75, "", marks=pytest.mark.slow),
-        (signal.SIGINT, 130, FROM_THE_START),
+        pytest.param(signal.SIGINT, 130, FROM_THE_START, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_is_told_to_stop_while_it_is_checked_can_be_started_again(

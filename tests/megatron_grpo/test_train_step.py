@@ -125,9 +125,12 @@ def test_so_they_do_where_every_tensor_rank_has_all_tokens(cases: dict[str, Case
 @pytest.mark.parametrize(
     "dims",
     [
-        ParallelDims(context=4),
+        pytest.param(ParallelDims(context=4), marks=pytest.mark.slow),
         ParallelDims(context=3, data=2),
-        ParallelDims(tensor=2, context=2, pipeline=2, virtual_pipeline=2),
+        pytest.param(
+            ParallelDims(tensor=2, context=2, pipeline=2, virtual_pipeline=2),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=case_name,
 )

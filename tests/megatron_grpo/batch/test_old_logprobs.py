@@ -101,9 +101,9 @@ def steps(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> list[
     [
         ("llama", ParallelDims(), []),
         ("llama", ParallelDims(), [RECOMPUTED]),
-        ("llama", ParallelDims(), [SHARED]),
+        pytest.param("llama", ParallelDims(), [SHARED], marks=pytest.mark.slow),
         ("llama", ParallelDims(tensor=2), []),
-        ("llama", ParallelDims(context=2), []),
+        pytest.param("llama", ParallelDims(context=2), [], marks=pytest.mark.slow),
         ("llama", ParallelDims(pipeline=2, virtual_pipeline=2), []),
         ("llama", ParallelDims(context=2, data=2), [SHARED]),
         ("qwen3_moe", ParallelDims(data=2, expert=2), []),

@@ -81,7 +81,9 @@ def chosen_experts(folder: Path, sample: Sample) -> np.ndarray:
     return torch.stack([layer.topk(topk).indices for layer in logits], dim=1).numpy()
 
 
-@pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (300, np.int16)])
+@pytest.mark.parametrize(
+    ("num_experts", "dtype"), [pytest.param(8, np.uint8, marks=pytest.mark.slow), (300, np.int16)]
+)
 def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path, num_experts, dtype):
     sizes = {"num_local_experts": num_experts, "num_experts_per_tok": 3}
     folder = tiny_model(tmp_path, "mixtral", **sizes)

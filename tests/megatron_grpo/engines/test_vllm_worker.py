@@ -89,7 +89,7 @@ def test_a_quantised_mixture_generates_as_its_dequantised_copy(tmp_path, family,
     assert differences.mean() < 0.15
 
 
-@pytest.mark.parametrize("form", ["DeepSeek", "ModelOpt FP8"])
+@pytest.mark.parametrize("form", [pytest.param("DeepSeek", marks=slow), "ModelOpt FP8"])
 def test_workers_load_a_quantised_folder_as_its_dequantised_copy(tmp_path, form):
     model = servable_model(tmp_path / "model", "qwen3_moe")
     quantized = quantized_copy(model, tmp_path / "quantized", FORMATS[form])

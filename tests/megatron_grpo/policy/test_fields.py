@@ -71,7 +71,7 @@ def numbers_by_setting(rank: int, folder: Path, dims: ParallelDims) -> list[Numb
     "dims",
     [
         pytest.param(ParallelDims(tensor=2, data=2, expert=2), marks=pytest.mark.slow),
-        ParallelDims(tensor=2, context=2, expert=2),
+        pytest.param(ParallelDims(tensor=2, context=2, expert=2), marks=pytest.mark.slow),
         ParallelDims(pipeline=2, virtual_pipeline=2, data=2, expert=2),
     ],
     ids=layout_name,

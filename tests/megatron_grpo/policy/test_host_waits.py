@@ -79,9 +79,11 @@ def waits_of_a_step(rank: int, folder: Path, dims: ParallelDims, *overrides: str
         ("llama", ParallelDims(), []),
         ("llama", ParallelDims(tensor=2), []),
         ("llama", ParallelDims(context=2), []),
-        ("llama", ParallelDims(context=2), ["grpo.shared_prompts=true"]),
+        pytest.param(
+            "llama", ParallelDims(context=2), ["grpo.shared_prompts=true"], marks=pytest.mark.slow
+        ),
         ("llama", ParallelDims(context=2), ["parallel.dynamic_context_parallel=true"]),
-        ("llama", ParallelDims(pipeline=2), []),
+        pytest.param("llama", ParallelDims(pipeline=2), [], marks=pytest.mark.slow),
         ("llama", ParallelDims(pipeline=2, virtual_pipeline=2), []),
         ("qwen3_moe", ParallelDims(data=2, expert=2), []),
     ],

@@ -168,7 +168,7 @@ def reported_losses(
 @pytest.mark.parametrize(
     ("dims", "recomputed"),
     [
-        (ParallelDims(), UNIFORM),
+        pytest.param(ParallelDims(), UNIFORM, marks=pytest.mark.slow),
         (ParallelDims(pipeline=2, virtual_pipeline=2, data=2, expert=2), []),
         (ParallelDims(tensor=2, context=2, expert=2), ["granularity=selective", "modules=[moe]"]),
     ],
@@ -280,7 +280,13 @@ STORED = {  # of layers, by the names and shapes that Megatron-Core has of Trans
 }
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "deepseek_v3" else [pytest.mark.slow])
+        for name in STORED
+    ],
+)
 def test_a_checkpoint_loads_at_another_layout_bit_by_bit(cases, tmp_path, name):
     folder, (saved_at, loaded_at, shapes) = cases[name].folder, STORED[name]
     run, again = tmp_path / "run", tmp_path / "again"

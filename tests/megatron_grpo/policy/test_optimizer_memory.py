@@ -79,7 +79,9 @@ def test_gradients_added_up_in_bfloat16_are_rounded_once_per_sum(folder, dims):
             assert error < bound, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(data=2), TENSOR_PIPELINE], ids=str)
+@pytest.mark.parametrize(
+    "dims", [pytest.param(ParallelDims(data=2), marks=pytest.mark.slow), TENSOR_PIPELINE], ids=str
+)
 def test_master_weights_are_updated_as_by_default(folder, dims):
     def error(kind: str, expected: Whole) -> float:
         return largest_error(changes(folder, dims, kind), expected)

@@ -40,7 +40,7 @@ PHASES: tuple[Phase, ...] = ("train", "push", "generate", "log-probabilities")
 """In the order of a run."""
 FOLLOWS = ("grpo.beta=0.04", "grpo.sync_ref_model=true", "grpo.ref_model_sync_steps=1")
 LAYOUTS = [
-    ("qwen3", ParallelDims(data=2), "bfloat16"),
+    pytest.param("qwen3", ParallelDims(data=2), "bfloat16", marks=pytest.mark.slow),
     ("qwen3_moe", ParallelDims(expert=2, data=2), "float32"),
 ]
 

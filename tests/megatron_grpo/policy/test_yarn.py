@@ -69,6 +69,7 @@ def cosines_and_sines(model: torch.nn.Module, folder: Path, dims: EngineDims) ->
     return table.detach().clone()
 
 
+@pytest.mark.slow
 def test_vllm_rotates_and_scales_by_the_same_numbers(tmp_path):
     changes = [
         {},

@@ -33,6 +33,8 @@ DENSE_LAYOUTS = [
     ParallelDims(tensor=2, context=2),
     ParallelDims(data=2),
 ]
+SLOW_LAYOUTS = [ParallelDims(tensor=2), ParallelDims(data=2)]
+"""What goes wrong with these does so along the same axes of others."""
 EP2 = ParallelDims(data=2, expert=2)
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
 
@@ -88,7 +90,14 @@ def layout_name(dims: ParallelDims) -> str:
     return f"{dims} vpp({dims.virtual_pipeline}) ep({dims.expert})"
 
 
-@pytest.mark.parametrize("dims", DENSE_LAYOUTS, ids=layout_name)
+@pytest.mark.parametrize(
+    "dims",
+    [
+        pytest.param(dims, marks=[pytest.mark.slow] if dims in SLOW_LAYOUTS else [])
+        for dims in DENSE_LAYOUTS
+    ],
+    ids=layout_name,
+)
 def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, others, dims):
     number = DENSE_LAYOUTS.index(dims)
     folder = uneven_model(tmp_path / "model", "qwen3", tied=True, seed=number)
