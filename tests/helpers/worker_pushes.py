@@ -93,7 +93,7 @@ def push_all(
         exported = case.folder.with_name(f"{case.folder.name}-exported")
         export_model(exported, policy, cfg, groups)
         for kind in case.engines:
-            client = WorkerClient(engines[kind.tensor])
+            client = WorkerClient(engines[kind.num_workers])
             if rank == 0:
                 client.workers.call(begin_with, case.others, kind)
             sent = push(case, policy, groups, client, kind, transport, counts)

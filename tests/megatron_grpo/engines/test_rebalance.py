@@ -8,17 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.engines import largest_logprob_error, random_prompts, running_engine, sampling_params
-from megatron_grpo.engines.dispatch import equal_shares, rebalance
+from megatron_grpo.engines.dispatch import rebalance
 from megatron_grpo.engines.engine import Engine, Patience
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import http_client
 
 NUM_LONG, LONG, SHORT = 60, 300, 2
-
-
-def test_shares_are_contiguous_and_equal():
-    assert equal_shares(range(7), 3) == [range(2), range(2, 4), range(4, 7)]
-    assert equal_shares([], 2) == [[], []]
 
 
 @pytest.mark.parametrize(
