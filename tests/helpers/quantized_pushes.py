@@ -183,6 +183,8 @@ def product_error(model: Any, held: dict[str, torch.Tensor]) -> float:
     rows, columns = (n // m for n, m in zip(held[name].shape, scales.shape, strict=True))
     whole = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     expected = x.float() @ (held[name].float() * whole).T
+    if (bias := held.get(f"{name.removesuffix('weight')}bias")) is not None:
+        expected += bias.float()
     return float((found.float() - expected).abs().max() / expected.abs().max())
 
 
