@@ -7,7 +7,7 @@ torch: `formats/dequantized.py` computes.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from checkpoint_convert.formats.safetensors_file import TensorPlace
 from parallel import Box, Shape
@@ -56,7 +56,7 @@ class Scheme:
 
 Quantization = Literal["none", "fp8", "fp8_channel", "int8"]
 """Values of this project's options."""
-SCHEMES = ("fp8", "fp8_channel", "int8")
+SCHEMES = tuple(name for name in get_args(Quantization) if name != "none")
 """Those by which this project quantises, by the names of its options."""
 
 

@@ -113,13 +113,16 @@ class QuantizedShard(Mapping[str, Tensor]):
     def _quantized(self, name: str) -> Tensor:
         weight = self._rounded(name)
         values = torch.empty_like(weight, dtype=self._dtype)
+        for here, scales, block, start in self._parts(name):
+            values[here] = quantized(weight[here], scales, self._dtype, block, start)
+        return values
+
+    def _parts(self, name: str) -> Iterator[tuple[tuple[slice, ...], Tensor, Shape, Shape]]:
+        """Of each part of a weight: where it is, its scales, their block, and where it begins."""
         for piece in self._pieces[name]:
             scales = self._scales[self._model.scale_name(piece.tensor)]
-            block = self._block(piece)
             for part in piece.box.cut(MAX_ELEMENTS):
-                here = piece.local_part(part).slices
-                values[here] = quantized(weight[here], scales, self._dtype, block, part.start)
-        return values
+                yield piece.local_part(part).slices, scales, self._block(piece), part.start
 
     @property
     def quantized(self) -> list[str]:
@@ -130,13 +133,9 @@ class QuantizedShard(Mapping[str, Tensor]):
     def as_read(self, name: str) -> Tensor:
         """A quantised weight as it is read back: its numbers times their scales, rounded."""
         numbers = self[name]
-        values = torch.empty_like(self._rounded(name))
-        for piece in self._pieces[name]:
-            scales = self._scales[self._model.scale_name(piece.tensor)]
-            block = self._block(piece)
-            for part in piece.box.cut(MAX_ELEMENTS):
-                here = piece.local_part(part).slices
-                values[here] = dequantized(numbers[here], scales, block, part.start)
+        values = torch.empty_like(numbers, dtype=DTYPES[self._model.scheme.read_as])
+        for here, scales, block, start in self._parts(name):
+            values[here] = dequantized(numbers[here], scales, block, start)
         return values
 
     def __iter__(self) -> Iterator[str]:

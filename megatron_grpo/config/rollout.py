@@ -87,8 +87,8 @@ class RolloutConfig(Section):
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
-    def engine_sizes(self) -> str:
-        """Those of each engine, for messages."""
+    def engine_size_text(self) -> str:
+        """The keys that give `gpus_per_engine`, for messages."""
         groups = (
             f" and rollout.data_parallel_size {n}" if (n := self.data_parallel_size) > 1 else ""
         )

@@ -1,15 +1,25 @@
-"""What pushes carry: the policy's weights, as they are or quantised, or its adapters."""
+"""What pushes carry, and the checksums that the workers of an engine must then report."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.layouts import quantized_engine
+from megatron_grpo.engines.layouts import holdings, quantized_engine
+from megatron_grpo.engines.push_protocol import WorkerSums
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.quantized import quantized_sender, quantized_shard
-from parallel import Sender
+from parallel import Copy, Layout, Sender, cut_shares, plan_shares
+from parallel.checksum import added_up, checksum
 from parallel.groups import Groups
+from parallel.views import as_local, as_whole
+
+MAX_ELEMENTS = 1 << 27
+"""Of a temporary copy."""
+NOTHING: Mapping[int, WorkerSums] = {}
 
 
 def pushed_sender(policy: Policy, sender: Sender, cfg: Config, groups: Groups) -> Sender:
@@ -27,3 +37,50 @@ def pushed_weights(policy: Policy, cfg: Config, groups: Groups) -> Mapping[str, 
     if model is None:
         return weights
     return quantized_shard(weights, policy.layout, model, groups)
+
+
+def sums_of_all_ranks(
+    sent: Mapping[int, WorkerSums],
+    workers: Sequence[Layout],
+    loaded: Mapping[int, WorkerSums] = NOTHING,
+) -> Sequence[WorkerSums]:
+    """The checksums of each worker's parameters, from those of what each rank has `sent` to it.
+
+    `loaded` are those that its engine has loaded itself, also as this rank's part of the sums.
+
+    Padding is zero and adds nothing. Collective over all ranks of the default group: one all-reduce
+    with an int64 for each parameter of each worker.
+    """
+    names = [(number, name) for number, worker in enumerate(workers) for name in worker.shapes]
+    own = [{**loaded.get(n, {}), **sent.get(n, {})} for n in range(len(workers))]
+    sums = torch.tensor([own[number].get(name, 0) for number, name in names], dtype=torch.int64)
+    dist.all_reduce(sums)
+    totals: list[dict[str, int]] = [{} for _ in workers]
+    for (number, name), total in zip(names, sums.tolist(), strict=True):
+        totals[number][name] = total
+    return totals
+
+
+def loaded_sums(
+    cfg: Config, shape: ModelShape, sender: Sender, weights: Mapping[str, Tensor]
+) -> dict[int, WorkerSums]:
+    """This rank's part of the checksums of the weights that engines load themselves, by worker.
+
+    `sender` and `weights` are the rank's. Empty if pushes bring all weights.
+    """
+    if not (cfg.lora.is_served and cfg.num_engines):
+        return {}
+    held = holdings(cfg, shape)
+
+    def part(worker: int, copy: Copy) -> Tensor:
+        name, box = copy.destination, copy.destination_box
+        values = weights[copy.source].detach()[copy.source_box.slices]
+        values = as_local(as_whole(values, copy.source_axes), copy.destination_axes, len(box.size))
+        values = values.to(getattr(torch, held.dtypes[name])).contiguous()
+        return checksum(values, box, held.weights[worker].shapes[name])
+
+    sends = cut_shares(plan_shares(sender, held.weights), MAX_ELEMENTS)
+    return {
+        worker: added_up((copy.destination, part(worker, copy)) for copy in copies)
+        for worker, copies in sends.items()
+    }

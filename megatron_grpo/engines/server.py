@@ -249,7 +249,7 @@ def engine_devices(
         gpus = gpus[num_ranks:]
     elif num_engines * size > num_devices:
         raise ValueError(
-            f"rollout.num_engines {num_engines} of {rollout.engine_sizes} need "
+            f"rollout.num_engines {num_engines} of {rollout.engine_size_text} need "
             f"{num_engines * size} GPUs, but this host has {num_devices}: lower one of them, or "
             "use engines on other hosts with rollout.base_urls"
         )
@@ -340,8 +340,8 @@ def serve(
     if node.node_rank >= node.nnodes or rollout.gpus_per_engine % node.nnodes:
         raise ValueError(
             f"--node-rank {node.node_rank} of --nnodes {node.nnodes} for "
-            f"{rollout.engine_sizes}: nodes are counted from 0, and each has an equal part of the "
-            "engine"
+            f"{rollout.engine_size_text}: nodes are counted from 0, and each has an equal part of "
+            "the engine"
         )
     if rollout.engine == "vllm":
         check_engine_arguments(rollout.vllm)

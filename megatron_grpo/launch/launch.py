@@ -178,7 +178,7 @@ def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Plac
     engines = [*_places(nodes, 0, gpus_per_node, size)]
     if not engines:
         raise ValueError(
-            f"{cfg.rollout.engine_sizes} needs {-(-size // gpus_per_node)} nodes of "
+            f"{cfg.rollout.engine_size_text} needs {-(-size // gpus_per_node)} nodes of "
             f"{gpus_per_node} GPUs for an engine, and the job has {len(nodes)}"
         )
     return Placement(nodes[:0], 0, engines)
@@ -192,7 +192,7 @@ def check_engine_size(rollout: RolloutConfig, gpus_per_node: int) -> None:
     size = rollout.gpus_per_engine
     if size > gpus_per_node and size % gpus_per_node:
         raise ValueError(
-            f"{rollout.engine_sizes} does not fill nodes of {gpus_per_node} GPUs: set it to "
+            f"{rollout.engine_size_text} does not fill nodes of {gpus_per_node} GPUs: set it to "
             f"{gpus_per_node}, or to a multiple such as {-(-size // gpus_per_node) * gpus_per_node}"
         )
 

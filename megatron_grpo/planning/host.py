@@ -58,7 +58,7 @@ def host_use(
     if cfg.grpo.sync_ref_model:
         saved.append("reference")
     num_ranks = min(cfg.dims.world_size, card.per_node)
-    workers = min(cfg.num_engines * cfg.rollout.tensor_parallel_size, card.per_node)
+    workers = min(cfg.num_engines * cfg.rollout.gpus_per_engine, card.per_node)
     # Then the GPU computes while the optimizer's state comes back.
     passes = cfg.grpo.num_old_passes > 0 or cfg.grpo.beta > 0
     return HostUse(

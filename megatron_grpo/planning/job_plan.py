@@ -231,7 +231,7 @@ def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
     if max(ranks, engines) > num_gpus:
         raise ValueError(
             f"{cfg.dims} needs {ranks} GPUs, and {cfg.num_engines} engines of "
-            f"{cfg.rollout.engine_sizes} need {engines}, but the job has {num_gpus} in "
+            f"{cfg.rollout.engine_size_text} need {engines}, but the job has {num_gpus} in "
             f"all; use --gpus {max(ranks, engines)} or more"
         )
     nodes = [str(number) for number in range(-(-num_gpus // card.per_node))]

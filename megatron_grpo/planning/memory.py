@@ -213,8 +213,8 @@ def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token:
 def _describe_engine(rollout: RolloutConfig, card: GpuSpec, weights: int) -> str:
     """Beginning of messages about an engine that is too large: its size, and that of its GPUs."""
     return (
-        f"an engine of {rollout.engine_sizes} has {weights / 1e9:.1f} GB of weights on each GPU "
-        f"of {card.memory / 1e9:.0f} GB"
+        f"an engine of {rollout.engine_size_text} has {weights / 1e9:.1f} GB of weights on each "
+        f"GPU of {card.memory / 1e9:.0f} GB"
     )
 
 

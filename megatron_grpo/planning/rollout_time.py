@@ -55,8 +55,9 @@ def rollout_time(
     caching. Data-parallel groups of an engine share its completions evenly, and experts are reached
     by those of all. Prompts have `data.max_prompt_length`; None without that.
 
-    Left out: the latency of kernels and all-reduces, all-reduces within a node, scheduling, and
-    prompts that are computed while completions wait.
+    Left out: the latency of kernels and all-reduces, all-reduces within a node, scheduling, prompts
+    that are computed while completions wait, and those that several groups of an engine compute and
+    cache, as vLLM deals out their completions one by one.
     """
     if cfg.data.max_prompt_length is None:
         return None

@@ -126,7 +126,7 @@ def _best_split(
     splits = _splits(cfg, card, num_gpus)
     if not splits:
         raise ValueError(
-            f"an engine of {cfg.rollout.engine_sizes} leaves none of {num_gpus} GPUs to the "
+            f"an engine of {cfg.rollout.engine_size_text} leaves none of {num_gpus} GPUs to the "
             f"trainer: use --gpus {cfg.rollout.gpus_per_engine + 1} or more"
         )
 

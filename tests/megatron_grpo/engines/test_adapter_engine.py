@@ -32,9 +32,9 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines import EnginePool, EngineServers, Generation, RolloutClient
-from megatron_grpo.engines.expected_sums import loaded_sums
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.joining import FOLDER, JoinedEngine, JoinFolder, settings_of
+from megatron_grpo.engines.pushed import loaded_sums
 from megatron_grpo.engines.server import LOOPBACK, engine_command, reserve_port
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync

@@ -93,10 +93,12 @@ def test_the_mean_over_the_tokens_of_all_ranks_is_bounded_by_what_rounding_expla
 
 
 QUANTIZED = "rollout.quantization=fp8_channel"
+OTHER = "of an engine with another model"
 PROBES = {
     "with a correction": (QUANTIZED, "grpo.rollout_importance_sampling_mode=token_truncate"),
     "without": (QUANTIZED, "rollout.max_quantization_gap=0.01"),
     "within what may stay": (QUANTIZED, "rollout.max_quantization_gap=1"),
+    OTHER: (QUANTIZED, "rollout.max_quantization_gap=9"),
 }
 
 
@@ -111,7 +113,7 @@ def quantized_probes(
         cfg = tiny_config(folder, dims, "model.dtype=bfloat16", *batch, *overrides)
         policy, cost = build_policy(cfg, read_shape(folder), groups), CostModel.transformer(64)
         before = {name: value.clone() for name, value in policy.parameters().items()}
-        mine = experience(logprobs, 0.0) if rank == 0 else None
+        mine = experience(logprobs, 9.0 if name == OTHER else 0.0) if rank == 0 else None
         try:
             found[name] = probe_logprobs(mine, policy, cost, cfg, groups, device)
         except ValueError as refused:
@@ -134,6 +136,7 @@ def test_of_quantised_engines_it_tells_what_is_left_if_the_weights_are_quantised
     assert told == first["within what may stay"]
     assert told["probe/quantized_logprob_gap_mean"] < told["probe/logprob_gap_mean"] / 2
     assert "differ from those of the trainer by 0.0" in first["without"]
+    assert "and rounding in fp8_channel and bfloat16 explains at most 0.6" in first[OTHER]
     assert "0.01 may stay uncorrected: set grpo.rollout_importance_sampling" in first["without"]
 
 
