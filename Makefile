@@ -20,8 +20,10 @@ FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,environments/test_m
 MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_torch_dist.py) \
 	$(addprefix tests/parallel/,test_attention.py test_context.py test_cpu_device.py test_groups.py test_megatron_import.py \
 	test_pipeline_schedule.py) \
-	$(addprefix tests/megatron_grpo/,policy checkpoints/test_checkpointer.py checkpoints/test_releases.py \
-	planning/test_instantiate.py test_train_step.py)
+	$(addprefix tests/megatron_grpo/,checkpoints/test_checkpointer.py checkpoints/test_releases.py \
+	planning/test_instantiate.py) \
+	$(addprefix tests/megatron_grpo/policy/,test_export.py test_fields.py test_lora.py test_mla.py test_model.py test_moe.py \
+	test_optimizer.py test_packed_params.py test_skipped_steps.py test_stage_messages.py test_transformer.py)
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 

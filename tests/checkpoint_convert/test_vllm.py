@@ -89,6 +89,7 @@ def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor
     assert_workers_hold_what_the_layouts_say(cases)
 
 
+@pytest.mark.slow
 def test_so_it_does_where_groups_of_workers_share_the_experts(tmp_path):
     cases = []
     for family in sorted(MIXTURES):

@@ -245,6 +245,7 @@ def test_a_preempted_run_gives_up_what_it_generates_and_goes_on(async_runs: Runs
     assert lags == [0, *[0 if step == done else 1 for step in range(1, NUM_STEPS)]]
 
 
+@pytest.mark.slow
 def test_when_rewards_fail_beside_the_training_the_step_is_logged_and_saved(
     async_runs: Runs,
 ) -> None:

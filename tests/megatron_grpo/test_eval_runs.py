@@ -89,6 +89,7 @@ def test_an_evaluation_is_in_the_record_of_its_step_with_its_completions_beside(
         assert metrics["eval/mean@8"] == pytest.approx(sum(rewards) / len(rewards))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_in_an_evaluation_makes_it_when_it_is_resumed(
     runs: Runs, evaluated: Path, tmp_path: Path
 ) -> None:

@@ -260,6 +260,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "cause"), cases(DAMAGES))
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     damage: Callable[[Path], None],
@@ -303,6 +304,7 @@ def test_with_no_good_checkpoint_left_the_run_does_not_begin_anew(
     assert ended.survivors == []
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_other_prompts_in_the_same_file(
     runs: Runs, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def test_with_over_sampling_every_prompt_is_trained_on_once_through_a_kill(
     assert len(lost) <= NUM_GENERATIONS * sum(dropped)
 
 
+@pytest.mark.slow
 def test_a_preempted_run_saves_what_is_ready_and_gives_up_the_rest(
     in_flight_runs: InFlightRuns,
 ) -> None:

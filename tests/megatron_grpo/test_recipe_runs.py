@@ -133,6 +133,7 @@ def test_advantages_are_of_rewards_less_the_divergence_by_the_weight_of_their_st
     assert saved["advantages"].tolist() == pytest.approx(expected, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_inside_a_generation_goes_on_bit_for_bit(
     recipe_runs: Runs, whole: Path
 ) -> None:

@@ -100,9 +100,9 @@ def steps(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> list[
     ("family", "dims", "overrides"),
     [
         ("llama", ParallelDims(), []),
-        ("llama", ParallelDims(), [RECOMPUTED]),
+        pytest.param("llama", ParallelDims(), [RECOMPUTED], marks=pytest.mark.slow),
         pytest.param("llama", ParallelDims(), [SHARED], marks=pytest.mark.slow),
-        ("llama", ParallelDims(tensor=2), []),
+        pytest.param("llama", ParallelDims(tensor=2), [], marks=pytest.mark.slow),
         pytest.param("llama", ParallelDims(context=2), [], marks=pytest.mark.slow),
         ("llama", ParallelDims(pipeline=2, virtual_pipeline=2), []),
         ("llama", ParallelDims(context=2, data=2), [SHARED]),

@@ -142,6 +142,7 @@ def test_greedy_completions_are_the_same_everywhere(vllm_engine, transformers_en
         assert [list(s.completion_ids) for s in samples] == expected
 
 
+@pytest.mark.slow
 def test_the_number_of_engines_changes_nothing(tied_model, transformers_engine, tmp_path):
     # Each of two engines gets whole groups: parts of one are other batches, and round differently.
     prompts = random_prompts(6)

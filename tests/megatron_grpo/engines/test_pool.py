@@ -93,6 +93,7 @@ def test_a_killed_engines_requests_go_to_the_other_and_it_is_back_after_the_next
     ]
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_killed_and_its_requests_go_to_the_other(pair, undisturbed, capfd):
     first, second = pair.servers.base_urls
     stopped = psutil.Process(pair.pid(first))
@@ -381,7 +382,7 @@ def test_an_engine_given_by_address_is_waited_for_and_back_after_a_push(
     assert f"rollout engine {url} is back" in capfd.readouterr().err
 
 
-@pytest.fixture(params=["vllm_engine", "transformers_engine"])
+@pytest.fixture(params=["vllm_engine", pytest.param("transformers_engine", marks=pytest.mark.slow)])
 def shared_engine(request):
     """An engine given by address, as runs one after the other use it."""
     return request.getfixturevalue(request.param)

@@ -74,7 +74,9 @@ def planned_and_measured(
 @pytest.mark.parametrize(
     ("pipeline", "num_layers"),
     [
-        (2, 10),  # a third of its layers, with the head and the widths of all
+        pytest.param(
+            2, 10, marks=pytest.mark.slow
+        ),  # a third of its layers, with the head and the widths of all
         pytest.param(2, 30, marks=pytest.mark.slow),
     ],
 )

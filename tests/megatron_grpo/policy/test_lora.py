@@ -56,8 +56,16 @@ TARGETS = {
     "deepseek_v3": LATENTS,
 }
 CASES = [
-    *(("llama", dims) for dims in DENSE),
-    *((family, dims) for family in ("qwen3_moe", "deepseek_v3") for dims in EXPERTS),
+    *(
+        pytest.param("llama", dims, marks=[pytest.mark.slow] if dims.tensor == 4 else [])
+        for dims in DENSE
+    ),
+    ("qwen3_moe", EXPERTS[1]),
+    ("deepseek_v3", EXPERTS[0]),
+    *(
+        pytest.param(family, dims, marks=pytest.mark.slow)
+        for family, dims in (("qwen3_moe", EXPERTS[0]), ("deepseek_v3", EXPERTS[1]))
+    ),
 ]
 STEPS = ("optimizer.lr=1e-2", "optimizer.adam_eps=1e-3", "optimizer.lr_warmup_steps=0")
 RECOMPUTED = [

@@ -26,7 +26,8 @@ MODELS = {"llama": True, "mistral": False, "qwen2": True, "qwen3": False}
 """Families, and whether their embeddings are tied."""
 LAYOUTS = [
     ParallelDims(),
-    ParallelDims(tensor=4),  # more ranks than key-value heads
+    # More ranks than key-value heads.
+    pytest.param(ParallelDims(tensor=4), marks=pytest.mark.slow),
     ParallelDims(pipeline=2, num_layers_in_last_pipeline_stage=1),
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2, context=2),
 ]

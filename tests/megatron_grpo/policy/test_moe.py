@@ -60,14 +60,14 @@ MODELS = {
     PLAIN_WEIGHTS: ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
 }
 LAYOUTS = [
-    ParallelDims(),
-    ParallelDims(data=2, expert=2),
     # Twice as many copies of experts as of the rest.
     ParallelDims(tensor=2, expert_tensor=1, expert=2),
     ParallelDims(context=2, expert=2),
     ParallelDims(pipeline=2, virtual_pipeline=2, data=2, expert=2),
 ]
 MORE_LAYOUTS = [
+    ParallelDims(),
+    ParallelDims(data=2, expert=2),
     ParallelDims(data=2),
     ParallelDims(tensor=2, expert_tensor=1),
     ParallelDims(tensor=2, data=2, expert=2),

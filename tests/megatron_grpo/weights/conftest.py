@@ -3,7 +3,9 @@ import pytest
 from helpers.vllm_workers import NUM_ENGINES, worker_engines
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="TP{}".format)
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids="TP{}".format
+)
 def engines(request, tmp_path_factory):
     """Tensor-parallel size of the engines, and their workers."""
     folder = tmp_path_factory.mktemp("sockets")

@@ -33,7 +33,7 @@ DENSE_LAYOUTS = [
     ParallelDims(tensor=2, context=2),
     ParallelDims(data=2),
 ]
-SLOW_LAYOUTS = [ParallelDims(tensor=2), ParallelDims(data=2)]
+SLOW_LAYOUTS = [DENSE_LAYOUTS[number] for number in (1, 3, 5)]
 """What goes wrong with these does so along the same axes of others."""
 EP2 = ParallelDims(data=2, expert=2)
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
