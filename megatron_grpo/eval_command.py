@@ -15,10 +15,11 @@ from checkpoint_convert import ModelShape, check_weights, read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.bars import progress_bar, waiting
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines import EnginePool, EngineServers, NoServingEngine, RolloutClient
-from megatron_grpo.engines.http import EngineDown
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.http import EngineDown, NoServingEngine
+from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
-from megatron_grpo.engines.server import check_cpu_kernels
+from megatron_grpo.engines.server import EngineServers, check_cpu_kernels
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,

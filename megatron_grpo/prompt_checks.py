@@ -12,7 +12,7 @@ from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.engines.vllm_args import engine_number
+from megatron_grpo.engines.vllm.args import engine_number
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.environments.turns import Turns, end_of_turn
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts

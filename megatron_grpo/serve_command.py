@@ -73,7 +73,7 @@ def serve(
     token = check_token(take_token(os.environ))
     cfg = load_config(config, overrides or [])
     from megatron_grpo.engines.server import serve as serve_engine  # not for `--help`
-    from megatron_grpo.engines.vllm_args import EngineNode
+    from megatron_grpo.engines.vllm.args import EngineNode
 
     node = EngineNode(nnodes, node_rank, master_addr, master_port)
     checkpoints, num_steps = cfg.train.run_dir / "checkpoints", cfg.train.num_steps

@@ -191,9 +191,9 @@ class Config(Section):
         if not self.lora.is_served or self.train.replay is not None:
             return self
         instead = "set lora.sync=merged"
-        if self.rollout.engine == "transformers":
+        if self.rollout.engine != "vllm":
             raise ValueError(
-                "lora.sync adapter needs engines that add adapters to what the model computes: "
+                "lora.sync adapter needs engines into whose adapters weights can be pushed: "
                 f"use rollout.engine=vllm, or {instead}"
             )
         if self.rollout.vllm.get("load_format") == "dummy":

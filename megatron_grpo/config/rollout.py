@@ -1,6 +1,7 @@
 """The rollout engines: the keys of `rollout`."""
 
 import warnings
+from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -16,8 +17,11 @@ MIN_TEMPERATURE = 0.01
 class RolloutConfig(Section):
     """The engines that generate completions."""
 
-    engine: Literal["vllm", "transformers"] = "vllm"
-    """The generation server; `transformers` is slow but does not need vLLM."""
+    engine: Literal["vllm", "sglang", "transformers"] = "vllm"
+    """The generation server; `transformers` is slow but does not need another package."""
+    python: Path | None = Field(default=None, strict=False)
+    """With engine sglang, the Python interpreter of the environment that it is installed in, such
+    as .venv-sglang/bin/python; default: the trainer's."""
     base_urls: tuple[str, ...] = Field(default=(), strict=False)
     """URLs of engines that are already running, such as http://host:8000; empty: the run starts
     them."""
@@ -76,6 +80,8 @@ class RolloutConfig(Section):
     which a run ends at its start unless something in `grpo` corrects for it."""
     vllm: dict[str, Any] = Field(default={})
     """Fields of vLLM's EngineArgs, passed on unchanged."""
+    sglang: dict[str, Any] = Field(default={})
+    """Fields of SGLang's ServerArgs, passed on unchanged."""
     update_weights_bucket_megabytes: PositiveInt = 512
     """Maximum megabytes of buffers per process while weights are sent to the engines."""
     weight_transport: Literal["auto", "network"] = "auto"
@@ -175,7 +181,7 @@ class RolloutConfig(Section):
                 f"rollout.engine transformers cannot end completions at strings {[*self.stop]} "
                 "(rollout.stop): use rollout.stop_token_ids or rollout.engine=vllm"
             )
-        if self.enable_sleep_mode and (self.engine == "transformers" or self.max_staleness):
+        if self.enable_sleep_mode and (self.engine != "vllm" or self.max_staleness):
             raise ValueError(
                 "rollout.enable_sleep_mode true needs engines of vLLM that have nothing to do "
                 f"while the ranks train: leave it out with rollout.engine {self.engine} and "
@@ -186,11 +192,36 @@ class RolloutConfig(Section):
                 "rollout.vllm.speculative_config: the weights of a draft model are not pushed, and "
                 "rollout.enable_sleep_mode true would lose them: leave out one of the two"
             )
-        if self.engine == "transformers" and (self.gpus_per_engine > 1 or self.vllm):
+        if self.engine == "transformers" and self.gpus_per_engine > 1:
             raise ValueError(
                 f"rollout.engine transformers runs in one process: rollout.tensor_parallel_size "
                 f"{self.tensor_parallel_size} and rollout.data_parallel_size "
-                f"{self.data_parallel_size} must be 1 and rollout.vllm {self.vllm} empty"
+                f"{self.data_parallel_size} must be 1"
+            )
+        if self.python is not None and self.engine != "sglang":
+            raise ValueError(
+                f"rollout.python {self.python} is for rollout.engine sglang: leave it out, as "
+                f"engines of {self.engine} run in the trainer's environment"
+            )
+        for other, table in {"vllm": self.vllm, "sglang": self.sglang}.items():
+            if table and self.engine != other:
+                raise ValueError(
+                    f"rollout.{other} {table} has arguments of another engine than rollout.engine "
+                    f"{self.engine}: leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _sglang_can(self) -> Self:
+        others = {
+            "rollout.data_parallel_size": self.data_parallel_size > 1,
+            "rollout.quantization": self.quantization != "none",
+            "rollout.router_replay": self.router_replay,
+        }
+        if self.engine == "sglang" and (told := [key for key, is_on in others.items() if is_on]):
+            raise ValueError(
+                f"{told[0]} does not go with rollout.engine sglang yet: leave it out, or use "
+                "rollout.engine=vllm"
             )
         return self
 

@@ -19,7 +19,7 @@ from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.http import EngineDown, EngineError, http_client
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import PushFailed, WorkerSums, check_reports
-from megatron_grpo.engines.vllm_args import NO_ADAPTERS
+from megatron_grpo.engines.vllm.args import NO_ADAPTERS
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.tasks import gather_all, run_with
 

@@ -14,7 +14,7 @@ import msgspec
 from megatron_grpo.engines.choice import CUT, Choice, decode_choice
 from megatron_grpo.engines.http import EngineDown, EngineError, EngineStale
 from megatron_grpo.engines.push_protocol import LOADED, LOADED_VERSION
-from megatron_grpo.engines.vllm_args import ADAPTER
+from megatron_grpo.engines.vllm.args import ADAPTER
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
 PROBE_INTERVAL = 1.0

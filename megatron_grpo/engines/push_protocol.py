@@ -112,7 +112,7 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
 
     For decode steps vLLM has the weight that projects latents up to keys and values once more, as
     two parameters: views of it, or, if it is quantised, copies that are made anew after each push
-    (`absorb_latents` in vllm_worker.py).
+    (`absorb_latents` in vllm/worker.py).
     """
     first: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in model.named_parameters():

@@ -30,7 +30,12 @@ from megatron_grpo.engines.joining import (
     serve_joined,
     settings_of,
 )
-from megatron_grpo.engines.vllm_args import (
+from megatron_grpo.engines.sglang.args import (
+    check_sglang_arguments,
+    sglang_command,
+    sglang_environment,
+)
+from megatron_grpo.engines.vllm.args import (
     CPU_HEAD_SIZES,
     CPU_LATENT_SIZE,
     NO_ADAPTERS,
@@ -86,8 +91,7 @@ class EngineServers:
         self.token = check_token(token) if rollout.base_urls else new_token()
         if rollout.base_urls:
             return
-        if rollout.engine == "vllm":
-            check_engine_arguments(rollout.vllm)
+        check_arguments(rollout)
         num_devices = num_gpus()
         devices = engine_devices(rollout, num_devices, num_ranks, os.environ)
         self.share_gpus = share_gpus(rollout, num_devices, num_ranks)
@@ -188,6 +192,14 @@ def _terminate(engine: EngineProcess) -> None:
         engine.process.terminate()
     else:
         engine.child.kill()
+
+
+def check_arguments(rollout: RolloutConfig) -> None:
+    """Raise ValueError if the engine is not installed, or lacks an argument that the config has."""
+    if rollout.engine == "vllm":
+        check_engine_arguments(rollout.vllm)
+    elif rollout.engine == "sglang":
+        check_sglang_arguments(rollout)
 
 
 def num_gpus() -> int:
@@ -297,8 +309,17 @@ def engine_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of one engine on `host`:`port`, or of one `node` of it."""
     environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
+    if rollout.engine == "sglang":
+        on_gpu = devices is not None
+        environment |= sglang_environment(rollout.tensor_parallel_size, on_gpu)
+        return sglang_command(model, rollout, host, port, on_gpu), environment
     if rollout.engine == "transformers":
-        command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers_server"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "megatron_grpo.engines.transformers.server",
+        ]
         command += [f"--model={model.path}", f"--dtype={model.dtype}"]
         command += [f"--host={host}", f"--port={port}"]
         if rollout.router_replay:
@@ -343,8 +364,7 @@ def serve(
             f"{rollout.engine_size_text}: nodes are counted from 0, and each has an equal part of "
             "the engine"
         )
-    if rollout.engine == "vllm":
-        check_engine_arguments(rollout.vllm)
+    check_arguments(rollout)
     model.check_folder()
     check_cpu_kernels(rollout.model_copy(update={"base_urls": ()}), read_shape(model.path))
     # vLLM takes the visible GPUs of a node for its workers there.

@@ -11,7 +11,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.layouts import engine_dims, shard_bytes
-from megatron_grpo.engines.vllm_args import check_adapters, engine_number
+from megatron_grpo.engines.vllm.args import check_adapters, engine_number
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.optimizer_bytes import page_locked

@@ -9,7 +9,7 @@ from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_sha
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.layouts import holdings, shard_bytes, worker_layouts
-from megatron_grpo.engines.vllm_args import check_adapters
+from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.card import ITEMSIZE, file_itemsizes, worker_itemsizes
 from megatron_grpo.policy.lora_targets import check_lora, first_adapter_senders, peft_tensors
 from parallel import Layout, Sender, all_shares, senders_by_worker

@@ -10,7 +10,7 @@ from checkpoint_convert.vllm import first_worker_layout
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.layouts import engine_dims
-from megatron_grpo.engines.vllm_args import engine_number
+from megatron_grpo.engines.vllm.args import engine_number
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.simulation import Loop, Mode

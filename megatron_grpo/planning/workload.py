@@ -10,7 +10,7 @@ from pathlib import Path
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.vllm_args import engine_number
+from megatron_grpo.engines.vllm.args import engine_number
 from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel, plan_microbatches

@@ -17,8 +17,8 @@ from megatron_grpo.batch.experience import Experience, compute_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.engines import NoServingEngine
 from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards import check_failed
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup

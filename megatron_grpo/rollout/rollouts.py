@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines import NoServingEngine, RolloutAborted
+from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
 from megatron_grpo.rollout.open_samples import may_be_saved

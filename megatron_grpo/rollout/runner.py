@@ -11,7 +11,8 @@ from typing import Protocol
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines import EngineError, Generation, NoServingEngine, RolloutAborted
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards import RewardError

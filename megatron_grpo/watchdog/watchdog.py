@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, Store
 
-from megatron_grpo.engines import RolloutAborted
+from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import (
     EXIT_PREEMPTED,

@@ -22,7 +22,7 @@ from helpers.worker_pushes import differing
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.push_protocol import own_parameters
 from megatron_grpo.engines.pushed import loaded_sums
-from megatron_grpo.engines.vllm_args import adapter_arguments
+from megatron_grpo.engines.vllm.args import adapter_arguments
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
 from megatron_grpo.timing import PhaseTimer
@@ -147,7 +147,7 @@ def begin_adapters(process: WorkerProcess, case: Case, cfg: Config) -> None:
 def compare_adapters(process: WorkerProcess, exported: Path) -> Held:
     from vllm.lora.request import LoRARequest
 
-    from megatron_grpo.engines.vllm_worker import adapter_buffers
+    from megatron_grpo.engines.vllm.worker import adapter_buffers
 
     worker, other = process.worker, process.other
     # A request for the adapter: vLLM must take what was pushed, and read no file.

@@ -15,9 +15,12 @@ from helpers.policies import start_policy, tiny_config
 from helpers.ranks import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines import EnginePool, EngineServers, RolloutClient, WorkerSums
+from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineError
+from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.push_protocol import WorkerSums
 from megatron_grpo.engines.pushed import sums_of_all_ranks
+from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.policy.model import Policy, weight_sender
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync

@@ -22,7 +22,7 @@ from helpers.worker_pushes import differing, padding_bytes
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.push_protocol import ABSORBED, own_parameters
 from megatron_grpo.engines.pushed import pushed_sender, pushed_weights
-from megatron_grpo.engines.vllm_args import quantizing_arguments
+from megatron_grpo.engines.vllm.args import quantizing_arguments
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
 from megatron_grpo.timing import PhaseTimer

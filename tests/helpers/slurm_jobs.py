@@ -104,7 +104,7 @@ class Submitted:
 
     def engines(self) -> list[psutil.Process]:
         """The running engine processes (transformers), ordered by address."""
-        return self.processes_of("megatron_grpo.engines.transformers_server")
+        return self.processes_of("megatron_grpo.engines.transformers.server")
 
     def processes_of(self, module: str) -> list[psutil.Process]:
         """The job's processes that run `module`, ordered by their arguments."""

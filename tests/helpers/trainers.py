@@ -20,7 +20,10 @@ from helpers.pushes import rollout_overrides
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines import EnginePool, EngineServers, Generation, RolloutClient
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from parallel import Layout, ParallelDims, Sender

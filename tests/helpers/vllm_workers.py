@@ -25,9 +25,8 @@ from torch.nn import Module
 from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.vllm import EngineDims
 from helpers.ranks import run_ranks
-from megatron_grpo.engines import WorkerSums
-from megatron_grpo.engines.push_protocol import check_reports, own_parameters
-from megatron_grpo.engines.vllm_args import (
+from megatron_grpo.engines.push_protocol import WorkerSums, check_reports, own_parameters
+from megatron_grpo.engines.vllm.args import (
     BACKEND,
     WORKER_EXTENSION,
     dequantizing_arguments,

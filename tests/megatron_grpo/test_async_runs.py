@@ -266,7 +266,7 @@ def test_when_rewards_fail_beside_the_training_the_step_is_logged_and_saved(
 def kill_an_engine() -> None:
     """In the thread of rank 0 that generates, one engine is killed once that has begun."""
     children = psutil.Process().children(recursive=True)
-    engines = [c for c in children if any("transformers_server" in a for a in c.cmdline())]
+    engines = [c for c in children if any("transformers.server" in a for a in c.cmdline())]
     os.kill(engines[0].pid, signal.SIGKILL)
 
 

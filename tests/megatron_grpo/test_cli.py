@@ -15,7 +15,7 @@ from helpers.pushes import client_of, push_folder
 from helpers.runs import TINY_CONFIG, finish_run
 from megatron_grpo.cli import app
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines import Generation
+from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.server import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE

@@ -15,9 +15,10 @@ from helpers.policies import start_policy, tiny_config
 from helpers.pushes import push_policy, push_whole, rollout_overrides
 from helpers.ranks import run_ranks
 from megatron_grpo.config.offload import Phase
-from megatron_grpo.engines import EnginePool, RolloutClient
 from megatron_grpo.engines import pool as pool_module
+from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineDown, EngineError
+from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.policy.model import weight_sender
 from megatron_grpo.policy.residency import Residency
 from megatron_grpo.timing import PhaseTimer

@@ -132,7 +132,7 @@ def test_an_engine_over_two_nodes_is_started_again_on_both(submit):
     """The engine has two GPUs, and each node has one."""
     run = submit("rollout.tensor_parallel_size=2", "train.num_steps=5000")
     run.await_step(2, seconds=240)
-    modules = ("vllm.entrypoints.openai.api_server", "megatron_grpo.engines.headless")
+    modules = ("vllm.entrypoints.openai.api_server", "megatron_grpo.engines.vllm.headless")
     before = [process for module in modules for process in run.processes_of(module)]
     assert [process.environ()["SLURMD_NODENAME"] for process in before] == run.job.nodes()
     before[1].kill()

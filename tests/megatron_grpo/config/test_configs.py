@@ -9,7 +9,7 @@ from checkpoint_convert.megatron import checkpoint_layout
 from helpers.published_models import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.file import load_config
-from megatron_grpo.engines.vllm_args import check_engine_arguments
+from megatron_grpo.engines.vllm.args import check_engine_arguments
 from megatron_grpo.launch.launch import check_engine_size
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.instantiate import build_rank, instantiate

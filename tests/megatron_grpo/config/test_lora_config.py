@@ -6,7 +6,7 @@ from checkpoint_convert import read_shape
 from helpers.models import tiny_model
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.lora import LoraConfig
-from megatron_grpo.engines.vllm_args import check_adapters
+from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.policy.lora_targets import check_lora, targets_of
 from tests.megatron_grpo.config.test_config import DEMO, refusal
 

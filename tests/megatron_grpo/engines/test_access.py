@@ -18,7 +18,7 @@ from helpers.pushes import client_of
 from helpers.runs import marked_processes, start_run
 from megatron_grpo.engines.access import TokenGuard, check_host, is_allowed
 from megatron_grpo.engines.http import EngineError
-from megatron_grpo.engines.transformers_server import ROUTES
+from megatron_grpo.engines.transformers.server import ROUTES
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 
 TOKEN = "0123456789abcdef"
@@ -286,7 +286,7 @@ def test_a_run_tells_its_token_to_its_engines_alone(
 def engine_tokens(process: psutil.Process) -> set[str]:
     """The token that `process` was started with, if it is an engine."""
     try:
-        is_engine = "megatron_grpo.engines.transformers_server" in process.cmdline()
+        is_engine = "megatron_grpo.engines.transformers.server" in process.cmdline()
         return {process.environ()[TOKEN_VARIABLE]} if is_engine else set()
     except psutil.Error:
         return set()

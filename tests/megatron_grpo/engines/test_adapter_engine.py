@@ -31,11 +31,13 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines import EnginePool, EngineServers, Generation, RolloutClient
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.joining import FOLDER, JoinedEngine, JoinFolder, settings_of
+from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.pushed import loaded_sums
-from megatron_grpo.engines.server import LOOPBACK, engine_command, reserve_port
+from megatron_grpo.engines.server import LOOPBACK, EngineServers, engine_command, reserve_port
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from megatron_grpo.workers.child_process import ChildProcess

@@ -23,9 +23,10 @@ from helpers.engines import (
     wait_until,
 )
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
-from megatron_grpo.engines import Generation, NoServingEngine
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.engine import COUNTS
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, joined
 from megatron_grpo.engines.pool import MAX_COMEBACKS
 from megatron_grpo.environments import EnvironmentsLost

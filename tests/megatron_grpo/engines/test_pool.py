@@ -23,12 +23,11 @@ from helpers.engines import Proxy, largest_logprob_error, random_prompts, runnin
 from helpers.trainers import Trainer, as_soon_as, trainer
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines import EngineServers, NoServingEngine, RolloutAborted
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.engine import Engine
-from megatron_grpo.engines.http import is_healthy
+from megatron_grpo.engines.http import NoServingEngine, RolloutAborted, is_healthy
 from megatron_grpo.engines.pool import MAX_COMEBACKS, EnginePool
-from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.engines.server import EngineServers, reserve_port
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.launch.run_dir import bearer, new_token
 from parallel.weight_transfer.local_channels import LocalChannel

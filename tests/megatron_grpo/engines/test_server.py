@@ -17,16 +17,16 @@ from helpers.ranks import shared_memory
 from helpers.runs import RUN_MARK, marked_processes
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines import EngineServers
 from megatron_grpo.engines.http import EngineError, EngineStale, NoServingEngine
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.engines.server import (
+    EngineServers,
     engine_command,
     engine_devices,
     engine_environment,
     share_gpus,
 )
-from megatron_grpo.engines.vllm_args import EngineNode
+from megatron_grpo.engines.vllm.args import EngineNode
 from megatron_grpo.workers.child_process import EngineProcess
 
 # A trainer that starts an engine, says when it is ready, and waits to be killed.
@@ -35,7 +35,7 @@ import sys
 from pathlib import Path
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines import EngineServers
+from megatron_grpo.engines.server import EngineServers
 model, engine, size, logs = sys.argv[1:]
 rollout = RolloutConfig(engine=engine, tensor_parallel_size=int(size), max_completion_length=8)
 servers = EngineServers(ModelConfig(path=model, dtype="float32"), rollout, Path(logs), None)

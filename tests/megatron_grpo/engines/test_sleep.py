@@ -18,7 +18,7 @@ from helpers.engines import (
 )
 from helpers.pushes import client_of, push_folder
 from helpers.trainers import trainer
-from megatron_grpo.engines import NoServingEngine
+from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.launch.run_dir import bearer
 
 

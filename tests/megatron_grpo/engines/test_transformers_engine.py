@@ -13,8 +13,8 @@ from helpers.engines import largest_logprob_error, random_prompts, running_engin
 from helpers.models import tiny_model
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines import transformers_engine as module
-from megatron_grpo.engines.transformers_engine import TransformersEngine, load_model
+from megatron_grpo.engines.transformers import engine as module
+from megatron_grpo.engines.transformers.engine import TransformersEngine, load_model
 
 
 @pytest.mark.parametrize(

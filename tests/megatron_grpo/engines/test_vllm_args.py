@@ -10,7 +10,7 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.quantized_model import quantized_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.vllm_args import (
+from megatron_grpo.engines.vllm.args import (
     CPU_HEAD_SIZES,
     CPU_LATENT_SIZE,
     RESERVED,

@@ -27,10 +27,9 @@ from helpers.trainers import as_soon_as, trainer
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, turn_seed
-from megatron_grpo.engines import NoServingEngine
 from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.engines.engine import PROBE_INTERVAL
-from megatron_grpo.engines.http import is_healthy
+from megatron_grpo.engines.http import NoServingEngine, is_healthy
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.environments.multi_turn import Dialogue, DialogueGeneration
 from megatron_grpo.environments.turns import Turns

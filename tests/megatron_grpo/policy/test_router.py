@@ -32,7 +32,7 @@ from megatron_grpo.batch.prepare import packed_minibatches
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import decode_choice
 from megatron_grpo.engines.generation import Generation
-from megatron_grpo.engines.transformers_engine import TransformersEngine
+from megatron_grpo.engines.transformers.engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.router import with_own_layers

@@ -13,8 +13,9 @@ from demo.make_sums import sums
 from helpers.models import tiny_model
 from helpers.policies import tiny_config
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines import Generation, NoServingEngine
 from megatron_grpo.engines.choice import Choice, Logprobs, Token
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.launch.run_dir import new_token
 from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
 from megatron_grpo.rollout.runner import RolloutRunner

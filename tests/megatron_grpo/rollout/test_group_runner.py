@@ -20,8 +20,8 @@ from megatron_grpo.checkpoints.trainer_state import (
     read_record,
     write_record,
 )
-from megatron_grpo.engines import RolloutAborted
 from megatron_grpo.engines.choice import CUT
+from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines import NoServingEngine, RolloutAborted
+from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards import RewardError

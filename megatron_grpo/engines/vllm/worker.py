@@ -35,15 +35,15 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from checkpoint_convert.quantization import SCHEMES
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engines.cpu_layers import compute_by_torch
 from megatron_grpo.engines.push_protocol import Json, PushState, own_parameters, parameter_table
-from megatron_grpo.engines.vllm_args import (
+from megatron_grpo.engines.vllm.args import (
     ADAPTER_ID,
     BACKEND,
     DEQUANTIZED,
     ENGINE_VARIABLE,
     QUANTIZED,
 )
+from megatron_grpo.engines.vllm.cpu_layers import compute_by_torch
 from megatron_grpo.launch.parent_death import die_with_parent
 from parallel.checksum import checksums
 from parallel.weight_transfer import TransferInitInfo, WeightReceiver
@@ -189,7 +189,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
     """Each worker receives its shard over its own channels, directly into its parameters.
 
     vLLM's layerwise reload is for layouts that change after loading; ours do not (see above, and
-    `moe_backend` in vllm_args.py).
+    `moe_backend` in vllm/args.py).
 
     Each worker records which push its weights belong to. The version that vLLM puts on samples is
     not enough: another process holds it, and it changes at another time.

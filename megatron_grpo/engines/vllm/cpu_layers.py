@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
 from vllm.model_executor.layers.fused_moe.oracle import fp8, int8
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from megatron_grpo.engines.cpu_matrices import multiply_by_torch, product
+from megatron_grpo.engines.vllm.cpu_matrices import multiply_by_torch, product
 
 
 def compute_by_torch() -> None:

@@ -1,9 +1,10 @@
-"""The engine behind `transformers_server`: generation and weight updates of one model."""
+"""The engine behind `server`: generation and weight updates of one model."""
 
 import base64
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engines.push_protocol import Json, PushState, parameter_table
-from megatron_grpo.engines.sampling import Completion, RouteRecorder, sample
+from megatron_grpo.engines.push_protocol import Json
+from megatron_grpo.engines.push_worker import PushWorker
+from megatron_grpo.engines.transformers.sampling import Completion, RouteRecorder, sample
 from parallel.checksum import checksums
-from parallel.weight_transfer import TransferInitInfo, WeightReceiver
 
 
 class Abandoned(Exception):
@@ -58,10 +59,37 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
 
 
+class ModelWorker(PushWorker):
+    """The weights of a model of transformers."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(0, model.device)
+        self.model = model
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters, and the buffers that files hold, named and shaped as in a folder.
+
+        In memory, transformers stacks experts and renames parameters. Most results are views of the
+        model's own parameters.
+        """
+        in_files = self.model.state_dict().keys()
+        tensors = {name: p.detach() for name, p in self.model.named_parameters()}
+        tensors |= {name: b for name, b in self.model.named_buffers() if name in in_files}
+        return revert_weight_conversion(self.model, tensors)
+
+    def take(self, received: dict[str, Tensor], sums: Mapping[str, int]) -> Mapping[str, int]:
+        """Copy what was received into the parameters that `tensors` has no view of."""
+        model = type(self.model).from_pretrained(
+            None, config=self.model.config, state_dict=received
+        )
+        self.model.load_state_dict(model.state_dict())
+        return checksums(self.tensors())
+
+
 class TransformersEngine:
     """A model and the version of its weights; computes one prompt at a time, none while paused.
 
-    The methods named in `transformers_server.ROUTES` take the body of a request and return the body
+    The methods named in `server.ROUTES` take the body of a request and return the body
     of the response.
     """
 
@@ -72,9 +100,7 @@ class TransformersEngine:
         self.model = load_model(folder, dtype).to(device).eval()
         self.recorder = RouteRecorder(self.model) if return_routed_experts else None
         self.weight_version = "default"
-        self.state = PushState()
-        self._receiver: WeightReceiver | None = None
-        self._received: dict[str, Tensor] = {}
+        self.worker = ModelWorker(self.model)
         self._requests: list[_Request] = []
         self._num_tokens = 0
         self._paused = False
@@ -107,71 +133,15 @@ class TransformersEngine:
 
     def init_weight_transfer_engine(self, body: Json) -> Json:
         """Open channels to all ranks that send to this engine, replacing earlier ones."""
-        self.state.use_channels(body["init_info"]["channels"])
-        with self._turn, self.state.keep_error():
-            if self._receiver is not None:
-                self._receiver.close()
-                self._receiver = None
-            self._received = self._stored_tensors()
-            self._receiver = WeightReceiver(
-                TransferInitInfo.from_json(body["init_info"]["transfer"]),
-                engine=body["init_info"]["engine"],
-                worker=0,
-                parameters=self._received,
-                device=self.model.device,
-            )
+        with self._turn:
+            self.worker.answer("open_channels", question="", **body["init_info"])
         return {}
 
     def answer_as_worker(self, body: Json) -> Json:
-        """Answer a method of `worker.PushWorker` (documented there) as this engine's one worker."""
-        arguments = body["kwargs"]
-        answer: Json = {"question": arguments["question"]}
-        match body["method"]:
-            case "describe_parameters":
-                answer["parameters"] = parameter_table(self._stored_tensors())
-            case "begin_push":
-                self.state.begin_push(arguments["push"], arguments["channels"])
-            case "receive_push":
-                self._receive(arguments["push"])
-            case "push_report":
-                answer |= self.state.push_report()
-            case "finish_push":
-                if arguments["push"] == self.state.push:
-                    self.state.finish_push()
-            case "hold_loaded":
-                self.state.hold_loaded()
-            case "held_push":
-                answer["push"] = self.state.held
-            case method:
-                raise ValueError(f"there is no method {method}")
-        return {"results": [answer]}
-
-    def _receive(self, push: str) -> None:
-        with self._turn:
-            if push != self.state.push or self._receiver is None:
-                return  # another push has begun, or there are no channels and the state says why
-            with self.state.keep_error():
-                self._receiver.receive_weights(self._received)
-                self._take_received()
-                self.state.mark_loaded(checksums(self._stored_tensors()))
-
-    def _stored_tensors(self) -> dict[str, Tensor]:
-        """The parameters, and the buffers that files hold, named and shaped as in a folder.
-
-        In memory, transformers stacks experts and renames parameters. Most results are views of the
-        model's own parameters.
-        """
-        in_files = self.model.state_dict().keys()
-        tensors = {name: p.detach() for name, p in self.model.named_parameters()}
-        tensors |= {name: b for name, b in self.model.named_buffers() if name in in_files}
-        return revert_weight_conversion(self.model, tensors)
-
-    def _take_received(self) -> None:
-        """Copy received tensors into the parameters that `_stored_tensors` has no view of."""
-        model = type(self.model).from_pretrained(
-            None, config=self.model.config, state_dict=self._received
-        )
-        self.model.load_state_dict(model.state_dict())
+        """Answer a call of `PushWorker` as this engine's one worker."""
+        method = body["method"]
+        with self._turn if method == "receive_push" else nullcontext():
+            return {"results": [self.worker.answer(method, **body["kwargs"])]}
 
     def update_weight_version(self, body: Json) -> Json:
         """Set the version that samples are labelled with."""

@@ -4,7 +4,7 @@ It is for machines without vLLM, and a reference for vLLM in the tests. The samp
 that wait at the same time are one batch, and prompts are processed one after the other: slow, but
 without any padding.
 
-    python -m megatron_grpo.engines.transformers_server --model FOLDER --host 127.0.0.1 --port 8000
+    python -m megatron_grpo.engines.transformers.server --model FOLDER --host 127.0.0.1 --port 8000
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch
 
 from megatron_grpo.engines.access import REFUSAL, is_allowed
 from megatron_grpo.engines.push_protocol import Json
-from megatron_grpo.engines.transformers_engine import Abandoned, TransformersEngine
+from megatron_grpo.engines.transformers.engine import Abandoned, TransformersEngine
 from megatron_grpo.launch.run_dir import check_token, take_token
 
 MAX_REFUSED_BYTES = 1 << 16

@@ -3,13 +3,10 @@
 Engines given by address must have been started in the same way.
 """
 
-import ast
-import difflib
 import importlib.util
-import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +19,7 @@ from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served,
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.arguments import check_names, command_flags, fields_of
 from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.lora_targets import targets_of
 
@@ -31,7 +29,7 @@ BACKEND = "megatron_grpo"
 DEQUANTIZED, QUANTIZED = "dequantized", "quantized_"
 """Our names in vLLM's registry of formats that weights are loaded from; a scheme's follows."""
 
-WORKER_EXTENSION = "megatron_grpo.engines.vllm_worker.PushWorker"
+WORKER_EXTENSION = "megatron_grpo.engines.vllm.worker.PushWorker"
 """Adds the methods that the client calls to vLLM's workers."""
 
 TOKEN_GUARD = "megatron_grpo.engines.access.TokenGuard"
@@ -137,11 +135,11 @@ def vllm_command(
     """
     # -P: files of the working directory must not be imported instead of vLLM's own.
     command = [sys.executable, "-P", "-m"]
-    flags = [f"--model={model.path}", *engine_flags(model, rollout, on_gpu, lora)]
+    flags = [f"--model={model.path}", *enginecommand_flags(model, rollout, on_gpu, lora)]
     if node.nnodes > 1:
-        flags += _flags(asdict(node))
+        flags += command_flags(asdict(node))
     if node.node_rank > 0:
-        return [*command, "megatron_grpo.engines.headless", "--headless", *flags]
+        return [*command, "megatron_grpo.engines.vllm.headless", "--headless", *flags]
     command += ["vllm.entrypoints.openai.api_server"]
     command += [f"--host={host}", f"--port={port}", "--disable-uvicorn-access-log"]
     command += [f"--middleware={TOKEN_GUARD}"]
@@ -150,7 +148,7 @@ def vllm_command(
     return [*command, *flags]
 
 
-def engine_flags(
+def enginecommand_flags(
     model: ModelConfig, rollout: RolloutConfig, on_gpu: bool, lora: LoraConfig = NO_ADAPTERS
 ) -> list[str]:
     """The flags that are the same on all nodes of an engine, but for the model's folder.
@@ -187,7 +185,7 @@ def engine_flags(
         arguments |= dequantizing_arguments(overrides, rollout.vllm)
     if lora.is_served:
         arguments |= adapter_arguments(model, lora, on_gpu)
-    return list(_flags(arguments | rollout.vllm))
+    return list(command_flags(arguments | rollout.vllm))
 
 
 def adapter_arguments(model: ModelConfig, lora: LoraConfig, on_gpu: bool) -> dict[str, Any]:
@@ -320,14 +318,7 @@ def vllm_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
 
 def check_engine_arguments(table: Mapping[str, Any]) -> None:
     """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know."""
-    for name in table:
-        if name in RESERVED:
-            raise ValueError(f"rollout.vllm.{name} cannot be set: {RESERVED[name]}")
-        known = engine_argument_names()
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            hint = f": did you mean {nearest[0]}?" if nearest else ": `vllm serve --help` has all"
-            raise ValueError(f"rollout.vllm.{name} is not an engine argument of vLLM{hint}")
+    check_names("vllm", table, RESERVED, engine_argument_names, "`vllm serve --help` has all")
 
 
 def engine_number(table: Mapping[str, Any], name: str) -> int | None:
@@ -364,34 +355,7 @@ def engine_argument_names() -> frozenset[str]:
             "rollout.engine=transformers"
         )
     source = Path(spec.origin).parent / "engine" / "arg_utils.py"
-    classes = [
-        node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)
-    ]
-    fields = [node for cls in classes if cls.name in ENGINE_CLASSES for node in cls.body]
-    names = {
-        field.target.id
-        for field in fields
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
-    return frozenset(name for name in names if not name.startswith("_"))
+    return fields_of(source, ENGINE_CLASSES)
 
 
 ENGINE_CLASSES = ("EngineArgs", "AsyncEngineArgs")
-
-
-def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in arguments.items():
-        flag = "--" + name.replace("_", "-")
-        match value:
-            case None:
-                continue
-            case True:
-                yield flag
-            case False:
-                yield flag.replace("--", "--no-", 1)
-            case list():
-                yield from [flag, *map(str, value)]
-            case dict():
-                yield f"{flag}={json.dumps(value)}"
-            case _:
-                yield f"{flag}={value}"

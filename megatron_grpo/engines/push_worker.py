@@ -1,0 +1,82 @@
+"""A worker of an engine as pushes of weights see it, for engines that are not vLLM's.
+
+vLLM has classes of its own for that, which vllm/worker.py fills in with the same methods.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.engines.push_protocol import Json, PushState, parameter_table
+from parallel.weight_transfer import TransferInitInfo, WeightReceiver
+
+
+class PushWorker(ABC):
+    """Receives its shard of the weights over channels of its own, directly into its tensors.
+
+    A failure is kept in the state, for the client to read: the other workers do not wait for it.
+    """
+
+    def __init__(self, number: int, device: torch.device) -> None:
+        self.number, self.device = number, device
+        self.state = PushState()
+        self._receiver: WeightReceiver | None = None
+        self._received: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What a push fills, by name."""
+
+    def take(self, received: dict[str, Tensor], sums: Mapping[str, int]) -> Mapping[str, int]:
+        """Use what a push has filled; returns the checksums of what is used from now on."""
+        return sums
+
+    def answer(self, method: str, question: str, **arguments: Any) -> Json:
+        """The answer to a call of the client: plain data that repeats `question`."""
+        called = getattr(self, f"_{method}")
+        return {"question": question, **(called(**arguments) or {})}
+
+    def _open_channels(self, transfer: Json, engine: int, channels: str) -> None:
+        """Open channels to all ranks that send to this worker, replacing earlier ones."""
+        self.state.use_channels(channels)
+        with self.state.keep_error():
+            if self._receiver is not None:
+                self._receiver.close()
+                self._receiver = None
+            self._received = self.tensors()
+            self._receiver = WeightReceiver(
+                TransferInitInfo.from_json(transfer),
+                engine=engine,
+                worker=self.number,
+                parameters=self._received,
+                device=self.device,
+            )
+
+    def _describe_parameters(self) -> Json:
+        return {"parameters": parameter_table(self.tensors())}
+
+    def _begin_push(self, push: str, channels: str) -> None:
+        self.state.begin_push(push, channels)
+
+    def _receive_push(self, push: str) -> None:
+        if push != self.state.push or self._receiver is None:
+            return  # another push has begun, or there are no channels and the state says why
+        with self.state.keep_error():
+            sums = self._receiver.receive_weights(self._received)
+            self.state.mark_loaded(self.take(self._received, sums))
+
+    def _push_report(self) -> Json:
+        return self.state.push_report()
+
+    def _finish_push(self, push: str) -> None:
+        if push == self.state.push:
+            self.state.finish_push()
+
+    def _hold_loaded(self) -> None:
+        self.state.hold_loaded()
+
+    def _held_push(self) -> Json:
+        return {"push": self.state.held}

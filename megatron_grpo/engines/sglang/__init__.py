@@ -1,0 +1,1 @@
+"""SGLang as a rollout engine: its command line, its routes, and our code inside its processes."""

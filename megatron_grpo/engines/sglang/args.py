@@ -1,0 +1,146 @@
+"""How an SGLang engine is started: its command line and environment."""
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.arguments import check_names, command_flags, fields_of
+
+SERVER = "megatron_grpo.engines.sglang.server"
+
+_PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
+_SPANNING = "an engine of SGLang runs on one host"
+_MOVED = "experts would move between workers, but weights are pushed to fixed ones"
+RESERVED = {
+    "model_path": "set model.path",
+    "tokenizer_path": "engines and trainer use the one in model.path",
+    "tokenizer_mode": "engines and trainer use the one in model.path",
+    "skip_tokenizer_init": "the trainer asks for the text of completions, too",
+    "skip_server_warmup": "its request would lack the token",
+    "json_model_override_args": "the trainer follows config.json in model.path",
+    "dtype": "set model.dtype",
+    "quantization": "engines of SGLang take weights in model.dtype",
+    "host": "engines of a run listen on the loopback interface; see `megatron-grpo serve --help`",
+    "port": "the run chooses a free one; see `megatron-grpo serve --help`",
+    "device": "that of the machine",
+    "tp_size": "set rollout.tensor_parallel_size",
+    "pp_size": _PUSHED,
+    "dp_size": _PUSHED,
+    "ep_size": _PUSHED,
+    "enable_dp_attention": _PUSHED,
+    "moe_dense_tp_size": _PUSHED,
+    "nnodes": _SPANNING,
+    "node_rank": _SPANNING,
+    "dist_init_addr": _SPANNING,
+    "api_key": "every route requires MEGATRON_GRPO_TOKEN",
+    "admin_api_key": "every route requires MEGATRON_GRPO_TOKEN",
+    "weight_version": "it tells which push sampled a token",
+    "custom_weight_loader": "weights are received over this project's own channels",
+    "tokenizer_worker_num": "one process holds requests back during a push",
+    "enable_eplb": _MOVED,
+    "ep_num_redundant_experts": _MOVED,
+    "init_expert_location": _MOVED,
+    "moe_runner_backend": "other backends reorder expert weights: pushed ones would not fit",
+    "enable_lora": "set lora.sync=merged",
+    "enable_memory_saver": "rollout.enable_sleep_mode needs rollout.engine=vllm",
+    "enable_return_routed_experts": "rollout.router_replay needs rollout.engine=vllm",
+    "speculative_algorithm": "the weights of a draft model are not pushed",
+    "enable_hierarchical_cache": "keys and values outside the cache would outlive a push",
+    "enable_custom_logit_processor": "the trainer would not know how it changes the distribution",
+    "enable_priority_scheduling": "priorities keep batches in order",
+    "schedule_low_priority_values_first": "priorities keep batches in order",
+    "sampling_defaults": "sampling follows rollout.temperature, not the model's own defaults",
+}
+"""Arguments that a config cannot set, and why."""
+
+
+def sglang_command(
+    model: ModelConfig, rollout: RolloutConfig, host: str, port: int, on_gpu: bool
+) -> list[str]:
+    """The command of an engine on `host`:`port`."""
+    arguments: dict[str, Any] = {
+        "model_path": model.path,
+        "host": host,
+        "port": port,
+        "dtype": model.dtype,
+        "tp_size": rollout.tensor_parallel_size,
+        "sampling_defaults": "openai",
+        "skip_server_warmup": True,
+        "enable_priority_scheduling": True,
+        "schedule_low_priority_values_first": True,
+        "log_level_http": "warning",
+    }
+    # -P: files of the working directory must not be imported instead of SGLang's own.
+    command = [str(rollout.python or sys.executable), "-P", "-m", SERVER]
+    return [*command, *command_flags(arguments | _of_platform(on_gpu) | rollout.sglang)]
+
+
+def _of_platform(on_gpu: bool) -> dict[str, Any]:
+    if on_gpu:
+        return {
+            # Keeps weights of experts as they were loaded, which those that are pushed later need.
+            "moe_runner_backend": "triton",
+            # The trainer does not round logits to 16 bits either.
+            "enable_fp32_lm_head": True,
+        }
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",  # the others need kernels that no package brings
+        "max_total_tokens": 1 << 16,  # the default is a share of the machine's memory
+        "sleep_on_idle": True,  # or its scheduler spins
+    }
+
+
+def sglang_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
+    """Variables that an engine needs in addition to the user's environment."""
+    environment = {
+        # /health would generate a token, which a paused engine does not.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # How many tokens of a request are told at once: the trainer sees from these that an engine
+        # makes progress.
+        "SGLANG_FORCE_STREAM_INTERVAL": "10",
+        "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
+    }
+    if on_gpu:
+        return environment
+    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    if num_workers > 1:  # or it wants a NUMA node for each
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(num_workers)))
+    return environment
+
+
+def check_sglang_arguments(rollout: RolloutConfig) -> None:
+    """Raise ValueError for a name in `rollout.sglang` that is reserved or that SGLang lacks."""
+
+    def known() -> frozenset[str]:
+        return sglang_argument_names(str(rollout.python or sys.executable))
+
+    known()  # also without any name: it says if SGLang is missing
+    help_text = "`python -m sglang.launch_server --help` has all"
+    check_names("sglang", rollout.sglang, RESERVED, known, help_text)
+
+
+@cache
+def sglang_argument_names(python: str) -> frozenset[str]:
+    """The fields of SGLang's ServerArgs, as installed for the interpreter `python`.
+
+    Raises ValueError when it is not.
+    """
+    find = (
+        "from importlib.util import find_spec as f; s = f('sglang'); print(s.origin if s else '')"
+    )
+    try:
+        found = subprocess.run([python, "-c", find], capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        raise ValueError(f"rollout.python {python} is not a Python interpreter: {error}") from None
+    folder = Path(found.stdout.strip()).parent / "srt" / "arg_groups" / "fields"
+    if not found.stdout.strip() or not folder.is_dir():
+        raise ValueError(
+            f"SGLang 0.5.23 is not installed for {python}: run `make setup-sglang` and set "
+            "rollout.python=.venv-sglang/bin/python"
+        )
+    return frozenset().union(*map(fields_of, folder.glob("*.py")))

@@ -1,0 +1,225 @@
+"""An SGLang engine that answers the routes of vLLM which the trainer's client asks for.
+
+    MEGATRON_GRPO_TOKEN=... python -m megatron_grpo.engines.sglang.server --model-path FOLDER ...
+
+takes SGLang's own arguments. SGLang's own routes are there as well, all behind the token.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.io_struct import (
+    CheckWeightsReqInput,
+    ContinueGenerationReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+)
+from sglang.srt.server_args import prepare_server_args
+
+from megatron_grpo.engines.access import TokenGuard
+from megatron_grpo.engines.push_protocol import Json
+from megatron_grpo.engines.sglang.worker import call_of, run_scheduler_process
+
+ABORTED: Json = {
+    "token_ids": [],
+    "logprobs": {"content": []},
+    "finish_reason": "abort",
+    "text": "",
+    "weight_versions": [],
+}
+"""The completion of a request that was given up before SGLang had it."""
+
+router = APIRouter()
+
+
+class Gate:
+    """Holds requests back while the engine is paused, and counts them."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        """Accepted and not answered."""
+        self.num_answered = self.num_generated = 0
+        """Requests answered since the start, and their tokens."""
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._cuts = 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[bool]:
+        """Wait until the gate is open; yields False if the request was given up meanwhile."""
+        self.num_requests += 1
+        cuts = self._cuts
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._opened.is_set() or self._cuts > cuts)
+            yield self._cuts == cuts
+        finally:
+            self.num_requests -= 1
+
+    async def close(self, cut: bool) -> None:
+        """Hold requests back from now on; with `cut`, give up those that wait."""
+        self._opened.clear()
+        async with self._changed:
+            self._cuts += cut
+            self._changed.notify_all()
+
+    async def open(self) -> None:
+        """Let all pass."""
+        self._opened.set()
+        async with self._changed:
+            self._changed.notify_all()
+
+
+gate = Gate()
+
+
+def manager() -> Any:
+    """SGLang's `TokenizerManager`, which has the requests of this process."""
+    return http_server._global_state.tokenizer_manager
+
+
+@router.post("/inference/v1/generate")
+async def generate(request: Request) -> Json:
+    """A completion of `token_ids`."""
+    body = await request.json()
+    async with gate.admitted() as is_wanted:
+        if not is_wanted:
+            return {"choices": [ABORTED]}
+        answers = manager().generate_request(sglang_request(body), request)
+        choice = choice_of(await anext(answers))
+    gate.num_answered += 1
+    gate.num_generated += len(choice["token_ids"])
+    return {"choices": [choice]}
+
+
+def sglang_request(body: Json) -> GenerateReqInput:
+    """A request to vLLM's route as one to SGLang's /generate."""
+    params = body["sampling_params"]
+    return GenerateReqInput(
+        input_ids=body["token_ids"],
+        sampling_params={
+            "max_new_tokens": params["max_tokens"],
+            "temperature": params["temperature"],
+            "top_p": params["top_p"],
+            "top_k": params["top_k"],
+            "stop_token_ids": params["stop_token_ids"],
+            "stop": params["stop"],
+            "no_stop_trim": params["include_stop_str_in_output"],
+            "sampling_seed": params["seed"] % 2**31,  # followed by its deterministic inference
+        },
+        return_logprob=True,
+        logprob_start_len=-1,
+        priority=body["priority"],
+    )
+
+
+def choice_of(answer: Json) -> Json:
+    """SGLang's answer as vLLM's."""
+    meta = answer["meta_info"]
+    return {
+        "token_ids": answer["output_ids"],
+        "logprobs": {
+            "content": [{"logprob": logprob} for logprob, *_ in meta["output_token_logprobs"]]
+        },
+        "finish_reason": meta["finish_reason"]["type"],
+        "text": answer["text"],
+        "weight_versions": meta.get("weight_versions")
+        or [
+            {"version": meta["weight_version"], "start": 0, "end": len(answer["output_ids"])},
+        ],
+    }
+
+
+@router.get("/load")
+async def load() -> Json:
+    """Number of requests accepted but not answered."""
+    return {"server_load": gate.num_requests}
+
+
+@router.get("/metrics")
+async def metrics() -> Response:
+    """The counts that the client reads, in the format of Prometheus."""
+    begun = [len(state.output_ids) for state in manager().rid_to_state.values()]
+    num_started = sum(count > 0 for count in begun)
+    counts = {
+        "generation_tokens_total": gate.num_generated + sum(begun),
+        "time_to_first_token_seconds_count": gate.num_answered + num_started,
+        "num_requests_waiting": gate.num_requests - num_started,
+    }
+    return Response("".join(f"vllm:{name} {count}\n" for name, count in counts.items()))
+
+
+@router.post("/pause")
+async def pause(mode: str) -> Json:
+    """Hold requests back; with mode `abort`, answer those that run with what they have."""
+    await gate.close(cut=mode == "abort")
+    if mode == "abort":
+        manager().abort_request(abort_all=True)
+    else:
+        await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
+    return {}
+
+
+@router.post("/resume")
+async def resume() -> Json:
+    """Let requests run."""
+    await manager().continue_generation(ContinueGenerationReqInput())
+    await gate.open()
+    return {}
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache() -> Json:
+    """Drop keys and values of the weights so far."""
+    return {"success": (await manager().flush_cache()).success}
+
+
+@router.post("/wake_up")
+async def wake_up() -> Json:
+    """Nothing to do: it never sleeps."""
+    return {}
+
+
+@router.post("/init_weight_transfer_engine")
+async def init_weight_transfer_engine(request: Request) -> Json:
+    """Let the workers open channels to all ranks that send to this engine."""
+    info = (await request.json())["init_info"]
+    await ask_workers("open_channels", {"question": "", **info})
+    return {}
+
+
+@router.post("/collective_rpc")
+async def collective_rpc(request: Request) -> Json:
+    """Call a method of `PushWorker` in every worker; their answers in rank order."""
+    body = await request.json()
+    return {"results": await ask_workers(body["method"], body["kwargs"])}
+
+
+async def ask_workers(method: str, arguments: Json) -> list[Json]:
+    """The answers of all workers."""
+    call = CheckWeightsReqInput(action=call_of(method, arguments))
+    succeeded, answers, *_ = await manager().check_weights(call)
+    if not succeeded:
+        raise RuntimeError(f"{method}: {answers}")
+    found: list[Json] = json.loads(answers)
+    return found
+
+
+def main() -> None:
+    """Serve until killed. The token comes by the environment."""
+    http_server.app.include_router(router)
+    http_server.app.add_middleware(TokenGuard)
+    http_server.launch_server(
+        prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler_process
+    )
+
+
+if __name__ == "__main__":
+    main()

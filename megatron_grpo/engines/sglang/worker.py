@@ -1,0 +1,84 @@
+"""Our code inside the process of an SGLang worker, which SGLang calls a scheduler.
+
+Its route /weights_checker passes a request on to all workers and takes an answer of each: the one
+way into them that brings data back. So the client's calls travel as actions of that route.
+"""
+
+import json
+from typing import Any
+
+import torch.distributed as dist
+from sglang.srt.managers import scheduler
+from sglang.srt.managers.io_struct import CheckWeightsReqInput, CheckWeightsReqOutput
+from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from torch import Tensor
+
+from megatron_grpo.engines.push_protocol import Json, own_parameters
+from megatron_grpo.engines.push_worker import PushWorker
+
+CALL = "megatron_grpo "
+"""How the action of a request starts that is a call of ours; its method and arguments follow."""
+
+
+def call_of(method: str, arguments: Json) -> str:
+    """The action that calls a method of `PushWorker` in every worker."""
+    return CALL + json.dumps([method, arguments])
+
+
+class SchedulerWorker(PushWorker):
+    """The weights of a worker of SGLang."""
+
+    def __init__(self, manager: SchedulerWeightUpdaterManager) -> None:
+        self.runner = manager.tp_worker.model_runner
+        group = manager.tp_cpu_group
+        super().__init__(dist.get_rank(group), next(self.runner.model.parameters()).device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters of its part of the model."""
+        return own_parameters(self.runner.model)
+
+    def _receive_push(self, push: str) -> None:
+        """As for any engine, between what SGLang does before and after weights change: layers that
+        rearrange theirs, or make others of them, do so anew."""
+        self.runner.weight_updater.begin_weight_update()
+        super()._receive_push(push)
+        self.runner.weight_updater.end_weight_update(run_post_load=True)
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """SGLang's function of that name, in which workers answer our calls."""
+    check_weights = SchedulerWeightUpdaterManager.check_weights
+    workers: list[SchedulerWorker] = []  # the one of this process, from the first call on
+
+    def answer(
+        self: SchedulerWeightUpdaterManager, request: CheckWeightsReqInput
+    ) -> CheckWeightsReqOutput:
+        if not request.action.startswith(CALL):
+            return check_weights(self, request)
+        method, arguments = json.loads(request.action.removeprefix(CALL))
+        if not workers:
+            workers.append(SchedulerWorker(self))
+        own = workers[0].answer(method, **arguments)
+        answers: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
+        dist.all_gather_object(answers, own, group=self.tp_cpu_group)
+        return CheckWeightsReqOutput(success=True, message=json.dumps(answers))
+
+    SchedulerWeightUpdaterManager.check_weights = answer
+    Req._check_token_based_finish = ends_at_stop_token
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def ends_at_stop_token(self: Req, new_accepted_tokens: list[int]) -> bool:
+    """Whether one of these tokens ends the completion: one that the request names.
+
+    SGLang would also end it at tokens that only the tokenizer knows as ends, at which the trainer
+    goes on.
+    """
+    stops = self.sampling_params.stop_token_ids or ()
+    for number, token_id in enumerate(new_accepted_tokens):
+        if token_id in stops:
+            self.finished_reason = FINISH_MATCHED_TOKEN(matched=token_id)
+            self.finished_len = len(self.output_ids) - len(new_accepted_tokens) + number + 1
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""A minimal rollout engine on top of `transformers`, for machines without vLLM and for tests."""
