@@ -7,6 +7,7 @@ ARGS ?=
 
 VENV := .venv
 OLDER := .venv-3.11
+SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 # TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run concurrently with the
 # rest. FAST ones start no engine, but for the golden runs.
@@ -24,10 +25,12 @@ MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_t
 	planning/test_instantiate.py) \
 	$(addprefix tests/megatron_grpo/policy/,test_export.py test_fields.py test_lora.py test_mla.py test_model.py test_moe.py \
 	test_optimizer.py test_packed_params.py test_skipped_steps.py test_stage_messages.py test_transformer.py)
+ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_client.py engines/test_in_flight.py \
+	engines/test_push.py test_train.py)
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm test-view test-trackers check bench bench-async bench-convert bench-reshard bench-peers mutants
+.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
@@ -42,6 +45,17 @@ $(STAMP): requirements/torch.txt requirements/lock.txt pyproject.toml $(wildcard
 	$(PIP) install -c requirements/lock.txt -r requirements/torch.txt
 	$(PIP) install --no-deps -r requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+# SGLang, in an environment of its own: some minutes more.
+setup-sglang: $(SGLANG)/setup.stamp
+
+$(SGLANG)/setup.stamp: requirements/torch.txt requirements/sglang.txt $(wildcard requirements/sgl_kernel/*/*.py) | setup
+	@requirements/make_venv.sh $(SGLANG) $(PYTHON)
+	$(SGLANG)/bin/python -m pip install --quiet 'pip>=25.1'
+	$(SGLANG)/bin/python -m pip install -c requirements/sglang.txt -r requirements/torch.txt
+	$(SGLANG)/bin/python -m pip install --no-deps -r requirements/sglang.txt
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps --no-build-isolation requirements/sgl_kernel -e .
 	touch $@
 
 demo-data: setup
@@ -104,6 +118,10 @@ test-slurm: setup
 test-view: setup
 	@command -v chromium >/dev/null || { echo "make test-view needs chromium: apt-get install chromium"; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/viewer_browser
+
+# Rollouts by SGLang: its own tests, and those of engines in general.
+test-sglang: setup setup-sglang
+	OMP_NUM_THREADS=1 $(BIN)/pytest --engine sglang $(ENGINES)
 
 # trackio and swanlab: their own pins exclude versions of lock.txt, so they lie apart from it.
 test-trackers: setup

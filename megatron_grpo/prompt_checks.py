@@ -12,7 +12,7 @@ from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.engines.vllm.args import engine_number
+from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.environments.turns import Turns, end_of_turn
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
@@ -137,21 +137,22 @@ def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
 
 
 def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout: str) -> None:
-    """The longest prompt with the longest completion must fit into vLLM's `max_model_len`.
+    """The longest prompt with the longest completion must fit into the engine's context.
 
     vLLM would end completions there, which would look as if they had reached their own limit; and
     it would refuse a longer prompt only when a generation first draws it. `data` and `rollout` name
     the config tables that have the limits.
     """
-    limit = engine_number(cfg.rollout.vllm, "max_model_len")
+    context = PLANNED[cfg.rollout.engine].context
+    limit = engine_number(cfg.rollout, context)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     length = longest + cfg.rollout.max_completion_length
     if limit is not None and limit < length:
         raise ValueError(
             f"{data}: a prompt of {longest} tokens and {rollout}.max_completion_length "
-            f"{cfg.rollout.max_completion_length} do not fit into rollout.vllm.max_model_len "
-            f"{limit}: set that to at least {length}, or lower one of them "
-            f"({data}.max_prompt_length)"
+            f"{cfg.rollout.max_completion_length} do not fit into "
+            f"rollout.{cfg.rollout.engine}.{context} {limit}: set that to at least {length}, or "
+            f"lower one of them ({data}.max_prompt_length)"
         )
 
 

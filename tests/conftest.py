@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from helpers.engines import running_engine, served_model
+from helpers.engines import SGLANG_PYTHON, running_engine, served_model
 from helpers.in_flight_runs import make_in_flight_runs
 from helpers.jobs import NUM_RANKS, make_runs
 from helpers.ranks import CONTEXT
@@ -16,8 +16,12 @@ settings.register_profile("loaded", deadline=None, suppress_health_check=[Health
 settings.load_profile("loaded")
 
 
-LONG = {"vllm_engine", "transformers_engine", "engine"}
+LONG = {"live_engine", "transformers_engine", "engine"}
 """Fixtures of tests that take long."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--engine", choices=["vllm", "sglang"], default="vllm", help="which is tested")
 
 
 def pytest_collection_modifyitems(items):
@@ -61,21 +65,37 @@ def tied_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def vllm_engine(tied_model, tmp_path_factory):
-    """A vLLM engine of `tied_model`; a test must push weights before it generates."""
-    with running_engine("vllm", tied_model, tmp_path_factory.mktemp("vllm-logs")) as engine:
+def engine_kind(request):
+    """Which engine `running_engine` starts, and where it is installed."""
+    name = request.config.getoption("--engine")
+    return {"engine": name, "python": SGLANG_PYTHON if name == "sglang" else None}
+
+
+@pytest.fixture(scope="session")
+def live_engine(engine_kind, tied_model, tmp_path_factory):
+    """An engine of `tied_model`: vLLM's, or another with `--engine`; a test must push weights
+    before it generates."""
+    logs = tmp_path_factory.mktemp("engine-logs")
+    with running_engine(folder=tied_model, log_dir=logs, **engine_kind) as engine:
         yield engine
+
+
+@pytest.fixture
+def seeds(engine_kind):
+    """For tests of what the seed of a request decides."""
+    if engine_kind["engine"] == "sglang":
+        pytest.skip("SGLang follows seeds on GPUs only, with enable_deterministic_inference")
 
 
 @pytest.fixture(scope="session")
 def transformers_engine(tied_model, tmp_path_factory):
-    """Like `vllm_engine`, with the transformers server."""
+    """An engine of `tied_model` on transformers; weights must be pushed first."""
     logs = tmp_path_factory.mktemp("transformers-logs")
     with running_engine("transformers", tied_model, logs) as engine:
         yield engine
 
 
-@pytest.fixture(params=["vllm_engine", "transformers_engine"])
+@pytest.fixture(params=["live_engine", "transformers_engine"])
 def engine(request, tied_model):
     """Each of the two engines in turn, with the weights of `tied_model`."""
     engine = request.getfixturevalue(request.param)
@@ -84,15 +104,15 @@ def engine(request, tied_model):
 
 
 @pytest.fixture(scope="session")
-def runs(tied_model, vllm_engine, tmp_path_factory):
+def runs(tied_model, live_engine, tmp_path_factory):
     """Starts runs of one config, for tests that break them."""
-    return make_runs(tied_model, vllm_engine, tmp_path_factory.mktemp("runs"))
+    return make_runs(tied_model, live_engine, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")
-def in_flight_runs(tied_model, vllm_engine, tmp_path_factory):
+def in_flight_runs(tied_model, live_engine, tmp_path_factory):
     """Starts runs whose completions go on through pushes of weights."""
-    return make_in_flight_runs(tied_model, vllm_engine, tmp_path_factory.mktemp("in_flight"))
+    return make_in_flight_runs(tied_model, live_engine, tmp_path_factory.mktemp("in_flight"))
 
 
 @pytest.fixture(scope="session")

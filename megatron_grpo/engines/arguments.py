@@ -1,11 +1,18 @@
-"""What a config passes on to an engine: names that the engine knows, as flags of a command."""
+"""What a config passes on to an engine: names that the engine knows, as flags of a command.
+
+And which of them a plan depends on, as each engine calls them.
+"""
 
 import ast
 import difflib
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_grpo.config.rollout import RolloutConfig
 
 
 def check_names(
@@ -62,3 +69,52 @@ def command_flags(arguments: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{flag}={json.dumps(value)}"
             case _:
                 yield f"{flag}={value}"
+
+
+@dataclass(frozen=True)
+class PlannedArguments:
+    """How an engine calls the arguments that a plan depends on."""
+
+    memory_fraction: str
+    """Fraction of a card for weights and cache."""
+    default_fraction: float
+    context: str
+    """Most tokens of a sequence."""
+    max_sequences: str
+    """Most completions at once."""
+
+
+PLANNED = {
+    "vllm": PlannedArguments("gpu_memory_utilization", 0.92, "max_model_len", "max_num_seqs"),
+    # SGLang's default depends on the card: 0.8 to 0.9 of one of 80 GB.
+    "sglang": PlannedArguments(
+        "mem_fraction_static", 0.85, "context_length", "max_running_requests"
+    ),
+}
+PLANNED["transformers"] = PLANNED["vllm"]
+
+
+def engine_table(rollout: RolloutConfig) -> Mapping[str, Any]:
+    """The arguments that a config passes on to its engine."""
+    return {"vllm": rollout.vllm, "sglang": rollout.sglang}.get(rollout.engine, {})
+
+
+def engine_number(rollout: RolloutConfig, name: str) -> int | None:
+    """The number that a config sets for an argument of its engine, parsed as on vLLM's command line
+    (25.6k, 2M).
+
+    Lower-case suffixes are powers of 1,000, upper-case ones of 1,024. None if the engine is
+    left to decide (unset, auto or -1). Raises ValueError for another value.
+    """
+    words = str(engine_table(rollout).get(name)).strip()
+    if words.lower() in ("none", "auto", "-1"):
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", words)
+    if found is None or ("." in found[1] and not found[2].islower()):
+        raise ValueError(
+            f"rollout.{rollout.engine}.{name} {words} is not a number: use one such as 4096, or "
+            "one with a suffix such as 4K"
+        )
+    number, letter = found.groups()
+    base = 1000 if letter.islower() else 1024
+    return int(float(number) * base ** (" kmgt".index(letter.lower()) if letter else 0))

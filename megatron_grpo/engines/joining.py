@@ -25,13 +25,14 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.arguments import engine_table
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.launch.run_dir import make_folder
 from megatron_grpo.workers.child_process import ChildProcess
 
 FOLDER, JOINED, LEAVING = "engines", ".json", ".leaving"
-OF_EACH_HOST = ("gpu_memory_utilization",)
-"""Fields of `rollout.vllm` in which engines of one run may differ."""
+OF_EACH_HOST = ("gpu_memory_utilization", "mem_fraction_static")
+"""Arguments in which engines of one run may differ."""
 LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 1.0
 TOUCH_SECONDS = 30.0
@@ -52,7 +53,8 @@ def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) ->
     The shapes and dtypes of their weights are compared as well, before a push.
     """
     shape = (model.path / "config.json").read_bytes()
-    vllm = {name: value for name, value in rollout.vllm.items() if name not in OF_EACH_HOST}
+    table = engine_table(rollout).items()
+    arguments = {name: value for name, value in table if name not in OF_EACH_HOST}
     settings = {
         "sha256 of model.path/config.json": hashlib.sha256(shape).hexdigest(),
         "model.dtype": model.dtype,
@@ -61,7 +63,7 @@ def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) ->
         "rollout.data_parallel_size": rollout.data_parallel_size,
         "rollout.router_replay": rollout.router_replay,
         "rollout.quantization": rollout.quantization,
-        "rollout.vllm": vllm,
+        f"rollout.{rollout.engine}": arguments,
         "lora": lora.model_dump(mode="json") if lora.is_served else None,
     }
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))

@@ -8,6 +8,7 @@ from checkpoint_convert import ModelShape, hf_tensors
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.megatron import hf_dtypes
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
+from checkpoint_convert.sglang import sglang_dtypes, sglang_layouts
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from checkpoint_convert.vllm_lora import adapter_layouts
 from checkpoint_convert.vllm_quantized import (
@@ -89,6 +90,8 @@ def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
     """The layout of each worker of an engine, in rank order; the same for all engines."""
     if rollout.engine == "transformers":
         return [Layout.of_whole_tensors(hf_tensors(shape))]
+    if rollout.engine == "sglang":
+        return sglang_layouts(shape, engine_dims(rollout))
     return engine_layouts(shape, engine_dims(rollout))
 
 
@@ -96,6 +99,8 @@ def worker_dtypes(shape: ModelShape, rollout: RolloutConfig, dtype: str) -> dict
     """The dtype of every parameter of the workers, by name, in engines of `dtype`."""
     if rollout.engine == "transformers":
         return hf_dtypes(shape, dtype, "float32")
+    if rollout.engine == "sglang":
+        return sglang_dtypes(shape, dtype)
     return engine_dtypes(shape, dtype)
 
 

@@ -22,6 +22,7 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.access import check_host
+from megatron_grpo.engines.arguments import PLANNED, engine_table
 from megatron_grpo.engines.http import EngineError, is_healthy
 from megatron_grpo.engines.joining import (
     FOLDER,
@@ -253,6 +254,7 @@ def engine_devices(
     not told how much of a shared GPU it may take.
     """
     size, num_engines = rollout.gpus_per_engine, rollout.num_engines
+    fraction = PLANNED[rollout.engine].memory_fraction
     if num_devices == 0:
         return [None] * num_engines
     visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
@@ -265,12 +267,12 @@ def engine_devices(
             f"{num_engines * size} GPUs, but this host has {num_devices}: lower one of them, or "
             "use engines on other hosts with rollout.base_urls"
         )
-    elif rollout.engine == "vllm" and "gpu_memory_utilization" not in rollout.vllm:
+    elif rollout.engine != "transformers" and fraction not in engine_table(rollout):
         raise ValueError(
             f"{num_ranks} trainer ranks leave {max(0, num_devices - num_ranks)} of {num_devices} "
             f"GPUs, but engines need {num_engines * size}: they would share the ranks' GPUs. "
             "Set the fraction of a GPU that an engine may use, such as "
-            "rollout.vllm.gpu_memory_utilization=0.4"
+            f"rollout.{rollout.engine}.{fraction}=0.4"
         )
     return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]
 

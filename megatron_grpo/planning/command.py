@@ -8,6 +8,7 @@ from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Part, parts_away
+from megatron_grpo.engines.arguments import PLANNED
 from megatron_grpo.planning.card import GpuSpec, card_named
 from megatron_grpo.planning.host import host_lines, too_little_host_memory
 from megatron_grpo.planning.job_plan import (
@@ -257,7 +258,8 @@ def print_suggestions(
     if not suggestions:
         ways = ["use more GPUs", _less_work(cfg, lengths)]
         if cfg.num_engines:
-            ways.append("a lower rollout.vllm.gpu_memory_utilization")
+            fraction = PLANNED[cfg.rollout.engine].memory_fraction
+            ways.append(f"a lower rollout.{cfg.rollout.engine}.{fraction}")
         text = f"{', '.join(ways[:-1])}, or {ways[-1]}"
         raise ValueError(f"no layout fits on {num_gpus} {gpu}: {text}")
 

@@ -10,8 +10,9 @@ from checkpoint_convert.vllm_lora import worker_adapters
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
 from megatron_grpo.engines.layouts import engine_dims, shard_bytes
-from megatron_grpo.engines.vllm.args import check_adapters, engine_number
+from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.optimizer_bytes import page_locked
@@ -24,8 +25,6 @@ COMMUNICATOR_BYTES = 500 * 10**6
 """NCCL's buffers of one communicator. Published figures: 7 to 10 GB for idle ones of large jobs."""
 RESERVE = 0.1
 """Fraction of a card that a plan leaves free for fragmentation, and for NCCL if it takes more."""
-VLLM_UTILIZATION = 0.92
-"""Fraction of a card that vLLM takes by default (`gpu_memory_utilization`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +99,11 @@ def fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
 
 
 def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes | None:
-    """What an engine of `cfg` takes of each GPU; None if rollouts do not come from vLLM.
+    """What an engine of `cfg` takes of each GPU; None if it is none on GPUs.
 
     Raises ValueError if its weights do not fit there, or it would not serve the run's adapters.
     """
-    if cfg.rollout.engine != "vllm" or not cfg.num_engines:
+    if cfg.rollout.engine == "transformers" or not cfg.num_engines:
         return None
     check_adapters(cfg.lora, shape)
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
@@ -190,15 +189,15 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
 def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token: int) -> int:
     """Bytes of an engine's cache: `kv_cache_memory_bytes`, or what weights leave of its share."""
     engine = _describe_engine(rollout, card, weights)
-    given = engine_number(rollout.vllm, "kv_cache_memory_bytes")
+    given, names = engine_number(rollout, "kv_cache_memory_bytes"), PLANNED[rollout.engine]
     if given is None:
-        share = rollout.vllm.get("gpu_memory_utilization", VLLM_UTILIZATION)
+        share = engine_table(rollout).get(names.memory_fraction, names.default_fraction)
         cache = round(share * card.memory) - weights
         if cache < per_token:
             raise ValueError(
-                f"{engine}, and rollout.vllm.gpu_memory_utilization {share:g} leaves nothing for "
-                f"keys and values: use more than {(weights + per_token) / card.memory:.2f}, or a "
-                "larger tensor_parallel_size"
+                f"{engine}, and rollout.{rollout.engine}.{names.memory_fraction} {share:g} leaves "
+                "nothing for keys and values: use more than "
+                f"{(weights + per_token) / card.memory:.2f}, or a larger tensor_parallel_size"
             )
         return cache
     room = card.memory - weights
@@ -229,7 +228,8 @@ def _larger_engine(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
     for size in sizes:
         rollout = cfg.rollout.model_copy(update={"tensor_parallel_size": size})
         sized = cfg.model_copy(update={"rollout": rollout})
-        least = (_weight_bytes(sized, shape) + _token_bytes(sized, shape)) / VLLM_UTILIZATION
+        needed = _weight_bytes(sized, shape) + _token_bytes(sized, shape)
+        least = needed / PLANNED[rollout.engine].default_fraction
         if least <= card.memory:
             gpus = rollout.gpus_per_engine
             nodes = f", {gpus // card.per_node} nodes of {card.per_node}"
@@ -241,8 +241,8 @@ def _larger_engine(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
 
 
 def _cache_itemsize(cfg: Config) -> int:
-    """Bytes per element of keys and values: as for weights, unless vLLM caches them in 8 bits."""
-    kind = str(cfg.rollout.vllm.get("kv_cache_dtype", "auto"))
+    """Bytes per element of keys and values: as for weights, unless they are cached in 8 bits."""
+    kind = str(engine_table(cfg.rollout).get("kv_cache_dtype", "auto"))
     return 1 if kind.startswith(("fp8", "int8")) else ITEMSIZE[cfg.model.dtype]
 
 

@@ -9,8 +9,8 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import first_worker_layout
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.engines.layouts import engine_dims
-from megatron_grpo.engines.vllm.args import engine_number
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.simulation import Loop, Mode
@@ -148,11 +148,11 @@ def training_loop(
 
 
 def _most_sequences(cfg: Config) -> int | None:
-    """Completions that an engine runs at once at most; None if vLLM is left to decide.
+    """Completions that an engine runs at once at most; None if it is left to decide.
 
     vLLM limits those of a data-parallel group.
     """
-    limit = engine_number(cfg.rollout.vllm, "max_num_seqs")
+    limit = engine_number(cfg.rollout, PLANNED[cfg.rollout.engine].max_sequences)
     return limit and limit * cfg.rollout.data_parallel_size
 
 

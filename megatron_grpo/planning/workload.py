@@ -10,7 +10,7 @@ from pathlib import Path
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.vllm.args import engine_number
+from megatron_grpo.engines.arguments import PLANNED, engine_number
 from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel, plan_microbatches
@@ -61,7 +61,8 @@ def longest_sequence(cfg: Config, shape: ModelShape) -> int:
     """Tokens of the longest prompt with the longest completion that a config allows."""
     if cfg.data.max_prompt_length is not None:
         return cfg.data.max_prompt_length + cfg.rollout.max_completion_length
-    limit = engine_number(cfg.rollout.vllm, "max_model_len") or shape.max_position_embeddings
+    context = PLANNED[cfg.rollout.engine].context
+    limit = engine_number(cfg.rollout, context) or shape.max_position_embeddings
     return min(limit, cfg.train.max_tokens_per_microbatch)
 
 

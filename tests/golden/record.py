@@ -282,7 +282,7 @@ def _layouts(folder: Path) -> Values:
 
 
 def _runs(folder: Path) -> Values:
-    model = served_model(folder / "model", "qwen3", tied=True)
+    model = served_model(folder / "model", "qwen3", tied=True, intermediate_size=96)
     with running_engine("transformers", model, folder / "logs") as engine:
         return synchronous_run(engine, folder) | asynchronous_run(engine, folder)
 

@@ -1,5 +1,6 @@
 """Real rollout engines for tests, and the log-probabilities `transformers` gives their samples."""
 
+import os
 import socket
 import threading
 import time
@@ -30,10 +31,17 @@ from parallel import Layout, intersect
 from parallel.checksum import whole_checksum
 from parallel.views import as_whole
 
+SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ".venv-sglang/bin/python")).absolute()
+"""The interpreter of SGLang's own environment, which `make setup-sglang` makes."""
 
-def served_model(folder: Path, family: str, *, tied: bool, seed: int = 0) -> Path:
-    """A tiny model whose heads are wide enough for vLLM's attention on CPU (32, 64, 96, ...)."""
-    return tiny_model(folder, family, tied=tied, seed=seed, head_dim=32)
+
+def served_model(
+    folder: Path, family: str, *, tied: bool, seed: int = 0, intermediate_size: int = 128
+) -> Path:
+    """A tiny model whose heads are wide enough for vLLM's attention on CPU (32, 64, 96, ...), and
+    whose layers SGLang does not pad for one or two workers (multiples of 64)."""
+    sizes = {"head_dim": 32, "intermediate_size": intermediate_size}
+    return tiny_model(folder, family, tied=tied, seed=seed, **sizes)
 
 
 def sampling_params(**overrides: Any) -> SamplingParams:

@@ -72,12 +72,12 @@ def finish(engine, folder: Path, num_ranks: int, *arguments: str) -> Ended:
 
 
 def test_a_run_with_an_environment_trains_resumes_and_shows_its_dialogues(
-    vllm_engine, arguments, tmp_path
+    live_engine, arguments, tmp_path
 ):
     evaluated = ["eval.data={}", "eval.max_prompts=3", "eval.num_generations=2"]
     for num_steps in (1, 2):
         steps = f"train.num_steps={num_steps}"
-        ended = finish(vllm_engine, tmp_path, 2, *arguments, *evaluated, steps)
+        ended = finish(live_engine, tmp_path, 2, *arguments, *evaluated, steps)
         assert ended.exit_codes == [0, 0], ended.output
         assert ended.survivors == []
     before, *records = read_metrics(tmp_path / "run")
@@ -106,7 +106,7 @@ def test_a_run_with_an_environment_trains_resumes_and_shows_its_dialogues(
 
 @pytest.mark.slow
 def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
-    vllm_engine, arguments, tmp_path
+    live_engine, arguments, tmp_path
 ):
     several = [
         "grpo.steps_per_generation=2",
@@ -115,12 +115,12 @@ def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
     ]
     whole = [a for a in arguments if not a.startswith("train.run_dir")]
     ended = finish(
-        vllm_engine, tmp_path, 1, *whole, *several, f"train.run_dir={tmp_path / 'whole'}"
+        live_engine, tmp_path, 1, *whole, *several, f"train.run_dir={tmp_path / 'whole'}"
     )
     assert ended.exit_codes == [0], ended.output
     for num_steps in (1, 2):
         ended = finish(
-            vllm_engine, tmp_path, 1, *arguments, *several, f"train.num_steps={num_steps}"
+            live_engine, tmp_path, 1, *arguments, *several, f"train.num_steps={num_steps}"
         )
         assert ended.exit_codes == [0], ended.output
     assert len(read_json_lines(tmp_path / "run" / "completions.jsonl")) == 16
@@ -129,7 +129,7 @@ def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
     assert resumed["num_turns/mean"] > 1 and resumed["rollout/logprob_gap_max"] < 1e-4
 
 
-def test_samples_whose_environment_fails_are_masked_up_to_a_limit(vllm_engine, arguments, tmp_path):
+def test_samples_whose_environment_fails_are_masked_up_to_a_limit(live_engine, arguments, tmp_path):
     """They fail before their first turn, so that there is not a token of them."""
     fails = [
         "environment.arguments={num_turns: 4, fails_at: '3'}",
@@ -139,7 +139,7 @@ def test_samples_whose_environment_fails_are_masked_up_to_a_limit(vllm_engine, a
     outputs = ""
     for num_steps in (1, 3, 4):  # twice the run ends inside of a generation
         steps = [f"train.num_steps={num_steps}", "reward.max_failed_fraction=0.5"]
-        ended = finish(vllm_engine, tmp_path, 1, *arguments, *fails, *steps)
+        ended = finish(live_engine, tmp_path, 1, *arguments, *fails, *steps)
         assert ended.exit_codes == [0], ended.output
         outputs += ended.output
     # Each of the eight prompts comes once in two generations, with four samples of sixteen.
@@ -150,7 +150,7 @@ def test_samples_whose_environment_fails_are_masked_up_to_a_limit(vllm_engine, a
     assert "RuntimeError: out of order" in outputs
     limit = ["train.num_steps=4", "reward.max_failed_fraction=0.1"]
     other = f"train.run_dir={tmp_path / 'other'}"
-    ended = finish(vllm_engine, tmp_path, 1, *arguments, *fails, *limit, other)
+    ended = finish(live_engine, tmp_path, 1, *arguments, *fails, *limit, other)
     assert ended.exit_codes == [1]
     assert "the environment failed in 4 samples, the first of them: prompt 2," in ended.output
     assert "4 of 16 completions have no score so far" in ended.output
@@ -158,25 +158,25 @@ def test_samples_whose_environment_fails_are_masked_up_to_a_limit(vllm_engine, a
 
 
 def test_what_was_learnt_is_saved_when_all_environments_are_lost_with_their_process(
-    vllm_engine, arguments, tmp_path
+    live_engine, arguments, tmp_path
 ):
     run_dir = tmp_path / "run"
     after_step_1 = f"{{num_turns: 4, log: {run_dir / 'metrics.jsonl'}}}"
     options = [f"environment.arguments={after_step_1}", "train.num_steps=2"]
-    ended = finish(vllm_engine, tmp_path, 1, *arguments, *options, "train.save_interval=100")
+    ended = finish(live_engine, tmp_path, 1, *arguments, *options, "train.save_interval=100")
     assert ended.exit_codes == [1] and ended.survivors == []
     assert "the worker of the environments: its process died with signal SIGKILL" in ended.output
     assert latest_step(run_dir / "checkpoints") == 1
 
 
 @pytest.mark.slow
-def test_dialogues_go_on_while_weights_are_pushed(vllm_engine, arguments, tmp_path):
+def test_dialogues_go_on_while_weights_are_pushed(live_engine, arguments, tmp_path):
     in_flight = [
         "rollout.in_flight_updates=true",
         "rollout.max_staleness=3",
         "grpo.rollout_importance_sampling_mode=token_truncate",
     ]
-    ended = finish(vllm_engine, tmp_path, 1, *arguments, *in_flight, "train.num_steps=8")
+    ended = finish(live_engine, tmp_path, 1, *arguments, *in_flight, "train.num_steps=8")
     assert ended.exit_codes == [0], ended.output
     rows = read_json_lines(tmp_path / "run" / "completions.jsonl")
     each = {(row["step"], row["prompt_index"], row["sample_index"]) for row in rows}

@@ -14,7 +14,7 @@ CHANCE, SOLVED, LAST_STEPS, SECONDS = 0.3, 0.9, 5, 180
     ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name != "grpo")],
 )
 def test_the_reward_goes_from_chance_to_nearly_all_in_minutes(
-    recipe, tied_model, vllm_engine, tmp_path
+    recipe, tied_model, live_engine, tmp_path
 ):
     data, run_dir = tmp_path / "kinds.jsonl", tmp_path / recipe
     write(data)
@@ -23,13 +23,13 @@ def test_the_reward_goes_from_chance_to_nearly_all_in_minutes(
             f"model.path={tied_model}",
             f"data.path={data}",
             f"train.run_dir={run_dir}",
-            f"rollout.base_urls=[{vllm_engine.servers.base_urls[0]}]",
+            f"rollout.base_urls=[{live_engine.servers.base_urls[0]}]",
             *RECIPES[recipe],
         ],
         1,
         tmp_path / "logs_of_ranks",
         config=CONFIG,
-        token=vllm_engine.servers.token,
+        token=live_engine.servers.token,
     )
     with job:
         ended = job.end(SECONDS)

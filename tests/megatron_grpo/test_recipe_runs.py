@@ -77,9 +77,9 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def recipe_runs(
-    tmp_path_factory: pytest.TempPathFactory, tied_model: Path, vllm_engine: TestEngine
+    tmp_path_factory: pytest.TempPathFactory, tied_model: Path, live_engine: TestEngine
 ) -> Runs:
-    return Runs(tmp_path_factory.mktemp("recipes"), tied_model, vllm_engine)
+    return Runs(tmp_path_factory.mktemp("recipes"), tied_model, live_engine)
 
 
 @pytest.fixture(scope="module")

@@ -130,10 +130,10 @@ def test_the_gap_of_the_probe_is_a_metric_of_the_first_step(full_run: Path) -> N
     ids=" ".join,
 )
 def test_steps_do_not_depend_on_the_layout(
-    full_run: Path, arguments: list[str], vllm_engine: TestEngine, tmp_path: Path, axes: tuple
+    full_run: Path, arguments: list[str], live_engine: TestEngine, tmp_path: Path, axes: tuple
 ) -> None:
     run_dir = tmp_path / "run"
-    finish(run_dir, vllm_engine, axes, *arguments)
+    finish(run_dir, live_engine, axes, *arguments)
     completions = [
         [row["completion"] for row in read_json_lines(folder / "completions.jsonl")]
         for folder in (run_dir, full_run)
@@ -147,21 +147,21 @@ def test_steps_do_not_depend_on_the_layout(
 
 
 def test_each_forward_of_policy_and_reference_counts_as_progress(
-    arguments: list[str], vllm_engine: TestEngine, tmp_path: Path
+    arguments: list[str], live_engine: TestEngine, tmp_path: Path
 ) -> None:
     forwards = ListForwards(tmp_path / "forwards")
-    finish(tmp_path / "run", vllm_engine, (), *arguments, "train.num_steps=1", sabotage=forwards)
+    finish(tmp_path / "run", live_engine, (), *arguments, "train.num_steps=1", sabotage=forwards)
     done = forwards.file.read_text().split()
     assert done.count("tick") == done.count("forward") > 2
 
 
 def test_a_run_continues_where_it_ended_at_another_layout(
-    full_run: Path, arguments: list[str], vllm_engine: TestEngine, tmp_path: Path
+    full_run: Path, arguments: list[str], live_engine: TestEngine, tmp_path: Path
 ) -> None:
     """Two steps at once, and one step, a restart and one step, are the same run."""
     run_dir = tmp_path / "resumed"
     for num_steps, axes in ((1, ("tensor", "pipeline")), (2, ("data",))):
-        finish(run_dir, vllm_engine, axes, *arguments, f"train.num_steps={num_steps}")
+        finish(run_dir, live_engine, axes, *arguments, f"train.num_steps={num_steps}")
     resumed, reference = read_metrics(run_dir), read_metrics(full_run)
     assert [record["step"] for record in resumed] == [1, 2]
     assert resumed[1]["grad_norm"] == pytest.approx(reference[1]["grad_norm"], rel=1e-4)
@@ -170,12 +170,12 @@ def test_a_run_continues_where_it_ended_at_another_layout(
 
 
 def test_a_run_can_be_extended_and_its_learning_rate_follows_the_new_length(
-    arguments: list[str], vllm_engine: TestEngine, tmp_path: Path
+    arguments: list[str], live_engine: TestEngine, tmp_path: Path
 ) -> None:
     for num_steps in (1, 3, 3):
         ended = finish(
             tmp_path / "run",
-            vllm_engine,
+            live_engine,
             (),
             *arguments,
             f"train.num_steps={num_steps}",

@@ -36,36 +36,36 @@ TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
     ids=["at once", "at the second attempt"],
 )
 def test_a_push_brings_the_shards_to_the_engine(
-    vllm_engine: TestEngine, tied_model: Path, tmp_path: Path, dims, num_flips, transport
+    live_engine: TestEngine, tied_model: Path, tmp_path: Path, dims, num_flips, transport
 ) -> None:
-    vllm_engine.push(served_model(tmp_path, "qwen3", tied=True, seed=1))
-    vllm_engine.version += 1
+    live_engine.push(served_model(tmp_path, "qwen3", tied=True, seed=1))
+    live_engine.version += 1
     overrides = [
-        *rollout_overrides(vllm_engine.rollout, vllm_engine.servers.base_urls),
+        *rollout_overrides(live_engine.rollout, live_engine.servers.base_urls),
         f"rollout.weight_transport={transport}",
     ]
-    token = vllm_engine.servers.token
-    arguments = (tied_model, dims, token, overrides, vllm_engine.version, num_flips)
+    token = live_engine.servers.token
+    arguments = (tied_model, dims, token, overrides, live_engine.version, num_flips)
     results = run_ranks(dims.world_size, push_policy, *arguments)
     assert {error for error, _ in results} == {""}
     phases = ["time/await_engines", "time/push", "time/verify_weights", "time/step"]
     assert results[0][1] == phases
-    samples = vllm_engine.generate(random_prompts(2))
+    samples = live_engine.generate(random_prompts(2))
     assert largest_logprob_error(tied_model, samples) < 1e-4
 
 
 def test_after_two_failures_the_push_raises_and_the_engine_serves_nothing(
-    vllm_engine: TestEngine, tied_model: Path
+    live_engine: TestEngine, tied_model: Path
 ) -> None:
-    vllm_engine.version += 1
-    [url] = vllm_engine.servers.base_urls
-    overrides = rollout_overrides(vllm_engine.rollout, [url])
-    arguments = (tied_model, vllm_engine.servers.token, overrides, vllm_engine.version, 2)
+    live_engine.version += 1
+    [url] = live_engine.servers.base_urls
+    overrides = rollout_overrides(live_engine.rollout, [url])
+    arguments = (tied_model, live_engine.servers.token, overrides, live_engine.version, 2)
     [(error, _)] = run_ranks(1, push_whole, *arguments)
     assert f"rollout engine {url} worker 0: 1 of 18 parameters differ from what was pushed" in error
     with pytest.raises(EngineError, match="holds no complete weights"):
-        vllm_engine.generate(random_prompts(1))
-    vllm_engine.push(tied_model)
+        live_engine.generate(random_prompts(1))
+    live_engine.push(tied_model)
 
 
 def test_ranks_and_workers_meet_on_loopback_where_that_will_do() -> None:

@@ -45,6 +45,8 @@ RESERVED = {
     "ep_num_redundant_experts": _MOVED,
     "init_expert_location": _MOVED,
     "moe_runner_backend": "other backends reorder expert weights: pushed ones would not fit",
+    "disable_shared_experts_fusion": "weights of shared experts are pushed apart from the others'",
+    "enforce_shared_experts_fusion": "weights of shared experts are pushed apart from the others'",
     "enable_lora": "set lora.sync=merged",
     "enable_memory_saver": "rollout.enable_sleep_mode needs rollout.engine=vllm",
     "enable_return_routed_experts": "rollout.router_replay needs rollout.engine=vllm",
@@ -73,6 +75,8 @@ def sglang_command(
         "enable_priority_scheduling": True,
         "schedule_low_priority_values_first": True,
         "log_level_http": "warning",
+        # Shared experts would be one more in the stack of the others.
+        "disable_shared_experts_fusion": True,
     }
     # -P: files of the working directory must not be imported instead of SGLang's own.
     command = [str(rollout.python or sys.executable), "-P", "-m", SERVER]
@@ -108,8 +112,10 @@ def sglang_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
     if on_gpu:
         return environment
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    if num_workers > 1:  # or it wants a NUMA node for each
+    if num_workers > 1:
+        # Else it wants a NUMA node for each, and takes the NCCL that torch's builds for GPUs bring.
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(num_workers)))
+        environment["SGLANG_NCCL_SO_PATH"] = "none"
     return environment
 
 

@@ -4,7 +4,6 @@ Engines given by address must have been started in the same way.
 """
 
 import importlib.util
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -319,26 +318,6 @@ def vllm_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
 def check_engine_arguments(table: Mapping[str, Any]) -> None:
     """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know."""
     check_names("vllm", table, RESERVED, engine_argument_names, "`vllm serve --help` has all")
-
-
-def engine_number(table: Mapping[str, Any], name: str) -> int | None:
-    """The number that `rollout.vllm` sets for `name`, parsed as on vLLM's command line (25.6k, 2M).
-
-    Lower-case suffixes are powers of 1,000, upper-case ones of 1,024. None if vLLM is left to
-    decide (unset, auto or -1). Raises ValueError for a value that vLLM does not take for a number.
-    """
-    words = str(table.get(name)).strip()
-    if words.lower() in ("none", "auto", "-1"):
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", words)
-    if found is None or ("." in found[1] and not found[2].islower()):
-        raise ValueError(
-            f"rollout.vllm.{name} {words} is not a number for vLLM: use one such as 4096, or one "
-            "with a suffix such as 4K"
-        )
-    number, letter = found.groups()
-    base = 1000 if letter.islower() else 1024
-    return int(float(number) * base ** (" kmgt".index(letter.lower()) if letter else 0))
 
 
 @cache

@@ -42,9 +42,9 @@ def other_model(tmp_path_factory):
 
 
 @pytest.fixture
-def client(vllm_engine, tied_model):
-    vllm_engine.push(tied_model)
-    return vllm_engine.client()
+def client(live_engine, tied_model):
+    live_engine.push(tied_model)
+    return live_engine.client()
 
 
 @pytest.fixture
@@ -77,30 +77,30 @@ def generation(number, version, num_tokens=NUM_TOKENS, **settings):
 
 
 @pytest.fixture(scope="module")
-def num_generated(vllm_engine):
+def num_generated(live_engine):
     """Tells how many tokens the engine has generated."""
-    url, token = vllm_engine.servers.base_urls[0], vllm_engine.servers.token
+    url, token = live_engine.servers.base_urls[0], live_engine.servers.token
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
         yield lambda: float(COUNTS["generated"].search(http.get("/metrics").text)[1])
 
 
 def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
-    vllm_engine, num_generated, in_flight, threads, tied_model, other_model
+    live_engine, num_generated, in_flight, threads, tied_model, other_model
 ):
-    weights = {vllm_engine.version: tied_model}
+    weights = {live_engine.version: tied_model}
     first = num_generated()
-    in_flight.resume(vllm_engine.version)
+    in_flight.resume(live_engine.version)
     made = [
-        threads.submit(in_flight.generate, number, generation(number, vllm_engine.version))
+        threads.submit(in_flight.generate, number, generation(number, live_engine.version))
         for number in range(2)
     ]
     for folder in (other_model, tied_model):
         enough = first + 200
         assert wait_until(lambda enough=enough: num_generated() >= enough, 60, 0.005)
         in_flight.suspend()
-        weights[vllm_engine.push(folder)] = folder
+        weights[live_engine.push(folder)] = folder
         first = num_generated()
-        in_flight.resume(vllm_engine.version)
+        in_flight.resume(live_engine.version)
     samples = [sample for each in made for sample in each.result(timeout=120)]
 
     assert len(samples) == 16
@@ -155,18 +155,18 @@ def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
         assert found == sampled(token_ids, is_cut=False), seed
 
 
-def test_stop_strings_are_seen_through_pushes(vllm_engine, in_flight, threads, tied_model):
+def test_stop_strings_are_seen_through_pushes(live_engine, in_flight, threads, tied_model):
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     characters = [tokenizer.decode([token]) for token in range(20, 60)]
     stops = [a + b for a in characters for b in characters]
-    asked = generation(0, vllm_engine.version, num_generations=16, stop=stops)
-    in_flight.resume(vllm_engine.version)
+    asked = generation(0, live_engine.version, num_generations=16, stop=stops)
+    in_flight.resume(live_engine.version)
     made = threads.submit(in_flight.generate, 0, asked)
     for _ in range(8):
         if wait_until(made.done, seconds=0.1):
             break
         in_flight.suspend()
-        in_flight.resume(vllm_engine.push(tied_model))
+        in_flight.resume(live_engine.push(tied_model))
     samples = made.result(timeout=60)
     assert any(sample.versions for sample in samples)
     assert {"stop"} <= {sample.finish_reason for sample in samples}
@@ -180,12 +180,12 @@ def test_stop_strings_are_seen_through_pushes(vllm_engine, in_flight, threads, t
 
 
 def test_completions_without_a_push_are_those_of_one_generation_alone(
-    vllm_engine, client, in_flight, threads
+    live_engine, client, in_flight, threads
 ):
-    alone = client.generate(generation(0, vllm_engine.version, 40))
-    in_flight.resume(vllm_engine.version)
+    alone = client.generate(generation(0, live_engine.version, 40))
+    in_flight.resume(live_engine.version)
     together = [
-        threads.submit(in_flight.generate, number, generation(number, vllm_engine.version, 40))
+        threads.submit(in_flight.generate, number, generation(number, live_engine.version, 40))
         for number in range(2)
     ]
     samples = together[0].result(timeout=60)
@@ -194,13 +194,13 @@ def test_completions_without_a_push_are_those_of_one_generation_alone(
     assert together[1].result(timeout=60) != samples
 
 
-def test_who_waits_is_told_that_the_run_ends(vllm_engine, client, in_flight, threads):
-    waiting = threads.submit(in_flight.generate, 0, generation(0, vllm_engine.version))
+def test_who_waits_is_told_that_the_run_ends(live_engine, client, in_flight, threads):
+    waiting = threads.submit(in_flight.generate, 0, generation(0, live_engine.version))
     client.cancel()  # while the engines are suspended
     with pytest.raises(Preempted):
         waiting.result(timeout=10)
     with pytest.raises(Preempted):
-        in_flight.generate(1, generation(1, vllm_engine.version))
+        in_flight.generate(1, generation(1, live_engine.version))
 
 
 @contextmanager

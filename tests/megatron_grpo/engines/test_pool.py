@@ -381,7 +381,7 @@ def test_an_engine_given_by_address_is_waited_for_and_back_after_a_push(
     assert f"rollout engine {url} is back" in capfd.readouterr().err
 
 
-@pytest.fixture(params=["vllm_engine", pytest.param("transformers_engine", marks=pytest.mark.slow)])
+@pytest.fixture(params=["live_engine", pytest.param("transformers_engine", marks=pytest.mark.slow)])
 def shared_engine(request):
     """An engine given by address, as runs one after the other use it."""
     return request.getfixturevalue(request.param)

@@ -1,4 +1,4 @@
-"""A push of weights is a transaction: what happens when one goes wrong, with a real vLLM."""
+"""A push of weights is a transaction: what happens when one goes wrong, with a real engine."""
 
 import asyncio
 import threading
@@ -39,10 +39,11 @@ def models(tied_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pair_engine(tmp_path_factory, tied_model):
+def pair_engine(engine_kind, tmp_path_factory, tied_model):
     """Two tensor-parallel workers, who answer one after the other."""
     logs = tmp_path_factory.mktemp("pair-logs")
-    with running_engine("vllm", tied_model, logs, tensor_parallel_size=2) as engine:
+    pair = {**engine_kind, "tensor_parallel_size": 2}
+    with running_engine(folder=tied_model, log_dir=logs, **pair) as engine:
         yield engine
 
 
@@ -160,7 +161,7 @@ def test_steps_of_a_push_that_is_over_change_nothing(pair_engine, models):
     assert largest_logprob_error(models[-1], pair_engine.generate(random_prompts(2))) < 1e-4
 
 
-def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
+def test_whoever_began_first_of_two_pushes_is_told(live_engine, models):
     async def begin_first(engine: Engine) -> None:
         await begin_by_hand(engine, f"{LATE}-first")
 
@@ -171,24 +172,24 @@ def test_whoever_began_first_of_two_pushes_is_told(vllm_engine, models):
         await engine.finish_push(f"{LATE}-first", LATE)
         await engine.post("/resume")
 
-    speak(vllm_engine, begin_first)
-    version = vllm_engine.push(models[0])
+    speak(live_engine, begin_first)
+    version = live_engine.push(models[0])
     with pytest.raises(EngineError, match=f"version {version}, but version {LATE} was requested"):
-        vllm_engine.generate(random_prompts(1), policy_version=LATE)
+        live_engine.generate(random_prompts(1), policy_version=LATE)
 
     # The first one's last words, after another has begun, make nothing of it usable.
     async def begin_second(engine: Engine) -> None:
         await begin_by_hand(engine, "7-second")
 
-    speak(vllm_engine, begin_second)
-    speak(vllm_engine, finish_late)
+    speak(live_engine, begin_second)
+    speak(live_engine, finish_late)
     with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
-        vllm_engine.generate(random_prompts(1), policy_version=LATE)
-    check_usable(vllm_engine, models)
+        live_engine.generate(random_prompts(1), policy_version=LATE)
+    check_usable(live_engine, models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine_name", ["vllm_engine", "pair_engine"])
+@pytest.mark.parametrize("engine_name", ["live_engine", "pair_engine"])
 def test_of_pushes_that_race_no_mixture_is_served(request, engine_name, models):
     engine = request.getfixturevalue(engine_name)
     start = threading.Barrier(2)
@@ -213,10 +214,10 @@ def test_of_pushes_that_race_no_mixture_is_served(request, engine_name, models):
 
 
 def test_a_trainer_killed_in_mid_push_leaves_an_engine_that_serves_nothing_and_can_be_pushed_to(
-    vllm_engine, models, tied_model
+    live_engine, models, tied_model
 ):
     reached = CONTEXT.Event()
-    arguments = (tied_model, vllm_engine.servers.token, overrides(vllm_engine), reached)
+    arguments = (tied_model, live_engine.servers.token, overrides(live_engine), reached)
     trainer = CONTEXT.Process(target=push_and_stop, args=arguments)
     trainer.start()
     try:
@@ -225,8 +226,8 @@ def test_a_trainer_killed_in_mid_push_leaves_an_engine_that_serves_nothing_and_c
         trainer.kill()
         trainer.join()
     with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
-        vllm_engine.generate(random_prompts(1))
-    check_usable(vllm_engine, models)
+        live_engine.generate(random_prompts(1))
+    check_usable(live_engine, models)
 
 
 @pytest.mark.slow
@@ -244,8 +245,9 @@ def test_workers_that_are_out_of_step_are_noticed(pair_engine, tied_model):
 
 
 @pytest.mark.slow
-def test_a_worker_killed_in_mid_push_is_named(tied_model, tmp_path):
-    with running_engine("vllm", tied_model, tmp_path, tensor_parallel_size=2) as engine:
+def test_a_worker_killed_in_mid_push_is_named(engine_kind, tied_model, tmp_path):
+    pair = {**engine_kind, "tensor_parallel_size": 2}
+    with running_engine(folder=tied_model, log_dir=tmp_path, **pair) as engine:
         [server] = (running.process for running in engine.servers._engines)
         workers = [
             process
@@ -258,9 +260,9 @@ def test_a_worker_killed_in_mid_push_is_named(tied_model, tmp_path):
 
 @pytest.mark.slow
 def test_an_engine_that_starts_holds_no_version_and_one_killed_in_mid_push_is_named(
-    tied_model, tmp_path
+    engine_kind, tied_model, tmp_path
 ):
-    with running_engine("vllm", tied_model, tmp_path) as engine:
+    with running_engine(folder=tied_model, log_dir=tmp_path, **engine_kind) as engine:
         with pytest.raises(EngineError, match=NO_COMPLETE_WEIGHTS):
             engine.generate(random_prompts(1), policy_version=0)
         [process] = (running.process for running in engine.servers._engines)

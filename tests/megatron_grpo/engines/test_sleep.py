@@ -35,34 +35,34 @@ def push_to_sleeping(engine, folder: Path) -> None:
 
 
 def test_an_engine_that_sleeps_has_no_weights_until_a_push_wakes_it(
-    vllm_engine, tied_model, tmp_path
+    live_engine, tied_model, tmp_path
 ) -> None:
     other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
-    vllm_engine.push(tied_model)
-    client = vllm_engine.client(enable_sleep_mode=True)
+    live_engine.push(tied_model)
+    client = live_engine.client(enable_sleep_mode=True)
     client.sleep()
     client.sleep()  # as good as once
-    assert is_asleep(vllm_engine) and client.pool.serving == []
+    assert is_asleep(live_engine) and client.pool.serving == []
     with pytest.raises(NoServingEngine, match="holds no complete weights"):
-        vllm_engine.generate(random_prompts(1))
+        live_engine.generate(random_prompts(1))
     for folder in (other, tied_model):  # the second push finds it awake
-        push_to_sleeping(vllm_engine, folder)
-        assert not is_asleep(vllm_engine)
-        assert largest_logprob_error(folder, vllm_engine.generate(random_prompts(3))) < 1e-4
+        push_to_sleeping(live_engine, folder)
+        assert not is_asleep(live_engine)
+        assert largest_logprob_error(folder, live_engine.generate(random_prompts(3))) < 1e-4
 
 
 def test_engines_that_do_not_sleep_are_lost_and_keep_no_other_awake(
-    vllm_engine, transformers_engine, tied_model
+    live_engine, transformers_engine, tied_model
 ) -> None:
-    vllm_engine.push(tied_model)
+    live_engine.push(tied_model)
     nobody = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
-    stranger, ours = (e.servers.base_urls[0] for e in (transformers_engine, vllm_engine))
-    token = vllm_engine.servers.token  # which the other engine refuses
+    stranger, ours = (e.servers.base_urls[0] for e in (transformers_engine, live_engine))
+    token = live_engine.servers.token  # which the other engine refuses
     client = client_of([nobody, stranger, ours], token, enable_sleep_mode=True)
     client.sleep()
-    assert is_asleep(vllm_engine)
+    assert is_asleep(live_engine)
     assert client.pool.up == [(ours, 0)]
-    push_to_sleeping(vllm_engine, tied_model)
+    push_to_sleeping(live_engine, tied_model)
 
 
 @pytest.mark.slow  # 25 s: an engine starts twice
@@ -83,11 +83,11 @@ def test_an_engine_that_died_is_back_and_asleep_before_the_trainer_has_the_memor
 
 
 def test_a_run_without_sleep_mode_wakes_an_engine_that_was_left_asleep(
-    vllm_engine, tied_model
+    live_engine, tied_model
 ) -> None:
-    vllm_engine.push(tied_model)
-    vllm_engine.client(enable_sleep_mode=True).sleep()
-    vllm_engine.push(tied_model)
-    assert not is_asleep(vllm_engine)
-    samples = vllm_engine.generate(random_prompts(3))
+    live_engine.push(tied_model)
+    live_engine.client(enable_sleep_mode=True).sleep()
+    live_engine.push(tied_model)
+    assert not is_asleep(live_engine)
+    samples = live_engine.generate(random_prompts(3))
     assert largest_logprob_error(tied_model, samples) < 1e-4

@@ -10,6 +10,7 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.quantized_model import quantized_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.arguments import engine_number
 from megatron_grpo.engines.vllm.args import (
     CPU_HEAD_SIZES,
     CPU_LATENT_SIZE,
@@ -17,16 +18,18 @@ from megatron_grpo.engines.vllm.args import (
     EngineNode,
     check_engine_arguments,
     engine_argument_names,
-    engine_number,
     vllm_command,
 )
 
 MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
 
 
+def config(vllm: dict | None = None, **rollout) -> RolloutConfig:
+    return RolloutConfig(max_completion_length=16, vllm=vllm or {}, **rollout)
+
+
 def command(vllm: dict | None = None, on_gpu: bool = False, **rollout) -> list[str]:
-    config = RolloutConfig(max_completion_length=16, vllm=vllm or {}, **rollout)
-    return vllm_command(MODEL, config, "10.0.0.7", 8000, on_gpu)
+    return vllm_command(MODEL, config(vllm, **rollout), "10.0.0.7", 8000, on_gpu)
 
 
 def test_the_model_its_type_and_its_address_are_the_runs():
@@ -158,10 +161,10 @@ def test_the_head_sizes_of_cpus_are_those_of_the_installed_vllm():
     ],
 )
 def test_numbers_are_read_as_vllm_reads_them(value, number):
-    assert engine_number({"max_model_len": value}, "max_model_len") == number
+    assert engine_number(config({"max_model_len": value}), "max_model_len") == number
 
 
 @pytest.mark.parametrize("value", ["4.5K", "4 k", "many", 2e10, "-4"])
 def test_what_is_no_number_to_vllm_is_refused(value):
-    with pytest.raises(ValueError, match=r"rollout\.vllm\.max_model_len .* not a number for vLLM"):
-        engine_number({"max_model_len": value}, "max_model_len")
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.max_model_len .* not a number"):
+        engine_number(config({"max_model_len": value}), "max_model_len")

@@ -27,9 +27,9 @@ def check_pushes(engine, *folders) -> None:
         assert largest_logprob_error(folder, samples) < 1e-4
 
 
-def test_after_a_push_samples_are_those_of_the_new_weights(vllm_engine, tied_model, tmp_path):
+def test_after_a_push_samples_are_those_of_the_new_weights(live_engine, tied_model, tmp_path):
     other = servable_model(tmp_path, "qwen3", tied=True, seed=1)
-    check_pushes(vllm_engine, tied_model, other, tied_model)
+    check_pushes(live_engine, tied_model, other, tied_model)
 
 
 slow = pytest.mark.slow

@@ -134,22 +134,22 @@ def test_logprobs_are_those_of_the_dialogue_as_it_is_trained_on(engine, tmp_path
         assert (logprobs[~mask] == 0).all() and (~mask).any()
 
 
-def test_turns_go_on_after_a_push_which_waits_for_no_environment(vllm_engine, tied_model, tmp_path):
+def test_turns_go_on_after_a_push_which_waits_for_no_environment(live_engine, tied_model, tmp_path):
     other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
-    versions = {tied_model: [vllm_engine.push(tied_model)], other: []}
-    in_flight = InFlight(vllm_engine.client(), AutoTokenizer.from_pretrained(tied_model).decode)
+    versions = {tied_model: [live_engine.push(tied_model)], other: []}
+    in_flight = InFlight(live_engine.client(), AutoTokenizer.from_pretrained(tied_model).decode)
     settings = {"stop_token_ids": END_IDS[:5], "max_completion_length": 300}
     with environment_pool(tmp_path, "Slow") as environments:
-        asked = generation_of(vllm_engine, environments, prompts_with(2), **settings)
-        in_flight.resume(vllm_engine.version)
+        asked = generation_of(live_engine, environments, prompts_with(2), **settings)
+        in_flight.resume(live_engine.version)
         answered, were_waiting = in_flight.submit(0, asked), set()
         for folder in itertools.cycle((other, tied_model)):
             if wait_until(answered.done, seconds=0.3):
                 break
             in_flight.suspend()
             were_waiting.update(asked.waiting)
-            versions[folder].append(vllm_engine.push(folder))
-            in_flight.resume(vllm_engine.version)
+            versions[folder].append(live_engine.push(folder))
+            in_flight.resume(live_engine.version)
         answered.result()
     in_flight.end()
     in_flight.close()
