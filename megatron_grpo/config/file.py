@@ -21,6 +21,7 @@ PASS_THROUGH_KEYS = (
     "model.megatron",
     "data.chat_template_kwargs",
     "rollout.vllm",
+    "rollout.sglang",
     "environment.arguments",
 )
 

@@ -14,6 +14,10 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises any lower temperature to this, except 0, which is greedy."""
 
 
+SGLANG_STOPS = 32
+"""Most strings that may end a completion of SGLang."""
+
+
 class RolloutConfig(Section):
     """The engines that generate completions."""
 
@@ -217,6 +221,7 @@ class RolloutConfig(Section):
             "rollout.data_parallel_size": self.data_parallel_size > 1,
             "rollout.quantization": self.quantization != "none",
             "rollout.router_replay": self.router_replay,
+            f"rollout.stop with more than {SGLANG_STOPS} strings": len(self.stop) > SGLANG_STOPS,
         }
         if self.engine == "sglang" and (told := [key for key, is_on in others.items() if is_on]):
             raise ValueError(

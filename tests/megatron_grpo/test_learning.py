@@ -23,6 +23,7 @@ def test_the_reward_goes_from_chance_to_nearly_all_in_minutes(
             f"model.path={tied_model}",
             f"data.path={data}",
             f"train.run_dir={run_dir}",
+            f"rollout.engine={live_engine.rollout.engine}",
             f"rollout.base_urls=[{live_engine.servers.base_urls[0]}]",
             *RECIPES[recipe],
         ],

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import (
     CheckWeightsReqInput,
@@ -93,7 +93,10 @@ async def generate(request: Request) -> Json:
         if not is_wanted:
             return {"choices": [ABORTED]}
         answers = manager().generate_request(sglang_request(body), request)
-        choice = choice_of(await anext(answers))
+        try:
+            choice = choice_of(await anext(answers))
+        except ValueError as error:  # the request's fault, such as a prompt that is too long
+            raise HTTPException(400, str(error)) from error
     gate.num_answered += 1
     gate.num_generated += len(choice["token_ids"])
     return {"choices": [choice]}

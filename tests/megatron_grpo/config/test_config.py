@@ -408,6 +408,18 @@ REFUSED = [
     ("rollout.engine=transformers + rollout.tensor_parallel_size=2", "must be 1"),
     ("rollout.engine=transformers + rollout.stop=[end]", "rollout.stop_token_ids"),
     ("rollout.stop=['']", "empty string"),
+    ("rollout.sglang.mem_fraction_static=0.5", "another engine than rollout.engine vllm"),
+    ("rollout.python=.venv-sglang/bin/python", "is for rollout.engine sglang"),
+    *(
+        (f"rollout.engine=sglang + {key}", "does not go with rollout.engine sglang yet")
+        for key in (
+            "rollout.data_parallel_size=2",
+            "rollout.quantization=fp8",
+            "rollout.router_replay=true",
+        )
+    ),
+    ("rollout.engine=sglang + rollout.enable_sleep_mode=true", "needs engines of vLLM"),
+    ("rollout.engine=sglang + lora.r=4", "use rollout.engine=vllm, or set lora.sync=merged"),
     ("rollout.enable_sleep_mode=true + rollout.engine=transformers", "rollout.engine transformers"),
     ("rollout.enable_sleep_mode=true + rollout.async_generate=true", "rollout.max_staleness 1"),
     ("rollout.async_generate=true + rollout.max_staleness=2", "leave out rollout.async_generate"),

@@ -69,6 +69,8 @@ def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_
     context = read_shape(tied_model).max_position_embeddings  # which vLLM takes where none is given
     prompts = random_prompts(1, lengths=(context - 4, context - 3))
     told = rf"{live_engine.servers.base_urls[0]} ended a completion after 4 of 16 tokens: .*max_mod"
+    if live_engine.rollout.engine == "sglang":
+        told = "answered /inference/v1/generate with 400: .*exceeds the model's maximum context"
     with pytest.raises(EngineError, match=told):
         live_engine.generate(prompts)
     assert len(live_engine.generate(prompts, max_completion_length=4)) == 4
@@ -94,7 +96,7 @@ def test_a_completion_ends_with_the_first_end_token_and_includes_it(engine):
 def test_a_completion_ends_with_the_first_stop_string_and_includes_it(live_engine, tied_model):
     live_engine.push(tied_model)
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
-    stop = [tokenizer.decode([token]) for token in range(20, 60)]
+    stop = [tokenizer.decode([token]) for token in range(20, 52)]
     samples = live_engine.generate(random_prompts(6), stop=stop)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
     for s in samples:
@@ -185,6 +187,8 @@ def test_an_engine_that_does_not_answer_in_time_is_an_error():
 
 def test_vllm_is_a_judge(live_engine, monkeypatch):
     """With a token, as engines want one; the tiny model may say nothing but a digit."""
+    if live_engine.rollout.engine != "vllm":
+        pytest.skip("the list of tokens that a model may say is an extension of vLLM's")
     monkeypatch.setenv("ENGINE_TOKEN", live_engine.servers.token)
     digits = character_tokenizer(250).convert_tokens_to_ids(list("0123456789"))
     arguments = {

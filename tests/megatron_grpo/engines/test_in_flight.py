@@ -156,6 +156,8 @@ def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
 
 
 def test_stop_strings_are_seen_through_pushes(live_engine, in_flight, threads, tied_model):
+    if live_engine.rollout.engine == "sglang":
+        pytest.skip("SGLang takes 32 strings at most, too few to be seen by chance")
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     characters = [tokenizer.decode([token]) for token in range(20, 60)]
     stops = [a + b for a in characters for b in characters]
@@ -180,7 +182,7 @@ def test_stop_strings_are_seen_through_pushes(live_engine, in_flight, threads, t
 
 
 def test_completions_without_a_push_are_those_of_one_generation_alone(
-    live_engine, client, in_flight, threads
+    live_engine, client, in_flight, threads, seeds
 ):
     alone = client.generate(generation(0, live_engine.version, 40))
     in_flight.resume(live_engine.version)

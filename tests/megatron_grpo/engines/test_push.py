@@ -252,7 +252,9 @@ def test_a_worker_killed_in_mid_push_is_named(engine_kind, tied_model, tmp_path)
         workers = [
             process
             for process in psutil.Process(server.pid).children(recursive=True)
-            if "Worker" in process.name() or "Worker" in " ".join(process.cmdline())
+            if "Worker" in process.name()
+            or "Worker" in " ".join(process.cmdline())
+            or "scheduler" in process.name()
         ]
         error = push_error(engine, tied_model, workers[-1].kill)
         assert engine.servers.base_urls[0] in error

@@ -1,0 +1,40 @@
+"""The command line of an SGLang engine; tests/sglang compares it with SGLang itself."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.sglang.args import check_sglang_arguments, sglang_command
+
+MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
+
+
+def rollout(**options) -> RolloutConfig:
+    return RolloutConfig(engine="sglang", max_completion_length=16, **options)
+
+
+@pytest.mark.parametrize(
+    ("python", "told"),
+    [
+        ("/nowhere/python", "rollout.python /nowhere/python is not a Python interpreter"),
+        (sys.executable, "is not installed for .*: run `make setup-sglang`"),
+    ],
+)
+def test_an_interpreter_without_sglang_is_named_with_what_to_do(python, told):
+    with pytest.raises(ValueError, match=told):
+        check_sglang_arguments(rollout(python=Path(python)))
+
+
+def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on():
+    config = rollout(tensor_parallel_size=2, sglang={"mem_fraction_static": 0.5})
+    command = sglang_command(MODEL, config, "10.0.0.7", 8000, on_gpu=True)
+    assert command[0] == sys.executable
+    assert {"--model-path=/models/tiny", "--tp-size=2", "--host=10.0.0.7", "--port=8000"} < {
+        *command
+    }
+    assert command[-1] == "--mem-fraction-static=0.5"
+    assert "--device=cpu" not in command
+    assert "--device=cpu" in sglang_command(MODEL, config, "10.0.0.7", 8000, on_gpu=False)
