@@ -89,10 +89,11 @@ def _wanted(cfg: Config | None) -> Wanted:
     if cfg is None:
         return Wanted()
     local = cfg.model.dtype == "float32" or cfg.model.megatron.get("transformer_impl") == "local"
+    rollout = cfg.rollout
+    engine = "" if rollout.base_urls or cfg.train.replay is not None else rollout.engine
     return Wanted(
-        vllm=cfg.rollout.engine == "vllm"
-        and not cfg.rollout.base_urls
-        and cfg.train.replay is None,
+        vllm=engine == "vllm",
+        sglang=rollout.python or Path(sys.executable) if engine == "sglang" else None,
         trackers=cfg.trackers,
         transformer_engine=not local,
     )

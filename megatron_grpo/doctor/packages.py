@@ -1,9 +1,11 @@
 """Checks of the installed packages and their versions."""
 
 import platform
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -22,6 +24,8 @@ class Wanted:
     """Packages that a config needs in addition to those that every run needs."""
 
     vllm: bool = True
+    sglang: Path | None = None
+    """The interpreter of the environment that needs SGLang."""
     trackers: Sequence[str] = ()
     """Those of `TRACKERS` that it logs with."""
     transformer_engine: bool = True
@@ -29,6 +33,8 @@ class Wanted:
 
 
 FOR_GPUS = "bash requirements/gpu.sh"
+SGLANG, SGLANG_SETUP = "0.5.23", "make setup-sglang"
+"""The release whose processes our code is written for, and what installs it."""
 TRANSFORMER_ENGINE = "transformer-engine"
 TRACKERS = {
     "wandb": ("wandb.project", "pip install -e '.[wandb]'"),
@@ -114,6 +120,8 @@ def check_packages(
             yield _check(name, declared, versions, f"pip install '{requirement}'")
     if wanted.vllm:
         yield _check_vllm(declared, versions, on_gpu)
+    if wanted.sglang is not None:
+        yield _check_sglang(wanted.sglang)
     needed = {*wanted.trackers}
     if on_gpu and wanted.transformer_engine:
         needed.add(TRANSFORMER_ENGINE)
@@ -138,6 +146,21 @@ def _check_vllm(
         value = f"vllm {versions['vllm']} is the build for GPUs, and there is none"
         return Check(SECTION, name, "missing", value, install)
     return _check(name, declared, versions, install)
+
+
+def _check_sglang(python: Path) -> Check:
+    tell = "from importlib.metadata import version; print(version('sglang'))"
+    try:
+        found = subprocess.run([python, "-c", tell], capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        value = f"rollout.python {python} cannot be started: {error.strerror}"
+        return Check(SECTION, "sglang", "missing", value, SGLANG_SETUP)
+    version = found.stdout.strip()
+    if not version:
+        return Check(SECTION, "sglang", "missing", f"not installed for {python}", SGLANG_SETUP)
+    if version != SGLANG:
+        return Check(SECTION, "sglang", "warning", f"{version}, not {SGLANG}", SGLANG_SETUP)
+    return Check(SECTION, "sglang", "ok", version)
 
 
 def _check(
