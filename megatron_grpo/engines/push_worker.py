@@ -30,9 +30,9 @@ class PushWorker(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """What a push fills, by name."""
 
-    def take(self, received: dict[str, Tensor], sums: Mapping[str, int]) -> Mapping[str, int]:
-        """Use what a push has filled; returns the checksums of what is used from now on."""
-        return sums
+    def receive(self, receiver: WeightReceiver, received: dict[str, Tensor]) -> Mapping[str, int]:
+        """Receive a push into these `tensors`; returns the checksums of what is then used."""
+        return receiver.receive_weights(received)
 
     def answer(self, method: str, question: str, **arguments: Any) -> Json:
         """The answer to a call of the client: plain data that repeats `question`."""
@@ -65,8 +65,7 @@ class PushWorker(ABC):
         if push != self.state.push or self._receiver is None:
             return  # another push has begun, or there are no channels and the state says why
         with self.state.keep_error():
-            sums = self._receiver.receive_weights(self._received)
-            self.state.mark_loaded(self.take(self._received, sums))
+            self.state.mark_loaded(self.receive(self._receiver, self._received))
 
     def _push_report(self) -> Json:
         return self.state.push_report()

@@ -46,34 +46,32 @@ class Gate:
         """Accepted and not answered."""
         self.num_answered = self.num_generated = 0
         """Requests answered since the start, and their tokens."""
-        self._opened = asyncio.Event()
-        self._opened.set()
-        self._cuts = 0
+        self._is_open, self._num_cuts = True, 0
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[bool]:
         """Wait until the gate is open; yields False if the request was given up meanwhile."""
         self.num_requests += 1
-        cuts = self._cuts
+        cuts = self._num_cuts
         try:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._opened.is_set() or self._cuts > cuts)
-            yield self._cuts == cuts
+                await self._changed.wait_for(lambda: self._is_open or self._num_cuts > cuts)
+            yield self._num_cuts == cuts
         finally:
             self.num_requests -= 1
 
     async def close(self, cut: bool) -> None:
         """Hold requests back from now on; with `cut`, give up those that wait."""
-        self._opened.clear()
         async with self._changed:
-            self._cuts += cut
+            self._is_open = False
+            self._num_cuts += cut
             self._changed.notify_all()
 
     async def open(self) -> None:
         """Let all pass."""
-        self._opened.set()
         async with self._changed:
+            self._is_open = True
             self._changed.notify_all()
 
 

@@ -5,6 +5,7 @@ way into them that brings data back. So the client's calls travel as actions of 
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
+from parallel.weight_transfer import WeightReceiver
 
 CALL = "megatron_grpo "
 """How the action of a request starts that is a call of ours; its method and arguments follow."""
@@ -38,12 +40,13 @@ class SchedulerWorker(PushWorker):
         """The parameters of its part of the model."""
         return own_parameters(self.runner.model)
 
-    def _receive_push(self, push: str) -> None:
-        """As for any engine, between what SGLang does before and after weights change: layers that
-        rearrange theirs, or make others of them, do so anew."""
+    def receive(self, receiver: WeightReceiver, received: dict[str, Tensor]) -> Mapping[str, int]:
+        """Between what SGLang does before and after weights change: layers that rearrange theirs
+        do so anew."""
         self.runner.weight_updater.begin_weight_update()
-        super()._receive_push(push)
+        sums = super().receive(receiver, received)
         self.runner.weight_updater.end_weight_update(run_post_load=True)
+        return sums
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:

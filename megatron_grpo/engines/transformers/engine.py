@@ -22,6 +22,7 @@ from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.transformers.sampling import Completion, RouteRecorder, sample
 from parallel.checksum import checksums
+from parallel.weight_transfer import WeightReceiver
 
 
 class Abandoned(Exception):
@@ -77,8 +78,9 @@ class ModelWorker(PushWorker):
         tensors |= {name: b for name, b in self.model.named_buffers() if name in in_files}
         return revert_weight_conversion(self.model, tensors)
 
-    def take(self, received: dict[str, Tensor], sums: Mapping[str, int]) -> Mapping[str, int]:
-        """Copy what was received into the parameters that `tensors` has no view of."""
+    def receive(self, receiver: WeightReceiver, received: dict[str, Tensor]) -> Mapping[str, int]:
+        """Then copy what was received into the parameters that `tensors` has no view of."""
+        super().receive(receiver, received)
         model = type(self.model).from_pretrained(
             None, config=self.model.config, state_dict=received
         )
