@@ -10,7 +10,7 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
-from checkpoint_convert.rope import read_rope
+from checkpoint_convert.rope import num_positions, read_rope
 from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape
 
 # Keys with one supported value in every family, which is also the value of an absent key.
@@ -56,9 +56,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     values = _with_defaults(family, config)
     _check_carried_over(path, family, values)
     _scheme(path, config)  # refuses what cannot be read
-    rope_theta, rope_scaling = read_rope(
-        path, values, family.partial_rotary_factor, has_mla=family.has_mla
-    )
+    rope_theta, rope_scaling = read_rope(path, values, family)
     num_heads = integer(path, values, "num_attention_heads")
     hidden_size = integer(path, values, "hidden_size")
     if values["num_key_value_heads"] is None:
@@ -91,8 +89,9 @@ def read_shape(folder: str | Path) -> ModelShape:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=number(path, values, "rms_norm_eps"),
-        max_position_embeddings=integer(path, values, "max_position_embeddings"),
+        max_position_embeddings=num_positions(path, values),
         eos_token_ids=_eos_token_ids(path, values),
+        has_post_norms=family.has_post_norms,
         partial_rotary_factor=family.partial_rotary_factor,
         moe=_moe(path, family, values),
         latent=latent,

@@ -4,8 +4,9 @@ Each function describes parameters of Megatron-Core in terms of the tensors of t
 engine fuses the same tensors in the same way under other names, but splits them by its own rules.
 """
 
-from checkpoint_convert.families.description import Parameter, Tensor
-from checkpoint_convert.families.ffn import gated_mlp, moe_block
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
+from checkpoint_convert.families.ffn import dense_mlp, moe_block
 from checkpoint_convert.families.mla import mla_attention
 from checkpoint_convert.shape import ModelShape
 
@@ -56,6 +57,9 @@ def layer(
         weight = Tensor(f"{source}{name}.weight", (shape.hidden_size,))
         return Parameter(fused if transformer_engine else own, (weight,), key=fused)
 
+    def post_norm(target: str, name: str) -> Parameter:
+        return norm(f"{target}_bda.norm.weight", f"{target}_bda.norm.weight", name)
+
     if shape.latent is None:
         before_attention = "self_attention.linear_qkv.layer_norm_weight"
         attention = fused_attention(shape, source + "self_attn.", "self_attention.")
@@ -71,11 +75,19 @@ def layer(
     moe = None if index < shape.num_dense_layers else shape.moe
     before_mlp = "mlp.linear_fc1.layer_norm_weight" if moe is None else MLP_NORM
     return [
-        norm(ATTENTION_NORM, before_attention, "input_layernorm"),
+        (
+            post_norm("self_attn", "post_attention_layernorm")
+            if shape.has_post_norms
+            else norm(ATTENTION_NORM, before_attention, "input_layernorm")
+        ),
         *attention,
-        norm(MLP_NORM, before_mlp, "post_attention_layernorm"),
+        (
+            post_norm("mlp", "post_feedforward_layernorm")
+            if shape.has_post_norms
+            else norm(MLP_NORM, before_mlp, "post_attention_layernorm")
+        ),
         *(
-            gated_mlp((shape.intermediate_size, shape.hidden_size), source + "mlp.", "mlp.")
+            dense_mlp(shape, source + "mlp.", "mlp.")
             if moe is None
             else moe_block(shape, moe, source, experts, grouped=transformer_engine)
         ),
@@ -92,15 +104,17 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
     rows = {"q": (query, None), "k": (key_value, groups), "v": (key_value, groups)}
 
     def qkv(kind: str, *columns: int) -> Parameter:
+        fused = f"{source}qkv_proj.{kind}"
+        sources = tuple(
+            Tensor(f"{source}{x}_proj.{kind}", (size, *columns), num_heads)
+            for x, (size, num_heads) in rows.items()
+        )
         return Parameter(
             f"{target}linear_qkv.{kind}",
-            tuple(
-                Tensor(f"{source}{x}_proj.{kind}", (size, *columns), num_heads)
-                for x, (size, num_heads) in rows.items()
-            ),
+            in_one_tensor(fused, sources) if FAMILIES[shape.family].has_fused_weights else sources,
             split=0,
             interleave_groups=groups,
-            engine_name=f"{source}qkv_proj.{kind}",
+            engine_name=fused,
         )
 
     output = Tensor(source + "o_proj.weight", (hidden, query))
@@ -112,6 +126,7 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
         parameters.append(qkv("bias"))
     if shape.qk_norm:
         for x in "qk":
-            norm = Tensor(f"{source}{x}_norm.weight", (shape.head_dim,))
+            size = rows[x][0] if shape.has_post_norms else shape.head_dim
+            norm = Tensor(f"{source}{x}_norm.weight", (size,))
             parameters.append(Parameter(f"{target}{x}_layernorm.weight", (norm,)))
     return parameters

@@ -18,6 +18,7 @@ from checkpoint_convert.vllm import (
     check_engine_dims,
     engine_dtypes,
     engine_layouts,
+    engine_sizes,
     first_worker_layout,
 )
 from checkpoint_convert.weights import read_weights
@@ -75,7 +76,8 @@ def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor
     for kv_heads, tied in product((1, 2, 4), (False, True)):
         folder = tmp_path / f"{kv_heads}-{tied}"
         servable_model(folder, family, num_key_value_heads=kv_heads, tied=tied)
-        cases.append((folder, EngineDims(tensor=tensor)))
+        if tensor in engine_sizes(read_shape(folder), EngineDims()):
+            cases.append((folder, EngineDims(tensor=tensor)))
     if family == "deepseek_v3":
         folder = servable_model(tmp_path / "no latent of queries", family, q_lora_rank=None)
         cases.append((folder, EngineDims(tensor=tensor)))

@@ -42,7 +42,11 @@ slow = pytest.mark.slow
         pytest.param("qwen3_moe", {"tied": False}, 1, marks=slow),
         pytest.param("glm4_moe", {"tied": False}, 1, marks=slow),
         ("deepseek_v3", {}, 1),  # latent attention and experts
+        pytest.param("ministral3", {}, 1, marks=slow),
+        pytest.param("phi3", {}, 2, marks=slow),
         pytest.param("qwen3", {"tied": True}, 2, marks=slow),
+        pytest.param("seed_oss", {}, 1, marks=slow),
+        pytest.param("olmo2", {}, 2, marks=slow),
         pytest.param("deepseek_v3", {"q_lora_rank": None}, 2, marks=slow),
         pytest.param("glm4_moe_lite", {}, 2, marks=slow),
     ],

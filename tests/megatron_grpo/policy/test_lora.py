@@ -52,11 +52,13 @@ LATENTS = (
 )
 TARGETS = {
     "llama": "lora.target_modules=all-linear",
+    "phi3": "lora.target_modules=all-linear",
     "qwen3_moe": ATTENTION,
     "deepseek_v3": LATENTS,
 }
 CASES = [
     *(("llama", dims) for dims in DENSE),
+    ("phi3", ParallelDims(tensor=2)),  # one adapter of queries, keys and values together
     *((family, dims) for family in ("qwen3_moe", "deepseek_v3") for dims in EXPERTS),
 ]
 STEPS = ("optimizer.lr=1e-2", "optimizer.adam_eps=1e-3", "optimizer.lr_warmup_steps=0")

@@ -22,8 +22,31 @@ from helpers.policies import (
 from helpers.ranks import run_ranks
 from parallel import ParallelDims
 
-MODELS = {"llama": True, "mistral": False, "qwen2": True, "qwen3": False}
+MODELS = {
+    "llama": True,
+    "mistral": False,
+    "qwen2": True,
+    "ministral3": False,
+    "olmo2": False,
+    "phi3": True,
+    "qwen3": False,
+    "seed_oss": False,
+}
 """Families, and whether their embeddings are tied."""
+OVERRIDES = {
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "seed_oss": {"num_key_value_heads": 1},
+}
 LAYOUTS = [
     ParallelDims(),
     ParallelDims(tensor=4),  # more ranks than key-value heads
@@ -37,7 +60,13 @@ def cases(tmp_path_factory):
     # Five layers split unevenly over every pipeline.
     return {
         family: OracleCase.of(
-            tiny_model(tmp_path_factory.mktemp(family), family, tied=tied, num_hidden_layers=5)
+            tiny_model(
+                tmp_path_factory.mktemp(family),
+                family,
+                tied=tied,
+                num_hidden_layers=5,
+                **OVERRIDES.get(family, {}),
+            )
         )
         for family, tied in MODELS.items()
     }
