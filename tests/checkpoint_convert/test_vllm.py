@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.text_tower import MULTIMODAL
 from checkpoint_convert.vllm import (
     EngineDims,
     check_engine,
@@ -25,6 +26,7 @@ from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same
 from helpers.models import servable_model
 from helpers.shapes import LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
+from helpers.towers import tiny_multimodal
 from helpers.vllm_workers import loaded_parameters
 from parallel import cover_exactly
 
@@ -65,6 +67,16 @@ def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path):
     folder = servable_model(tmp_path / "no latent of queries", "deepseek_v3", q_lora_rank=None)
     cases.append((folder, EngineDims(tensor=2)))
     # The files are float32: we must round as vLLM does.
+    assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_so_it_does_of_text_towers(tmp_path):
+    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
+    cases = [
+        (tiny_multimodal(tmp_path / kind, kind, tied=kind == "qwen3_vl"), EngineDims(tensor=2))
+        for kind in MULTIMODAL
+    ]
     assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)
 
 

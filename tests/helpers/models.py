@@ -154,19 +154,24 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms start at 1, biases at 0: a mix-up would go unnoticed
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-        for name, values in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                values += 0.05 * torch.randn(values.shape, generator=generator)
-        # transformers zeroes the padding token's embedding, and at 0 RMSNorm has a huge gradient.
-        padding = model.get_input_embeddings().weight[PAD_ID]
-        padding.copy_(config.initializer_range * torch.randn(padding.shape, generator=generator))
+    make_random(model, config.initializer_range, generator)
     model.save_pretrained(folder)
     character_tokenizer(config.vocab_size).save_pretrained(folder)
     return Path(folder)
+
+
+@torch.no_grad()
+def make_random(model: torch.nn.Module, scale: float, generator: torch.Generator) -> None:
+    """Give what transformers initializes to constants other values, all different."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms start at 1, biases at 0: a mix-up would go unnoticed
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    for name, values in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            values += 0.05 * torch.randn(values.shape, generator=generator)
+    # transformers zeroes the padding token's embedding, and at 0 RMSNorm has a huge gradient.
+    padding = model.get_input_embeddings().weight[PAD_ID]
+    padding.copy_(scale * torch.randn(padding.shape, generator=generator))
 
 
 def renamed(folder: Path, family: str) -> Path:
