@@ -12,6 +12,7 @@ from checkpoint_convert.shape import ModelShape
 
 ATTENTION_NORM = "input_layernorm.weight"
 MLP_NORM = "pre_mlp_layernorm.weight"
+POST_ATTENTION, POST_MLP = "self_attn_bda.norm.weight", "mlp_bda.norm.weight"
 
 
 def embedding(shape: ModelShape, padded_vocab: int) -> list[Parameter]:
@@ -57,9 +58,6 @@ def layer(
         weight = Tensor(f"{source}{name}.weight", (shape.hidden_size,))
         return Parameter(fused if transformer_engine else own, (weight,), key=fused)
 
-    def post_norm(target: str, name: str) -> Parameter:
-        return norm(f"{target}_bda.norm.weight", f"{target}_bda.norm.weight", name)
-
     if shape.latent is None:
         before_attention = "self_attention.linear_qkv.layer_norm_weight"
         attention = fused_attention(shape, source + "self_attn.", "self_attention.")
@@ -74,18 +72,16 @@ def layer(
         )
     moe = None if index < shape.num_dense_layers else shape.moe
     before_mlp = "mlp.linear_fc1.layer_norm_weight" if moe is None else MLP_NORM
+    if shape.has_post_norms:
+        of_attention = norm(POST_ATTENTION, POST_ATTENTION, "post_attention_layernorm")
+        of_mlp = norm(POST_MLP, POST_MLP, "post_feedforward_layernorm")
+    else:
+        of_attention = norm(ATTENTION_NORM, before_attention, "input_layernorm")
+        of_mlp = norm(MLP_NORM, before_mlp, "post_attention_layernorm")
     return [
-        (
-            post_norm("self_attn", "post_attention_layernorm")
-            if shape.has_post_norms
-            else norm(ATTENTION_NORM, before_attention, "input_layernorm")
-        ),
+        of_attention,
         *attention,
-        (
-            post_norm("mlp", "post_feedforward_layernorm")
-            if shape.has_post_norms
-            else norm(MLP_NORM, before_mlp, "post_attention_layernorm")
-        ),
+        of_mlp,
         *(
             dense_mlp(shape, source + "mlp.", "mlp.")
             if moe is None

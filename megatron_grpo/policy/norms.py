@@ -1,7 +1,7 @@
 """RMS norms that Megatron-Core has not, as modules of its layers."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -58,11 +58,11 @@ class HeadsNorm(RMSNorm):
     equally many heads, or equally many copies of each, so that the mean over ranks is that of all.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
-        super().__init__(config, self._num_heads(config) * hidden_size, eps)
+    heads: ClassVar[str]
+    """The field of the config with their number."""
 
-    def _num_heads(self, config: TransformerConfig) -> int:
-        raise NotImplementedError
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, getattr(config, self.heads) * hidden_size, eps)
 
     def forward(self, heads: Tensor) -> Tensor:
         """Normalizes in float32 at least, as torch's norm."""
@@ -81,13 +81,10 @@ class HeadsNorm(RMSNorm):
 class QueryNorm(HeadsNorm):
     """That of queries."""
 
-    def _num_heads(self, config: TransformerConfig) -> int:
-        return config.num_attention_heads
+    heads = "num_attention_heads"
 
 
 class KeyNorm(HeadsNorm):
     """That of keys."""
 
-    def _num_heads(self, config: TransformerConfig) -> int:
-        assert config.num_query_groups is not None
-        return config.num_query_groups
+    heads = "num_query_groups"

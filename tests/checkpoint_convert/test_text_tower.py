@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.text_tower import is_of_text, text_name
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same, weights_of
-from helpers.models import tiny_model
+from helpers.models import OWN_FIELDS, tiny_model
 from helpers.towers import CONFIGS, tiny_multimodal
 from parallel import ParallelDims
 
@@ -108,6 +109,12 @@ def test_a_text_tower_is_a_model_of_its_family(folders, tmp_path):
     shape = read_shape(folders["qwen3_vl"])
     plain = tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=3, head_dim=32)
     assert shape == read_shape(plain)
+
+
+def test_a_tower_may_be_of_any_family_that_its_whole_is_published_with(folders, tmp_path):
+    edit = {"model_type": "ministral3"} | OWN_FIELDS["ministral3"]
+    folder = edited(folders["mistral3"], tmp_path / "m", lambda c: c["text_config"].update(edit))
+    assert read_shape(folder) == replace(read_shape(folders["mistral3"]), family="ministral3")
 
 
 @pytest.mark.parametrize(
