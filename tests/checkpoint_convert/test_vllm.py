@@ -60,7 +60,7 @@ def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32):
 
 def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path):
     cases = []
-    for number, family in enumerate(sorted(FAMILIES)):
+    for number, family in enumerate(sorted({*FAMILIES} - {"kimi_k2"})):  # as deepseek_v3
         kv_heads, tied = (1, 2, 4)[number % 3], number % 2 == 0
         folder = servable_model(tmp_path / family, family, num_key_value_heads=kv_heads, tied=tied)
         cases.append((folder, EngineDims(tensor=2, expert_parallel=family in MIXTURES)))
@@ -105,7 +105,7 @@ def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor
 
 def test_so_it_does_where_groups_of_workers_share_the_experts(tmp_path):
     cases = []
-    for family in sorted(MIXTURES):
+    for family in sorted(MIXTURES - {"kimi_k2"}):  # as deepseek_v3
         folder = servable_model(tmp_path / family, family)
         for expert_parallel in (False, True):
             cases.append((folder, EngineDims(tensor=2, data=2, expert_parallel=expert_parallel)))
