@@ -10,8 +10,9 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
-from checkpoint_convert.rope import read_rope
+from checkpoint_convert.rope import num_positions, read_rope
 from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape
+from checkpoint_convert.text_tower import MULTIMODAL, is_multimodal, text_config
 
 # Keys with one supported value in every family, which is also the value of an absent key.
 # transformers' configs of our families declare only a few of them; code shared by all models, in
@@ -46,19 +47,19 @@ def read_shape(folder: str | Path) -> ModelShape:
     any key whose value would change what the model computes and is not supported.
     """
     path = Path(folder) / "config.json"
-    config = read_json(path)
+    whole = read_json(path)
+    config = text_config(path, whole)
     model_type = config.get("model_type")
     if model_type not in list(FAMILIES):  # a list, as a JSON value may be unhashable
         raise ValueError(
-            f"{path}: model_type {model_type!r} is not supported; supported: {sorted(FAMILIES)}"
+            f"{path}: model_type {model_type!r} is not supported; supported: {sorted(FAMILIES)}, "
+            f"and the text of {MULTIMODAL}"
         )
     family = FAMILIES[model_type]
     values = _with_defaults(family, config)
     _check_carried_over(path, family, values)
-    _scheme(path, config)  # refuses what cannot be read
-    rope_theta, rope_scaling = read_rope(
-        path, values, family.partial_rotary_factor, has_mla=family.has_mla
-    )
+    _scheme(path, whole)  # refuses what cannot be read
+    rope_theta, rope_scaling = read_rope(path, values, family)
     num_heads = integer(path, values, "num_attention_heads")
     hidden_size = integer(path, values, "hidden_size")
     if values["num_key_value_heads"] is None:
@@ -91,13 +92,20 @@ def read_shape(folder: str | Path) -> ModelShape:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=number(path, values, "rms_norm_eps"),
-        max_position_embeddings=integer(path, values, "max_position_embeddings"),
+        max_position_embeddings=num_positions(path, values),
         eos_token_ids=_eos_token_ids(path, values),
+        has_post_norms=family.has_post_norms,
         partial_rotary_factor=family.partial_rotary_factor,
         moe=_moe(path, family, values),
         latent=latent,
         num_extra_layers=_count(path, values, family.num_extra_layers),
     )
+
+
+def has_other_towers(folder: Path) -> bool:
+    """Whether the model in `folder` has towers beside that of text, by its config.json, if any."""
+    path = folder / "config.json"
+    return path.is_file() and is_multimodal(read_json(path))
 
 
 def read_scheme(folder: Path) -> Scheme | None:

@@ -21,7 +21,7 @@ from parallel import (
 def hf_tensors(shape: ModelShape) -> dict[str, Shape]:
     """Name and shape of every tensor of the weight files."""
     (chunk,) = _whole_model(shape, shape.vocab_size)
-    return {source.name: source.shape for parameter in chunk for source in parameter.sources}
+    return {each.name: each.whole_shape for parameter in chunk for each in parameter.sources}
 
 
 def float32_tensors(shape: ModelShape) -> set[str]:

@@ -10,8 +10,19 @@ from math import prod
 from pathlib import Path
 
 from checkpoint_convert.formats import is_torch_dist
-from checkpoint_convert.formats.hf_folder import INDEX_FILE, SINGLE_FILE, check_weights
-from checkpoint_convert.formats.safetensors_file import STORED_SIZES, create_file
+from checkpoint_convert.formats.hf_folder import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_weights,
+    locate_tensors,
+    other_towers,
+)
+from checkpoint_convert.formats.safetensors_file import (
+    STORED_SIZES,
+    TensorPlace,
+    copy_tensors,
+    create_file,
+)
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.new_folder import check_space, new_folder
@@ -64,21 +75,47 @@ def create_folder(
     file exceeds `max_shard_bytes` only when a single tensor does. Raises ValueError when the disk
     is too full.
     """
-    stored = stored_tensors(shape, dtypes, quantized)
+    stored = {**stored_tensors(shape, dtypes, quantized)}
+    names, others = _towers(source_folder, quantized)
+    stored |= {name: (place.dtype, place.shape) for name, place in others.items()}
     sizes = {name: num_bytes_of({name: each}) for name, each in stored.items()}
     needed = sum(sizes.values())
     check_space(folder, needed)
     shards = list(in_groups(sizes, sizes.__getitem__, max_shard_bytes))
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     files = files if len(files) > 1 else [SINGLE_FILE]
-    for file, names in zip(files, shards, strict=True):
-        create_file(folder / file, {name: stored[name] for name in names})
+    for file, shard in zip(files, shards, strict=True):
+        create_file(folder / file, {names.get(name, name): stored[name] for name in shard})
     if len(files) > 1:
-        weight_map = {n: file for file, names in zip(files, shards, strict=True) for n in names}
+        weight_map = {
+            names.get(name, name): file
+            for file, shard in zip(files, shards, strict=True)
+            for name in shard
+        }
         index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    copy_tensors(others, locate_tensors(folder, others))
     config = {} if quantized is None else {"quantization_config": quantized.config}
     copy_sidecar_files(source_folder, folder, main_dtype(hf_tensors(shape), dtypes), config)
+
+
+def _towers(
+    source_folder: Path, quantized: QuantizedModel | None
+) -> tuple[dict[str, str], dict[str, TensorPlace]]:
+    """The `other_towers` that belong into an export."""
+    try:
+        names, others = other_towers(source_folder)
+    except ValueError as error:
+        raise ValueError(
+            f"the other towers of the model cannot be copied: {error}; give the folder of the "
+            "whole model (--hf-config)"
+        ) from error
+    if others and quantized is not None:
+        raise ValueError(
+            f"{source_folder} has other towers beside that of text, with which weights of 8 bits "
+            "are not supported: leave the quantization out"
+        )
+    return names, others
 
 
 def export_checkpoint(

@@ -61,8 +61,8 @@ def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> Quantiz
     config = quantization_config(quantization, ignored)
     scheme = scheme_of(Path(quantization), config, dtype)
     _check_fits(linear, scheme)
-    matrices = {source.name: source.shape for each in linear for source in each.sources}
-    names = [tuple([source.name for source in each.sources]) for each in linear]
+    matrices = {source.name: source.whole_shape for each in linear for source in each.sources}
+    names = [tuple({source.name: None for source in each.sources}) for each in linear]
     fused = {name: together for together in names for name in together}
     experts = [source.name for each in linear if each.is_expert for source in each.sources]
     return QuantizedModel(scheme, config, matrices, fused, frozenset(experts))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert.config_values import boolean, integer, number
+from checkpoint_convert.families.description import Family
 
 # Parameters with one supported value for every RoPE type, which vLLM reads.
 _REQUIRED: dict[str, Any] = {"rope_dim": None, "use_fope": False}
@@ -25,22 +26,21 @@ _TRAINED_LENGTH = "original_max_position_embeddings"
 
 
 def read_rope(
-    path: Path, config: Mapping[str, Any], partial_rotary_factor: float, *, has_mla: bool
+    path: Path, config: Mapping[str, Any], family: Family
 ) -> tuple[float, dict[str, Any] | None]:
     """The base of RoPE, and the `rope_type` and parameters of its scaling, or None without scaling.
 
-    `config` holds the values of the file at `path`; `partial_rotary_factor` and `has_mla`
-    are the family's. Raises ValueError for unsupported settings.
+    `config` holds the values of the file at `path`. Raises ValueError for unsupported settings.
     """
-    rope = _parameters(path, config)
+    rope, partial_rotary_factor = _parameters(path, config), family.partial_rotary_factor
     _check(path, rope, {"partial_rotary_factor": partial_rotary_factor, **_REQUIRED})
     theta = number(path, rope, "rope_theta")
     if rope["rope_type"] == "default":
         return theta, None
-    if has_mla and rope["rope_type"] != "yarn":
+    if rope["rope_type"] not in family.rope_types:
         raise ValueError(
-            f"{path}: RoPE scaling {rope['rope_type']!r} is not supported for latent attention, "
-            "which vLLM always scales by yarn; supported: ['default', 'yarn']"
+            f"{path}: RoPE scaling {rope['rope_type']!r} is not supported for "
+            f"{family.model_type}; supported: {[*family.rope_types]}"
         )
     if rope["rope_type"] == "yarn":
         if partial_rotary_factor != 1.0:
@@ -48,9 +48,18 @@ def read_rope(
                 f"{path}: yarn RoPE scaling is not supported for a model that rotates a part of "
                 f"each head ({partial_rotary_factor:g})"
             )
-        return theta, _yarn(path, config, rope, has_mla=has_mla)
+        return theta, _yarn(path, config, rope, has_mla=family.has_mla)
     counting = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])
     return theta, {key: value for key, value in rope.items() if key in counting}
+
+
+def num_positions(path: Path, config: Mapping[str, Any]) -> int:
+    """How many positions of the model's context are supported: all that its config names, or those
+    before the first where `llama_4_scaling_beta` of RoPE changes queries."""
+    num, rope = integer(path, config, "max_position_embeddings"), _parameters(path, config)
+    if not rope.get("llama_4_scaling_beta"):
+        return num
+    return min(num, integer(path, rope, _TRAINED_LENGTH))
 
 
 def _parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,9 @@ class ModelShape:
     rms_norm_eps: float
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    has_post_norms: bool = False
+    """Whether the norms of a layer are those of what attention and MLP return, instead of what they
+    are given, and `qk_norm` is over all heads together."""
     partial_rotary_factor: float = 1.0
     """Part of each head that RoPE rotates; it comes first."""
     moe: MoeShape | None = None

@@ -16,6 +16,7 @@ from checkpoint_convert.formats.safetensors_file import TORCH_NAMES
 from checkpoint_convert.hf_config import check_folder, read_json, read_shape
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE
 from checkpoint_convert.shape import ModelShape, differing_fields
+from checkpoint_convert.text_tower import text_config
 from parallel import Shape
 
 # Folder inside a Megatron checkpoint that holds the sidecar files.
@@ -118,15 +119,21 @@ def copy_sidecar_files(
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
     config = read_json(source / "config.json")
+    _set_dtype(config, dtype)
+    if isinstance(config.get("text_config"), dict):
+        _set_dtype(config["text_config"], dtype)
+    for key in ("auto_map", *CONFIG_KEYS):
+        config.pop(key, None)
+    family = FAMILIES[text_config(source / "config.json", config)["model_type"]]
+    if family.num_extra_layers is not None:
+        config[family.num_extra_layers] = 0
+    (folder / "config.json").write_text(json.dumps({**config, **further}, indent=2) + "\n")
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
     # transformers 5 renamed torch_dtype to dtype, and reads both.
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     config |= dict.fromkeys(keys, TORCH_NAMES[dtype])
-    for key in ("auto_map", *CONFIG_KEYS):
-        config.pop(key, None)
-    num_extra_layers = FAMILIES[config["model_type"]].num_extra_layers
-    if num_extra_layers is not None:
-        config[num_extra_layers] = 0
-    (folder / "config.json").write_text(json.dumps({**config, **further}, indent=2) + "\n")
 
 
 def _check_link(folder: Path, file: Path) -> None:

@@ -139,8 +139,9 @@ def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
     parts, zeros, whole = _cut(sources, parameter.split, parameter.zero_rows, rank, size)
     pieces = [
-        ShardMapping(name, local, parameter.sources[number].name, stored, is_replica)
+        ShardMapping(name, local, source.name, _from(stored, source.first_row), is_replica)
         for number, local, stored, is_replica in parts
+        for source in (parameter.sources[number],)
     ]
     return Shard(whole, tuple(pieces), zeros)
 
@@ -186,8 +187,11 @@ def _cut(
 
 def _from_row(piece: ShardMapping, row: int) -> ShardMapping:
     """The piece of a parameter that begins at `row` of a larger one."""
-    box = piece.local_box
-    return replace(piece, local_box=replace(box, start=(box.start[0] + row, *box.start[1:])))
+    return replace(piece, local_box=_from(piece.local_box, row))
+
+
+def _from(box: Box, row: int) -> Box:
+    return replace(box, start=(box.start[0] + row, *box.start[1:]))
 
 
 def _in_stack(piece: ShardMapping, index: int) -> ShardMapping:
@@ -219,7 +223,10 @@ def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
 
 
 def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
-    obstacles = split_obstacles(shape, dims.tensor, {"padded vocabulary": _padded_vocab(shape)})
+    further = {"padded vocabulary": _padded_vocab(shape)}
+    if shape.has_post_norms:  # vLLM's norm over all heads does not know copies of them
+        further["num_key_value_heads"] = shape.num_key_value_heads
+    obstacles = split_obstacles(shape, dims.tensor, further)
     if shape.moe is None:
         return obstacles
     workers = "" if dims.data == 1 else f"with {dims.num_workers} workers "

@@ -8,6 +8,7 @@ without an adapter whose module has others.
 
 from collections.abc import Collection
 
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Parameter
 from checkpoint_convert.peft import WEIGHT, a_name, b_name
 from checkpoint_convert.shape import ModelShape
@@ -29,8 +30,14 @@ def check_adapters_served(shape: ModelShape) -> None:
     """Raise ValueError if vLLM would leave out adapters of such a model, or compute it otherwise.
 
     With latents, vLLM multiplies kv_b_proj into queries and outputs instead of calling it. With
-    adapters enabled, it chooses other kernels for experts, which may reorder their weights.
+    adapters enabled, it chooses other kernels for experts, which may reorder their weights. Of
+    matrices that are fused in the weight files, all parts have the same A.
     """
+    if FAMILIES[shape.family].has_fused_weights:
+        raise ValueError(
+            f"engines of vLLM do not serve adapters of {shape.family} here, whose weight files "
+            "have fused matrices"
+        )
     if shape.latent is not None or shape.moe is not None:
         kind = "latent attention" if shape.latent is not None else "a mixture of experts"
         raise ValueError(f"engines of vLLM do not serve adapters of a model with {kind} here")

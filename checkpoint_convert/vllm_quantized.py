@@ -82,7 +82,12 @@ def _scales(parameter: Parameter, model: QuantizedModel) -> Parameter:
     """
     rows = model.scheme.block[0] or 1
     sources = [
-        Tensor(model.scale_name(each.name), model.scheme.grid(each.shape), each.num_heads)
+        Tensor(
+            model.scale_name(each.name),
+            model.scheme.grid(each.shape),
+            each.num_heads,
+            rows=(each.first_row // rows, model.scheme.grid(each.whole_shape)[0]),
+        )
         for each in parameter.sources
     ]
     is_cut = parameter.split is not None and model.scheme.block[parameter.split] is not None

@@ -11,6 +11,7 @@ import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
 from checkpoint_convert.formats.safetensors_file import NAMES
+from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.quantized_model import quantized_model
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, sidecar_files
@@ -248,12 +249,30 @@ def _check_model(cfg: Config) -> ModelShape:
     check_weights(folder, shape)
     sidecar_files(folder)  # the files that every checkpoint and export copies
     quantized_model(cfg.train.export_quantization, shape, NAMES[cfg.model.dtype])
+    if has_other_towers(folder):
+        _check_text_tower(cfg)
     if cfg.model.freeze_moe_router and shape.moe is None:
         raise ValueError(
             "model.freeze_moe_router true needs a mixture of experts, and this model is dense: "
             "leave it out"
         )
     return shape
+
+
+def _check_text_tower(cfg: Config) -> None:
+    """Raise ValueError for what is not there for the text tower of a multimodal model."""
+    refused = {
+        "lora.r": (cfg.lora.r, 0),
+        "train.export_quantization": (cfg.train.export_quantization, "none"),
+        "rollout.quantization": (cfg.rollout.quantization, "none"),
+        "rollout.engine": (cfg.rollout.engine, "vllm"),
+    }
+    for key, (value, supported) in refused.items():
+        if value != supported:
+            raise ValueError(
+                f"{key} is {value}, and model.path {cfg.model.path} has other towers beside that "
+                f"of text: only {supported} is supported"
+            )
 
 
 def _warn_of_slow_dtype(name: str) -> None:

@@ -6,8 +6,8 @@ from checkpoint_convert import hf_tensors, read_shape
 from helpers.published_models import PUBLISHED_MODELS, write_config
 
 # Counts of the parameters in the weight files, from the model hub, with the biases by which routers
-# choose experts. GLM's and DeepSeek's are without the layer that predicts further tokens; that of
-# GLM-4.7-Flash is of transformers' model.
+# choose experts. GLM's and DeepSeek's are without the layer that predicts further tokens; those of
+# GLM-4.7-Flash and from Seed-OSS to Kimi-K2 are of transformers' models.
 NUM_PARAMETERS = {
     "SmolLM2-135M": 134_515_008,
     "Llama-3.1-8B": 8_030_261_248,
@@ -21,6 +21,11 @@ NUM_PARAMETERS = {
     "GLM-4.7-Flash": 29_943_393_920,
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.5": 352_797_829_024,
+    "Seed-OSS-36B": 36_151_104_512,
+    "Phi-4": 14_659_507_200,
+    "OLMo-2-7B": 7_298_617_344,
+    "Ministral-3-8B": 8_489_553_920,
+    "Kimi-K2": 1_026_408_232_448,
     "DeepSeek-V3": 671_026_419_200,
 }
 

@@ -3,12 +3,17 @@
 from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
 from checkpoint_convert.families.glm4_moe import GLM4_MOE
 from checkpoint_convert.families.glm4_moe_lite import GLM4_MOE_LITE
+from checkpoint_convert.families.kimi_k2 import KIMI_K2
 from checkpoint_convert.families.llama import LLAMA
+from checkpoint_convert.families.ministral3 import MINISTRAL3
 from checkpoint_convert.families.mistral import MISTRAL
 from checkpoint_convert.families.mixtral import MIXTRAL
+from checkpoint_convert.families.olmo2 import OLMO2
+from checkpoint_convert.families.phi3 import PHI3
 from checkpoint_convert.families.qwen2 import QWEN2
 from checkpoint_convert.families.qwen3 import QWEN3
 from checkpoint_convert.families.qwen3_moe import QWEN3_MOE
+from checkpoint_convert.families.seed_oss import SEED_OSS
 
 FAMILIES = {
     family.model_type: family
@@ -16,11 +21,16 @@ FAMILIES = {
         DEEPSEEK_V3,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        KIMI_K2,
         LLAMA,
+        MINISTRAL3,
         MISTRAL,
         MIXTRAL,
+        OLMO2,
+        PHI3,
         QWEN2,
         QWEN3,
         QWEN3_MOE,
+        SEED_OSS,
     )
 }

@@ -4,13 +4,15 @@ Each function describes parameters of Megatron-Core in terms of the tensors of t
 engine fuses the same tensors in the same way under other names, but splits them by its own rules.
 """
 
-from checkpoint_convert.families.description import Parameter, Tensor
-from checkpoint_convert.families.ffn import gated_mlp, moe_block
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
+from checkpoint_convert.families.ffn import dense_mlp, moe_block
 from checkpoint_convert.families.mla import mla_attention
 from checkpoint_convert.shape import ModelShape
 
 ATTENTION_NORM = "input_layernorm.weight"
 MLP_NORM = "pre_mlp_layernorm.weight"
+POST_ATTENTION, POST_MLP = "self_attn_bda.norm.weight", "mlp_bda.norm.weight"
 
 
 def embedding(shape: ModelShape, padded_vocab: int) -> list[Parameter]:
@@ -70,12 +72,18 @@ def layer(
         )
     moe = None if index < shape.num_dense_layers else shape.moe
     before_mlp = "mlp.linear_fc1.layer_norm_weight" if moe is None else MLP_NORM
+    if shape.has_post_norms:
+        of_attention = norm(POST_ATTENTION, POST_ATTENTION, "post_attention_layernorm")
+        of_mlp = norm(POST_MLP, POST_MLP, "post_feedforward_layernorm")
+    else:
+        of_attention = norm(ATTENTION_NORM, before_attention, "input_layernorm")
+        of_mlp = norm(MLP_NORM, before_mlp, "post_attention_layernorm")
     return [
-        norm(ATTENTION_NORM, before_attention, "input_layernorm"),
+        of_attention,
         *attention,
-        norm(MLP_NORM, before_mlp, "post_attention_layernorm"),
+        of_mlp,
         *(
-            gated_mlp((shape.intermediate_size, shape.hidden_size), source + "mlp.", "mlp.")
+            dense_mlp(shape, source + "mlp.", "mlp.")
             if moe is None
             else moe_block(shape, moe, source, experts, grouped=transformer_engine)
         ),
@@ -92,15 +100,17 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
     rows = {"q": (query, None), "k": (key_value, groups), "v": (key_value, groups)}
 
     def qkv(kind: str, *columns: int) -> Parameter:
+        fused = f"{source}qkv_proj.{kind}"
+        sources = tuple(
+            Tensor(f"{source}{x}_proj.{kind}", (size, *columns), num_heads)
+            for x, (size, num_heads) in rows.items()
+        )
         return Parameter(
             f"{target}linear_qkv.{kind}",
-            tuple(
-                Tensor(f"{source}{x}_proj.{kind}", (size, *columns), num_heads)
-                for x, (size, num_heads) in rows.items()
-            ),
+            in_one_tensor(fused, sources) if FAMILIES[shape.family].has_fused_weights else sources,
             split=0,
             interleave_groups=groups,
-            engine_name=f"{source}qkv_proj.{kind}",
+            engine_name=fused,
         )
 
     output = Tensor(source + "o_proj.weight", (hidden, query))
@@ -112,6 +122,7 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
         parameters.append(qkv("bias"))
     if shape.qk_norm:
         for x in "qk":
-            norm = Tensor(f"{source}{x}_norm.weight", (shape.head_dim,))
+            size = rows[x][0] if shape.has_post_norms else shape.head_dim
+            norm = Tensor(f"{source}{x}_norm.weight", (size,))
             parameters.append(Parameter(f"{target}{x}_layernorm.weight", (norm,)))
     return parameters

@@ -59,5 +59,6 @@ DEEPSEEK_V3 = Family(
         is_shared_whole_in_engine=True,
     ),
     has_mla=True,
+    rope_types=("default", "yarn"),  # vLLM always scales by yarn
     num_extra_layers="num_nextn_predict_layers",
 )

@@ -1,6 +1,6 @@
 """The types that describe a model family, once for all directions of conversion."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,11 +55,17 @@ class Family:
     """Whether queries, keys and values have a bias, or the config key that says so."""
     qk_norm: bool | str = False
     """Whether query and key heads have a norm, or the config key that says so."""
+    has_post_norms: bool = False
+    """See `ModelShape`."""
     partial_rotary_factor: float = 1.0
     experts: Experts | None = None
     """None: every layer has a dense MLP."""
     has_mla: bool = False
     """Whether its attention is `LatentShape`'s."""
+    has_fused_weights: bool = False
+    """Whether weight files have queries, keys and values in one matrix, and gate and up in one."""
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    """How its RoPE may be scaled."""
     num_extra_layers: str | None = None
     """Config key of `ModelShape.num_extra_layers`; None: 0."""
 
@@ -75,6 +81,27 @@ class Tensor:
     all other tensors."""
     is_float32: bool = False
     """Whether it is float32 in a model of any dtype."""
+    rows: tuple[int, int] | None = None
+    """Of some rows of a tensor: the first, and how many the whole has; None: it is the whole."""
+
+    @property
+    def whole_shape(self) -> Shape:
+        """Shape of the tensor in the files, of which this may be some rows."""
+        return self.shape if self.rows is None else (self.rows[1], *self.shape[1:])
+
+    @property
+    def first_row(self) -> int:
+        """Its first row in the tensor of the files."""
+        return self.rows[0] if self.rows else 0
+
+
+def in_one_tensor(name: str, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The parts as rows of one tensor of the weight files, one after the other."""
+    sizes = [part.shape[0] for part in parts]
+    return tuple(
+        replace(part, name=name, rows=(sum(sizes[:number]), sum(sizes)))
+        for number, part in enumerate(parts)
+    )
 
 
 @dataclass(frozen=True)
@@ -176,7 +203,8 @@ def _blocks(parameter: Parameter, num_groups: int, local: Box) -> list[tuple[Box
     for i in range(first, last):
         row = i * group_rows
         for source, share in zip(parameter.sources, shares, strict=True):
-            blocks.append((whole.narrowed(0, row, share), source.name, i * share))
+            first_row = source.first_row + i * share
+            blocks.append((whole.narrowed(0, row, share), source.name, first_row))
             row += share
     if parameter.zero_rows:
         end = group_rows * num_groups

@@ -3,8 +3,10 @@
 A mixture has a router, gated experts and perhaps a shared expert, which processes every token.
 """
 
+from dataclasses import replace
+
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.families.description import Experts, Parameter, Tensor
+from checkpoint_convert.families.description import Experts, Parameter, Tensor, in_one_tensor
 from checkpoint_convert.shape import ModelShape, MoeShape
 
 
@@ -25,6 +27,14 @@ def gated_mlp(inward: tuple[int, int], source: str, target: str) -> list[Paramet
         ),
         Parameter(target + "linear_fc2.weight", (down,), split=1),
     ]
+
+
+def dense_mlp(shape: ModelShape, source: str, target: str) -> list[Parameter]:
+    """The MLP of a layer without experts; prefixes are as in `gated_mlp`."""
+    gate_up, down = gated_mlp((shape.intermediate_size, shape.hidden_size), source, target)
+    if FAMILIES[shape.family].has_fused_weights:
+        gate_up = replace(gate_up, sources=in_one_tensor(gate_up.engine_name, gate_up.sources))
+    return [gate_up, down]
 
 
 ROUTER = "mlp.router.weight"

@@ -35,5 +35,6 @@ GLM4_MOE_LITE = Family(
     explicit={"first_k_dense_replace": 1},
     experts=GLM4_MOE.experts,
     has_mla=True,
+    rope_types=("default", "yarn"),  # vLLM always scales by yarn
     num_extra_layers="num_nextn_predict_layers",
 )

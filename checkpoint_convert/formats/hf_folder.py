@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
-from checkpoint_convert.hf_config import check_folder, read_json, read_scheme
+from checkpoint_convert.hf_config import check_folder, has_other_towers, read_json, read_scheme
 from checkpoint_convert.megatron import hf_tensors
 from checkpoint_convert.quantization import Scheme, with_scales
 from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.text_tower import is_of_text, text_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,21 +31,27 @@ def locate_tensors(
 ) -> dict[str, TensorPlace]:
     """Place of every tensor in `folder`: in its single weight file or, without one, in its shards.
 
+    Tensors of a text tower have the names that they have in a model of text.
     `names` limits the result to those tensors; shards without any of them are not opened.
     torch.save files are read when there are no safetensors files. Raises ValueError if `folder` is
     not a folder or has neither kind of file, if the index names files outside the folder, missing
     files or missing tensors, and for malformed files.
     """
-    folder = Path(folder)
+    return _located(Path(folder), names, text_name)
+
+
+def _located(
+    folder: Path, names: Collection[str] | None, rename: Callable[[str], str]
+) -> dict[str, TensorPlace]:
     check_folder(folder)
     for single, index, read in (
         (SINGLE_FILE, INDEX_FILE, read_header),
         (BIN_FILE, BIN_INDEX_FILE, _read_places),
     ):
         if (folder / single).is_file():
-            return _chosen(read(folder / single), names)
+            return _chosen(_renamed(read(folder / single), rename), names)
         if (folder / index).is_file():
-            return _locate_indexed(folder / index, read, names)
+            return _locate_indexed(folder / index, read, names, rename)
     raise ValueError(
         f"{folder} has no weights: none of {SINGLE_FILE}, {INDEX_FILE}, {BIN_FILE} and "
         f"{BIN_INDEX_FILE} is there"
@@ -62,13 +69,20 @@ def _chosen(found: dict[str, T], names: Collection[str] | None) -> dict[str, T]:
     return {name: each for name, each in found.items() if names is None or name in names}
 
 
+def _renamed(found: dict[str, T], rename: Callable[[str], str]) -> dict[str, T]:
+    return {rename(name): each for name, each in found.items()}
+
+
 def _locate_indexed(
-    path: Path, read: Callable[[Path], dict[str, TensorPlace]], names: Collection[str] | None
+    path: Path,
+    read: Callable[[Path], dict[str, TensorPlace]],
+    names: Collection[str] | None,
+    rename: Callable[[str], str],
 ) -> dict[str, TensorPlace]:
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{path} has no weight_map from tensor to file names")
-    index = _chosen(index, names)
+    index = _chosen(_renamed(index, rename), names)
     files = sorted(set(index.values()))
     outside = [file for file in files if file != Path(file).name or file == ".."]
     if outside:
@@ -76,11 +90,21 @@ def _locate_indexed(
     absent = [file for file in files if not isfile(path.parent / file)]
     if absent:
         raise ValueError(f"{path} names files that are not there: {absent}")
-    places = {file: read(path.parent / file) for file in files}
+    places = {file: _renamed(read(path.parent / file), rename) for file in files}
     lost = [f"{name} in {file}" for name, file in index.items() if name not in places[file]]
     if lost:
         raise ValueError(f"{path} names tensors that are not there: {lost}")
     return {name: places[file][name] for name, file in index.items()}
+
+
+def other_towers(folder: Path) -> tuple[dict[str, str], dict[str, TensorPlace]]:
+    """How a multimodal folder names each tensor of its text tower, by `text_name`, and the places
+    of all others. Both are empty for a model of text."""
+    if not has_other_towers(folder):
+        return {}, {}
+    names = {text_name(name): name for name in _located(folder, None, str)}
+    others = {name for name in names if not is_of_text(name)}
+    return names, locate_tensors(folder, others)
 
 
 def check_weights(
@@ -92,7 +116,8 @@ def check_weights(
     Quantised weights are `QuantizedPlace`, and tensors that only they need are left out.
     `names` limits the check and the result to those tensors. Raises ValueError that lists every
     tensor that is missing or unexpected or has the wrong shape or an unsupported dtype, and for a
-    folder with an adapter, which would change the weights.
+    folder with an adapter, which would change the weights. Other towers than that of text are not
+    checked.
     """
     if (Path(folder) / ADAPTER_FILE).is_file():
         raise ValueError(
@@ -100,11 +125,13 @@ def check_weights(
             f"(checkpoint-convert merge), or remove {ADAPTER_FILE}"
         )
     wanted = _chosen(hf_tensors(shape), names)
-    scheme = read_scheme(Path(folder))
+    scheme, has_others = read_scheme(Path(folder)), has_other_towers(Path(folder))
     places, faults = _with_scales(folder, names, scheme)
     readable = {*ITEM_SIZES} if scheme is None else {*ITEM_SIZES, scheme.dtype}
     faults += [f"{name} {list(wanted[name])} is missing" for name in wanted if name not in places]
     for name, place in places.items():
+        if has_others and not is_of_text(name):
+            continue
         if name not in wanted:
             faults += _faults_of_extra(name, places, shape)
         elif place.shape != wanted[name]:

@@ -63,6 +63,18 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
     return places
 
 
+def copy_tensors(
+    places: Mapping[str, TensorPlace], copies: Mapping[str, TensorPlace], chunk: int = 1 << 24
+) -> None:
+    """Copy the bytes of each stored tensor to the place of its name in `copies`."""
+    for name, place in places.items():
+        with place.file.open("rb") as source, copies[name].file.open("r+b") as target:
+            source.seek(place.offset)
+            target.seek(copies[name].offset)
+            for start in range(0, place.num_bytes, chunk):
+                target.write(source.read(min(chunk, place.num_bytes - start)))
+
+
 def create_file(path: Path, tensors: Mapping[str, tuple[str, Shape]]) -> None:
     """Create a file of full size that holds `tensors`, given as (dtype, shape), in order, as zeros.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_convert.text_tower import is_of_text, text_name
 from megatron_grpo.engines.http import EngineError
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
     Kernels for GPUs want 8-bit weights as [columns, rows], of which vLLM makes a transposed view:
     here they are as they are in memory, and in the weight files.
 
+    A multimodal model has those of its text tower only, by their names in a model of text.
+
     Modules that hold adapters have the weights in a `base_layer`, which the names leave out.
 
     For decode steps vLLM has the weight that projects latents up to keys and values once more, as
@@ -115,10 +118,11 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
     (`absorb_latents` in vllm/worker.py).
     """
     first: dict[int, tuple[str, Tensor]] = {}
+    is_multimodal = hasattr(model, "language_model")
     for name, parameter in model.named_parameters():
-        if name.endswith(ABSORBED):
+        if name.endswith(ABSORBED) or (is_multimodal and not is_of_text(text_name(name))):
             continue
-        name = name.replace(".base_layer.", ".")
+        name = text_name(name).replace(".base_layer.", ".")
         is_turned = parameter.itemsize == 1 and not parameter.is_contiguous()
         value = parameter.t() if is_turned else parameter
         first.setdefault(value.untyped_storage().data_ptr(), (name, value))

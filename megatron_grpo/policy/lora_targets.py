@@ -139,8 +139,8 @@ def starting_adapter(cfg: LoraConfig, shape: ModelShape) -> StoredAdapter | None
 
 def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
     """The modules of the weight files with adapters; ValueError as of `LoraConfig.targets`."""
-    linears: list[str] = []
-    others: list[str] = []
+    linears: dict[str, None] = {}  # in order; several sources may be rows of one weight
+    others: dict[str, None] = {}
     one = Coordinates(tensor=0, context=0, data=0, pipeline=0)
     for _, parameter in local_parameters(shape, ParallelDims(), one, transformer_engine=True):
         is_linear = parameter.name.startswith("decoder.layers.") and not parameter.is_expert
@@ -148,8 +148,8 @@ def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
         for source in parameter.sources:
             if len(source.shape) == 2:
                 module = source.name.removesuffix(WEIGHT)
-                (linears if is_linear else others).append(module)
-    return cfg.targets(linears, others)
+                (linears if is_linear else others)[module] = None
+    return cfg.targets([*linears], [*others])
 
 
 def peft_tensors(cfg: LoraConfig, shape: ModelShape) -> dict[str, Shape]:
@@ -167,15 +167,15 @@ def local_targets(
         pieces[piece.local, piece.tensor].append(piece)
     # Names do not depend on it, but for norms and experts.
     for name, parameter in local_parameters(shape, dims, at, transformer_engine=True):
-        sources = [x for x in parameter.sources if x.name.removesuffix(WEIGHT) in wanted]
+        sources = {x.name: x for x in parameter.sources if x.name.removesuffix(WEIGHT) in wanted}
         if not sources or not name.endswith(WEIGHT):
             continue
         split = _SPLITS[parameter.split]
-        columns = Box((0, 0), (1, sources[0].shape[1]))
+        columns = Box((0, 0), (1, parameter.shape[1]))
         if split == "columns":
-            (piece,) = pieces[name, sources[0].name]
+            (piece,) = pieces[name, parameter.sources[0].name]
             columns = Box((0, piece.box.start[1]), (1, piece.box.size[1]))
-        parts = tuple(_part(x.name, pieces[name, x.name]) for x in sources)
+        parts = tuple(_part(source, pieces[name, source]) for source in sources)
         modules = [part.module for part in parts]
         shapes = {module: whole[module + WEIGHT] for module in modules}
         yield Target(name, split, parts, columns, shapes)

@@ -44,6 +44,12 @@ def no_initialization() -> dict[str, Any]:
     return {"perform_initialization": True} | dict.fromkeys(names, leave)
 
 
+def mlp_submodules(layer: Any) -> Any:
+    """The modules of a dense layer's MLP, in the description of the layer."""
+    mlp = layer.submodules.mlp
+    return mlp.submodules if IS_OLD else mlp.keywords["submodules"]
+
+
 def router_losses(name: str) -> Tensor:
     """[layers] of this process: what routers recorded as loss `name` since it was last zeroed."""
     if hasattr(moe_utils, "get_moe_metrics_tracker"):

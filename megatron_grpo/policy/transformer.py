@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -27,10 +29,12 @@ from torch.nn.functional import silu
 from checkpoint_convert import ModelShape, MoeShape
 from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
 from megatron_grpo.policy.mla import LatentAttention, WholeLinear, yarn_scaling, yarn_softmax_scale
+from megatron_grpo.policy.norms import KeyNorm, PostNorm, QueryNorm, RMSNorm
 from megatron_grpo.policy.overrides import check_context_exchange, check_overrides
 from megatron_grpo.policy.releases import (
     FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS,
     HYBRIDEP_PADS,
+    mlp_submodules,
     no_initialization,
 )
 from parallel import ParallelDims, pipeline_layers
@@ -173,6 +177,11 @@ def fused_layer_spec(
     if shared_prompts:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
     _use_mla(layer, shape)
+    if shape.has_post_norms:
+        _use_post_norms(layer, config, LayerNormImpl)
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_qkv = TEColumnParallelLinear  # without the norm of what it is given
+        mlp_submodules(layer).linear_fc1 = TEColumnParallelLinear
     return layer
 
 
@@ -207,6 +216,9 @@ def torch_layer_spec(
             for x in ("q", "kv")
         }
     _use_mla(layer, shape)
+    if shape.has_post_norms:
+        _use_post_norms(layer, config, RMSNorm)
+        fused_norms = {}
     modules.sharded_state_dict_keys_map = fused_norms
     return layer
 
@@ -224,18 +236,13 @@ def _use_mla(layer: ModuleSpec, shape: ModelShape) -> None:
         attention.params |= {"latent": shape.latent, "head_dim": shape.head_dim}
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """Torch's RMS norm, because Megatron-Core's wrapper refuses sequence parallelism."""
-
-    returns_residual = False  # read by Megatron-Core, but not by 0.16.1
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
-        super().__init__(
-            hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
-        )
-        # Each tensor rank sees a part of the tokens; the mark makes Megatron sum the gradient.
-        weight: Any = self.weight
-        weight.sequence_parallel = config.sequence_parallel
+def _use_post_norms(layer: ModuleSpec, config: TransformerConfig, norm: Any) -> None:
+    """Put the norms of a layer behind attention and MLP, and those of heads over all of them."""
+    modules, attention = layer.submodules, layer.submodules.self_attention.submodules
+    added = ModuleSpec(module=PostNorm, params={"config": config, "norm": norm})
+    modules.self_attn_bda = modules.mlp_bda = added
+    modules.input_layernorm = modules.pre_mlp_layernorm = IdentityOp
+    attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
 
 
 def _architecture(shape: ModelShape) -> dict[str, Any]:

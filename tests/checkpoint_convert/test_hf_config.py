@@ -13,6 +13,7 @@ import transformers
 from transformers.models.llama import LlamaConfig
 
 from checkpoint_convert import LatentShape, ModelShape, MoeShape, read_shape
+from checkpoint_convert.families import FAMILIES
 from helpers.models import CONFIGS, LATENTS, NEVER_TIED, OWN_FIELDS
 from helpers.published_models import PUBLISHED_MODELS, write_config
 
@@ -40,6 +41,7 @@ GLM4_MOE_LITE = {
     "num_key_value_heads": 4,
     "first_k_dense_replace": 1,
 }
+PHI3 = {"model_type": "phi3"}
 DEEPSEEK_V3 = GLM4_MOE_LITE | ROUTER | {"model_type": "deepseek_v3"}
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -105,11 +107,12 @@ def shape_by_transformers(config):
         family=family,
         num_layers=config.num_hidden_layers,
         head_dim=head_dim,
-        attention_bias=family == "qwen2" or getattr(config, "attention_bias", False),
-        qk_norm=family in ("qwen3", "qwen3_moe") or getattr(config, "use_qk_norm", False),
+        attention_bias=family in ("qwen2", "seed_oss") or getattr(config, "attention_bias", False),
+        qk_norm=family in ("olmo2", "qwen3", "qwen3_moe") or getattr(config, "use_qk_norm", False),
         rope_theta=theta,
         rope_scaling=None if rope["rope_type"] == "default" else rope,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        has_post_norms=family == "olmo2",
         partial_rotary_factor=factor,
         moe=moe,
         latent=latent,
@@ -139,6 +142,8 @@ MUST_SAY = {
     "mistral": {"sliding_window": None},
     "glm4_moe": {"head_dim": 2},
     "glm4_moe_lite": {"num_attention_heads": 20, "first_k_dense_replace": 1},
+    "ministral3": OWN_FIELDS["ministral3"],
+    "seed_oss": OWN_FIELDS["seed_oss"],
 }
 
 
@@ -149,8 +154,11 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
     assert shape == shape_by_transformers(CONFIGS[family].from_pretrained(tmp_path))
 
 
-# What YaRN means, with which DeepSeek-V3 was published, test_rope.py says.
-@pytest.mark.parametrize("name", [name for name in PUBLISHED_MODELS if name != "DeepSeek-V3"])
+# Published with YaRN, of which test_rope.py says what it means.
+WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B")
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED_MODELS if name not in WITH_YARN])
 def test_published_models_are_read_as_transformers_reads_them(tmp_path, name):
     shape = read_shape(write_config(tmp_path, name))
     assert shape == shape_by_transformers(CONFIGS[shape.family].from_pretrained(tmp_path))
@@ -225,6 +233,10 @@ VLLM_FILES = {
     "deepseek_v3": ("deepseek_v2",),
     "glm4_moe_lite": ("glm4_moe_lite", "glm4_moe", "deepseek_v2"),
     "mistral": ("mistral", "llama"),
+    "ministral3": ("mistral", "llama"),
+    "olmo2": (),
+    "phi3": ("phi3", "llama"),
+    "seed_oss": (),
 }
 
 
@@ -254,6 +266,8 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     harmless = HARMLESS | (BEHIND_USE_SLIDING_WINDOW if "use_sliding_window" in names else set())
     harmless -= {"first_k_dense_replace"} if family in NEVER_TIED else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
+    # Of scalings that this family's RoPE cannot have here.
+    harmless |= {"original_max_position_embeddings"} if family == "phi3" else set()
     # vLLM's file of this family's mixture is DeepSeek's, whose own mixture reads these.
     harmless |= set(ROUTER) if family == "glm4_moe_lite" else set()
     saved = json.loads(config.to_json_string())
@@ -346,7 +360,7 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma"}, f"'gemma' is not supported; supported: {sorted(CONFIGS)}"),
+        ({"model_type": "gemma"}, f"'gemma' is not supported; supported: {sorted(FAMILIES)}"),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         # Several at once, each with what is supported
         ({"mlp_bias": True, "hidden_act": "relu"}, "'relu', only 'silu' is supported; mlp_bias is"),
@@ -373,6 +387,7 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"is_causal": None}, "is_causal is None, only True"),
         ({"attention_dropout": float("nan")}, "attention_dropout is nan"),
         ({"model_type": "mistral"}, "sliding_window is 4096, only None"),  # as in transformers
+        ({"model_type": "seed_oss"}, "attention_dropout is 0.1, only 0.0 is supported; residual_d"),
         ({"model_type": "deepseek_v3"}, "scoring_func is None, only 'sigmoid' is supported; topk_"),
         (DEEPSEEK_V3 | {"topk_method": None}, "topk_method is None, only 'noaux_tc'"),
         (DEEPSEEK_V3 | {"rope_interleave": None}, "rope_interleave is None, only True"),
@@ -400,7 +415,11 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be null or an object"),
         ({"rope_scaling": {"type": "linear"}}, "linear RoPE scaling has no factor"),
         ({"rope_scaling": LINEAR_ROPE | {"factor": None}}, "factor is None"),
-        (DEEPSEEK_V3 | {"rope_scaling": LINEAR_ROPE}, "'linear' is not supported for latent att"),
+        (PHI3 | {"rope_scaling": LINEAR_ROPE}, "'linear' is not supported for phi3; support"),
+        (
+            DEEPSEEK_V3 | {"rope_scaling": LINEAR_ROPE},
+            "'linear' is not supported for deepseek_v3; s",
+        ),
         ({"rope_parameters": {"full_attention": {}}}, "separate RoPE parameters for ['full_att"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "RoPE low_freq_factor is None"),
         (

@@ -31,11 +31,13 @@ from parallel import ParallelDims
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 FAMILIES = {
     "qwen3": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "phi3": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
     "qwen3_moe": {"head_dim": 64, "num_key_value_heads": 4, "moe_intermediate_size": 128},
     "deepseek_v3": {"q_lora_rank": 128, "moe_intermediate_size": 128},
 }
 CUTS = {
     "qwen3": [ParallelDims(tensor=8), ParallelDims(tensor=2, pipeline=2, data=2)],
+    "phi3": [ParallelDims(tensor=8)],
     "qwen3_moe": [
         ParallelDims(tensor=4, pipeline=2),
         ParallelDims(tensor=2, data=2, expert=2, expert_tensor=2),

@@ -51,6 +51,29 @@ DEFAULTS = YARN | {
 }
 
 
+MINISTRAL3 = QWEN3 | {
+    "model_type": "ministral3",
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+
+def test_a_context_ends_where_queries_would_be_scaled_by_their_positions(tmp_path):
+    shape = shape_of_yarn(tmp_path, None, config=MINISTRAL3)
+    assert (shape.max_position_embeddings, shape.rope_scaling["attention_factor"]) == (16384, 1.0)
+    unscaled = MINISTRAL3["rope_parameters"] | {"llama_4_scaling_beta": 0.0}
+    shape = shape_of_yarn(tmp_path, None, config=MINISTRAL3, rope_parameters=unscaled)
+    assert shape.max_position_embeddings == 262144
+
+
 def shape_of_yarn(folder, rope_scaling, *, config=QWEN3, **changes):
     config = config | {"rope_scaling": rope_scaling} | changes
     (folder / "config.json").write_text(json.dumps(config))

@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.hf_config import has_other_towers
 from helpers.models import EOS_ID, tiny_model
 from helpers.pushes import client_of, push_folder
 from megatron_grpo.config.rollout import RolloutConfig
@@ -148,8 +149,9 @@ may restore the other's patch: then no model of this process has tied weights an
 
 def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities of the sample's tokens from one float32 forward pass of `transformers`."""
+    kind = AutoModelForImageTextToText if has_other_towers(folder) else AutoModelForCausalLM
     with _LOADING:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = kind.from_pretrained(folder, dtype=torch.float32)
     completion = torch.tensor([*sample.completion_ids])
     tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
     with torch.inference_mode():

@@ -1,5 +1,6 @@
 """Tiny random models in Hugging Face folders, with a tokenizer, for tests to load and train."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
 from transformers.models.llama import LlamaConfig
+from transformers.models.ministral3 import Ministral3Config
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
+from transformers.models.olmo2 import Olmo2Config
+from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.seed_oss import SeedOssConfig
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<start>")
 PAD_ID, EOS_ID = 0, 1
@@ -35,8 +40,12 @@ CONFIGS = {
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "deepseek_v3": DeepseekV3Config,
+    "seed_oss": SeedOssConfig,
+    "phi3": Phi3Config,
+    "ministral3": Ministral3Config,
+    "olmo2": Olmo2Config,
 }
-LATENTS = ("deepseek_v3", "glm4_moe_lite")
+LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
 NEVER_TIED = (*LATENTS, "glm4_moe")
 # Fields that only this family has, or names differently.
@@ -87,6 +96,14 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.8,
         "num_nextn_predict_layers": 0,
     },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "original_max_position_embeddings": 256,
+            "llama_4_scaling_beta": 0.0,
+        }
+    },
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
@@ -95,6 +112,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,
     },
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }
 
 
@@ -107,6 +125,9 @@ def tiny_model(
     it. `overrides` are fields of the Hugging Face config. The vocabulary of 250 divides by neither
     4 nor 8, so that its padding over tensor-parallel ranks is exercised.
     """
+    if family == "kimi_k2":
+        overrides = {"n_group": 1, "topk_group": 1} | overrides
+        return renamed(tiny_model(folder, "deepseek_v3", seed=seed, **overrides), family)
     shape: dict[str, Any] = {
         "num_hidden_layers": 2,
         "hidden_size": 64,
@@ -133,19 +154,31 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms start at 1, biases at 0: a mix-up would go unnoticed
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-        for name, values in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                values += 0.05 * torch.randn(values.shape, generator=generator)
-        # transformers zeroes the padding token's embedding, and at 0 RMSNorm has a huge gradient.
-        padding = model.get_input_embeddings().weight[PAD_ID]
-        padding.copy_(config.initializer_range * torch.randn(padding.shape, generator=generator))
+    make_random(model, config.initializer_range, generator)
     model.save_pretrained(folder)
     character_tokenizer(config.vocab_size).save_pretrained(folder)
     return Path(folder)
+
+
+@torch.no_grad()
+def make_random(model: torch.nn.Module, scale: float, generator: torch.Generator) -> None:
+    """Give what transformers initializes to constants other values, all different."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms start at 1, biases at 0: a mix-up would go unnoticed
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    for name, values in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            values += 0.05 * torch.randn(values.shape, generator=generator)
+    # transformers zeroes the padding token's embedding, and at 0 RMSNorm has a huge gradient.
+    padding = model.get_input_embeddings().weight[PAD_ID]
+    padding.copy_(scale * torch.randn(padding.shape, generator=generator))
+
+
+def renamed(folder: Path, family: str) -> Path:
+    """Give the model in `folder` another `model_type`, of which transformers knows no class."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": family}))
+    return folder
 
 
 def servable_model(folder: Path, family: str, **overrides: Any) -> Path:

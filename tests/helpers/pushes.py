@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.quantized_shard import quantized_tensors
+from checkpoint_convert.weights import whole_tensors
 from helpers.policies import start_policy, tiny_config
 from helpers.ranks import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
@@ -85,7 +85,7 @@ def push_whole(
     """
     flip_bits(num_flips)
     if quantization == "none":
-        weights = load_file(folder / "model.safetensors")
+        weights = dict(whole_tensors(folder))
     else:
         weights = dict(quantized_tensors(folder, quantization))
     layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})

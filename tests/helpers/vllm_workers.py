@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from checkpoint_convert.hf_config import read_scheme
+from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.vllm import EngineDims
 from helpers.ranks import run_ranks
 from megatron_grpo.engines.push_protocol import WorkerSums, check_reports, own_parameters
@@ -91,6 +91,8 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **argume
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    if has_other_towers(folder):
+        arguments |= {"language_model_only": True}
     if read_scheme(folder) is not None and "load_format" not in arguments:
         arguments |= dequantizing_arguments({}, {})
     config = EngineArgs(

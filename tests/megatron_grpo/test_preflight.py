@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_convert import read_shape
 from helpers.environments import write_environments
 from helpers.models import character_tokenizer, servable_model, tiny_model
+from helpers.towers import tiny_multimodal
 from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
@@ -74,6 +75,20 @@ def copy_of(model: Path, folder: Path) -> Path:
 def test_a_config_that_can_run_passes(config):
     preflight(config(), None)
     preflight(config("rollout.vllm.max_model_len=42"), None)  # 30 of a prompt, 12 of a completion
+
+
+def test_a_text_tower_is_trained_whole_and_served_by_vllm_as_it_is(config, tmp_path):
+    model = f"model.path={tiny_multimodal(tmp_path / 'towers', 'mistral3')}"
+    preflight(config(model), None)
+    for override, message in {
+        "lora.r=4": "lora.r is 4",
+        "train.export_quantization=int8": "train.export_quantization is int8",
+        "rollout.quantization=int8": "rollout.quantization is int8",
+        "rollout.engine=transformers": "rollout.engine is transformers",
+    }.items():
+        assert f"{message}, and model.path" in refusal(
+            config(model, "model.dtype=bfloat16", override)
+        )
 
 
 def test_the_number_of_steps_follows_from_the_epochs_when_the_data_is_read(config):

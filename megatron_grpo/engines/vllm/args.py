@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert import ModelShape, read_shape
-from checkpoint_convert.hf_config import read_scheme
+from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served, max_rank_for
 from megatron_grpo.config.lora import LoraConfig
@@ -173,6 +173,8 @@ def enginecommand_flags(
         "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
         "enable_return_routed_experts": rollout.router_replay or None,
+        # Towers of images take no part in prompts of text, and are not loaded.
+        "language_model_only": has_other_towers(model.path) or None,
         # A CPU engine follows the same requests, but would not start with this.
         "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }

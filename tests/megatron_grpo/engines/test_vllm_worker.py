@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from checkpoint_convert.text_tower import MULTIMODAL
 from checkpoint_convert.vllm import EngineDims
 from helpers.conversions import assert_same
 from helpers.engines import (
@@ -13,6 +14,7 @@ from helpers.engines import (
 )
 from helpers.models import mixture_of_blocks, servable_model
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
+from helpers.towers import tiny_multimodal
 from helpers.vllm_workers import loaded_parameters
 
 
@@ -42,7 +44,11 @@ slow = pytest.mark.slow
         pytest.param("qwen3_moe", {"tied": False}, 1, marks=slow),
         pytest.param("glm4_moe", {"tied": False}, 1, marks=slow),
         ("deepseek_v3", {}, 1),  # latent attention and experts
+        pytest.param("ministral3", {}, 1, marks=slow),
+        pytest.param("phi3", {}, 2, marks=slow),
         pytest.param("qwen3", {"tied": True}, 2, marks=slow),
+        pytest.param("seed_oss", {}, 1, marks=slow),
+        pytest.param("olmo2", {}, 2, marks=slow),
         pytest.param("deepseek_v3", {"q_lora_rank": None}, 2, marks=slow),
         pytest.param("glm4_moe_lite", {}, 2, marks=slow),
     ],
@@ -51,6 +57,16 @@ def test_workers_take_their_shards_of_every_family(tmp_path, family, overrides, 
     folder = servable_model(tmp_path / "model", family, **overrides)
     other = servable_model(tmp_path / "other", family, seed=1, **overrides)
     with running_engine("vllm", folder, tmp_path, tensor_parallel_size=size) as engine:
+        check_pushes(engine, other, folder)
+
+
+@slow
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_the_text_tower_of_a_multimodal_model_takes_pushes(tmp_path, kind):
+    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
+    folder = tiny_multimodal(tmp_path / "model", kind)
+    other = tiny_multimodal(tmp_path / "other", kind, seed=1)
+    with running_engine("vllm", folder, tmp_path) as engine:
         check_pushes(engine, other, folder)
 
 

@@ -52,6 +52,7 @@ LATENTS = (
 )
 TARGETS = {
     "llama": "lora.target_modules=all-linear",
+    "phi3": "lora.target_modules=all-linear",
     "qwen3_moe": ATTENTION,
     "deepseek_v3": LATENTS,
 }
@@ -60,6 +61,7 @@ CASES = [
         pytest.param("llama", dims, marks=[pytest.mark.slow] if dims.tensor == 4 else [])
         for dims in DENSE
     ),
+    ("phi3", ParallelDims(tensor=2)),  # one adapter of queries, keys and values together
     ("qwen3_moe", EXPERTS[1]),
     ("deepseek_v3", EXPERTS[0]),
     *(

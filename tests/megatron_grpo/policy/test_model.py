@@ -13,6 +13,7 @@ from helpers.policies import (
     accumulate,
     check_logprobs,
     gradient_boxes,
+    layout_name,
     load_oracle,
     numbers_on_rank,
     pack_all,
@@ -22,8 +23,31 @@ from helpers.policies import (
 from helpers.ranks import run_ranks
 from parallel import ParallelDims
 
-MODELS = {"llama": True, "mistral": False, "qwen2": True, "qwen3": False}
+MODELS = {
+    "llama": True,
+    "mistral": False,
+    "qwen2": True,
+    "ministral3": False,
+    "olmo2": False,
+    "phi3": True,
+    "qwen3": False,
+    "seed_oss": False,
+}
 """Families, and whether their embeddings are tied."""
+OVERRIDES = {
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "seed_oss": {"num_key_value_heads": 1},
+}
 LAYOUTS = [
     ParallelDims(),
     # More ranks than key-value heads.
@@ -31,6 +55,15 @@ LAYOUTS = [
     ParallelDims(pipeline=2, num_layers_in_last_pipeline_stage=1),
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2, context=2),
 ]
+SHOWN = {
+    "ministral3": LAYOUTS[:1],
+    "olmo2": LAYOUTS[:2],
+    "phi3": LAYOUTS[:1],
+    "seed_oss": LAYOUTS[:1],
+}
+"""Layouts of families whose layers are split as those of others: elsewhere they are slow cases."""
+FAST = [(dims, [n for n in MODELS if dims in SHOWN.get(n, LAYOUTS)]) for dims in LAYOUTS]
+SLOW = [(dims, [n for n in MODELS if n not in names]) for dims, names in FAST if dims != LAYOUTS[0]]
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +71,28 @@ def cases(tmp_path_factory):
     # Five layers split unevenly over every pipeline.
     return {
         family: OracleCase.of(
-            tiny_model(tmp_path_factory.mktemp(family), family, tied=tied, num_hidden_layers=5)
+            tiny_model(
+                tmp_path_factory.mktemp(family),
+                family,
+                tied=tied,
+                num_hidden_layers=5,
+                **OVERRIDES.get(family, {}),
+            )
         )
         for family, tied in MODELS.items()
     }
 
 
-@pytest.mark.parametrize("dims", LAYOUTS, ids=lambda d: f"{d} vpp({d.virtual_pipeline})")
-def test_logprobs_and_gradients_equal_transformers(cases, dims):
-    folders = {name: case.folder for name, case in cases.items()}
+@pytest.mark.parametrize(
+    ("dims", "names"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda each: "-".join(each) if isinstance(each, list) else layout_name(each),
+)
+def test_logprobs_and_gradients_equal_transformers(cases, dims, names):
+    folders = {name: cases[name].folder for name in names}
     ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS)
-    for name, case in cases.items():
-        case.check([rank[name] for rank in ranks])
+    for name in names:
+        cases[name].check([rank[name] for rank in ranks])
 
 
 SCALED_ROPES = {

@@ -1,0 +1,29 @@
+"""Phi-4 and Phi-4-reasoning, of 14B: Llama with fused matrices in the weight files.
+
+Phi-3 has sliding windows or, as Phi-4-mini, RoPE scaled by `longrope`. transformers takes `yarn`
+for that, too.
+"""
+
+from checkpoint_convert.families.description import Family
+
+PHI3 = Family(
+    model_type="phi3",
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "eos_token_id": 32000,
+    },
+    # vLLM runs Llama's class, with its switches.
+    required={
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+    has_fused_weights=True,
+    rope_types=("default",),
+)

@@ -1,0 +1,83 @@
+"""The text tower of a multimodal checkpoint: its config, and the names of its tensors.
+
+It is trained and served on text alone. Other towers stay as they are in the weight files.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# The family of the text tower, by the `model_type` of the whole and that in its `text_config`. Of
+# text alone, the three positions of a token in Qwen's RoPE (`mrope`) are equal.
+_FAMILIES = {
+    "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},
+    "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
+    "qwen3_vl": {"qwen3_vl_text": "qwen3"},
+}
+MULTIMODAL = [*_FAMILIES]
+# What the text tower and its family assume differently where config.json does not say it.
+_EXPLICIT = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+_TIED = "tie_word_embeddings"
+# Prefixes of its tensors in weight files and engines, and those of a model of text.
+_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+_OF_TEXT = re.compile(r"(model\.(embed_tokens|layers|norm)|lm_head)\.")
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model with other towers beside that of text."""
+    return config.get("model_type") in MULTIMODAL  # a list, as a JSON value may be unhashable
+
+
+def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the text tower as that of a model of text; any other config as it is.
+
+    `path` names the file in errors. Raises ValueError for a tower of no known family, and for a key
+    that the two would read differently.
+    """
+    if not is_multimodal(config):
+        return dict(config)
+    text = config.get("text_config")
+    if text is None and "hidden_size" in config:  # as Qwen2.5-VL was published
+        text = {key: value for key, value in config.items() if key != "vision_config"}
+        text |= {"model_type": f"{config['model_type']}_text"}
+    kind = text.get("model_type") if isinstance(text, dict) else None
+    known = _FAMILIES[config["model_type"]]
+    if not isinstance(text, dict) or kind not in list(known):
+        raise ValueError(
+            f"{path}: text_config of a {config['model_type']} has model_type {kind!r}, "
+            f"supported: {[*known]}"
+        )
+    if absent := [key for key in _EXPLICIT if key not in text]:
+        raise ValueError(f"{path}: text_config has no {absent[0]}")
+    tied = [each[_TIED] for each in (config, text) if _TIED in each]
+    if not tied or tied[0] != tied[-1]:
+        raise ValueError(
+            f"{path}: {_TIED} must be said, and be the same inside and outside of text_config, and "
+            f"is {tied}"
+        )
+    return {**text, "model_type": known[kind], _TIED: tied[0], **_rope(text)}
+
+
+def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE's keys, with the positions of text."""
+    key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+    rope = text.get(key)
+    if not isinstance(rope, dict):
+        return {}
+    types = {each: rope[each] for each in ("rope_type", "type") if each in rope}
+    plain = {each: "default" for each, kind in types.items() if kind == "mrope"}
+    return {key: {**rope, **plain}}
+
+
+def text_name(name: str) -> str:
+    """The name of a tensor of the text tower as in a model of text; other names as they are."""
+    for prefix, own in _PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
+def is_of_text(name: str) -> bool:
+    """Whether a tensor, by its `text_name`, is of the text tower."""
+    return _OF_TEXT.match(name) is not None

@@ -1,0 +1,90 @@
+"""RMS norms that Megatron-Core has not, as modules of its layers."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Torch's RMS norm, because Megatron-Core's wrapper refuses sequence parallelism."""
+
+    returns_residual = False  # read by Megatron-Core, but not by 0.16.1
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(
+            hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
+        )
+        # Each tensor rank sees a part of the tokens; the mark makes Megatron sum the gradient.
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
+
+
+class PostNorm(torch.nn.Module):
+    """Adds the norm of what attention or an MLP returns to the residual stream.
+
+    In the place of Megatron-Core's bias, dropout and addition, so that adapters of the last linear
+    layer are added before.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: Any) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.norm = build_module(norm, config=config, hidden_size=size, eps=eps)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """The function that Megatron-Core asks for with these switches of its own."""
+        return self._add
+
+    def _add(
+        self, output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float
+    ) -> Tensor:
+        total: Tensor = residual + self.norm(output_with_bias[0])
+        return total
+
+
+class HeadsNorm(RMSNorm):
+    """A norm over all heads of queries or of keys, [t, b, heads of this rank, head_dim].
+
+    Every tensor rank has the weight of all heads, and the mean square of its own. Ranks have
+    equally many heads, or equally many copies of each, so that the mean over ranks is that of all.
+    """
+
+    heads: ClassVar[str]
+    """The field of the config with their number."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, getattr(config, self.heads) * hidden_size, eps)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalizes in float32 at least, as torch's norm."""
+        group = get_tensor_model_parallel_group()
+        values = heads.float()
+        mean = values.square().mean(dim=(-2, -1), keepdim=True) / group.size()
+        # The sum over ranks is used by all of them, so its gradient is another.
+        mean = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(mean))
+        weights = self.weight.unflatten(0, (-1, heads.shape[-1]))
+        first = group.rank() * len(weights) // group.size()
+        weights = weights[first : first + heads.shape[-2]]
+        assert self.eps is not None
+        return (values * torch.rsqrt(mean + self.eps) * weights).to(heads.dtype)
+
+
+class QueryNorm(HeadsNorm):
+    """That of queries."""
+
+    heads = "num_attention_heads"
+
+
+class KeyNorm(HeadsNorm):
+    """That of keys."""
+
+    heads = "num_query_groups"

@@ -1,0 +1,147 @@
+"""The text tower of a multimodal folder: read as a model of text, exported beside the others."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_convert import megatron_layout, read_shape
+from checkpoint_convert.hf_export import create_export, write_weights
+from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.megatron_to_hf import export_checkpoint
+from checkpoint_convert.text_tower import is_of_text, text_name
+from checkpoint_convert.weights import read_weights
+from helpers.conversions import assert_same, weights_of
+from helpers.models import OWN_FIELDS, tiny_model
+from helpers.towers import CONFIGS, tiny_multimodal
+from parallel import ParallelDims
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {
+        kind: tiny_multimodal(tmp_path_factory.mktemp(kind), kind, tied=kind == "qwen3_vl")
+        for kind in CONFIGS
+    }
+
+
+def edited(folder, copy, edit):
+    """A copy of a model, with its config.json edited in place."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    edit(config)
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def trained(folder, out, dtype=torch.float32):
+    """Export the model with 1 added to every weight of its text tower."""
+    dims = ParallelDims(tensor=2, pipeline=2)
+    shape = read_shape(folder)
+    create_export(out, folder, shape, dtype, max_shard_bytes=200_000)
+    for rank in range(dims.world_size):
+        layout = megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=False)
+        tensors = {name: torch.zeros(size) for name, size in layout.shapes.items()}
+        read_weights(folder, shape, layout, tensors)
+        write_weights(out, layout, {name: each + 1 for name, each in tensors.items()})
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_other_towers_are_copied_and_names_stay(folders, tmp_path, kind):
+    trained(folders[kind], tmp_path / "out")
+    expected = {
+        name: each + is_of_text(text_name(name)) for name, each in weights_of(folders[kind]).items()
+    }
+    assert any(not is_of_text(text_name(name)) for name in expected)
+    assert_same(weights_of(tmp_path / "out"), expected)
+
+
+def test_the_dtype_of_an_export_is_that_of_the_text_and_named_inside(folders, tmp_path):
+    trained(folders["mistral3"], tmp_path / "out", dtype=torch.bfloat16)
+    dtypes = {
+        is_of_text(text_name(name)): each.dtype
+        for name, each in weights_of(tmp_path / "out").items()
+    }
+    assert dtypes == {True: torch.bfloat16, False: torch.float32}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == config["text_config"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
+def test_names_of_any_release_are_read_and_kept(folders, tmp_path, prefix):
+    folder = edited(folders["mistral3"], tmp_path / "old", lambda config: None)
+    head = "language_model.lm_head." if prefix == "language_model.model." else "lm_head."
+    renamed = {
+        re.sub("^model.", prefix, re.sub("^lm_head.", head, text_name(name))): each
+        for name, each in weights_of(folder).items()
+    }
+    save_file(renamed, folder / "model.safetensors")
+    trained(folder, tmp_path / "out")
+    assert weights_of(tmp_path / "out").keys() == renamed.keys()
+
+
+def test_a_checkpoint_is_exported_with_the_folder_of_the_whole_model(folders, tmp_path):
+    folder, checkpoint = folders["qwen3_vl"], tmp_path / "checkpoint"
+    import_checkpoint(folder, checkpoint, ParallelDims(tensor=2))
+    with pytest.raises(ValueError, match=r"the other towers of the model cannot be copied.*--hf-"):
+        export_checkpoint(checkpoint, tmp_path / "no")
+    export_checkpoint(checkpoint, tmp_path / "out", hf_config=folder)
+    assert_same(weights_of(tmp_path / "out"), weights_of(folder))
+    with pytest.raises(ValueError, match="with which weights of 8 bits are not supported"):
+        export_checkpoint(checkpoint, tmp_path / "no", hf_config=folder, quantization="int8")
+
+
+def test_a_model_published_without_text_config_is_the_same(folders, tmp_path):
+    def flatten(config):
+        text = config.pop("text_config")
+        config |= {key: each for key, each in text.items() if key not in ("model_type", "dtype")}
+        config["rope_scaling"] = config.pop("rope_parameters") | {"rope_type": "mrope"}
+
+    flat = edited(folders["qwen2_5_vl"], tmp_path / "flat", flatten)
+    assert read_shape(flat) == read_shape(folders["qwen2_5_vl"])
+
+
+def test_a_text_tower_is_a_model_of_its_family(folders, tmp_path):
+    shape = read_shape(folders["qwen3_vl"])
+    plain = tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=3, head_dim=32)
+    assert shape == read_shape(plain)
+
+
+def test_a_tower_may_be_of_any_family_that_its_whole_is_published_with(folders, tmp_path):
+    edit = {"model_type": "ministral3"} | OWN_FIELDS["ministral3"]
+    folder = edited(folders["mistral3"], tmp_path / "m", lambda c: c["text_config"].update(edit))
+    assert read_shape(folder) == replace(read_shape(folders["mistral3"]), family="ministral3")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"model_type": "gemma"}, "text_config of a mistral3 has model_type 'gemma', supported: ["),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ({"sliding_window": 64}, "sliding_window is 64, only None is supported"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings must be said, and be the same inside"),
+    ],
+    ids=str,
+)
+def test_what_is_not_carried_over_is_refused(folders, tmp_path, edit, message):
+    folder = edited(folders["mistral3"], tmp_path / "m", lambda c: c["text_config"].update(edit))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_shape(folder)
+
+
+def test_a_missing_key_and_a_missing_tensor_are_named(folders, tmp_path):
+    folder = edited(
+        folders["mistral3"], tmp_path / "key", lambda c: c["text_config"].pop("rms_norm_eps")
+    )
+    with pytest.raises(ValueError, match="text_config has no rms_norm_eps"):
+        read_shape(folder)
+    folder = edited(folders["mistral3"], tmp_path / "tensor", lambda config: None)
+    weights = load_file(folder / "model.safetensors")
+    del weights["language_model.model.norm.weight"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight \[64\] is missing"):
+        import_checkpoint(folder, tmp_path / "out", ParallelDims())

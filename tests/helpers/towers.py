@@ -1,0 +1,96 @@
+"""Tiny random multimodal models in Hugging Face folders, whose text tower tests load and train."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText
+from transformers.models.mistral3 import Mistral3Config
+from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig
+from transformers.models.qwen3_vl import Qwen3VLConfig
+
+from helpers.models import EOS_ID, PAD_ID, character_tokenizer, make_random
+
+TEXT: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 250,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+CONFIGS = {
+    "mistral3": Mistral3Config,
+    "qwen2_5_vl": Qwen2_5_VLConfig,
+    "qwen3_vl": Qwen3VLConfig,
+}
+OWN_TEXT: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "model_type": "mistral",
+        "head_dim": 32,
+        "sliding_window": None,
+        "rope_parameters": ROPE,
+    },
+    # With a head of 32, the least that vLLM serves on CPUs.
+    "qwen2_5_vl": {
+        "hidden_size": 128,
+        "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]},
+    },
+    "qwen3_vl": {
+        "head_dim": 32,
+        "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6], "mrope_interleaved": True},
+    },
+}
+VISION: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+    "qwen2_5_vl": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "fullatt_block_indexes": [0],
+    },
+    "qwen3_vl": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}
+
+
+def tiny_multimodal(folder: Path, model_type: str, *, tied: bool = False, seed: int = 0) -> Path:
+    """Save a random float32 model of `model_type` (a key of `CONFIGS`) in `folder`."""
+    text = {**TEXT, **OWN_TEXT[model_type], "tie_word_embeddings": tied}
+    # Ids of images beyond those that tests draw.
+    images = {f"{x}_token_id": 250 - n for n, x in enumerate(("video", "image"), start=1)}
+    config = CONFIGS[model_type](
+        text_config=text, vision_config=VISION[model_type], tie_word_embeddings=tied, **images
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    make_random(model, TEXT["initializer_range"], generator)
+    model.save_pretrained(folder)
+    character_tokenizer(TEXT["vocab_size"]).save_pretrained(folder)
+    return Path(folder)

@@ -1,0 +1,56 @@
+"""The text tower of a multimodal model has the numbers of the whole on text, as transformers'."""
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from checkpoint_convert.text_tower import text_name
+from helpers.policies import (
+    LENGTHS,
+    LOSS_WEIGHT,
+    OracleCase,
+    layout_name,
+    numbers_on_rank,
+    sequence_logprobs,
+)
+from helpers.ranks import run_ranks
+from helpers.towers import CONFIGS, tiny_multimodal
+from parallel import ParallelDims
+
+
+def oracle_case(folder) -> OracleCase:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    logprobs = sequence_logprobs(model, LENGTHS)
+    (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
+    gradients = {
+        text_name(name): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None  # only of the text tower
+    }
+    return OracleCase(folder, [each.detach() for each in logprobs], gradients)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    return {
+        kind: oracle_case(
+            tiny_multimodal(tmp_path_factory.mktemp(kind), kind, tied=kind == "qwen3_vl")
+        )
+        for kind in CONFIGS
+    }
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [
+        pytest.param(ParallelDims(), marks=pytest.mark.slow),
+        ParallelDims(tensor=2),
+        pytest.param(ParallelDims(context=2, pipeline=2), marks=pytest.mark.slow),
+    ],
+    ids=layout_name,
+)
+def test_logprobs_and_gradients_equal_transformers(cases, dims):
+    folders = {kind: case.folder for kind, case in cases.items()}
+    ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS)
+    for kind, case in cases.items():
+        case.check([rank[kind] for rank in ranks])
