@@ -1,5 +1,7 @@
 """Adapters against a plain formulation in float64: W + s B A on a model of transformers."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.checkpoints import manifest
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.lora_targets import starting_adapter
@@ -175,6 +178,38 @@ def test_a_run_resumes_with_the_same_bits_and_over_layouts(folders, tmp_path):
         "optimizer.state.exp_avg_sq.",
     )
     assert keys.keys() == {state + name for state in states for name in stored}
+
+
+def die_in_the_save(
+    rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: str
+) -> None:
+    """A step after what `train` has saved, one rank is killed as it has written its file."""
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    assert checkpoints_of(run, policy, folder, dims).load().step == 2
+    take_step(policy, groups)
+    write = manifest.write_hashed
+
+    def write_and_die(*args: Any) -> None:
+        write(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        manifest.write_hashed = write_and_die
+    save_checkpoint(run, 3, policy, folder, dims)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_save_leaves_the_adapters_before(folders, tmp_path):
+    folder, dims, given = folders["llama"], ParallelDims(tensor=2), options("llama")
+    before = run_ranks(2, train, folder, dims, tmp_path, *given)
+    with pytest.raises(AssertionError, match="rank"):
+        run_ranks(2, die_in_the_save, folder, dims, tmp_path, *given)
+    assert (tmp_path / "checkpoints/step_3.partial/__1_0.distcp").exists()
+    after = run_ranks(2, resume, folder, dims, tmp_path, *given)
+    for found, expected in zip(after, before, strict=True):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(torch.equal(a[2], b[2]) for a, b in zip(ours, theirs, strict=True))
+    assert not (tmp_path / "checkpoints/step_3.partial").exists()
 
 
 def start(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Boxes:
