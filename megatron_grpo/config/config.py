@@ -170,10 +170,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _adapters_fit(self) -> Self:
-        """What does not know a model of which most weights are frozen, or that is two models."""
+        """What does not know a model of which most weights are frozen."""
         megatron = self.model.megatron
         others = {
-            "grpo.sync_ref_model": self.grpo.sync_ref_model,
             "train.offload": self.train.offload != "none",
             "train.export_quantization": self.train.export_quantization != "none",
             "train.init_from": self.train.init_from,

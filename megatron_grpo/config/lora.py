@@ -34,7 +34,8 @@ class LoraConfig(Section):
     """How A begins: uniform as PEFT's, or normal with deviation 1 / r. B begins at 0."""
     adapter_path: Path | None = Field(default=None, strict=False)
     """Folder of PEFT's whose adapters a new run starts from, such as hf/ of another run; null:
-    those of init_lora_weights. The reference of grpo.beta is the model without adapters."""
+    those of init_lora_weights. The reference of grpo.beta is the model without adapters, or, with
+    grpo.sync_ref_model, begins with these."""
     sync: Literal["adapter", "merged"] = "adapter"
     """What pushes carry: A and s B, to engines that have loaded the model themselves, or
     W + s B A, which any engine computes with."""

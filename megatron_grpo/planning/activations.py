@@ -130,8 +130,8 @@ def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -
     Counts the hidden states (a copy of the rank's own and, with sequence parallelism, those of all
     tensor ranks) and three float32 copies of a tile of logits, whose width depends on `device`
     (`cpu` or `cuda`; parallel/logit_tiles.py). The backward adds what the final norm keeps and both
-    gradients. The one of the hidden states is float32; if its factors are narrower, the product of
-    a tile is held next to it before it is added.
+    gradients, of a frozen head only that of the hidden states. This one is float32; if its factors
+    are narrower, the product of a tile is held next to it before it is added.
     """
     dims, itemsize, width = cfg.dims, ITEMSIZE[cfg.model.dtype], shape.hidden_size
     tokens = cfg.train.max_tokens_per_microbatch / dims.context
@@ -143,7 +143,7 @@ def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -
     if not backward:
         return round(forward)
     to_hidden = tokens * (4 if itemsize == 4 else 2 * 4) * width
-    to_weight = itemsize * columns * width
+    to_weight = 0 if cfg.lora.r else itemsize * columns * width
     return round(forward + to_hidden + to_weight + tokens * final_norm_bytes(cfg, shape))
 
 

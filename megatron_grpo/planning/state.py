@@ -45,7 +45,8 @@ class StateBytes:
     """The rank's shard of moments and of float32 master weights (none if weights are float32)."""
     reference: int
     """Weights of the reference model if `grpo.beta` > 0, and their float32 copy that
-    `grpo.sync_ref_model` needs if `model.dtype` would round them."""
+    `grpo.sync_ref_model` needs if `model.dtype` would round them. Of adapters, that copy or else
+    another is all, and without `sync_ref_model` there is nothing."""
     update: int
     """Float32 copies in addition, while weights are updated."""
     host: int
@@ -65,6 +66,16 @@ class StateBytes:
 def gradient_itemsize(cfg: Config) -> int:
     """Bytes in which an element of a gradient is summed."""
     return ITEMSIZE["float32" if cfg.optimizer.grad_reduce_in_fp32 else cfg.model.dtype]
+
+
+def _reference_itemsize(cfg: Config) -> int:
+    """Bytes that the reference has of each trained weight."""
+    mixture = ITEMSIZE["float32"] if cfg.mixes_in_float32 else 0
+    if cfg.grpo.beta == 0 or (cfg.lora.r and not cfg.grpo.sync_ref_model):
+        return 0
+    if cfg.lora.r and mixture:
+        return mixture  # rounded whenever the reference computes
+    return ITEMSIZE[cfg.model.dtype] + mixture
 
 
 def part_bytes(state: StateBytes, parts: Sequence[Part]) -> int:
@@ -95,15 +106,14 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         for is_expert in (False, True)
     ]
     shard = shard_bytes(cfg, owned)
-    of_reference = itemsize + (ITEMSIZE["float32"] if cfg.mixes_in_float32 else 0)
-    has_reference = cfg.grpo.beta > 0 and not cfg.lora.r  # that of adapters is their base
+    has_reference = cfg.grpo.beta > 0 and not cfg.lora.r  # that of adapters has their base
     return StateBytes(
         weights=(weights + frozen) * itemsize + of_biases,
         frozen=frozen * itemsize + of_biases if cfg.lora.r else 0,
         expert_weights=expert_weights * itemsize,
         gradients=gradients * gradient_itemsize(cfg),
         optimizer=shard.device,
-        reference=weights * of_reference + of_biases if has_reference else 0,
+        reference=weights * _reference_itemsize(cfg) + (of_biases if has_reference else 0),
         update=shard.update,
         host=shard.host,
     )

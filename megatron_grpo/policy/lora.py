@@ -54,12 +54,14 @@ class Adapter(torch.nn.Module):
         """`like`: a weight of the same dtype and device. `sequence`: with sequence parallelism."""
         super().__init__()
         self.target, self.rank, self.scale = target, cfg.r, cfg.scale
-        self.sequence, self.is_on = sequence, True
+        self.sequence = sequence
         rows = [row for part in target.parts for row in part.rows]
         columns = target.columns.size[-1]
         empty = like.new_empty
         self.a = torch.nn.Parameter(empty(len(target.parts) * cfg.r, columns))
         self.b = torch.nn.Parameter(like.new_zeros(len(rows), cfg.r))
+        # A and B that the layer computes with; None: without any.
+        self.used: tuple[Tensor, Tensor] | None = (self.a, self.b)
         order = torch.tensor(rows, device=like.device)
         self.register_buffer("rows", order, persistent=False)
         self.is_whole = rows == list(range(len(like)))
@@ -76,13 +78,13 @@ class Adapter(torch.nn.Module):
             # Each tensor rank sees a part of the tokens.
             each.sequence_parallel = self.sequence and not each.tensor_model_parallel
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, states: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """[..., rows] from what the linear layer multiplies, in the order of `rows`."""
-        low = self._whole(linear(states, self.a))
+        low = self._whole(linear(states, a))
         inner = low.split(self.rank, dim=-1)
         sizes = [len(part.rows) for part in self.target.parts]
-        outer = self.b.split(sizes)
-        outputs = [linear(x, b) for x, b in zip(inner, outer, strict=True) if len(b)]
+        outer = b.split(sizes)
+        outputs = [linear(x, rows) for x, rows in zip(inner, outer, strict=True) if len(rows)]
         return torch.cat(outputs, dim=-1) * self.scale
 
     def _whole(self, low: Tensor) -> Tensor:
@@ -99,10 +101,10 @@ class Adapter(torch.nn.Module):
 
     def hook(self, base: Any, args: tuple[Any, ...], output: Any) -> Any:
         """Add the adapter's output to that of the linear layer `base`; its second is a bias."""
-        if not self.is_on:
+        if self.used is None:
             return output
         product, bias = output
-        added = self(_normalized(base, args[0]))
+        added = self(_normalized(base, args[0]), *self.used)
         if self.is_whole:
             return product + added, bias
         return product.index_add(-1, self.rows, added), bias
@@ -179,15 +181,18 @@ class Adapters:
         }
 
     @contextmanager
-    def switched_off(self) -> Iterator[None]:
-        """Meanwhile the chunks compute what the base does."""
+    def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Meanwhile the chunks compute with `values` of `parameters`; without any, as the base."""
         for adapter in self.modules.values():
-            adapter.is_on = False
+            adapter.used = None
+            if values:
+                a, b = (values[f"{adapter.target.name}.{x}"] for x in "ab")
+                adapter.used = a.to(adapter.a.dtype), b.to(adapter.b.dtype)
         try:
             yield
         finally:
             for adapter in self.modules.values():
-                adapter.is_on = True
+                adapter.used = adapter.a, adapter.b
 
     def sharded(self) -> Iterator[ShardedTensorFactory]:
         """Megatron's description of each parameter, as its parts in PEFT's tensors."""

@@ -1,6 +1,6 @@
 """The reference model of the KL penalty: frozen, or updated towards the policy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,22 +18,28 @@ from parallel.groups import Groups
 
 @dataclass(kw_only=True)
 class Reference(Model):
-    """A model without gradients, with its own weights, sharded like the policy."""
+    """A model without gradients, sharded like the policy.
+
+    It has weights of its own; or, of a policy with adapters, the same frozen ones, and adapters of
+    its own if it follows the policy.
+    """
 
     grpo: GRPOConfig
     averaged_weights: dict[str, Tensor]
-    """Weights that follow the policy, by the names of `parameters`; empty if frozen.
+    """Weights that follow the policy, by the names of `saved_parameters`; empty if frozen.
 
     Either the parameters themselves, or float32 weights that are rounded to them: see `follow`.
+    Adapters are rounded whenever the model computes.
     """
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """The policy's chunks are the reference's while adapters and replayed routes are off."""
+        """The policy's chunks are the reference's with its adapters and without replayed routes."""
         if self.adapters is None:
             yield
             return
-        with self.adapters.switched_off(), own_choices(map(unwrapped, self.chunks)):
+        adapters = self.adapters.replaced(self.averaged_weights)
+        with adapters, own_choices(map(unwrapped, self.chunks)):
             yield
 
     def follow(self, policy: Policy, num_steps: int) -> None:
@@ -51,7 +57,7 @@ class Reference(Model):
         if not self.averaged_weights or num_steps % self.grpo.ref_model_sync_steps:
             return
         alpha = self.grpo.ref_model_mixup_alpha
-        for name, trained in policy.parameters().items():
+        for name, trained in policy.saved_parameters().items():
             if not trained.requires_grad:
                 continue  # a mixture of equal values may round to others
             self.averaged_weights[name].mul_(1 - alpha).add_(trained.detach(), alpha=alpha)
@@ -59,6 +65,8 @@ class Reference(Model):
 
     def round_averaged_weights(self) -> None:
         """Set the parameters to the averaged weights, rounded to their dtype."""
+        if self.adapters is not None:
+            return  # the parameters are the policy's
         parameters = self.parameters()
         for name, mixed in self.averaged_weights.items():
             if mixed.dtype != parameters[name].dtype:  # else they are the same memory
@@ -66,16 +74,17 @@ class Reference(Model):
 
 
 def reference_of(policy: Policy, cfg: Config, groups: Groups) -> Reference:
-    """The reference: the policy's own frozen weights if it has adapters, or else another model."""
+    """The reference: another model, or, if the policy has adapters, its own frozen weights."""
     if policy.adapters is None:
         return build_reference(cfg, policy.shape, groups)
+    copies = {name: values.clone() for name, values in policy.adapters.parameters().items()}
     return Reference(
         shape=policy.shape,
         layout=policy.layout,
         chunks=policy.chunks,
         adapters=policy.adapters,
         grpo=cfg.grpo,
-        averaged_weights={},
+        averaged_weights=_averaged(copies, cfg),
     )
 
 
@@ -86,9 +95,15 @@ def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Reference
         chunk.requires_grad_(False)
     with waiting(f"reading {cfg.model.path} as the reference", shows=groups.rank == 0) as show:
         read_weights(cfg.model.path, shape, model.layout, model.parameters(), show)
-    averaged = {}
-    if cfg.grpo.sync_ref_model:
-        averaged = {name: parameter.detach() for name, parameter in model.parameters().items()}
-    if cfg.mixes_in_float32:
-        averaged = {name: values.float() for name, values in averaged.items()}
+    averaged = _averaged(model.parameters(), cfg)
     return Reference(**vars(model), grpo=cfg.grpo, averaged_weights=averaged)
+
+
+def _averaged(parameters: Mapping[str, Tensor], cfg: Config) -> dict[str, Tensor]:
+    """What the policy's weights are averaged with, if the reference follows it."""
+    if not cfg.grpo.sync_ref_model:
+        return {}
+    weights = {name: parameter.detach() for name, parameter in parameters.items()}
+    if cfg.mixes_in_float32:
+        return {name: values.float() for name, values in weights.items()}
+    return weights

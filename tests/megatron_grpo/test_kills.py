@@ -18,7 +18,7 @@ from helpers.in_flight_runs import (
     has_checkpoint,
     saved_parts,
 )
-from helpers.jobs import Job, Runs, assert_same_run
+from helpers.jobs import NUM_RANKS, Job, Runs, assert_same_run
 from helpers.runs import steps_of
 
 LONGEST_LIFE = 7.0
@@ -31,15 +31,39 @@ def test_kills_at_any_moment_change_nothing(
     num_kills: int, runs: Runs, undisturbed: Path, tmp_path: Path
 ) -> None:
     """At seeded moments from the first second to the end: in starts, steps, pushes and saves."""
+    kill_and_compare(num_kills, runs, tmp_path, undisturbed)
+
+
+def kill_and_compare(
+    num_kills: int, runs: Runs, folder: Path, undisturbed: Path, *options: str
+) -> None:
     moments = random.Random(num_kills)
     kills = num_runs = 0
     while kills < num_kills:
-        run_dir = tmp_path / f"run_{num_runs}"
+        run_dir = folder / f"run_{num_runs}"
         num_runs += 1
-        start = partial(runs.start, run_dir)
+        start = partial(runs.start, run_dir, *options)
         while not is_complete(start, moments, kill=kills < num_kills):
             kills += 1
         assert_same_run(run_dir, undisturbed)
+
+
+ADAPTERS = (
+    "lora.r=4",
+    "lora.sync=merged",
+    "grpo.sync_ref_model=true",
+    "grpo.ref_model_sync_steps=1",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kills_change_no_adapters(runs: Runs, tmp_path: Path) -> None:
+    """Nor their copy, which the reference computes with."""
+    undisturbed = tmp_path / "undisturbed"
+    ended = runs.finish(undisturbed, *ADAPTERS)
+    assert ended.exit_codes == [0] * NUM_RANKS, ended.output
+    kill_and_compare(15, runs, tmp_path, undisturbed, *ADAPTERS)
 
 
 OLDEST, NUM_STEPS = 4, 12

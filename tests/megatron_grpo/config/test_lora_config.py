@@ -81,7 +81,6 @@ def test_each_tensor_rank_needs_rows_of_a_target(shapes):
 @pytest.mark.parametrize(
     "override",
     [
-        "grpo.sync_ref_model=true + grpo.beta=0.04",
         "train.init_from=run",
         "parallel.overlap_param_gather=true + parallel.overlap_grad_reduce=true",
         "model.megatron.moe_shared_expert_overlap=true",

@@ -1,13 +1,14 @@
 """What a plan counts of a run with adapters."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import hf_tensors, read_shape
 from helpers.models import tiny_model
 from helpers.policies import layout_name, start_policy, tiny_config
 from helpers.published_models import write_config
@@ -21,7 +22,7 @@ from megatron_grpo.planning.job_plan import JobPlan, plan_job
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.planning.workload import longest_sequence
 from megatron_grpo.policy import lora
-from megatron_grpo.policy.lora_targets import adapter_sender, local_targets
+from megatron_grpo.policy.lora_targets import adapter_sender, local_targets, peft_tensors
 from parallel import ParallelDims
 
 R3 = ("lora.r=3", "lora.exclude_modules=[k_proj]", "grpo.beta=0.1", "model.dtype=bfloat16")
@@ -143,6 +144,17 @@ def test_adapters_of_another_shape_or_in_other_layers_are_told(
     cfg = tiny_config(tiny_model(tmp_path, "llama"), ParallelDims(tensor=2), *OF_ALL)
     faults = elsewhere(faults_with, name, replacement, cfg)
     assert any(fault.startswith(told) for fault in faults)
+
+
+def test_a_checkpoint_of_adapters_is_under_a_hundredth_of_a_full_one(tmp_path):
+    """Both hold weights, masters and moments of what is trained: see `policy/test_lora.py`."""
+    path = write_config(tmp_path / "model", "Llama-3.3-70B")
+    cfg = load_config(Path("configs/grpo_70b_lora.yaml"), [f"model.path={path}"])
+    shape = read_shape(path)
+    sizes = [peft_tensors(cfg.lora, shape), hf_tensors(shape)]
+    adapters, weights = (sum(map(prod, tensors.values())) for tensors in sizes)
+    assert adapters == 80 * 32 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+    assert adapters < 0.006 * weights
 
 
 ASLEEP = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.5")

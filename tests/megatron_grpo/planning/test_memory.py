@@ -2,7 +2,7 @@
 
 import ctypes
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import CARDS, GpuSpec
 from megatron_grpo.planning.memory import EngineBytes, engine_bytes, stages_memory
 from megatron_grpo.planning.state import stage_states
+from megatron_grpo.policy.lora import add_adapters
 from megatron_grpo.policy.model import add_gradients, add_optimizer, build_model
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
@@ -34,13 +35,25 @@ def resident(key: str) -> int:
     return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 
-def measured_activations(rank: int, cfg: Config, lengths: Lengths) -> int:
-    """Peak bytes of an optimizer step on this rank's microbatches, in addition to its state."""
+@dataclass(frozen=True)
+class Taken:
+    """Bytes of a rank."""
+
+    state: int
+    activations: int
+    """At the peak of an optimizer step, in addition to its state."""
+
+
+def measure(rank: int, cfg: Config, lengths: Lengths) -> Taken:
+    """What this rank's process takes to train on its microbatches."""
     # Every tensor by itself, and given back at once: nothing of what is freed is still resident.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     setup_device(rank)
-    groups = init_groups(cfg.dims)
-    model = build_model(cfg, read_shape(cfg.model.path), groups)
+    groups, shape = init_groups(cfg.dims), read_shape(cfg.model.path)
+    empty = resident("VmRSS")
+    model = build_model(cfg, shape, groups)
+    if cfg.lora.r:
+        model.adapters = add_adapters(model.chunks, shape, model.layout, cfg.lora, groups, seed=0)
     add_gradients(model, cfg)
     policy = add_optimizer(model, cfg)
     for parameter in policy.parameters().values():
@@ -51,24 +64,26 @@ def measured_activations(rank: int, cfg: Config, lengths: Lengths) -> int:
     Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
     before = resident("VmRSS")
     accumulate(policy, groups, batches)
-    return resident("VmHWM") - before
+    return Taken(before - empty, resident("VmHWM") - before)
 
 
 def planned_and_measured(
-    folder: Path, dims: ParallelDims, lengths: Lengths
-) -> tuple[list[int], list[int]]:
-    """Bytes of every rank, one per stage."""
+    folder: Path, dims: ParallelDims, lengths: Lengths, *overrides: str
+) -> tuple[list[Taken], list[Taken]]:
+    """Of every rank, one per stage."""
     cfg = tiny_config(
         folder,
         dims,
         f"train.max_tokens_per_microbatch={sum(map(sum, lengths[0]))}",
         "model.megatron.transformer_impl=local",
+        "grpo.beta=0",
+        *overrides,
     )
     shape = read_shape(cfg.model.path)
     states = stage_states(cfg, shape)
     stages = stages_memory(cfg, shape, states, len(lengths), None, device="cpu")
-    measured = run_ranks(dims.world_size, measured_activations, cfg, lengths)
-    return [stage.phases["train"] for stage in stages], measured
+    planned = [Taken(stage.state.total, stage.phases["train"]) for stage in stages]
+    return planned, run_ranks(dims.world_size, measure, cfg, lengths)
 
 
 @pytest.mark.parametrize(
@@ -82,15 +97,33 @@ def planned_and_measured(
 )
 def test_activations_of_smollm2_are_what_a_process_takes(pipeline, num_layers, tmp_path):
     folder = write_config(tmp_path, "SmolLM2-135M", num_hidden_layers=num_layers)
-    planned, measured = planned_and_measured(folder, ParallelDims(pipeline=pipeline), SHORT)
-    assert measured == pytest.approx(planned, rel=0.05)
+    for planned, measured in zip(
+        *planned_and_measured(folder, ParallelDims(pipeline=pipeline), SHORT), strict=True
+    ):
+        assert measured.activations == pytest.approx(planned.activations, rel=0.05)
+
+
+@pytest.mark.slow
+def test_adapters_take_as_much_less_than_all_weights_as_is_planned(tmp_path):
+    """What a process takes beside the model's state is the same in both, some 50 MB."""
+    folder, dims = write_config(tmp_path, "SmolLM2-135M", num_hidden_layers=10), ParallelDims()
+    planned, measured = planned_and_measured(folder, dims, SHORT)
+    for_adapters, of_adapters = planned_and_measured(folder, dims, SHORT, "lora.r=16")
+    for has, expected in zip(of_adapters, for_adapters, strict=True):
+        assert has.activations == pytest.approx(expected.activations, rel=0.05)
+    less, expected = (
+        full[0].state - adapters[0].state
+        for full, adapters in ((measured, of_adapters), (planned, for_adapters))
+    )
+    assert less == pytest.approx(expected, rel=0.05)
+    assert of_adapters[0].state < 0.35 * measured[0].state
 
 
 @pytest.mark.slow
 def test_activations_of_the_tiny_model_are_what_a_process_takes(tmp_path):
     folder = tiny_model(tmp_path, "qwen3", head_dim=32)
-    planned, measured = planned_and_measured(folder, ParallelDims(), LONG)
-    assert measured == pytest.approx(planned, rel=0.15)
+    [planned], [measured] = planned_and_measured(folder, ParallelDims(), LONG)
+    assert measured.activations == pytest.approx(planned.activations, rel=0.15)
 
 
 def engine_of(

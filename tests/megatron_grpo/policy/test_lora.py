@@ -1,21 +1,32 @@
 """Adapters against a plain formulation in float64: W + s B A on a model of transformers."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
-from torch.func import functional_call
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.formats.torch_dist import read_chunks
+from helpers.adapters import (
+    TARGETS,
+    Boxes,
+    boxes_of,
+    gathered_gradients,
+    logprobs_of,
+    options,
+    oracle,
+    set_b,
+    take_step,
+    whole,
+)
 from helpers.models import tiny_model
 from helpers.oracle import oracle_logprobs
 from helpers.policies import (
     LENGTHS,
-    LOSS_WEIGHT,
     accumulate,
     checkpoints_of,
     layout_name,
@@ -27,16 +38,15 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.checkpoints import manifest
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.export import export_model
-from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.lora_targets import starting_adapter
-from megatron_grpo.policy.model import Policy, unwrapped
-from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
+from megatron_grpo.policy.model import unwrapped
+from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.skipped_steps import name_nonfinite
-from parallel import Box, ParallelDims
-from parallel.groups import Groups
+from parallel import ParallelDims
 
 DENSE = [
     ParallelDims(),
@@ -45,17 +55,6 @@ DENSE = [
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2, context=2),
 ]
 EXPERTS = [ParallelDims(tensor=2, expert_tensor=1, expert=2), ParallelDims(data=2, expert=2)]
-ATTENTION = "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
-LATENTS = (
-    "lora.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,"
-    "shared_experts.up_proj,shared_experts.down_proj,mlp.gate_proj]"
-)
-TARGETS = {
-    "llama": "lora.target_modules=all-linear",
-    "phi3": "lora.target_modules=all-linear",
-    "qwen3_moe": ATTENTION,
-    "deepseek_v3": LATENTS,
-}
 CASES = [
     *(
         pytest.param("llama", dims, marks=[pytest.mark.slow] if dims.tensor == 4 else [])
@@ -69,15 +68,10 @@ CASES = [
         for family, dims in (("qwen3_moe", EXPERTS[0]), ("deepseek_v3", EXPERTS[1]))
     ),
 ]
-STEPS = ("optimizer.lr=1e-2", "optimizer.adam_eps=1e-3", "optimizer.lr_warmup_steps=0")
 RECOMPUTED = [
     f"model.megatron.recompute_{name}"
     for name in ("granularity=full", "method=uniform", "num_layers=1")
 ]
-
-
-def options(family: str) -> list[str]:
-    return ["lora.r=3", "lora.lora_alpha=6", TARGETS[family], "grpo.beta=0.1", *STEPS]
 
 
 @pytest.fixture(scope="module")
@@ -87,54 +81,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
             tmp_path_factory.mktemp(family), family, tied=family == "llama", num_hidden_layers=4
         )
         for family in TARGETS
-    }
-
-
-def set_b(policy: Policy) -> None:
-    """Give B values, the same in any layout: with B = 0, A has no gradient."""
-    assert policy.adapters
-    parameters = policy.adapters.parameters()
-    for piece in policy.adapters.layout.pieces:
-        if ".lora_B." in piece.tensor:
-            whole = b_values(piece.tensor, policy.adapters.shapes[piece.tensor])
-            values = parameters[piece.local].data[piece.local_box.slices]
-            values.copy_(whole[piece.box.slices])
-
-
-def b_values(name: str, shape: tuple[int, ...]) -> Tensor:
-    generator = torch.Generator().manual_seed(len(name) * 1000 + sum(name.encode()))
-    return 0.1 * torch.randn(shape, generator=generator)
-
-
-Boxes = list[tuple[str, Box, Tensor]]
-
-
-def boxes_of(policy: Policy, tensors: dict[str, Tensor]) -> Boxes:
-    assert policy.adapters
-    return [
-        (piece.tensor, piece.box, tensors[piece.local].detach()[piece.local_box.slices].clone())
-        for piece in policy.adapters.layout.pieces
-        if not piece.is_replica
-    ]
-
-
-def gathered_gradients(policy: Policy) -> dict[str, Tensor]:
-    for chunk in policy.chunks:
-        for buffer in chunk.buffers:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    return {name: p.main_grad for name, p in policy.adapters.parameters().items()}
-
-
-def logprobs_of(model: Any, groups: Groups, batches: list[Any]) -> dict[int, Tensor]:
-    return {
-        int(index): values[batch.loss_mask & (batch.sequence_index == index)]
-        for batch, (values, _) in zip(
-            batches, compute_logprobs(model, batches, 1.0, groups) or [], strict=False
-        )
-        for index in batch.sequence_index[batch.loss_mask].unique()
     }
 
 
@@ -161,43 +107,6 @@ def numbers(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> dic
     found["trained"] = sum(p.numel() for p in states)
     found["base"] = policy.adapters.base
     return found
-
-
-def whole(boxes: list[Boxes]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, box, values in (each for of_rank in boxes for each in of_rank):
-        if name not in tensors:
-            ends = [b.end for of in boxes for n, b, _ in of if n == name]
-            tensors[name] = torch.full([*map(max, zip(*ends, strict=True))], torch.nan)
-        tensors[name][box.slices] = values
-    return tensors
-
-
-def oracle(
-    folder: Path, values: dict[str, Tensor], scale: float
-) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Log-probabilities with and without adapters, gradients, and merged weights, in float64."""
-    model = load_oracle(folder)
-    leaves = {name: each.double().requires_grad_() for name, each in values.items()}
-    merged = {}
-    for name in leaves:
-        if ".lora_A." in name:
-            weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
-            b = leaves[name.replace("lora_A", "lora_B")]
-            merged[weight] = model.get_parameter(weight) + scale * b @ leaves[name]
-    sequences = random_sequences(LENGTHS)
-    prompts = [s.tokens[: s.num_prompt_tokens].tolist() for s in sequences]
-    completions = [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences]
-
-    def with_adapters(**inputs: Any) -> Any:
-        return functional_call(model, merged, kwargs=inputs, tie_weights=False)
-
-    logprobs = oracle_logprobs(with_adapters, prompts, completions)
-    (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
-    with torch.no_grad():
-        plain = oracle_logprobs(model, prompts, completions)
-    gradients = {name: leaf.grad for name, leaf in leaves.items()}
-    return [x.detach() for x in logprobs], plain, gradients, merged
 
 
 @pytest.mark.parametrize(
@@ -227,12 +136,6 @@ def test_everything_equals_a_plain_formulation(folders, family, dims):
     same = whole([one["served"]])
     assert all(torch.equal(values, same[name]) for name, values in served.items())
     assert {rank["base"] for rank in ranks} == {one["base"]}
-
-
-def take_step(policy: Policy, groups: Groups) -> None:
-    share = pack_all(LENGTHS, groups.dims)[groups.coordinates.data :: groups.dims.data]
-    accumulate(policy, groups, share)
-    apply_gradient(policy.optimizer, gradient_norm(policy.optimizer))
 
 
 def train(rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: str) -> list[Boxes]:
@@ -284,6 +187,38 @@ def test_a_run_resumes_with_the_same_bits_and_over_layouts(folders, tmp_path):
         "optimizer.state.exp_avg_sq.",
     )
     assert keys.keys() == {state + name for state in states for name in stored}
+
+
+def die_in_the_save(
+    rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: str
+) -> None:
+    """A step after what `train` has saved, one rank is killed as it has written its file."""
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    assert checkpoints_of(run, policy, folder, dims).load().step == 2
+    take_step(policy, groups)
+    write = manifest.write_hashed
+
+    def write_and_die(*args: Any) -> None:
+        write(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        manifest.write_hashed = write_and_die
+    save_checkpoint(run, 3, policy, folder, dims)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_save_leaves_the_adapters_before(folders, tmp_path):
+    folder, dims, given = folders["llama"], ParallelDims(tensor=2), options("llama")
+    before = run_ranks(2, train, folder, dims, tmp_path, *given)
+    with pytest.raises(AssertionError, match="rank"):
+        run_ranks(2, die_in_the_save, folder, dims, tmp_path, *given)
+    assert (tmp_path / "checkpoints/step_3.partial/__1_0.distcp").exists()
+    after = run_ranks(2, resume, folder, dims, tmp_path, *given)
+    for found, expected in zip(after, before, strict=True):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(torch.equal(a[2], b[2]) for a, b in zip(ours, theirs, strict=True))
+    assert not (tmp_path / "checkpoints/step_3.partial").exists()
 
 
 def start(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Boxes:
