@@ -26,7 +26,7 @@ MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_t
 	$(addprefix tests/megatron_grpo/policy/,test_export.py test_fields.py test_lora.py test_mla.py test_model.py test_moe.py \
 	test_optimizer.py test_packed_params.py test_skipped_steps.py test_stage_messages.py test_transformer.py)
 ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_client.py engines/test_in_flight.py \
-	engines/test_push.py test_train.py)
+	engines/test_push.py test_weight_sync.py test_learning.py)
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
