@@ -220,7 +220,6 @@ class RolloutConfig(Section):
         others = {
             "rollout.data_parallel_size": self.data_parallel_size > 1,
             "rollout.quantization": self.quantization != "none",
-            "rollout.router_replay": self.router_replay,
             f"rollout.stop with more than {SGLANG_STOPS} strings": len(self.stop) > SGLANG_STOPS,
         }
         if self.engine == "sglang" and (told := [key for key, is_on in others.items() if is_on]):

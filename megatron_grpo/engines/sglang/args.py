@@ -49,7 +49,7 @@ RESERVED = {
     "enforce_shared_experts_fusion": "weights of shared experts are pushed apart from the others'",
     "enable_lora": "set lora.sync=merged",
     "enable_memory_saver": "rollout.enable_sleep_mode needs rollout.engine=vllm",
-    "enable_return_routed_experts": "rollout.router_replay needs rollout.engine=vllm",
+    "enable_return_routed_experts": "set rollout.router_replay",
     "speculative_algorithm": "the weights of a draft model are not pushed",
     "enable_hierarchical_cache": "keys and values outside the cache would outlive a push",
     "enable_custom_logit_processor": "the trainer would not know how it changes the distribution",
@@ -75,6 +75,7 @@ def sglang_command(
         "enable_priority_scheduling": True,
         "schedule_low_priority_values_first": True,
         "log_level_http": "warning",
+        "enable_return_routed_experts": rollout.router_replay or None,
         # Shared experts would be one more in the stack of the others.
         "disable_shared_experts_fusion": True,
     }

@@ -6,12 +6,15 @@ takes SGLang's own arguments. SGLang's own routes are there as well, all behind 
 """
 
 import asyncio
+import base64
+import io
 import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, HTTPException, Request, Response
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import (
@@ -115,6 +118,8 @@ def sglang_request(body: Json) -> GenerateReqInput:
             "no_stop_trim": params["include_stop_str_in_output"],
             "sampling_seed": params["seed"] % 2**31,  # followed by its deterministic inference
         },
+        return_routed_experts="routed_experts_prompt_start" in params,
+        routed_experts_start_len=params.get("routed_experts_prompt_start", 0),
         return_logprob=True,
         logprob_start_len=-1,
         priority=body["priority"],
@@ -135,7 +140,17 @@ def choice_of(answer: Json) -> Json:
         or [
             {"version": meta["weight_version"], "start": 0, "end": len(answer["output_ids"])},
         ],
+        "routed_experts": npy_of(meta["routed_experts"]) if "routed_experts" in meta else None,
     }
+
+
+def npy_of(routed_experts: str) -> str:
+    """SGLang's experts of tokens, base64 of int32 [tokens, layers, topk], in the form of vLLM."""
+    config = manager().model_config.hf_text_config
+    flat = np.frombuffer(base64.b64decode(routed_experts), np.int32)
+    routes = flat.reshape(-1, config.num_hidden_layers, config.num_experts_per_tok)
+    np.save(file := io.BytesIO(), routes.astype(np.uint8 if routes.max() < 256 else np.int16))
+    return base64.b64encode(file.getvalue()).decode()
 
 
 @router.get("/load")

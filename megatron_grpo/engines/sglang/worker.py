@@ -8,11 +8,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from sglang.srt.managers import scheduler
 from sglang.srt.managers.io_struct import CheckWeightsReqInput, CheckWeightsReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_host_register
 from torch import Tensor
 
 from megatron_grpo.engines.push_protocol import Json, own_parameters
@@ -69,7 +71,15 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
     SchedulerWeightUpdaterManager.check_weights = answer
     Req._check_token_based_finish = ends_at_stop_token
+    ALLOC_MEMORY_FUNCS["cpu"] = unpinned
     scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def unpinned(
+    dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any
+) -> Tensor:
+    """Memory for the experts of tokens where there is no GPU to page-lock it for."""
+    return alloc_with_host_register(dims, dtype, device, False, allocator)
 
 
 def ends_at_stop_token(self: Req, new_accepted_tokens: list[int]) -> bool:

@@ -415,7 +415,6 @@ REFUSED = [
         for key in (
             "rollout.data_parallel_size=2",
             "rollout.quantization=fp8",
-            "rollout.router_replay=true",
         )
     ),
     ("rollout.engine=sglang + rollout.enable_sleep_mode=true", "needs engines of vLLM"),
