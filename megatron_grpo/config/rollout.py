@@ -71,6 +71,9 @@ class RolloutConfig(Section):
     quantization: Quantization = "none"
     """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
     128 x 128), `fp8_channel` or `int8` (a scale per row); `none`: in model.dtype."""
+    quantization_aware: bool = False
+    """Train with the numbers that quantised engines have for weights; the gradient of these is
+    applied to the weights themselves (quantisation-aware training)."""
     max_quantization_gap: PositiveFloat = 0.05
     """Mean difference of log-probabilities between ranks and quantised engines, in nats, above
     which a run ends at its start unless something in `grpo` corrects for it."""
@@ -191,6 +194,15 @@ class RolloutConfig(Section):
                 f"rollout.engine transformers runs in one process: rollout.tensor_parallel_size "
                 f"{self.tensor_parallel_size} and rollout.data_parallel_size "
                 f"{self.data_parallel_size} must be 1 and rollout.vllm {self.vllm} empty"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_aware_of_something(self) -> Self:
+        if self.quantization_aware and self.quantization == "none":
+            raise ValueError(
+                "rollout.quantization_aware true trains for quantised engines, and "
+                "rollout.quantization is none: set it to fp8, fp8_channel or int8, or leave it out"
             )
         return self
 
