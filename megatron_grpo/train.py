@@ -22,7 +22,8 @@ from megatron_grpo.evaluation.evaluation import is_due
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.export import export_model
-from megatron_grpo.policy.model import build_policy, unwrapped, weight_sender
+from megatron_grpo.policy.model import unwrapped, weight_sender
+from megatron_grpo.policy.quantized import policy_of
 from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.residency import build_residency
 from megatron_grpo.policy.skipped_steps import SkippedSteps
@@ -144,7 +145,7 @@ class Trainer:
         if steps_done(cfg.train.run_dir / "checkpoints"):  # they have the adapters
             lora = cfg.lora.model_copy(update={"adapter_path": None})
             cfg = cfg.model_copy(update={"lora": lora})
-        self.policy = build_policy(cfg, shape, run.groups)
+        self.policy = policy_of(cfg, shape, run.groups)
         if run.groups.rank == 0:
             print(describe(unwrapped(self.policy.chunks[0]), self.policy.optimizer))
         self.reference = reference_of(self.policy, cfg, run.groups) if cfg.grpo.beta > 0 else None

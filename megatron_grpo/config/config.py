@@ -205,6 +205,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _pushes_are_quantized(self) -> Self:
         name = self.rollout.quantization
+        if self.rollout.quantization_aware and self.lora.r:
+            raise ValueError(
+                "rollout.quantization_aware does not go with adapters yet: leave it out, or set "
+                "lora.r=0"
+            )
         if name == "none" or self.train.replay is not None:
             return self
         if self.model.dtype != "bfloat16":

@@ -79,6 +79,9 @@ class RolloutConfig(Section):
     quantization: Quantization = "none"
     """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
     128 x 128), `fp8_channel` or `int8` (a scale per row); `none`: in model.dtype."""
+    quantization_aware: bool = False
+    """Train with the numbers that quantised engines have for weights; the gradient of these is
+    applied to the weights themselves (quantisation-aware training)."""
     max_quantization_gap: PositiveFloat = 0.05
     """Mean difference of log-probabilities between ranks and quantised engines, in nats, above
     which a run ends at its start unless something in `grpo` corrects for it."""
@@ -226,6 +229,15 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"{told[0]} does not go with rollout.engine sglang yet: leave it out, or use "
                 "rollout.engine=vllm"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_aware_of_something(self) -> Self:
+        if self.quantization_aware and self.quantization == "none":
+            raise ValueError(
+                "rollout.quantization_aware true trains for quantised engines, and "
+                "rollout.quantization is none: set it to fp8, fp8_channel or int8, or leave it out"
             )
         return self
 

@@ -1,15 +1,19 @@
 """The policy's weights quantised, as exports write them and pushes carry them."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint_convert.quantized_model import QuantizedModel
+from checkpoint_convert import ModelShape
+from checkpoint_convert.formats.safetensors_file import NAMES
+from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.quantized_shard import Maxima, QuantizedShard, quantized_layout
-from megatron_grpo.policy.model import Policy
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.model import Policy, build_policy
 from parallel import Layout, Sender
 from parallel.groups import Groups
 
@@ -44,6 +48,31 @@ def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> 
         finally:
             for name, values in kept.items():
                 weights[name].copy_(values)
+
+
+@dataclass(kw_only=True)
+class QuantizedPolicy(Policy):
+    """A policy that computes with its weights as quantised engines have them.
+
+    The gradient is that of the quantised weights. It goes straight through to the weights
+    themselves (arXiv 1308.3432), which the optimizer updates, files hold and pushes quantise.
+    """
+
+    quantized: QuantizedModel
+    groups: Groups
+
+    def computing(self) -> AbstractContextManager[None]:
+        """See `Model.computing`."""
+        return quantized_weights(self, self.quantized, self.groups)
+
+
+def policy_of(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
+    """The policy of a run, see `build_policy`: it may be aware of how engines quantise it."""
+    policy = build_policy(cfg, shape, groups)
+    model = quantized_model(cfg.rollout.quantization, shape, NAMES[cfg.model.dtype])
+    if model is None or not cfg.rollout.quantization_aware:
+        return policy
+    return QuantizedPolicy(**vars(policy), quantized=model, groups=groups)
 
 
 def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:

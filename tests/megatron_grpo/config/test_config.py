@@ -384,6 +384,11 @@ REFUSED = [
     ),
     (f"{IN_FLIGHT} + rollout.quantization=fp8", "rollout.in_flight_updates true does not"),
     ("rollout.quantization=int8 + model.dtype=bfloat16 + lora.r=4", "set lora.sync=merged"),
+    ("rollout.quantization_aware=true", "rollout.quantization is none: set it to fp8"),
+    (
+        "rollout.quantization=int8 + rollout.quantization_aware=true + lora.r=4",
+        "rollout.quantization_aware does not go with adapters yet",
+    ),
     ("train.export_quantization=int8 + lora.r=4", "train.export_quantization does not go"),
     ("grpo.kl_target=0.1", "grpo.beta above 0"),
     ("grpo.use_bias_correction_kl=true", "grpo.beta 0"),
