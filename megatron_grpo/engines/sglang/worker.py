@@ -5,7 +5,9 @@ way into them that brings data back. So the client's calls travel as actions of 
 """
 
 import json
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class SchedulerWorker(PushWorker):
         self.runner = manager.tp_worker.model_runner
         group = manager.tp_cpu_group
         super().__init__(dist.get_rank(group), next(self.runner.model.parameters()).device)
+        unlink_queues()
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters of its part of the model."""
@@ -49,6 +52,16 @@ class SchedulerWorker(PushWorker):
         sums = super().receive(receiver, received)
         self.runner.weight_updater.end_weight_update(run_post_load=True)
         return sums
+
+
+def unlink_queues() -> None:
+    """Unlink the shared memory by which this process sends to other workers.
+
+    All have mapped it by the time the model is loaded. Unlinked, it is freed with its last process;
+    SGLang leaves it behind.
+    """
+    for file in Path("/dev/shm").glob(f"sgl_shm_mq_{os.getpid()}_*"):
+        file.unlink(missing_ok=True)
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
