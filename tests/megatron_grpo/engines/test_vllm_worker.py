@@ -11,6 +11,7 @@ from helpers.engines import (
     random_prompts,
     reference_logprobs,
     running_engine,
+    served_model,
 )
 from helpers.models import mixture_of_blocks, servable_model
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
@@ -30,7 +31,7 @@ def check_pushes(engine, *folders) -> None:
 
 
 def test_after_a_push_samples_are_those_of_the_new_weights(live_engine, tied_model, tmp_path):
-    other = servable_model(tmp_path, "qwen3", tied=True, seed=1)
+    other = served_model(tmp_path, "qwen3", tied=True, seed=1)
     check_pushes(live_engine, tied_model, other, tied_model)
 
 
