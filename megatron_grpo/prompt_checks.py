@@ -143,16 +143,18 @@ def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout
     it would refuse a longer prompt only when a generation first draws it. `data` and `rollout` name
     the config tables that have the limits.
     """
-    context = PLANNED[cfg.rollout.engine].context
-    limit = engine_number(cfg.rollout, context)
+    if cfg.rollout.engine not in PLANNED:
+        return
+    names = PLANNED[cfg.rollout.engine]
+    limit = engine_number(cfg.rollout, names.context)
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    length = longest + cfg.rollout.max_completion_length
+    length = longest + cfg.rollout.max_completion_length + names.spare_context
     if limit is not None and limit < length:
         raise ValueError(
             f"{data}: a prompt of {longest} tokens and {rollout}.max_completion_length "
             f"{cfg.rollout.max_completion_length} do not fit into "
-            f"rollout.{cfg.rollout.engine}.{context} {limit}: set that to at least {length}, or "
-            f"lower one of them ({data}.max_prompt_length)"
+            f"rollout.{cfg.rollout.engine}.{names.context} {limit}: set that to at least {length}, "
+            f"or lower one of them ({data}.max_prompt_length)"
         )
 
 

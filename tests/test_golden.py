@@ -1,5 +1,6 @@
 """The code computes what it computed when the golden values were recorded (golden/record.py)."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from golden.record import (
     push_values,
     synchronous_run,
 )
-from helpers.engines import TestEngine
+from helpers.engines import TestEngine, running_engine, served_model
 from helpers.policies import layout_name
 from helpers.train_steps import Case, Run
 from parallel import ParallelDims
@@ -45,16 +46,25 @@ def test_loss_gradients_and_logprobs_are_those_recorded(
     assert differences("layouts", layout_values(cases[family], family, dims, recipes), **STEP) == []
 
 
+@pytest.fixture(scope="module")
+def recorded_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
+    """An engine of the model that the runs were recorded with."""
+    folder = tmp_path_factory.mktemp("recorded")
+    model = served_model(folder / "model", "qwen3", tied=True, intermediate_size=96)
+    with running_engine("transformers", model, folder / "logs") as engine:
+        yield engine
+
+
 def test_a_resumed_run_ends_with_the_recorded_weights_and_metrics(
-    transformers_engine: TestEngine, tmp_path: Path
+    recorded_engine: TestEngine, tmp_path: Path
 ) -> None:
-    assert differences("runs", synchronous_run(transformers_engine, tmp_path), **RUN) == []
+    assert differences("runs", synchronous_run(recorded_engine, tmp_path), **RUN) == []
 
 
 def test_so_does_one_that_generates_while_it_trains_and_was_killed(
-    transformers_engine: TestEngine, tmp_path: Path
+    recorded_engine: TestEngine, tmp_path: Path
 ) -> None:
-    assert differences("runs", asynchronous_run(transformers_engine, tmp_path), **RUN) == []
+    assert differences("runs", asynchronous_run(recorded_engine, tmp_path), **RUN) == []
 
 
 def test_a_push_has_the_recorded_checksums(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class RolloutConfig(Section):
     """Tokens that end a completion or turn, in addition to those of config.json and tokenizer; for
     a base model with a chat template, the one that ends its turns."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
-    """Strings that end a completion or turn, and belong to it; only with engine vllm."""
+    """Strings that end a completion or turn, and belong to it; not with engine transformers."""
     max_staleness: NonNegativeInt = 0
     """Generations that may be made ahead while the ranks train; samples are at most that many
     pushes of weights old when training on them begins. 0: synchronous."""

@@ -151,7 +151,9 @@ def _check_vllm(
 def _check_sglang(python: Path) -> Check:
     tell = "from importlib.metadata import version; print(version('sglang'))"
     try:
-        found = subprocess.run([python, "-c", tell], capture_output=True, text=True, timeout=60)
+        found = subprocess.run(
+            [python, "-P", "-c", tell], capture_output=True, text=True, timeout=60
+        )
     except OSError as error:
         value = f"rollout.python {python} cannot be started: {error.strerror}"
         return Check(SECTION, "sglang", "missing", value, SGLANG_SETUP)

@@ -82,16 +82,17 @@ class PlannedArguments:
     """Most tokens of a sequence."""
     max_sequences: str
     """Most completions at once."""
+    spare_context: int = 0
+    """Tokens of the context that no sequence can have."""
 
 
 PLANNED = {
     "vllm": PlannedArguments("gpu_memory_utilization", 0.92, "max_model_len", "max_num_seqs"),
     # SGLang's default depends on the card: 0.8 to 0.9 of one of 80 GB.
     "sglang": PlannedArguments(
-        "mem_fraction_static", 0.85, "context_length", "max_running_requests"
+        "mem_fraction_static", 0.85, "context_length", "max_running_requests", spare_context=2
     ),
 }
-PLANNED["transformers"] = PLANNED["vllm"]
 
 
 def engine_table(rollout: RolloutConfig) -> Mapping[str, Any]:

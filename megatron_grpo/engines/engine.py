@@ -94,7 +94,7 @@ class Engine:
         except msgspec.MsgspecError as error:
             raise EngineError(
                 f"rollout engine {self.url} answered with something else than a completion of "
-                f"vLLM 0.32 or 0.33: {error}"
+                f"vLLM 0.32 or 0.33 or of our server of SGLang: {error}"
             ) from error
         if choice.finish_reason == CUT and is_cut():
             self._check_tokens(choice, policy_version)
@@ -349,5 +349,6 @@ class Engine:
             raise EngineError(
                 f"rollout engine {self.url} ended a completion after {len(choice.token_ids)} of "
                 f"{max_tokens} tokens: its context is too short; start it with a larger "
-                "rollout.vllm.max_model_len, or lower rollout.max_completion_length"
+                "rollout.vllm.max_model_len (rollout.sglang.context_length), or lower "
+                "rollout.max_completion_length"
             )

@@ -25,13 +25,13 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.arguments import engine_table
+from megatron_grpo.engines.arguments import PLANNED, engine_table
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.launch.run_dir import make_folder
 from megatron_grpo.workers.child_process import ChildProcess
 
 FOLDER, JOINED, LEAVING = "engines", ".json", ".leaving"
-OF_EACH_HOST = ("gpu_memory_utilization", "mem_fraction_static")
+OF_EACH_HOST = tuple(names.memory_fraction for names in PLANNED.values())
 """Arguments in which engines of one run may differ."""
 LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 1.0

@@ -1,6 +1,6 @@
 """The state of a push of weights in one worker of an engine, and the check that it has arrived.
 
-The check compares the workers' reports with what was sent. Shared by vLLM's workers and the
+The check compares the workers' reports with what was sent. Shared by the workers of all engines and the
 transformers engine.
 """
 
@@ -80,7 +80,7 @@ class PushState:
             self.held = LOADED
 
     def push_report(self) -> Json:
-        """The state of the push, for `push_check`."""
+        """The state of the push, for `check_reports`."""
         return {
             "push": self.push,
             "is_loaded": self.is_loaded,
@@ -104,7 +104,7 @@ ABSORBED = (".W_UK_T", ".W_UV")
 
 
 def own_parameters(model: "Module") -> dict[str, "Tensor"]:
-    """The parameters of a vLLM model, by name; of those that share memory, the first only.
+    """The parameters of an engine's model, by name; of those that share memory, the first only.
 
     Kernels for GPUs want 8-bit weights as [columns, rows], of which vLLM makes a transposed view:
     here they are as they are in memory, and in the weight files.

@@ -31,7 +31,7 @@ class PushWorker(ABC):
         """What a push fills, by name."""
 
     def receive(self, receiver: WeightReceiver, received: dict[str, Tensor]) -> Mapping[str, int]:
-        """Receive a push into these `tensors`; returns the checksums of what is then used."""
+        """Receive a push into these `tensors`; returns the checksums that the ranks expect."""
         return receiver.receive_weights(received)
 
     def answer(self, method: str, question: str, **arguments: Any) -> Json:

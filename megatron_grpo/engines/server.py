@@ -254,7 +254,6 @@ def engine_devices(
     not told how much of a shared GPU it may take.
     """
     size, num_engines = rollout.gpus_per_engine, rollout.num_engines
-    fraction = PLANNED[rollout.engine].memory_fraction
     if num_devices == 0:
         return [None] * num_engines
     visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
@@ -267,12 +266,14 @@ def engine_devices(
             f"{num_engines * size} GPUs, but this host has {num_devices}: lower one of them, or "
             "use engines on other hosts with rollout.base_urls"
         )
-    elif rollout.engine != "transformers" and fraction not in engine_table(rollout):
+    elif (names := PLANNED.get(rollout.engine)) and names.memory_fraction not in engine_table(
+        rollout
+    ):
         raise ValueError(
             f"{num_ranks} trainer ranks leave {max(0, num_devices - num_ranks)} of {num_devices} "
             f"GPUs, but engines need {num_engines * size}: they would share the ranks' GPUs. "
             "Set the fraction of a GPU that an engine may use, such as "
-            f"rollout.{rollout.engine}.{fraction}=0.4"
+            f"rollout.{rollout.engine}.{names.memory_fraction}=0.4"
         )
     return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]
 
@@ -359,6 +360,12 @@ def serve(
             f"--nnodes {node.nnodes}: an engine spans nodes only as a Slurm step over them, which "
             "the job scripts in slurm/ start; elsewhere set rollout.tensor_parallel_size (times "
             "rollout.data_parallel_size) to the GPUs of one host at most"
+        )
+    if node.nnodes > 1 and rollout.engine != "vllm":
+        raise ValueError(
+            f"--nnodes {node.nnodes}: an engine of {rollout.engine} runs on one host: set "
+            "rollout.tensor_parallel_size to the GPUs of one host at most, or use "
+            "rollout.engine=vllm"
         )
     if node.node_rank >= node.nnodes or rollout.gpus_per_engine % node.nnodes:
         raise ValueError(

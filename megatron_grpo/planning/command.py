@@ -257,7 +257,7 @@ def print_suggestions(
             print(f"\n{_forecast_line(suggestions[0].cfg, forecast)}")
     if not suggestions:
         ways = ["use more GPUs", _less_work(cfg, lengths)]
-        if cfg.num_engines:
+        if cfg.num_engines and cfg.rollout.engine in PLANNED:
             fraction = PLANNED[cfg.rollout.engine].memory_fraction
             ways.append(f"a lower rollout.{cfg.rollout.engine}.{fraction}")
         text = f"{', '.join(ways[:-1])}, or {ways[-1]}"

@@ -152,7 +152,8 @@ def _most_sequences(cfg: Config) -> int | None:
 
     vLLM limits those of a data-parallel group.
     """
-    limit = engine_number(cfg.rollout, PLANNED[cfg.rollout.engine].max_sequences)
+    names = PLANNED.get(cfg.rollout.engine)
+    limit = names and engine_number(cfg.rollout, names.max_sequences)
     return limit and limit * cfg.rollout.data_parallel_size
 
 

@@ -61,8 +61,8 @@ def longest_sequence(cfg: Config, shape: ModelShape) -> int:
     """Tokens of the longest prompt with the longest completion that a config allows."""
     if cfg.data.max_prompt_length is not None:
         return cfg.data.max_prompt_length + cfg.rollout.max_completion_length
-    context = PLANNED[cfg.rollout.engine].context
-    limit = engine_number(cfg.rollout, context) or shape.max_position_embeddings
+    names = PLANNED.get(cfg.rollout.engine)
+    limit = (names and engine_number(cfg.rollout, names.context)) or shape.max_position_embeddings
     return min(limit, cfg.train.max_tokens_per_microbatch)
 
 

@@ -40,12 +40,13 @@ def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> 
     weights = policy.parameters()
     shard = quantized_shard(weights, policy.layout, model, groups)
     kept = {name: weights[name].detach().to("cpu", copy=True) for name in shard.quantized}
-    with torch.no_grad():
-        for name in kept:
-            weights[name].copy_(shard.as_read(name))
-        try:
-            yield
-        finally:
+    try:
+        with torch.no_grad():
+            for name in kept:
+                weights[name].copy_(shard.as_read(name))
+        yield
+    finally:
+        with torch.no_grad():
             for name, values in kept.items():
                 weights[name].copy_(values)
 

@@ -103,7 +103,7 @@ def _check(cfg: Config, gap: Gap, same: Gap, num_samples: int) -> None:
             f"engines and trainer do not compute the same model: over {num_samples} samples their "
             f"log-probabilities differ by {same.mean:.3g} on average, and rounding in "
             f"{rounding}{cfg.model.dtype} explains at most {bound}. Were engines in "
-            "rollout.base_urls started with another model, or with other rollout.vllm arguments?"
+            "rollout.base_urls started with another model, or with other engine arguments?"
         )
     most = cfg.rollout.max_quantization_gap
     if is_quantized and not cfg.grpo.corrects_rollouts and not gap.mean <= most:

@@ -1,5 +1,6 @@
 """How an SGLang engine is started: its command line and environment."""
 
+import os
 import subprocess
 import sys
 from functools import cache
@@ -55,6 +56,20 @@ RESERVED = {
     "enable_custom_logit_processor": "the trainer would not know how it changes the distribution",
     "enable_priority_scheduling": "priorities keep batches in order",
     "schedule_low_priority_values_first": "priorities keep batches in order",
+    "disable_priority_preemption": "completions that are begun are not thrown away",
+    "priority_scheduling_preemption_threshold": "completions that are begun are not thrown away",
+    **dict.fromkeys(
+        ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
+        "keys and values outside the cache would outlive a push",
+    ),
+    **dict.fromkeys(("cpu_offload_gb", "offload_group_size"), "pushed weights stay on the GPU"),
+    **dict.fromkeys(
+        ("modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
+        "engines of SGLang take weights in model.dtype",
+    ),
+    "preferred_sampling_params": "the trainer would not know how they change the distribution",
+    "enable_watermark": "the trainer would not know how it changes the distribution",
+    "allow_auto_truncate": "the trainer would not know what was left out",
     "sampling_defaults": "sampling follows rollout.temperature, not the model's own defaults",
 }
 """Arguments that a config cannot set, and why."""
@@ -74,6 +89,7 @@ def sglang_command(
         "skip_server_warmup": True,
         "enable_priority_scheduling": True,
         "schedule_low_priority_values_first": True,
+        "disable_priority_preemption": True,
         "log_level_http": "warning",
         "enable_return_routed_experts": rollout.router_replay or None,
         # Shared experts would be one more in the stack of the others.
@@ -81,7 +97,9 @@ def sglang_command(
     }
     # -P: files of the working directory must not be imported instead of SGLang's own.
     command = [str(rollout.python or sys.executable), "-P", "-m", SERVER]
-    return [*command, *command_flags(arguments | _of_platform(on_gpu) | rollout.sglang)]
+    arguments |= _of_platform(on_gpu) | rollout.sglang
+    # Most of its switches have no form that is off: they are left out.
+    return [*command, *command_flags({k: None if v is False else v for k, v in arguments.items()})]
 
 
 def _of_platform(on_gpu: bool) -> dict[str, Any]:
@@ -115,7 +133,9 @@ def sglang_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     if num_workers > 1:
         # Else it wants a NUMA node for each, and takes the NCCL that torch's builds for GPUs bring.
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(num_workers)))
+        cores = sorted(os.sched_getaffinity(0))
+        bound = [str(cores[number % len(cores)]) for number in range(num_workers)]
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
         environment["SGLANG_NCCL_SO_PATH"] = "none"
     return environment
 
@@ -141,7 +161,9 @@ def sglang_argument_names(python: str) -> frozenset[str]:
         "from importlib.util import find_spec as f; s = f('sglang'); print(s.origin if s else '')"
     )
     try:
-        found = subprocess.run([python, "-c", find], capture_output=True, text=True, timeout=60)
+        found = subprocess.run(
+            [python, "-P", "-c", find], capture_output=True, text=True, timeout=60
+        )
     except OSError as error:
         raise ValueError(f"rollout.python {python} is not a Python interpreter: {error}") from None
     folder = Path(found.stdout.strip()).parent / "srt" / "arg_groups" / "fields"

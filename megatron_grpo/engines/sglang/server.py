@@ -9,11 +9,13 @@ import asyncio
 import base64
 import io
 import json
+import math
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 from fastapi import APIRouter, HTTPException, Request, Response
 from sglang.srt.entrypoints import http_server
@@ -22,6 +24,7 @@ from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
+    UpdateWeightVersionReqInput,
 )
 from sglang.srt.server_args import prepare_server_args
 
@@ -38,6 +41,9 @@ ABORTED: Json = {
 }
 """The completion of a request that was given up before SGLang had it."""
 
+NOT_FINITE = -9999.0
+"""What vLLM sends instead of a log-probability that is not finite."""
+
 router = APIRouter()
 
 
@@ -49,6 +55,8 @@ class Gate:
         """Accepted and not answered."""
         self.num_answered = self.num_generated = 0
         """Requests answered since the start, and their tokens."""
+        self.most_generated = self.most_started = 0
+        """The counts of tokens and of started requests that were last told."""
         self._is_open, self._num_cuts = True, 0
         self._changed = asyncio.Condition()
 
@@ -87,20 +95,38 @@ def manager() -> Any:
 
 
 @router.post("/inference/v1/generate")
-async def generate(request: Request) -> Json:
-    """A completion of `token_ids`."""
-    body = await request.json()
+async def generate(request: Request) -> Response:
+    """A completion of `token_ids`; given up as soon as the client is gone."""
+    made = asyncio.ensure_future(completion(await request.json()))
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait({made, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not made.done():
+            return Response(status_code=499)
+        return Response(msgspec.json.encode({"choices": [await made]}))
+    finally:
+        made.cancel()
+        gone.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    """Return when its client is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def completion(body: Json) -> Json:
+    """A completion, once the gate is open."""
     async with gate.admitted() as is_wanted:
         if not is_wanted:
-            return {"choices": [ABORTED]}
-        answers = manager().generate_request(sglang_request(body), request)
+            return ABORTED
         try:
-            choice = choice_of(await anext(answers))
+            choice = choice_of(await anext(manager().generate_request(sglang_request(body))))
         except ValueError as error:  # the request's fault, such as a prompt that is too long
             raise HTTPException(400, str(error)) from error
     gate.num_answered += 1
     gate.num_generated += len(choice["token_ids"])
-    return {"choices": [choice]}
+    return choice
 
 
 def sglang_request(body: Json) -> GenerateReqInput:
@@ -132,7 +158,10 @@ def choice_of(answer: Json) -> Json:
     return {
         "token_ids": answer["output_ids"],
         "logprobs": {
-            "content": [{"logprob": logprob} for logprob, *_ in meta["output_token_logprobs"]]
+            "content": [
+                {"logprob": logprob if math.isfinite(logprob) else NOT_FINITE}
+                for logprob, *_ in meta["output_token_logprobs"]
+            ]
         },
         "finish_reason": meta["finish_reason"]["type"],
         "text": answer["text"],
@@ -164,9 +193,12 @@ async def metrics() -> Response:
     """The counts that the client reads, in the format of Prometheus."""
     begun = [len(state.output_ids) for state in manager().rid_to_state.values()]
     num_started = sum(count > 0 for count in begun)
+    # What is given up is no longer counted; the client expects counts since the start.
+    gate.most_generated = max(gate.most_generated, gate.num_generated + sum(begun))
+    gate.most_started = max(gate.most_started, gate.num_answered + num_started)
     counts = {
-        "generation_tokens_total": gate.num_generated + sum(begun),
-        "time_to_first_token_seconds_count": gate.num_answered + num_started,
+        "generation_tokens_total": gate.most_generated,
+        "time_to_first_token_seconds_count": gate.most_started,
         "num_requests_waiting": gate.num_requests - num_started,
     }
     return Response("".join(f"vllm:{name} {count}\n" for name, count in counts.items()))
@@ -195,6 +227,15 @@ async def resume() -> Json:
 async def reset_prefix_cache() -> Json:
     """Drop keys and values of the weights so far."""
     return {"success": (await manager().flush_cache()).success}
+
+
+@router.post("/update_weight_version")
+async def update_weight_version(request: Request) -> Json:
+    """Label what is sampled from now on; SGLang's own route would give up all requests."""
+    version = (await request.json())["new_version"]
+    update = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+    await manager().update_weight_version(update)
+    return {}
 
 
 @router.post("/wake_up")
@@ -230,6 +271,9 @@ async def ask_workers(method: str, arguments: Json) -> list[Json]:
 
 def main() -> None:
     """Serve until killed. The token comes by the environment."""
+    ours = {route.path for route in router.routes}
+    routes = http_server.app.router.routes
+    routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)
     http_server.launch_server(

@@ -6,7 +6,9 @@ way into them that brings data back. So the client's calls travel as actions of 
 
 import json
 import os
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
 from parallel.weight_transfer import WeightReceiver
 
+FAILED = "failed"
 CALL = "megatron_grpo "
 """How the action of a request starts that is a call of ours; its method and arguments follow."""
 
@@ -62,6 +65,7 @@ def unlink_queues() -> None:
     """
     for file in Path("/dev/shm").glob(f"sgl_shm_mq_{os.getpid()}_*"):
         file.unlink(missing_ok=True)
+        resource_tracker.unregister(f"/{file.name}", "shared_memory")
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
@@ -77,15 +81,40 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         method, arguments = json.loads(request.action.removeprefix(CALL))
         if not workers:
             workers.append(SchedulerWorker(self))
-        own = workers[0].answer(method, **arguments)
+        try:
+            own = workers[0].answer(method, **arguments)
+        except Exception as error:  # the others wait for this worker's answer
+            traceback.print_exc()
+            own = {FAILED: repr(error)}
         answers: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
         dist.all_gather_object(answers, own, group=self.tp_cpu_group)
-        return CheckWeightsReqOutput(success=True, message=json.dumps(answers))
+        succeeded = not any(FAILED in each for each in answers)
+        return CheckWeightsReqOutput(success=succeeded, message=json.dumps(answers))
 
     SchedulerWeightUpdaterManager.check_weights = answer
     Req._check_token_based_finish = ends_at_stop_token
+    Req.update_finish_state = ends_before_it_is_cut(Req.update_finish_state)
     ALLOC_MEMORY_FUNCS["cpu"] = unpinned
     scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def ends_before_it_is_cut(update_finish_state: Callable[..., None]) -> Callable[..., None]:
+    """Let a request that is given up end as it would have with the token that it still gets.
+
+    SGLang would not look whether that is its last one; what is asked for after a push would go on
+    behind it.
+    """
+
+    def update(self: Req, new_accepted_len: int = 1) -> None:
+        if new_accepted_len == 0:
+            return update_finish_state(self, new_accepted_len)
+        given_up, self.to_finish = self.to_finish, None
+        update_finish_state(self, new_accepted_len)
+        if given_up and not self.finished():
+            self.finished_reason = given_up
+        return None
+
+    return update
 
 
 def unpinned(

@@ -134,7 +134,7 @@ def vllm_command(
     """
     # -P: files of the working directory must not be imported instead of vLLM's own.
     command = [sys.executable, "-P", "-m"]
-    flags = [f"--model={model.path}", *enginecommand_flags(model, rollout, on_gpu, lora)]
+    flags = [f"--model={model.path}", *engine_flags(model, rollout, on_gpu, lora)]
     if node.nnodes > 1:
         flags += command_flags(asdict(node))
     if node.node_rank > 0:
@@ -147,7 +147,7 @@ def vllm_command(
     return [*command, *flags]
 
 
-def enginecommand_flags(
+def engine_flags(
     model: ModelConfig, rollout: RolloutConfig, on_gpu: bool, lora: LoraConfig = NO_ADAPTERS
 ) -> list[str]:
     """The flags that are the same on all nodes of an engine, but for the model's folder.

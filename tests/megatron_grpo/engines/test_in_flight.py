@@ -155,6 +155,24 @@ def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
         assert found == sampled(token_ids, is_cut=False), seed
 
 
+def test_a_completion_that_is_cut_ends_at_its_first_end_token(
+    live_engine, in_flight, threads, tied_model
+):
+    ends = range(20, 25)
+    asked = generation(0, live_engine.version, num_generations=32, stop_token_ids=ends)
+    in_flight.resume(live_engine.version)
+    made = threads.submit(in_flight.generate, 0, asked)
+    for _ in range(20):
+        if wait_until(made.done, seconds=0.05):
+            break
+        in_flight.suspend()
+        in_flight.resume(live_engine.version)
+    samples = made.result(timeout=60)
+    assert sum(sample.finish_reason == "stop" for sample in samples) > len(samples) / 2
+    for sample in samples:
+        assert not {*sample.completion_ids[:-1]} & {*ends}
+
+
 def test_stop_strings_are_seen_through_pushes(live_engine, in_flight, threads, tied_model):
     if live_engine.rollout.engine == "sglang":
         pytest.skip("SGLang takes 32 strings at most, too few to be seen by chance")
