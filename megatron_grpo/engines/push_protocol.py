@@ -1,7 +1,6 @@
 """The state of a push of weights in one worker of an engine, and the check that it has arrived.
 
-The check compares the workers' reports with what was sent. Shared by the workers of all engines and the
-transformers engine.
+The check compares the workers' reports with what was sent. Shared by the workers of all engines.
 """
 
 import traceback

@@ -153,7 +153,7 @@ def _most_sequences(cfg: Config) -> int | None:
     vLLM limits those of a data-parallel group.
     """
     names = PLANNED.get(cfg.rollout.engine)
-    limit = names and engine_number(cfg.rollout, names.max_sequences)
+    limit = engine_number(cfg.rollout, names.max_sequences) if names else None
     return limit and limit * cfg.rollout.data_parallel_size
 
 
