@@ -67,8 +67,8 @@ def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_
 ):
     live_engine.push(tied_model)
     context = read_shape(tied_model).max_position_embeddings  # which vLLM takes where none is given
-    prompts = random_prompts(1, lengths=(context - 4, context - 3))
-    told = rf"{live_engine.servers.base_urls[0]} ended a completion after 4 of 16 tokens: .*max_mod"
+    prompts = random_prompts(1, lengths=(context - 12, context - 11))
+    told = rf"{live_engine.servers.base_urls[0]} ended a completion after 12 of 16 tokens: .*max_m"
     if live_engine.rollout.engine == "sglang":
         told = "answered /inference/v1/generate with 400: .*exceeds the model's maximum context"
     with pytest.raises(EngineError, match=told):
