@@ -156,20 +156,18 @@ def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
 
 
 def test_a_completion_that_is_cut_ends_at_its_first_end_token(
-    live_engine, in_flight, threads, tied_model
+    live_engine, num_generated, in_flight, threads
 ):
-    ends = range(20, 25)
-    asked = generation(0, live_engine.version, num_generations=32, stop_token_ids=ends)
+    ends = range(20, 45)
+    asked = generation(0, live_engine.version, num_generations=64, stop_token_ids=ends)
     in_flight.resume(live_engine.version)
     made = threads.submit(in_flight.generate, 0, asked)
-    for _ in range(20):
-        if wait_until(made.done, seconds=0.05):
-            break
+    for _ in range(4):
+        before = num_generated()
+        wait_until(lambda before=before: made.done() or num_generated() > before, 20, 0.005)
         in_flight.suspend()
         in_flight.resume(live_engine.version)
-    samples = made.result(timeout=60)
-    assert sum(sample.finish_reason == "stop" for sample in samples) > len(samples) / 2
-    for sample in samples:
+    for sample in made.result(timeout=60):
         assert not {*sample.completion_ids[:-1]} & {*ends}
 
 
