@@ -50,8 +50,7 @@ OVERRIDES = {
 }
 LAYOUTS = [
     ParallelDims(),
-    # More ranks than key-value heads.
-    pytest.param(ParallelDims(tensor=4), marks=pytest.mark.slow),
+    ParallelDims(tensor=4),  # more ranks than key-value heads
     ParallelDims(pipeline=2, num_layers_in_last_pipeline_stage=1),
     ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2, context=2),
 ]
@@ -62,7 +61,8 @@ SHOWN = {
     "seed_oss": LAYOUTS[:1],
 }
 """Layouts of families whose layers are split as those of others: elsewhere they are slow cases."""
-FAST = [(dims, [n for n in MODELS if dims in SHOWN.get(n, LAYOUTS)]) for dims in LAYOUTS]
+OTHERS = [dims for dims in LAYOUTS if dims.tensor != 4]
+FAST = [(dims, [n for n in MODELS if dims in SHOWN.get(n, OTHERS)]) for dims in LAYOUTS]
 SLOW = [(dims, [n for n in MODELS if n not in names]) for dims, names in FAST if dims != LAYOUTS[0]]
 
 
