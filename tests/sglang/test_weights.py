@@ -67,7 +67,7 @@ def model(tmp_path) -> Callable[[str, int], Path]:
 )
 def test_after_a_push_every_worker_holds_what_sglang_loads(model, tmp_path, family, size, dims):
     folder, others = model(family, 0), model(family, 1)
-    memory = {*Path("/dev/shm").glob("sgl*")}
+    memory = {*Path("/dev/shm").glob("sgl_shm_mq*")}
     with running_engine(
         "sglang", folder, tmp_path / "logs", python=SGLANG_PYTHON, tensor_parallel_size=size
     ) as engine:
@@ -82,4 +82,4 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(model, tmp_path, fami
         push(engine, folder, dims)
         assert own_checksums(engine) == loaded
         assert largest_logprob_error(folder, engine.generate(random_prompts(4))) < 1e-4
-    assert {*Path("/dev/shm").glob("sgl*")} == memory
+    assert {*Path("/dev/shm").glob("sgl_shm_mq*")} == memory
