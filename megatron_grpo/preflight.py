@@ -25,9 +25,8 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS, PERFORMANCE_FIELDS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
-from megatron_grpo.engines.server import check_cpu_kernels
-from megatron_grpo.engines.sglang.args import check_sglang_arguments
-from megatron_grpo.engines.vllm.args import check_adapters, check_engine_arguments
+from megatron_grpo.engines.server import check_arguments, check_cpu_kernels
+from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
 from megatron_grpo.reporting.tracking import last_step
 
@@ -142,15 +141,8 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
         )
     for url in rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
-    if rollout.engine == "vllm" and not rollout.base_urls:
-        if importlib.util.find_spec("vllm") is None:
-            raise ValueError(
-                "rollout.engine vllm is not installed: run `make setup` (on GPUs: `bash "
-                "requirements/gpu.sh`), or set rollout.engine=transformers"
-            )
-        check_engine_arguments(rollout.vllm)
-    if rollout.engine == "sglang" and not rollout.base_urls:
-        check_sglang_arguments(rollout)
+    if not rollout.base_urls:
+        check_arguments(rollout)
 
 
 def check_same_run(cfg: Config) -> None:

@@ -7,7 +7,7 @@ import ast
 import difflib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def check_names(
     engine: str,
     table: Mapping[str, Any],
     reserved: Mapping[str, str],
-    known: Callable[[], Collection[str]],
+    known: Collection[str],
     help_text: str,
 ) -> None:
     """Raise ValueError for a name in the table `rollout.<engine>` that the engine does not know,
@@ -27,8 +27,8 @@ def check_names(
     for name in table:
         if name in reserved:
             raise ValueError(f"rollout.{engine}.{name} cannot be set: {reserved[name]}")
-        if name not in (names := known()):
-            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f": did you mean {nearest[0]}?" if nearest else f": {help_text}"
             title = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
             raise ValueError(f"rollout.{engine}.{name} is not an engine argument of {title}{hint}")

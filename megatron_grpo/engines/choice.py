@@ -9,6 +9,8 @@ import numpy as np
 
 CUT = "abort"
 """`finish_reason` of a completion that an engine gave up."""
+NOT_FINITE = -9999.0
+"""What an engine sends instead of a log-probability that is not finite."""
 
 
 class Token(msgspec.Struct, gc=False):

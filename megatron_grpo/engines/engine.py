@@ -11,15 +11,13 @@ from typing import Any, NoReturn
 import httpx
 import msgspec
 
-from megatron_grpo.engines.choice import CUT, Choice, decode_choice
+from megatron_grpo.engines.choice import CUT, NOT_FINITE, Choice, decode_choice
 from megatron_grpo.engines.http import EngineDown, EngineError, EngineStale
 from megatron_grpo.engines.push_protocol import LOADED, LOADED_VERSION
 from megatron_grpo.engines.vllm.args import ADAPTER
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
 PROBE_INTERVAL = 1.0
-# What vLLM sends instead of a log-probability that is not finite.
-NOT_FINITE = -9999.0
 # Version that samples are labelled with while an engine holds no complete weights.
 NO_VERSION = "none"
 # In the Prometheus metrics: one line for each replica behind the address.
@@ -94,7 +92,7 @@ class Engine:
         except msgspec.MsgspecError as error:
             raise EngineError(
                 f"rollout engine {self.url} answered with something else than a completion of "
-                f"vLLM 0.32 or 0.33 or of our server of SGLang: {error}"
+                f"vLLM 0.32 or 0.33: {error}"
             ) from error
         if choice.finish_reason == CUT and is_cut():
             self._check_tokens(choice, policy_version)

@@ -1,14 +1,13 @@
 """What each worker of an engine holds: layouts, dtypes and sizes, from the config alone."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from checkpoint_convert import ModelShape, hf_tensors
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.megatron import hf_dtypes
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
-from checkpoint_convert.sglang import sglang_dtypes, sglang_layouts
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from checkpoint_convert.vllm_lora import adapter_layouts
 from checkpoint_convert.vllm_quantized import (
@@ -90,18 +89,34 @@ def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
     """The layout of each worker of an engine, in rank order; the same for all engines."""
     if rollout.engine == "transformers":
         return [Layout.of_whole_tensors(hf_tensors(shape))]
-    if rollout.engine == "sglang":
-        return sglang_layouts(shape, engine_dims(rollout))
-    return engine_layouts(shape, engine_dims(rollout))
+    layouts = engine_layouts(shape, engine_dims(rollout))
+    return [*map(_of_sglang, layouts)] if rollout.engine == "sglang" else layouts
 
 
 def worker_dtypes(shape: ModelShape, rollout: RolloutConfig, dtype: str) -> dict[str, str]:
     """The dtype of every parameter of the workers, by name, in engines of `dtype`."""
     if rollout.engine == "transformers":
         return hf_dtypes(shape, dtype, "float32")
+    dtypes = engine_dtypes(shape, dtype)
     if rollout.engine == "sglang":
-        return sglang_dtypes(shape, dtype)
-    return engine_dtypes(shape, dtype)
+        return {_sglang_name(name): found for name, found in dtypes.items()}
+    return dtypes
+
+
+def _of_sglang(layout: Layout) -> Layout:
+    """What a worker of SGLang holds instead of one of vLLM.
+
+    Its layers come from vLLM's: the same parts, fused and padded alike, but for one name.
+    """
+    return Layout(
+        {_sglang_name(name): size for name, size in layout.shapes.items()},
+        tuple(replace(piece, local=_sglang_name(piece.local)) for piece in layout.pieces),
+        tuple((_sglang_name(name), box) for name, box in layout.zeros),
+    )
+
+
+def _sglang_name(name: str) -> str:
+    return name.replace(".experts.routed_experts.", ".experts.")
 
 
 def shard_bytes(workers: Sequence[Layout], itemsizes: Mapping[str, int]) -> int:

@@ -317,12 +317,7 @@ def engine_command(
         environment |= sglang_environment(rollout.tensor_parallel_size, on_gpu)
         return sglang_command(model, rollout, host, port, on_gpu), environment
     if rollout.engine == "transformers":
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "megatron_grpo.engines.transformers.server",
-        ]
+        command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers.server"]
         command += [f"--model={model.path}", f"--dtype={model.dtype}"]
         command += [f"--host={host}", f"--port={port}"]
         if rollout.router_replay:

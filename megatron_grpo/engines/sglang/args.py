@@ -141,12 +141,9 @@ def sglang_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
 
 
 def check_sglang_arguments(rollout: RolloutConfig) -> None:
-    """Raise ValueError for a name in `rollout.sglang` that is reserved or that SGLang lacks."""
-
-    def known() -> frozenset[str]:
-        return sglang_argument_names(str(rollout.python or sys.executable))
-
-    known()  # also without any name: it says if SGLang is missing
+    """Raise ValueError for a name in `rollout.sglang` that is reserved or that SGLang lacks, or if
+    it is not installed."""
+    known = sglang_argument_names(str(rollout.python or sys.executable))
     help_text = "`python -m sglang.launch_server --help` has all"
     check_names("sglang", rollout.sglang, RESERVED, known, help_text)
 

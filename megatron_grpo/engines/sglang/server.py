@@ -29,20 +29,18 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.server_args import prepare_server_args
 
 from megatron_grpo.engines.access import TokenGuard
+from megatron_grpo.engines.choice import CUT, NOT_FINITE
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.worker import call_of, run_scheduler_process
 
 ABORTED: Json = {
     "token_ids": [],
     "logprobs": {"content": []},
-    "finish_reason": "abort",
+    "finish_reason": CUT,
     "text": "",
     "weight_versions": [],
 }
 """The completion of a request that was given up before SGLang had it."""
-
-NOT_FINITE = -9999.0
-"""What vLLM sends instead of a log-probability that is not finite."""
 
 router = APIRouter()
 
@@ -166,9 +164,7 @@ def choice_of(answer: Json) -> Json:
         "finish_reason": meta["finish_reason"]["type"],
         "text": answer["text"],
         "weight_versions": meta.get("weight_versions")
-        or [
-            {"version": meta["weight_version"], "start": 0, "end": len(answer["output_ids"])},
-        ],
+        or [{"version": meta["weight_version"], "start": 0, "end": len(answer["output_ids"])}],
         "routed_experts": npy_of(meta["routed_experts"]) if "routed_experts" in meta else None,
     }
 

@@ -26,6 +26,7 @@ from megatron_grpo.engines.push_worker import PushWorker
 from parallel.weight_transfer import WeightReceiver
 
 FAILED = "failed"
+"""The key of an answer that is an error."""
 CALL = "megatron_grpo "
 """How the action of a request starts that is a call of ours; its method and arguments follow."""
 
@@ -79,9 +80,9 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         if not request.action.startswith(CALL):
             return check_weights(self, request)
         method, arguments = json.loads(request.action.removeprefix(CALL))
-        if not workers:
-            workers.append(SchedulerWorker(self))
         try:
+            if not workers:
+                workers.append(SchedulerWorker(self))
             own = workers[0].answer(method, **arguments)
         except Exception as error:  # the others wait for this worker's answer
             traceback.print_exc()

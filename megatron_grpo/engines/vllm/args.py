@@ -318,8 +318,10 @@ def vllm_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
 
 
 def check_engine_arguments(table: Mapping[str, Any]) -> None:
-    """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know."""
-    check_names("vllm", table, RESERVED, engine_argument_names, "`vllm serve --help` has all")
+    """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know, or
+    if it is not installed."""
+    known = engine_argument_names()  # also without any name: it says if vLLM is missing
+    check_names("vllm", table, RESERVED, known, "`vllm serve --help` has all")
 
 
 @cache
@@ -332,8 +334,8 @@ def engine_argument_names() -> frozenset[str]:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ValueError(
-            "vLLM is not installed: install the extra `cpu` or `gpu`, or set "
-            "rollout.engine=transformers"
+            "rollout.engine vllm is not installed: run `make setup` (on GPUs: `bash "
+            "requirements/gpu.sh`), or set rollout.engine=transformers"
         )
     source = Path(spec.origin).parent / "engine" / "arg_utils.py"
     return fields_of(source, ENGINE_CLASSES)
