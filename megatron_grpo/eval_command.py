@@ -13,14 +13,15 @@ from rich.table import Table
 
 from checkpoint_convert import ModelShape, check_weights, read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.agents.agents import open_dialogues
 from megatron_grpo.bars import progress_bar, waiting
 from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineDown, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.engines.server import EngineServers, check_cpu_kernels
-from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
     Evaluations,
@@ -58,12 +59,11 @@ class FolderEvaluation:
             stack.enter_context(closing(self.servers))
             self._client = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
             pools = stack.enter_context(closing(RewardPools()))
-            environments = None
-            if cfg.environment.name is not None:
-                environments = stack.enter_context(closing(EnvironmentPool(cfg.environment)))
-            self._evaluations = Evaluations(
-                cfg, shape, tokenizer, self._client, pools, environments
-            )
+            ends = end_tokens(shape, tokenizer, cfg.rollout)
+            dialogues = open_dialogues(cfg, tokenizer, ends, self._client, None)
+            if dialogues:
+                stack.callback(dialogues.close)
+            self._evaluations = Evaluations(cfg, shape, tokenizer, self._client, pools, dialogues)
             with waiting(self.servers.awaited, "answer") as show:
                 self.servers.wait_ready(cfg.rollout.startup_timeout, show)
             self._stack = stack.pop_all()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 ENDED = signal.SIGUSR2
 OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -25,6 +25,40 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     parent died before this call.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Be the parent of all descendants whose parents end (PR_SET_CHILD_SUBREAPER of prctl(2))."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_tree(root: int) -> None:
+    """Kill a child of this process that adopts orphans, and all its descendants.
+
+    They are stopped first, until no new ones are found: else one could fork faster than it is
+    killed.
+    """
+    stopped: set[int] = set()
+    while new := [pid for pid in _descendants(root) if pid not in stopped]:
+        for pid in new:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped.update(new)
+    for pid in (*stopped, root):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(root: int) -> Iterator[int]:
+    """The root and its descendants, as far as they can be found before they change."""
+    left = [root]
+    while left:
+        pid = left.pop()
+        yield pid
+        with suppress(OSError):  # it has ended
+            for task in os.listdir(f"/proc/{pid}/task"):
+                children = Path(f"/proc/{pid}/task/{task}/children").read_text()
+                left += map(int, children.split())
 
 
 def kill_group(group: int) -> bool:

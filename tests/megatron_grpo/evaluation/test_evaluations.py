@@ -136,7 +136,7 @@ def test_dialogues_are_evaluated_with_the_reward_of_their_environment(
         in_parts.samples, in_parts.rewards, in_parts.totals, strict=True
     ):
         assert list(scores) == ["share_of_digits", "environment"]
-        assert scores["environment"] == sample.environment_reward
+        assert scores["environment"] == sample.dialogue_reward
         assert total == sum(scores.values())
     metrics = eval_metrics(in_parts, held_out)
     turns = [len(sample.step_rewards) for sample in in_parts.samples]

@@ -1,0 +1,228 @@
+"""From messages to tokens: a history that the session has keeps the tokens that were sampled.
+
+The chat template writes all messages as text. Where the messages up to an answer of the model come
+back, and the template still writes them as it wrote them right after the answer, the text up to
+there is not encoded again: the session's own tokens are taken, and only what follows is encoded.
+Any other text is a rewritten history. Some templates rewrite, too: Qwen3's drops the thinking of
+earlier turns when the user speaks.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.agents.token_tree import Place
+from megatron_grpo.config.data import DataConfig
+from megatron_grpo.data.encoding import TEMPLATE_ERRORS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+
+class BadRequest(ValueError):
+    """A request that the endpoint refuses; the text says why, for the agent's author."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the model, and the request that it answered."""
+
+    messages: Sequence[Message]
+    """Those of the request, as `messages_of` has them, and the answer."""
+    tools: Sequence[Any] | None
+    prompt_text: str
+    """What the template wrote for the request, or the prompt of a text completion."""
+    text: str
+    """What was sampled, without special tokens."""
+    prompt: Place
+    end: Place
+    """Where its prompt and its last token end in the session's tree."""
+    last_token: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a request goes on, and what follows there."""
+
+    place: Place | None
+    """None if it begins like no turn."""
+    rest: str
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of the model, and its tokenizer."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    variables: Mapping[str, Any]
+    end_texts: Mapping[int, str]
+    """The tokens that end a turn, as the template writes them."""
+
+    @classmethod
+    def of(
+        cls, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, end_tokens: Sequence[int]
+    ) -> "ChatTemplate":
+        """The template that `data` says."""
+        texts = {token: tokenizer.decode([token]) for token in end_tokens}
+        return cls(tokenizer, data.chat_template_kwargs, texts)
+
+    def render(self, messages: Sequence[Message], tools: Any, *, is_asked: bool) -> str:
+        """The messages as text; with `is_asked`, up to where the model's turn begins."""
+        if self.tokenizer.chat_template is None:
+            raise BadRequest("the model's tokenizer has no chat template: use /v1/completions")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [_for_template(message) for message in messages],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=is_asked,
+                **self.variables,
+            )
+        except TEMPLATE_ERRORS as error:
+            raise BadRequest(f"the chat template refuses these messages: {error}") from None
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str, *, has_special: bool = True) -> list[int]:
+        """Tokens of a text; special ones are added in front only if it does not have them."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=not has_special)["input_ids"]
+        return ids
+
+    def find(
+        self, turns: Sequence[Turn], messages: Sequence[Message], tools: Any, text: str
+    ) -> Found:
+        """Where the longest history of a session lies that `messages`, rendered as `text`, go on
+        from."""
+        found = Found(None, text)
+        for turn in turns:
+            if text.startswith(turn.prompt_text):
+                found = _longer(found, Found(turn.prompt, text[len(turn.prompt_text) :]))
+            if turn.tools == tools and _is_echoed(messages, turn):
+                rest = self._after(turn, messages[: len(turn.messages)], text)
+                if rest is not None:
+                    found = _longer(found, Found(turn.end, rest))
+        return found
+
+    def find_text(self, turns: Sequence[Turn], text: str) -> Found:
+        """The same for a prompt that is a text."""
+        found = Found(None, text)
+        for turn in turns:
+            if text.startswith(turn.prompt_text):
+                found = _longer(found, Found(turn.prompt, text[len(turn.prompt_text) :]))
+            whole, end = turn.prompt_text + turn.text, turn.end
+            if text.startswith(whole):
+                if turn.last_token in self.end_texts:  # the text is without it
+                    end = Place(end.branch, end.length - 1)
+                found = _longer(found, Found(end, text[len(whole) :]))
+        return found
+
+    def _after(self, turn: Turn, history: Sequence[Message], text: str) -> str | None:
+        """What `text` has after the turn's last token; None if the history is another by now."""
+        told = self.render(history, turn.tools, is_asked=False)
+        if not (text.startswith(told) and told.startswith(turn.prompt_text)):
+            return None
+        answer, start = told[len(turn.prompt_text) :], 0
+        end_text = self.end_texts.get(turn.last_token, "")
+        ends = {each: answer.rfind(each) for each in self.end_texts.values()}
+        written, place = max(ends.items(), key=lambda end: end[1])
+        start = len(answer) if place < 0 else place
+        if not turn.messages[-1].get("tool_calls") and _squashed(answer[:start]) != _squashed(
+            turn.text
+        ):
+            return None
+        if end_text and place >= 0:
+            start += len(written)
+        return answer[start:] + text[len(told) :]
+
+
+def messages_of(given: Any) -> list[Message]:
+    """The messages of a request in one form: contents are texts, arguments of calls are objects.
+
+    Raises BadRequest for anything that is no list of messages, or has other contents than text.
+    """
+    if not isinstance(given, list) or not given:
+        raise BadRequest("messages must be a list with at least one message")
+    return [_message(each) for each in given]
+
+
+def _message(given: Any) -> Message:
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise BadRequest("each message must be an object with a role")
+    message: Message = {"role": given["role"], "content": _text(given.get("content"))}
+    reasoning = given.get("reasoning") or given.get("reasoning_content")
+    if isinstance(reasoning, str):
+        message["reasoning_content"] = reasoning
+    if calls := given.get("tool_calls"):
+        message["tool_calls"] = [_call(call) for call in calls]
+    for name in ("name", "tool_call_id"):
+        if isinstance(given.get(name), str):
+            message[name] = given[name]
+    return message
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    try:
+        if all(part["type"] == "text" for part in content):
+            return "".join(part["text"] for part in content)
+    except (TypeError, KeyError):
+        pass
+    raise BadRequest("the content of a message must be a text, or a list of parts of type text")
+
+
+def _call(given: Any) -> dict[str, Any]:
+    try:
+        name, arguments = given["function"]["name"], given["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+    except (TypeError, KeyError, ValueError):
+        raise BadRequest(
+            "each of tool_calls must have a function with a name, and arguments in JSON"
+        ) from None
+    return {"id": given.get("id"), "name": name, "arguments": arguments}
+
+
+def _for_template(message: Message) -> Message:
+    """A message as templates expect it: calls of tools are OpenAI's, with objects as arguments."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call["arguments"]},
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _is_echoed(messages: Sequence[Message], turn: Turn) -> bool:
+    """Whether `messages` begin with the request of a turn and the answer, with all of it."""
+    *before, answer = turn.messages
+    if len(messages) <= len(before) or list(messages[: len(before)]) != before:
+        return False
+    echo = messages[len(before)]
+    return echo["role"] == "assistant" and all(
+        _stripped(echo.get(name)) == _stripped(answer.get(name))
+        for name in ("content", "reasoning_content", "tool_calls")
+    )
+
+
+def _stripped(value: Any) -> Any:
+    return value.strip() if isinstance(value, str) else value
+
+
+def _squashed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _longer(one: Found, other: Found) -> Found:
+    """The one that leaves less of the text to encode."""
+    return other if one.place is None or len(other.rest) < len(one.rest) else one

@@ -1,0 +1,53 @@
+"""The agent: the keys of `agent`."""
+
+from typing import Literal, Self
+
+from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
+
+from megatron_grpo.config.section import Section
+
+AGENT_TERM = "agent"
+"""Label of the reward that an agent gives itself; those of reward functions must differ from it."""
+
+
+class AgentConfig(Section):
+    """The agent: your program, which asks an OpenAI-compatible endpoint for the model's turns."""
+
+    command: str | None = None
+    """A program that is started for each sample, such as `python agent.py`: a row of the data is
+    JSON on its stdin, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY
+    are set. The last line of its stdout is its reward, in JSON. No shell."""
+    function: str | None = None
+    """Instead of a command, `file.py:function`: an async function of an `openai.AsyncOpenAI` client
+    and a row of the data, which returns the reward."""
+    weight: float = 1.0
+    """Weight of the agent's own reward, term `agent` of the total; 0: it gives none."""
+    max_turns: PositiveInt = 64
+    """Maximum turns of the model per sample."""
+    max_tokens: PositiveInt | None = None
+    """Sampled tokens of a sample, all turns together, after which it gets no further turn."""
+    timeout: PositiveFloat = 600.0
+    """Seconds within which an agent must end; otherwise the sample has failed."""
+    memory_megabytes: PositiveInt = 4096
+    """Maximum private memory (RLIMIT_DATA) of each process of an agent."""
+    on_rewrite: Literal["branch", "drop"] = "branch"
+    """If an agent sends messages that are not the ones it had with others appended: `branch` trains
+    on what it has sampled before and after, `drop` on none of it."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether samples are made by an agent."""
+        return self.command is not None or self.function is not None
+
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, value: str | None) -> str | None:
+        if value is not None and not all(value.rpartition(":")):
+            raise ValueError(f"agent.function {value!r} is not of the form file.py:function")
+        return value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if self.command is not None and self.function is not None:
+            raise ValueError("agent.command and agent.function are both set: use one of them")
+        return self
