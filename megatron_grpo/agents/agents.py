@@ -90,7 +90,7 @@ class Agents:
         self, prompts: Sequence[Prompt], params: SamplingParams, cfg: Config
     ) -> AgentGeneration:
         """Sessions for each prompt; they begin at once."""
-        template = ChatTemplate.of(self._tokenizer, cfg.data, self._end_tokens)
+        template = ChatTemplate.of(self._tokenizer, cfg, self._end_tokens)
         return AgentGeneration(prompts, params, self, partial(self._begin, template, cfg.data))
 
     def generate(self, requests: DialogueRequests) -> list[Sample]:

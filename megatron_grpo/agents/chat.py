@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.agents.token_tree import Place
-from megatron_grpo.config.data import DataConfig
+from megatron_grpo.config.config import Config
 from megatron_grpo.data.encoding import TEMPLATE_ERRORS
+from megatron_grpo.environments.turns import end_of_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,16 +59,27 @@ class ChatTemplate:
 
     tokenizer: "PreTrainedTokenizerBase"
     variables: Mapping[str, Any]
-    end_texts: Mapping[int, str]
-    """The tokens that end a turn, as the template writes them."""
+    end: str
+    """What the template writes at the end of a turn, which is one token; empty if nothing."""
+    ends: frozenset[int]
+    """Tokens after which a turn has ended: the template's, or the model's own."""
+    end_tokens: frozenset[int]
+    """All tokens at which engines stop; their text is not part of the turn's."""
 
     @classmethod
     def of(
-        cls, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, end_tokens: Sequence[int]
+        cls, tokenizer: "PreTrainedTokenizerBase", cfg: Config, end_tokens: Sequence[int]
     ) -> "ChatTemplate":
         """The template that `data` says."""
-        texts = {token: tokenizer.decode([token]) for token in end_tokens}
-        return cls(tokenizer, data.chat_template_kwargs, texts)
+        written = [token for token in end_of_turn(cfg.data, tokenizer) if token in end_tokens][:1]
+        others = [token for token in end_tokens if token not in cfg.rollout.stop_token_ids]
+        return cls(
+            tokenizer,
+            cfg.data.chat_template_kwargs,
+            tokenizer.decode(written),
+            frozenset([*written, *others]),
+            frozenset(end_tokens),
+        )
 
     def render(self, messages: Sequence[Message], tools: Any, *, is_asked: bool) -> str:
         """The messages as text; with `is_asked`, up to where the model's turn begins."""
@@ -114,7 +126,7 @@ class ChatTemplate:
                 found = _longer(found, Found(turn.prompt, text[len(turn.prompt_text) :]))
             whole, end = turn.prompt_text + turn.text, turn.end
             if text.startswith(whole):
-                if turn.last_token in self.end_texts:  # the text is without it
+                if turn.last_token in self.end_tokens:  # the text is without it
                     end = Place(end.branch, end.length - 1)
                 found = _longer(found, Found(end, text[len(whole) :]))
         return found
@@ -124,18 +136,16 @@ class ChatTemplate:
         told = self.render(history, turn.tools, is_asked=False)
         if not (text.startswith(told) and told.startswith(turn.prompt_text)):
             return None
-        answer, start = told[len(turn.prompt_text) :], 0
-        end_text = self.end_texts.get(turn.last_token, "")
-        ends = {each: answer.rfind(each) for each in self.end_texts.values()}
-        written, place = max(ends.items(), key=lambda end: end[1])
-        start = len(answer) if place < 0 else place
-        if not turn.messages[-1].get("tool_calls") and _squashed(answer[:start]) != _squashed(
-            turn.text
-        ):
+        answer = told[len(turn.prompt_text) :]
+        place = answer.rfind(self.end) if self.end else -1
+        text_end = len(answer) if place < 0 else place
+        # What a parser has taken apart comes back in the template's form, not in the model's.
+        is_parsed = "tool_calls" in turn.messages[-1]
+        if not is_parsed and _squashed(answer[:text_end]) != _squashed(turn.text):
             return None
-        if end_text and place >= 0:
-            start += len(written)
-        return answer[start:] + text[len(told) :]
+        if place >= 0 and turn.last_token in self.ends:
+            text_end += len(self.end)
+        return answer[text_end:] + text[len(told) :]
 
 
 def messages_of(given: Any) -> list[Message]:
