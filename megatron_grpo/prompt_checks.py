@@ -110,6 +110,11 @@ def _dialogue_pool(cfg: Config) -> EnvironmentPool | None:
 
 
 def _check_turns(cfg: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int]) -> None:
+    if cfg.agent.has_tools and "tools" not in str(tokenizer.chat_template):
+        raise ValueError(
+            "agent.tools: the chat template of the model does not mention tools: use a model whose "
+            "template does"
+        )
     if cfg.environment.name is not None:
         Turns.from_config(cfg, tokenizer, ends)  # refuses more than _check_end_of_turn
     elif cfg.data.apply_chat_template:

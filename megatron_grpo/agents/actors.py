@@ -14,14 +14,16 @@ import shlex
 import shutil
 import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
+from megatron_grpo.agents.tools import Tools, converse, load_tool
 from megatron_grpo.workers.user_file import load_user_file
 
+NOTHING: Mapping[str, Any] = {}
 MAX_LINES = 200
 """Last lines kept of what a program writes."""
 MAX_LINE = 1 << 16
@@ -30,30 +32,65 @@ MAX_LINE = 1 << 16
 class Actor:
     """An environment that acts by itself; `reset` gets the address and the key of its session."""
 
-    def __init__(self, command: str | None = None, function: str | None = None) -> None:
+    def __init__(
+        self,
+        command: str | None,
+        function: str | None,
+        tools: Sequence[str],
+        mcp_servers: Sequence[str],
+        max_tool_characters: int,
+        prompt_column: str,
+        system_prompt: str | None,
+    ) -> None:
         self._command, self._function = command, function
+        self._tools = Tools(tools, mcp_servers, max_tool_characters)
+        self._prompt_column, self._system_prompt = prompt_column, system_prompt
 
     @classmethod
-    def load(cls, command: str | None, function: str | None) -> None:
+    def load(
+        cls, command: str | None, function: str | None, tools: Sequence[str], **_: Any
+    ) -> None:
         """Import what every agent needs, once; raises ValueError if it is not there."""
-        if command is not None and shutil.which(shlex.split(command)[0]) is None:
-            raise ValueError(f"agent.command {command!r}: there is no such program")
+        if command is not None:
+            if shutil.which(shlex.split(command)[0]) is None:
+                raise ValueError(f"agent.command {command!r}: there is no such program")
+            return
+        import openai  # noqa: F401, PLC0415
+
         if function is not None:
-            import openai  # noqa: F401, PLC0415
-
             load_function(function)
+        for name in tools:
+            load_tool(name)
 
-    def reset(self, url: str = "", key: str = "", row: Mapping[str, Any] | None = None) -> str:
-        """Act; returns the reward in JSON."""
+    def reset(self, url: str = "", key: str = "", row: Mapping[str, Any] = NOTHING) -> str:
+        """Act; returns reward and metrics in JSON."""
         if self._command is not None:
-            reward = run_command(shlex.split(self._command), variables_of(url, key), row or {})
+            told = run_command(shlex.split(self._command), variables_of(url, key), row)
         else:
-            assert self._function is not None
-            reward = asyncio.run(_act(load_function(self._function), url, key, row or {}))
-        return json.dumps(checked_reward(reward))
+            told = asyncio.run(self._act(url, key, row))
+        return json.dumps(checked(told))
 
     def step(self, text: str) -> None:
         """Never called."""
+
+    async def _act(self, url: str, key: str, row: Mapping[str, Any]) -> Any:
+        # Only agents that are functions need this package, and it takes a second.
+        from openai import AsyncOpenAI  # noqa: PLC0415
+
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None)
+        async with client:
+            if self._function is not None:
+                return await load_function(self._function)(client, row)
+            async with self._tools as tools:
+                metrics = await converse(client, self._first_messages(row), tools)
+            return {"reward": None, "metrics": metrics}
+
+    def _first_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        prompt = row[self._prompt_column]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self._system_prompt is None:
+            return messages
+        return [{"role": "system", "content": self._system_prompt}, *messages]
 
 
 def variables_of(url: str, key: str) -> dict[str, str]:
@@ -117,28 +154,28 @@ def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[s
         ) from None
 
 
-def checked_reward(reward: Any) -> float | None:
-    """The reward, also of an object with a `reward`; raises ValueError if it is none."""
-    if isinstance(reward, Mapping):
-        reward = reward.get("reward")
-    if reward is None:
-        return None
+def checked(told: Any) -> dict[str, Any]:
+    """What an agent told: a reward, or an object with `reward` and `metrics`, numbers by name.
+
+    Raises ValueError for anything else.
+    """
+    told = told if isinstance(told, Mapping) else {"reward": told}
+    metrics, reward = told.get("metrics") or {}, told.get("reward")
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"its metrics {reprlib.repr(metrics)} are not numbers by name")
+    return {
+        "reward": None if reward is None else _number("reward", reward),
+        "metrics": {str(name): _number(f"metric {name}", of) for name, of in metrics.items()},
+    }
+
+
+def _number(what: str, value: Any) -> float:
     try:
-        if not isinstance(reward, str) and math.isfinite(reward):
-            return float(reward)
+        if not isinstance(value, str) and math.isfinite(value):
+            return float(value)
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"its reward {reprlib.repr(reward)} is not a finite number")
-
-
-async def _act(function: Callable[..., Any], url: str, key: str, row: Mapping[str, Any]) -> Any:
-    # Only agents that are functions need this package, and it takes a second.
-    from openai import AsyncOpenAI  # noqa: PLC0415
-
-    async with AsyncOpenAI(
-        base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None
-    ) as client:
-        return await function(client, row)
+    raise ValueError(f"its {what} {reprlib.repr(value)} is not a finite number")
 
 
 class _Tail:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Json = dict[str, Any]
+ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters")
+"""Keys of `agent` that say who acts."""
 PARSERS = ("tool_call_parser", "reasoning_parser")
 """Arguments of vLLM with which it finds calls of tools, and reasoning, in a turn."""
 ALONE = -1
@@ -52,7 +54,11 @@ def actor_pool(cfg: Config) -> EnvironmentPool:
     return EnvironmentPool(
         EnvironmentConfig(
             name=f"{Path(actors.__file__)}:Actor",
-            arguments={"command": agent.command, "function": agent.function},
+            arguments={
+                **agent.model_dump(include=set(ACTORS), mode="json"),
+                "prompt_column": cfg.data.prompt_column,
+                "system_prompt": cfg.data.system_prompt,
+            },
             timeout=agent.timeout,
             memory_megabytes=agent.memory_megabytes,
         ),
@@ -137,7 +143,7 @@ class Agents:
     def end(self, session: Session) -> None:
         """End a session whose agent has not ended."""
         if not session.is_over:
-            session.end(None, "it was given up")
+            session.end(None, failure="it was given up")
             self._forget(session)
 
     def raise_if_lost(self) -> None:
@@ -155,12 +161,13 @@ class Agents:
 
     def _take_reward(self, session: Session, acting: "Future[str]") -> None:
         try:
-            session.end(json.loads(acting.result()))
+            told = json.loads(acting.result())
+            session.end(told["reward"], told["metrics"])
         except EnvironmentFailed as failure:
-            session.end(None, str(failure))
+            session.end(None, failure=str(failure))
         except EnvironmentsLost as lost:
             self._lost = lost
-            session.end(None, str(lost))
+            session.end(None, failure=str(lost))
         self._forget(session)
 
     def _forget(self, session: Session) -> None:

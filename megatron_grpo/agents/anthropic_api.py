@@ -102,7 +102,7 @@ def events(turn: Answered, model: str, name: str) -> Iterator[Json]:
     yield {"type": "message_stop"}
 
 
-def error_body(text: str, kind: str) -> Json:
+def error_body(text: str, kind: str, code: str | None = None) -> Json:
     """The body of an answer that is an error."""
     return {"type": "error", "error": {"type": kind, "message": text}}
 

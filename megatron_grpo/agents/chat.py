@@ -23,8 +23,19 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 
+LIMITS = ("context_length_exceeded", "limit_reached")
+"""The first is OpenAI's."""
+
+
 class BadRequest(ValueError):
-    """A request that the endpoint refuses; the text says why, for the agent's author."""
+    """A request that the endpoint refuses; the text says why, for the agent's author.
+
+    If a limit of the session is reached, `code` is one of `LIMITS`: the agent may end well.
+    """
+
+    def __init__(self, text: str, code: str | None = None) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ MAX_BODY = 64 << 20
 STOP_SECONDS = 2.0
 """Within which connections end when the server stops."""
 
+ErrorBody = Callable[[str, str, str | None], Json]
 Parse = Callable[[Choice, Json, str], Awaitable[Json]]
 """The assistant's message that a turn is, by the parsers of the engine at an address; the second
 argument is the request."""
@@ -143,7 +144,7 @@ class Endpoint:
     async def _handle(
         self,
         request: web.Request,
-        error_body: Callable[[str, str], Json],
+        error_body: ErrorBody,
         as_chat: Callable[[Json], Json],
         answer: Callable[[Asking], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
@@ -158,7 +159,7 @@ class Endpoint:
             body = as_chat(body)
             return await answer(Asking(session, body, Asked.of(body)))
         except BadRequest as error:
-            return _refused(error_body, 400, str(error))
+            return _refused(error_body, 400, str(error), error.code)
         except (KeyError, TypeError, AttributeError, ValueError) as error:  # of reading the body
             return _refused(error_body, 400, f"the request cannot be read: {error!r}")
         except SessionOver as error:
@@ -243,9 +244,11 @@ class Endpoint:
 NO_SESSION = "this is no key of a session that is going on"
 
 
-def _refused(error_body: Callable[[str, str], Json], status: int, text: str) -> web.Response:
+def _refused(
+    error_body: ErrorBody, status: int, text: str, code: str | None = None
+) -> web.Response:
     kind = "authentication_error" if status == 401 else "invalid_request_error"
-    return web.json_response(error_body(text, kind), status=status)
+    return web.json_response(error_body(text, kind, code), status=status)
 
 
 async def _stream(

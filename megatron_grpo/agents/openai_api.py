@@ -175,9 +175,9 @@ def _chat_logprobs(turn: Answered) -> Json | None:
     return {"content": content}
 
 
-def error_body(text: str, kind: str) -> Json:
+def error_body(text: str, kind: str, code: str | None = None) -> Json:
     """The body of an answer that is an error."""
-    return {"error": {"message": text, "type": kind, "param": None, "code": None}}
+    return {"error": {"message": text, "type": kind, "param": None, "code": code}}
 
 
 Answer = Callable[[Sequence[Answered], str, str], Json]

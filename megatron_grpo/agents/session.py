@@ -7,7 +7,7 @@ engines, which asks for what to generate next.
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +20,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 
+NOTHING: Mapping[str, float] = {}
 MOST_AT_ONCE = 8
 """Turns of one session at the engines at a time; further requests wait."""
 
@@ -64,6 +65,7 @@ class Session:
         self.failure = ""
         """Why it has failed; empty if it has not."""
         self.reward: float | None = None
+        self.metrics: Mapping[str, float] = {}
         self.num_rewritten = 0
         """Requests that went on from no history of the session."""
         self._cfg, self._longest, self._version = cfg, longest, policy_version
@@ -105,8 +107,10 @@ class Session:
                 raise SessionOver("this session is over")
             return choice, url, *self._keep(place, context, found.rest, request, choice)
 
-    def end(self, reward: float | None, failure: str = "") -> None:
-        """The agent has ended."""
+    def end(
+        self, reward: float | None, metrics: Mapping[str, float] = NOTHING, failure: str = ""
+    ) -> None:
+        """The agent has ended, with the reward and the metrics that it gave."""
         with self._lock:
             if self._is_over:
                 return
@@ -116,7 +120,7 @@ class Session:
                 failure = "it ended without asking for a turn"
             if reward is None and self._cfg.weight and not failure:
                 failure = "it gave no reward: set agent.weight=0 if reward functions alone judge"
-            self.reward, self.failure = reward, failure
+            self.reward, self.metrics, self.failure = reward, metrics, failure
             if failure:
                 self.finish_reason = "failed"
             waiting = [*self._pending, *self._at_engines.values()]
@@ -196,6 +200,7 @@ class Session:
             routed_experts=self._routes(),
             step_rewards=tuple(steps),
             branches=tree.sequences() if len(branches) > 1 else (),
+            metrics=self.metrics,
         )
 
     def _prompt_of(self, found: Found) -> tuple[Place | None, list[int]]:
@@ -260,7 +265,8 @@ class Session:
         if finish_reason == "failed":
             self.failure = self.failure or text
         self.finish_reason = finish_reason
-        raise BadRequest(text)
+        codes = {"length": "context_length_exceeded", "max_turns": "limit_reached"}
+        raise BadRequest(text, codes.get(finish_reason))
 
     def _routes(self) -> np.ndarray | None:
         if not (self._router_replay and self.tree.branches):

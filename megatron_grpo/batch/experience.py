@@ -119,7 +119,8 @@ def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dic
 
 def dialogue_metrics(samples: Sequence[Sample], term: str) -> dict[str, float]:
     """Turns of the model, and the fractions of dialogues that reached the most that are allowed, or
-    failed. Of an agent, `term`, also what it has made of its messages: sequences to train on.
+    failed. Of an agent, `term`, also what it has made of its messages, sequences to train on, and
+    the means of what agents measured.
     """
     num_turns = [len(sample.step_rewards) for sample in samples]
     reasons = [sample.finish_reason for sample in samples]
@@ -133,4 +134,7 @@ def dialogue_metrics(samples: Sequence[Sample], term: str) -> dict[str, float]:
         num_sequences = [len(sample.sequences) for sample in samples]
         metrics["agent/branches_mean"] = sum(num_sequences) / len(num_sequences)
         metrics["agent/branches_max"] = float(max(num_sequences))
+        for name in {name for sample in samples for name in sample.metrics}:
+            values = [sample.metrics[name] for sample in samples if name in sample.metrics]
+            metrics[f"agent/{name}"] = sum(values) / len(values)
     return metrics

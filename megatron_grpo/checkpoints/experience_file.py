@@ -63,6 +63,7 @@ def write_experience(folder: Path, experience: Experience, prefix: str = "") -> 
             "versions": sample.versions,
             "step_rewards": sample.step_rewards,
             **({"branches": sample.branches} if sample.branches else {}),
+            **({"metrics": sample.metrics} if sample.metrics else {}),
             "own_prompt": _own(sample.prompt),
             "rewards": rewards,
         }
@@ -118,6 +119,7 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -
             versions=tuple((version, count) for version, count in row.get("versions", ())),
             loss_mask=tensors["loss_mask"][start:end].tolist(),
             step_rewards=tuple((token, reward) for token, reward in row["step_rewards"]),
+            metrics=row.get("metrics", {}),
             branches=tuple(
                 Branch(tuple((a, b) for a, b in context), start, end)
                 for context, start, end in row.get("branches", ())

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_grpo.config.section import Section
 
@@ -20,8 +20,16 @@ class AgentConfig(Section):
     function: str | None = None
     """Instead of a command, `file.py:function`: an async function of an `openai.AsyncOpenAI` client
     and a row of the data, which returns the reward."""
+    tools: tuple[str, ...] = Field(default=(), strict=False)
+    """Instead of an agent, functions that the model may call: `file.py:function`, with type hints
+    and a docstring that describes them and their `Args:`. Needs rollout.vllm.tool_call_parser."""
+    mcp_servers: tuple[str, ...] = Field(default=(), strict=False)
+    """MCP servers whose tools it may call: commands, started for each sample, or addresses."""
+    max_tool_characters: PositiveInt = 16384
+    """Maximum characters of a tool's result; the rest is cut."""
     weight: float = 1.0
-    """Weight of the agent's own reward, term `agent` of the total; 0: it gives none."""
+    """Weight of the agent's own reward, term `agent` of the total; 0: it gives none, as with
+    tools."""
     max_turns: PositiveInt = 64
     """Maximum turns of the model per sample."""
     max_tokens: PositiveInt | None = None
@@ -37,7 +45,12 @@ class AgentConfig(Section):
     @property
     def is_used(self) -> bool:
         """Whether samples are made by an agent."""
-        return self.command is not None or self.function is not None
+        return self.command is not None or self.function is not None or self.has_tools
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model calls tools without a program of the user's."""
+        return bool(self.tools or self.mcp_servers)
 
     @field_validator("function")
     @classmethod
@@ -48,6 +61,17 @@ class AgentConfig(Section):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if self.command is not None and self.function is not None:
-            raise ValueError("agent.command and agent.function are both set: use one of them")
+        actors = {
+            "agent.command": self.command is not None,
+            "agent.function": self.function is not None,
+            "agent.tools or agent.mcp_servers": self.has_tools,
+        }
+        used = [name for name, is_used in actors.items() if is_used]
+        if len(used) > 1:
+            raise ValueError(f"{used[0]} and {used[1]} are both set: use one of them")
+        if self.has_tools and self.weight:
+            raise ValueError(
+                f"agent.weight {self.weight}: no agent of yours gives a reward beside tools: set "
+                "agent.weight=0, and name reward functions"
+            )
         return self

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,6 +73,9 @@ class Sample:
     branches: tuple[Branch, ...] = ()
     """Of an agent that did not only append to its messages: the sequences that it has made. Their
     own parts do not overlap. Default: a single one, the completion after the prompt."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What an agent measured, and its calls of tools."""
 
     def __post_init__(self) -> None:
         mask = self.loss_mask or b"\1" * len(self.completion_ids)

@@ -1,6 +1,7 @@
 """Agents for tests, in files such as users would write, and what they ask engines for."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest.mock import patch
 from transformers import AutoTokenizer
 
 from helpers.engines import random_prompts, sampling_params
+from helpers.environments import LONG_SLEEP
 from helpers.models import EOS_ID
 from helpers.runs import TINY_CONFIG
 from megatron_grpo.agents.agents import Agents
@@ -65,6 +67,7 @@ async def hang(client, row):
     await ask(client, [{"role": "user", "content": "one"}])
     subprocess.Popen(["sleep", "SECONDS"], start_new_session=True)
     await asyncio.sleep(1000)
+async def wait(client, row): await asyncio.sleep(1000)
 async def greedy(client, row):
     while True: await ask(client, [{"role": "user", "content": "one"}])
 '''
@@ -90,7 +93,7 @@ class Recorded(AgentGeneration):
 def running_agents(engine, model: Path, folder: Path, **agent: Any) -> Iterator[Agents]:
     """Agents of an engine; `function` is one of `FUNCTIONS`."""
     if function := agent.pop("function", None):
-        (folder / "agent.py").write_text(FUNCTIONS)
+        (folder / "agent.py").write_text(FUNCTIONS.replace("SECONDS", LONG_SLEEP))
         agent["function"] = f"{folder / 'agent.py'}:{function}"
     settings = [f"agent.{name}={value}" for name, value in agent.items()]
     cfg = load_config(TINY_CONFIG, [*settings, "data.max_prompt_length=100", *STOPS])
@@ -113,6 +116,22 @@ def act(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> tuple[li
     with patch("megatron_grpo.agents.agents.AgentGeneration", Recorded):
         made = agents.generation(random_prompts(num_prompts), chosen, agents._cfg)
     return agents.generate(made), made
+
+
+@contextmanager
+def waiting_agents(engine, model: Path, folder: Path, **params: Any) -> Iterator[Any]:
+    """Sessions of agents that do nothing, for tests that ask instead of them: the address, the key
+    of the first, and the generation."""
+    with running_agents(engine, model, folder, function="wait") as agents:
+        defaults = {"num_generations": 1, "max_completion_length": 200, "stop_token_ids": END_IDS}
+        chosen = sampling_params(policy_version=engine.version, **defaults | params)
+        with patch("megatron_grpo.agents.agents.AgentGeneration", Recorded):
+            made = agents.generation(random_prompts(1), chosen, agents._cfg)
+        with ThreadPoolExecutor(1) as thread:
+            samples = thread.submit(agents.generate, made)
+            yield agents._endpoint.url, agents._keys[made.sessions[0]], made
+            made.abandon()
+            samples.result(30)
 
 
 def as_plain(sample: Sample) -> list[Sample]:

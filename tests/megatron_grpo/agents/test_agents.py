@@ -1,18 +1,38 @@
 """Agents with real clients at a real engine: what is trained on is what was sampled."""
 
+import json
+import math
 from collections import Counter
+from itertools import pairwise
 
+import httpx
 import pytest
 import torch
+from anthropic import Anthropic
+from openai import OpenAI
 
-from helpers.agents import act, as_plain, running_agents
+from helpers.agents import act, as_plain, running_agents, waiting_agents
 from helpers.engines import reference_logprobs
+from helpers.environments import LONG_SLEEP
+from helpers.runs import TINY_CONFIG, marked_processes
+from megatron_grpo.config.file import load_config
+
+TINY_NAME = load_config(TINY_CONFIG, []).model.path.name
 
 
 @pytest.fixture
 def engine(live_engine, tied_model):
     live_engine.push(tied_model)
     return live_engine
+
+
+@pytest.fixture(scope="module")
+def waiting(live_engine, tied_model, tmp_path_factory):
+    """The address and the key of a session whose agent does nothing."""
+    live_engine.push(tied_model)
+    folder = tmp_path_factory.mktemp("waiting")
+    with waiting_agents(live_engine, tied_model, folder) as waiting:
+        yield waiting
 
 
 def trained_on(sample):
@@ -32,7 +52,7 @@ def check_exact(samples, made, model):
     for number, sample in enumerate(samples):
         record = made.record[number]
         told = [
-            (tuple([*asked, *ids[: i + 1]]), round(logprobs[i], 5))
+            ((*asked, *ids[: i + 1]), round(logprobs[i], 5))
             for asked, ids, logprobs in record
             for i in range(len(ids))
         ]
@@ -66,3 +86,114 @@ def test_every_sampled_token_is_trained_on_once(
         assert (sample.finish_reason, sample.dialogue_reward) == ("stop", reward)
         if num_sequences:
             assert len(sample.sequences) == num_sequences
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "failure"),
+    [
+        ("silent", {}, "it ended without asking for a turn"),
+        ("wrong", {}, "its reward 'much' is not a finite number"),
+        ("nothing", {}, "it gave no reward: set agent.weight=0"),
+        ("greedy", {"max_turns": 2}, "agent.max_turns 2 is reached"),
+        ("greedy", {"max_tokens": 5}, "agent.max_tokens 5 is reached"),
+        ("rewrite", {"on_rewrite": "drop"}, "none that it had before: the token at 6 is"),
+        ("hang", {"timeout": 8}, "no answer after 8 s (agent.timeout): killed"),
+    ],
+)
+def test_an_agent_that_fails_is_masked_and_leaves_nothing(
+    engine, tied_model, tmp_path, function, settings, failure
+):
+    with running_agents(engine, tied_model, tmp_path, function=function, **settings) as agents:
+        samples, made = act(agents, engine, num_prompts=1)
+        assert len(made.failures) == 2
+        assert all(failure in each for each in made.failures), made.failures
+        for sample in samples:
+            assert sample.finish_reason == "failed"
+            assert math.isnan(sample.dialogue_reward)
+        assert not marked_processes(LONG_SLEEP)
+
+
+def test_agents_of_anthropics_client_and_streams_get_the_same_turns(engine, tied_model, tmp_path):
+    asked = [{"role": "user", "content": "one"}]
+    with waiting_agents(engine, tied_model, tmp_path) as (url, key, made):
+        anthropic = Anthropic(base_url=url, api_key=key, max_retries=0)
+        openai = OpenAI(base_url=f"{url}/{key}/v1", api_key="none", max_retries=0)
+        first = anthropic.messages.create(model="any", max_tokens=5, messages=asked)
+        text = "".join(block.text for block in first.content)
+        assert first.usage.output_tokens == len(made.record[0][0][1]) <= 5
+        asked += [{"role": "assistant", "content": first.content}]
+        asked += [{"role": "user", "content": [{"type": "text", "text": "two"}]}]
+        with anthropic.messages.stream(model="any", max_tokens=9, messages=asked) as stream:
+            streamed = "".join(stream.text_stream)
+        chunks = openai.chat.completions.create(
+            model="any",
+            messages=[
+                {"role": "user", "content": "one"},
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": "two"},
+                {"role": "assistant", "content": streamed},
+                {"role": "user", "content": "three"},
+            ],
+            stream=True,
+            n=2,
+            logprobs=True,
+            stream_options={"include_usage": True},
+        )
+        logprobs = {0: [], 1: []}
+        for chunk in chunks:
+            for part in chunk.choices:
+                logprobs[part.index] += [
+                    token.logprob for token in (part.logprobs.content if part.logprobs else ())
+                ]
+        assert chunk.usage.completion_tokens == sum(map(len, logprobs.values()))
+        assert [model.id for model in openai.models.list()] == [TINY_NAME]
+    record = sorted(made.record[0], key=lambda each: len(each[0]))
+    assert len(record) == 4
+    for (before, ids, _), (after, _, _) in pairwise(record[:3]):
+        assert after[: len(before) + len(ids)] == [*before, *ids]
+    told = sorted(told for _, _, told in record[2:])
+    assert told == sorted(logprobs.values())
+    session = made.sessions[0]
+    assert (len(session.tree.branches), session.tree.num_turns) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("chat/completions", {}, 400, "messages must be a list"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "object with a role"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "parts of type text",
+        ),
+        ("chat/completions", {"logit_bias": {"1": 5}}, 400, "logit_bias is not supported"),
+        ("chat/completions", {"n": -1}, 400, "n and max_tokens must be at least 1"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
+            400,
+            "tool_choice required is not supported",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 1000}]},
+            400,
+            "maximum context length is 300 tokens",
+        ),
+        ("completions", {"prompt": ["a", "b"]}, 400, "prompt must be one text"),
+        ("messages", {"messages": [{"role": "user"}]}, 400, "cannot be read"),
+        ("messages", "garbage", 400, "cannot be read"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_told_why(waiting, path, body, status, text):
+    url, key, _ = waiting
+    content = body if isinstance(body, str) else json.dumps(body)
+    headers = {"Authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{url}/v1/{path}", content=content, headers=headers)
+    assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True), (
+        answer.text
+    )
+    wrong = httpx.post(f"{url}/v1/{path}", content=content, headers={"x-api-key": "wrong"})
+    assert wrong.status_code == 401
