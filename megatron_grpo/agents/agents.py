@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters")
 """Keys of `agent` that say who acts."""
-PARSERS = ("tool_call_parser", "reasoning_parser")
-"""Arguments of vLLM with which it finds calls of tools, and reasoning, in a turn."""
 ALONE = -1
 """Number of a generation beside which there is no other that is made."""
 DERENDER = "/v1/chat/completions/derender"
@@ -178,8 +176,8 @@ class Agents:
 
     async def _parse(self, choice: Choice, request: Mapping[str, Any], url: str) -> Json:
         """The message that a turn is, by the engine's parsers, if it has any."""
-        parsers = [name for name in PARSERS if self._cfg.rollout.vllm.get(name)]
-        if not parsers:
+        rollout = self._cfg.rollout
+        if not (rollout.tool_call_parser or rollout.vllm.get("reasoning_parser")):
             return {"role": "assistant", "content": choice.text}
         turn = {"index": 0, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason}
         names = ("messages", "tools", "tool_choice", "parallel_tool_calls")

@@ -230,14 +230,18 @@ def _is_echoed(messages: Sequence[Message], turn: Turn) -> bool:
     if len(messages) <= len(before) or list(messages[: len(before)]) != before:
         return False
     echo = messages[len(before)]
-    return echo["role"] == "assistant" and all(
-        _stripped(echo.get(name)) == _stripped(answer.get(name))
-        for name in ("content", "reasoning_content", "tool_calls")
+    return (
+        echo["role"] == "assistant"
+        and _calls(echo) == _calls(answer)  # agents may give them other ids
+        and all(
+            echo.get(name, "").strip() == answer.get(name, "").strip()
+            for name in ("content", "reasoning_content")
+        )
     )
 
 
-def _stripped(value: Any) -> Any:
-    return value.strip() if isinstance(value, str) else value
+def _calls(message: Message) -> list[tuple[str, Any]]:
+    return [(call["name"], call["arguments"]) for call in message.get("tool_calls", ())]
 
 
 def _squashed(text: str) -> str:

@@ -130,9 +130,10 @@ class Tools:
 
 
 async def converse(client: Any, messages: Sequence[Json], tools: Tools) -> Mapping[str, float]:
-    """Have the model answer `messages`, by an `AsyncOpenAI` client, and call tools until it calls none; returns metrics.
+    """Have the model answer `messages`, and call tools until it calls none; returns metrics.
 
     Calls of one turn run at the same time. If a limit of the session ends it, that is no failure.
+    `client` is an AsyncOpenAI.
     """
     from openai import BadRequestError  # noqa: PLC0415
 

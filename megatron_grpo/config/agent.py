@@ -22,7 +22,7 @@ class AgentConfig(Section):
     and a row of the data, which returns the reward."""
     tools: tuple[str, ...] = Field(default=(), strict=False)
     """Instead of an agent, functions that the model may call: `file.py:function`, with type hints
-    and a docstring that describes them and their `Args:`. Needs rollout.vllm.tool_call_parser."""
+    and a docstring that describes them and their `Args:`. Needs rollout.tool_call_parser."""
     mcp_servers: tuple[str, ...] = Field(default=(), strict=False)
     """MCP servers whose tools it may call: commands, started for each sample, or addresses."""
     max_tool_characters: PositiveInt = 16384
@@ -75,3 +75,31 @@ class AgentConfig(Section):
                 "agent.weight=0, and name reward functions"
             )
         return self
+
+
+def check_use(
+    agent: AgentConfig,
+    *,
+    environment: str | None,
+    max_prompt_length: int | None,
+    parser: str | None,
+) -> None:
+    """Raise ValueError if agents do not go with these values of `environment.name`,
+    `data.max_prompt_length` and `rollout.tool_call_parser`."""
+    if not agent.is_used:
+        return
+    if environment is not None:
+        raise ValueError(
+            f"environment.name {environment}: an agent has its own environment: leave out one of "
+            "the two"
+        )
+    if max_prompt_length is None:
+        raise ValueError(
+            "data.max_prompt_length null: an agent writes prompts of its own: set it to the most "
+            "tokens that its messages have before the model's first turn"
+        )
+    if agent.has_tools and parser is None:
+        raise ValueError(
+            "rollout.tool_call_parser null: engines would not find the calls of agent.tools: set "
+            "it to the model's, such as hermes"
+        )

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from megatron_grpo.config.agent import AGENT_TERM, AgentConfig
+from megatron_grpo.config.agent import AGENT_TERM, AgentConfig, check_use
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
@@ -139,18 +139,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _agents_act_alone(self) -> Self:
-        if not self.agent.is_used:
-            return self
-        if self.environment.name is not None:
-            raise ValueError(
-                f"environment.name {self.environment.name}: an agent has its own environment: "
-                "leave out one of the two"
-            )
-        if self.data.max_prompt_length is None:
-            raise ValueError(
-                "data.max_prompt_length null: an agent writes prompts of its own: set it to the "
-                "most tokens that its messages have before the model's first turn"
-            )
+        check_use(
+            self.agent,
+            environment=self.environment.name,
+            max_prompt_length=self.data.max_prompt_length,
+            parser=self.rollout.tool_call_parser,
+        )
         return self
 
     @model_validator(mode="after")
