@@ -9,6 +9,7 @@ would hardly ever write one by chance.
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 NUMBERS = range(1, 5)
@@ -43,11 +44,14 @@ def call_of(a: int, b: int) -> str:
 def called_and_answered(
     completions: list[str], a: list[int], b: list[int], **_: object
 ) -> list[float]:
-    """A half for the right call, and one for its result in the last turn."""
-    return [
-        0.5 * text.startswith(call_of(x, y)) + 0.5 * text.endswith(f"<start>assistant\n{x + y}")
-        for text, x, y in zip(completions, a, b, strict=True)
-    ]
+    """A quarter for each right number in the first call, and a half for the sum in the last turn."""
+    rewards = []
+    for text, x, y in zip(completions, a, b, strict=True):
+        called = re.match(re.escape(call_of(0, 0)).replace("0", r"(\d)"), text)
+        given = tuple(map(int, called.groups())) if called else (0, 0)
+        is_sum = text.endswith(f"<start>assistant\n{x + y}")
+        rewards.append(0.25 * (given[0] == x) + 0.25 * (given[1] == y) + 0.5 * is_sum)
+    return rewards
 
 
 def write_data(out: Path) -> None:
