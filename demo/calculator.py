@@ -44,7 +44,7 @@ def call_of(a: int, b: int) -> str:
 def called_and_answered(
     completions: list[str], a: list[int], b: list[int], **_: object
 ) -> list[float]:
-    """A quarter for each right number in the first call, and a half for the sum in the last turn."""
+    """A quarter for each right number in the first call, a half for the sum in the last turn."""
     rewards = []
     for text, x, y in zip(completions, a, b, strict=True):
         called = re.match(re.escape(call_of(0, 0)).replace("0", r"(\d)"), text)

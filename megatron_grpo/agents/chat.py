@@ -7,10 +7,11 @@ Any other text is a rewritten history. Some templates rewrite, too: Qwen3's drop
 earlier turns when the user speaks.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_grpo.agents.token_tree import Place
 from megatron_grpo.config.config import Config
@@ -38,14 +39,30 @@ class BadRequest(ValueError):
         self.code = code
 
 
+class Start(NamedTuple):
+    """The beginning of a text, without the text: a long session has many."""
+
+    length: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, text: str) -> "Start":
+        """The whole of a text as the beginning of others."""
+        return cls(len(text), _digest(text))
+
+    def begins(self, text: str) -> bool:
+        """Whether a text begins with it."""
+        return len(text) >= self.length and _digest(text[: self.length]) == self.digest
+
+
 @dataclass(frozen=True)
 class Turn:
     """A turn of the model, and the request that it answered."""
 
-    messages: Sequence[Message]
-    """Those of the request, as `messages_of` has them, and the answer."""
-    tools: Sequence[Any] | None
-    prompt_text: str
+    history: tuple[bytes, ...]
+    """Digests of the request's messages and its tools; see `digests`."""
+    answer: Message
+    prompt_text: Start
     """What the template wrote for the request, or the prompt of a text completion."""
     text: str
     """What was sampled, without special tokens."""
@@ -119,44 +136,62 @@ class ChatTemplate:
     ) -> Found:
         """Where the longest history of a session lies that `messages`, rendered as `text`, go on
         from."""
-        found = Found(None, text)
-        for turn in turns:
-            if text.startswith(turn.prompt_text):
-                found = _longer(found, Found(turn.prompt, text[len(turn.prompt_text) :]))
-            if turn.tools == tools and _is_echoed(messages, turn):
-                rest = self._after(turn, messages[: len(turn.messages)], text)
-                if rest is not None:
-                    found = _longer(found, Found(turn.end, rest))
+        found, told = _longest_prompt(turns, text), digests(messages, tools)
+        of_chats = [turn for turn in turns if turn.history]
+        for turn in sorted(of_chats, key=lambda turn: len(turn.history), reverse=True):
+            size = len(turn.history)
+            if told[:size] == turn.history and len(messages) >= size:
+                echo = messages[size - 1]  # the tools have a digest, too
+                if _is_echo(echo, turn.answer):
+                    rest = self._after(turn, messages[:size], tools, text)
+                    if rest is not None:
+                        return _longer(found, Found(turn.end, rest))
         return found
 
     def find_text(self, turns: Sequence[Turn], text: str) -> Found:
         """The same for a prompt that is a text."""
-        found = Found(None, text)
+        found = _longest_prompt(turns, text)
         for turn in turns:
-            if text.startswith(turn.prompt_text):
-                found = _longer(found, Found(turn.prompt, text[len(turn.prompt_text) :]))
-            whole, end = turn.prompt_text + turn.text, turn.end
-            if text.startswith(whole):
+            length, end = turn.prompt_text.length, turn.end
+            if turn.prompt_text.begins(text) and text.startswith(turn.text, length):
                 if turn.last_token in self.end_tokens:  # the text is without it
                     end = Place(end.branch, end.length - 1)
-                found = _longer(found, Found(end, text[len(whole) :]))
+                found = _longer(found, Found(end, text[length + len(turn.text) :]))
         return found
 
-    def _after(self, turn: Turn, history: Sequence[Message], text: str) -> str | None:
+    def _after(self, turn: Turn, history: Sequence[Message], tools: Any, text: str) -> str | None:
         """What `text` has after the turn's last token; None if the history is another by now."""
-        told = self.render(history, turn.tools, is_asked=False)
-        if not (text.startswith(told) and told.startswith(turn.prompt_text)):
+        told = self.render(history, tools, is_asked=False)
+        if not (text.startswith(told) and turn.prompt_text.begins(told)):
             return None
-        answer = told[len(turn.prompt_text) :]
+        answer = told[turn.prompt_text.length :]
         place = answer.rfind(self.end) if self.end else -1
         text_end = len(answer) if place < 0 else place
         # What a parser has taken apart comes back in the template's form, not in the model's.
-        is_parsed = "tool_calls" in turn.messages[-1]
+        is_parsed = "tool_calls" in turn.answer
         if not is_parsed and _squashed(answer[:text_end]) != _squashed(turn.text):
             return None
         if place >= 0 and turn.last_token in self.ends:
             text_end += len(self.end)
         return answer[text_end:] + text[len(told) :]
+
+
+def digests(messages: Sequence[Message], tools: Any) -> tuple[bytes, ...]:
+    """A digest of the tools, and of each message as `messages_of` has it."""
+    return tuple(_digest(json.dumps(each, sort_keys=True)) for each in (tools, *messages))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _longest_prompt(turns: Sequence[Turn], text: str) -> Found:
+    """The longest prompt of a turn that a text begins with."""
+    found = Found(None, text)
+    for turn in turns:
+        if turn.prompt_text.begins(text):
+            found = _longer(found, Found(turn.prompt, text[turn.prompt_text.length :]))
+    return found
 
 
 def messages_of(given: Any) -> list[Message]:
@@ -224,17 +259,13 @@ def _for_template(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _is_echoed(messages: Sequence[Message], turn: Turn) -> bool:
-    """Whether `messages` begin with the request of a turn and the answer, with all of it."""
-    *before, answer = turn.messages
-    if len(messages) <= len(before) or list(messages[: len(before)]) != before:
-        return False
-    echo = messages[len(before)]
+def _is_echo(message: Message, answer: Message) -> bool:
+    """Whether a message is an answer of the model, with all of it."""
     return (
-        echo["role"] == "assistant"
-        and _calls(echo) == _calls(answer)  # agents may give them other ids
+        message["role"] == "assistant"
+        and _calls(message) == _calls(answer)  # agents may give them other ids
         and all(
-            echo.get(name, "").strip() == answer.get(name, "").strip()
+            message.get(name, "").strip() == answer.get(name, "").strip()
             for name in ("content", "reasoning_content")
         )
     )

@@ -19,7 +19,7 @@ from uuid import uuid4
 from aiohttp import web
 
 from megatron_grpo.agents import anthropic_api, openai_api
-from megatron_grpo.agents.chat import BadRequest, Found, Turn, messages_of
+from megatron_grpo.agents.chat import BadRequest, Found, Start, Turn, digests, messages_of
 from megatron_grpo.agents.openai_api import Answer, Answered, Asked, Chunks, Json
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.engines.choice import Choice
@@ -182,8 +182,8 @@ class Endpoint:
             message = await self._parse(choice, {**body, "tools": tools}, url)
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
-            told = messages_of([message])[0]
-            session.turns.append(replace(turn, messages=[*messages, told], tools=tools))
+            [answer] = messages_of([message])
+            session.turns.append(replace(turn, history=digests(messages, tools), answer=answer))
             return self._answered(turn, choice, message, asking)
 
         return await asyncio.gather(*(take_turn() for _ in range(asking.asked.num)))
@@ -208,11 +208,12 @@ class Endpoint:
     async def _sample(
         self, asking: Asking, found: Found, prompt_text: str
     ) -> tuple[Turn, Choice, str, str]:
-        """A turn without its messages, what was sampled, the engine, and the text for the agent."""
+        """A turn without its history, what was sampled, the engine, and the text for the agent."""
         asked = asking.asked
         choice, url, prompt, end = await asking.session.sample(found, asked.max_tokens, asked.stop)
         text = choice.text
-        turn = Turn([], None, prompt_text, text, prompt, end, choice.token_ids[-1])
+        start = Start.of(prompt_text)
+        turn = Turn((), {}, start, text, prompt, end, choice.token_ids[-1])
         cuts = [at for each in asked.stop if (at := text.find(each)) >= 0]
         return turn, choice, url, text[: min(cuts, default=None)]
 

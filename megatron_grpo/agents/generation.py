@@ -63,6 +63,11 @@ class AgentGeneration:
             for place in set(range(MOST_AT_ONCE)) - session.open.keys()
         ]
 
+    def is_waiting(self, number: int) -> bool:
+        """Whether a number waits for an agent to ask for a turn."""
+        session, place = self._place(number)
+        return not session.is_over and place not in session.open
+
     @property
     def is_complete(self) -> bool:
         """Whether every agent has ended."""

@@ -105,7 +105,7 @@ class Session:
         with self._lock:
             if self._is_over:
                 raise SessionOver("this session is over")
-            return choice, url, *self._keep(place, context, found.rest, request, choice)
+            return choice, url, *self._keep(place, context, found.rest, choice)
 
     def end(
         self, reward: float | None, metrics: Mapping[str, float] = NOTHING, failure: str = ""
@@ -247,7 +247,6 @@ class Session:
         place: Place | None,
         context: list[int],
         text: str,
-        request: TurnRequest,
         choice: Choice,
     ) -> tuple[Place, Place]:
         """Add an answered turn to the tree."""
@@ -256,7 +255,8 @@ class Session:
             context = context[place.length if place else 0 :]
         end = self.tree.add(place, context, text, choice)
         if self._router_replay:
-            self.tree.add_routes(end, choice.routes[-(end.length - 1 - request.num_routed) :])
+            num_new = end.length - 1 - self.tree.num_routed(end)
+            self.tree.add_routes(end, choice.routes[-num_new:])
         if choice.finish_reason == "length" and end.length == self._longest:
             self.finish_reason = "length"
         return Place(end.branch, end.length - len(choice.token_ids)), end

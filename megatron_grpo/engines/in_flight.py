@@ -191,7 +191,7 @@ class OpenGenerations:
             requests.begun[own_number] = choice
             return None
         requests.take(own_number, choice, url)
-        if own_number in requests.waiting:
+        if requests.is_waiting(own_number):
             self._wait(generation, own_number, url)
         opened.end_if_complete()
         return None

@@ -34,6 +34,13 @@ async def append(client, row):
         messages += [await ask(client, messages), {"role": "user", "content": word}]
     return 0.5
 
+async def long(client, row):
+    """Appends, in turns of 60 tokens."""
+    messages = [{"role": "user", "content": "one"}]
+    for word in ("two", "three", "four", "five"):
+        messages += [await ask(client, messages, max_tokens=60), {"role": "user", "content": word}]
+    return 0.5
+
 async def fork(client, row):
     """Asks twice at once, goes on from both, then from the first turn with other words."""
     first = [{"role": "user", "content": "one"}]
@@ -109,12 +116,17 @@ def running_agents(engine, model: Path, folder: Path, **agent: Any) -> Iterator[
 STOPS = [f"rollout.stop_token_ids={[*END_IDS[1:]]}"]
 
 
-def act(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> tuple[list[Sample], Any]:
-    """The samples of agents on some prompts, and the generation that they come from."""
-    defaults = {"num_generations": 2, "max_completion_length": 200, "stop_token_ids": END_IDS}
+def generation_of(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> Recorded:
+    """Agents act on some prompts, twice on each."""
+    defaults = {"num_generations": 2, "max_completion_length": 250, "stop_token_ids": END_IDS}
     chosen = sampling_params(policy_version=engine.version, **defaults | params)
     with patch("megatron_grpo.agents.agents.AgentGeneration", Recorded):
-        made = agents.generation(random_prompts(num_prompts), chosen, agents._cfg)
+        return agents.generation(random_prompts(num_prompts), chosen, agents._cfg)
+
+
+def act(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> tuple[list[Sample], Any]:
+    """The samples of agents, and the generation that they come from."""
+    made = generation_of(agents, engine, num_prompts, **params)
     return agents.generate(made), made
 
 
@@ -123,10 +135,7 @@ def waiting_agents(engine, model: Path, folder: Path, **params: Any) -> Iterator
     """Sessions of agents that do nothing, for tests that ask instead of them: the address, the key
     of the first, and the generation."""
     with running_agents(engine, model, folder, function="wait") as agents:
-        defaults = {"num_generations": 1, "max_completion_length": 200, "stop_token_ids": END_IDS}
-        chosen = sampling_params(policy_version=engine.version, **defaults | params)
-        with patch("megatron_grpo.agents.agents.AgentGeneration", Recorded):
-            made = agents.generation(random_prompts(1), chosen, agents._cfg)
+        made = generation_of(agents, engine, 1, num_generations=1, **params)
         with ThreadPoolExecutor(1) as thread:
             samples = thread.submit(agents.generate, made)
             yield agents._endpoint.url, agents._keys[made.sessions[0]], made

@@ -2,7 +2,10 @@
 
 import json
 import math
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 
 import httpx
@@ -11,12 +14,25 @@ import torch
 from anthropic import Anthropic
 from openai import OpenAI
 
-from helpers.agents import act, as_plain, running_agents, waiting_agents
-from helpers.engines import reference_logprobs
+from helpers.agents import act, as_plain, generation_of, running_agents, waiting_agents
+from helpers.engines import reference_logprobs, running_engine, served_model, wait_until
 from helpers.environments import LONG_SLEEP
+from helpers.models import tiny_model
 from helpers.runs import TINY_CONFIG, marked_processes
 from megatron_grpo.config.file import load_config
 
+PROGRAM = """
+import http.client, json, os, urllib.parse
+
+server = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+for word in ("one", "two"):
+    body = json.dumps({"messages": [{"role": "user", "content": word}]})
+    connection = http.client.HTTPConnection(server.netloc)
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    connection.request("POST", "/v1/chat/completions", body, headers)
+    assert connection.getresponse().status == 200
+print(0.5)
+"""
 TINY_NAME = load_config(TINY_CONFIG, []).model.path.name
 
 
@@ -180,7 +196,7 @@ def test_agents_of_anthropics_client_and_streams_get_the_same_turns(engine, tied
             "chat/completions",
             {"messages": [{"role": "user", "content": "x" * 1000}]},
             400,
-            "maximum context length is 300 tokens",
+            "maximum context length is 350 tokens",
         ),
         ("completions", {"prompt": ["a", "b"]}, 400, "prompt must be one text"),
         ("messages", {"messages": [{"role": "user"}]}, 400, "cannot be read"),
@@ -197,3 +213,75 @@ def test_a_request_that_cannot_be_answered_is_told_why(waiting, path, body, stat
     )
     wrong = httpx.post(f"{url}/v1/{path}", content=content, headers={"x-api-key": "wrong"})
     assert wrong.status_code == 401
+
+
+def test_pushes_in_flight_cut_turns_and_every_token_is_of_its_own_version(
+    engine, tied_model, tmp_path
+):
+    other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
+    with running_agents(engine, tied_model, tmp_path, function="long") as agents:
+        in_flight, weights = agents._in_flight, {engine.version: tied_model}
+        made = generation_of(agents, engine, stop_token_ids=())
+        in_flight.resume(engine.version)
+        with ThreadPoolExecutor(1) as thread:
+            samples = thread.submit(in_flight.generate, 0, made)
+            for folder in (other, tied_model):
+                sampled = sum(session.tree.num_sampled for session in made.sessions)
+                enough = sampled + 100
+                assert wait_until(
+                    lambda enough=enough: (
+                        sum(session.tree.num_sampled for session in made.sessions) > enough
+                    ),
+                    60,
+                    0.01,
+                )
+                in_flight.suspend()
+                weights[engine.push(folder)] = folder
+                in_flight.resume(engine.version)
+            samples = samples.result(120)
+        in_flight.suspend()
+    assert made.failures == []
+    assert max(len(sample.spans) for sample in samples) > 1
+    for sample in samples:
+        told = torch.tensor(sample.logprobs)
+        wanted = {
+            version: reference_logprobs(folder, sample) for version, folder in weights.items()
+        }
+        versions = [version for version, count in sample.spans for _ in range(count)]
+        assert (len(versions), sample.num_sampled) == (len(told), 240)
+        for i, (version, is_sampled) in enumerate(zip(versions, sample.loss_mask, strict=True)):
+            assert not is_sampled or abs(told[i] - wanted[version][i]) < 1e-3
+
+
+def test_many_sessions_at_once_are_all_answered(engine, tied_model, tmp_path):
+    (program := tmp_path / "agent.py").write_text(PROGRAM)
+    command = f"{sys.executable} -IS {program}"
+    with running_agents(engine, tied_model, tmp_path, command=command) as agents:
+        samples, made = act(agents, engine, num_prompts=50, num_generations=4)
+    assert (len(samples), made.failures) == (200, [])
+    assert {sample.dialogue_reward for sample in samples} == {0.5}
+
+
+@pytest.mark.slow
+def test_every_sequence_of_a_session_has_the_routes_of_its_tokens(tmp_path):
+    folder = tiny_model(tmp_path / "model", "qwen3_moe", num_experts=8)
+    with (
+        running_engine("transformers", folder, tmp_path, router_replay=True) as engine,
+        running_agents(engine, folder, tmp_path, function="fork") as agents,
+    ):
+        engine.push(folder)
+        samples, made = act(agents, engine, router_replay=True)
+        assert made.failures == []
+        for sample in samples:
+            assert len(sample.sequences) == 3
+            routes = torch.from_numpy(sample.routed_experts)
+            for each, branch in zip(as_plain(sample), sample.sequences, strict=True):
+                tokens = [*each.prompt.token_ids, *each.completion_ids]
+                prompt = replace(sample.prompt, token_ids=tokens)
+                [whole] = engine.generate(
+                    [prompt], num_generations=1, max_completion_length=1, router_replay=True
+                )
+                first = len(sample.prompt.token_ids)
+                bounds = [*branch.context, (first + branch.start, first + branch.end)]
+                own = torch.cat([routes[start:end] for start, end in bounds])[: len(tokens) - 1]
+                assert own.tolist() == whole.routed_experts[: len(tokens) - 1].tolist()
