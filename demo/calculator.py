@@ -44,13 +44,14 @@ def call_of(a: int, b: int) -> str:
 def called_and_answered(
     completions: list[str], a: list[int], b: list[int], **_: object
 ) -> list[float]:
-    """A quarter for each right number in the first call, a half for the sum in the last turn."""
+    """0.2 for each right number in the first call, 0.2 for no other, and 0.4 for the sum at the end."""
     rewards = []
     for text, x, y in zip(completions, a, b, strict=True):
-        called = re.match(re.escape(call_of(0, 0)).replace("0", r"(\d)"), text)
-        given = tuple(map(int, called.groups())) if called else (0, 0)
+        first = re.match(re.escape(call_of(0, 0)).replace("0", r"(\d)"), text)
+        given = tuple(map(int, first.groups())) if first else (0, 0)
+        is_alone = first is not None and text[first.end() :].startswith("<eos>")
         is_sum = text.endswith(f"<start>assistant\n{x + y}")
-        rewards.append(0.25 * (given[0] == x) + 0.25 * (given[1] == y) + 0.5 * is_sum)
+        rewards.append(0.2 * ((given[0] == x) + (given[1] == y) + is_alone) + 0.4 * is_sum)
     return rewards
 
 

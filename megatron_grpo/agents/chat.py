@@ -24,14 +24,10 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 
-LIMITS = ("context_length_exceeded", "limit_reached")
-"""The first is OpenAI's."""
-
-
 class BadRequest(ValueError):
     """A request that the endpoint refuses; the text says why, for the agent's author.
 
-    If a limit of the session is reached, `code` is one of `LIMITS`: the agent may end well.
+    If a limit of the session is reached, `code` is one of `config.agent.LIMITS`.
     """
 
     def __init__(self, text: str, code: str | None = None) -> None:
@@ -280,5 +276,6 @@ def _squashed(text: str) -> str:
 
 
 def _longer(one: Found, other: Found) -> Found:
-    """The one that leaves less of the text to encode."""
-    return other if one.place is None or len(other.rest) < len(one.rest) else one
+    """The one that leaves less of the text to encode; `other`, if both leave the same, since a turn
+    may have no text."""
+    return other if one.place is None or len(other.rest) <= len(one.rest) else one

@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.agents.chat import LIMITS
+from megatron_grpo.config.agent import LIMITS
 from megatron_grpo.workers.user_file import load_user_file
 
 Json = dict[str, Any]

@@ -9,6 +9,10 @@ from megatron_grpo.config.section import Section
 AGENT_TERM = "agent"
 """Label of the reward that an agent gives itself; those of reward functions must differ from it."""
 
+LIMITS = ("context_length_exceeded", "limit_reached")
+"""Codes of the endpoint's answers to requests beyond a limit, after which an agent may end well.
+The first is OpenAI's."""
+
 
 class AgentConfig(Section):
     """The agent: your program, which asks an OpenAI-compatible endpoint for the model's turns."""
