@@ -66,8 +66,6 @@ class Session:
         """Why it has failed; empty if it has not."""
         self.reward: float | None = None
         self.metrics: Mapping[str, float] = {}
-        self.num_rewritten = 0
-        """Requests that went on from no history of the session."""
         self._cfg, self._longest, self._version = cfg, longest, policy_version
         self._router_replay = router_replay
         self._lock = threading.Lock()
@@ -211,7 +209,6 @@ class Session:
         place = self.tree.shared(ids)
         if place is None:
             return None, ids
-        self.num_rewritten += 1
         if self._cfg.on_rewrite == "drop":
             token = template.tokenizer.convert_ids_to_tokens(ids[place.length : place.length + 1])
             self._refuse(

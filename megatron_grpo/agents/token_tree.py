@@ -53,11 +53,6 @@ class TokenTree:
         self.prompt_text = ""
 
     @property
-    def num_turns(self) -> int:
-        """How often something was sampled."""
-        return sum(len(branch.ends) for branch in self.branches)
-
-    @property
     def num_sampled(self) -> int:
         """Number of tokens that were sampled."""
         return sum(sum(branch.loss_mask) for branch in self.branches)
