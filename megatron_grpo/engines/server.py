@@ -198,7 +198,7 @@ def _terminate(engine: EngineProcess) -> None:
 def check_arguments(rollout: RolloutConfig) -> None:
     """Raise ValueError if the engine is not installed, or lacks an argument that the config has."""
     if rollout.engine == "vllm":
-        check_engine_arguments(rollout)
+        check_engine_arguments(rollout.vllm, rollout.tool_call_parser)
     elif rollout.engine == "sglang":
         check_sglang_arguments(rollout)
 

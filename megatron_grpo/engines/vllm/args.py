@@ -320,13 +320,12 @@ def vllm_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
     }
 
 
-def check_engine_arguments(rollout: RolloutConfig) -> None:
+def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) -> None:
     """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know, a
     parser that it does not have, or if it is not installed."""
     known = engine_argument_names()  # also without any name: it says if vLLM is missing
-    check_names("vllm", rollout.vllm, RESERVED, known, "`vllm serve --help` has all")
-    parser, parsers = rollout.tool_call_parser, tool_call_parsers()
-    if parser is not None and parser not in parsers:
+    check_names("vllm", table, RESERVED, known, "`vllm serve --help` has all")
+    if parser is not None and parser not in (parsers := tool_call_parsers()):
         raise ValueError(
             f"rollout.tool_call_parser {parser}: vLLM has {', '.join(sorted(parsers))}"
         )

@@ -74,7 +74,7 @@ def test_batches_and_lengths_go_together(name, published, tmp_path):
     assert longest <= read_shape(cfg.model.path).max_position_embeddings
     alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
     plan_microbatches([longest], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
-    check_engine_arguments(cfg.rollout)
+    check_engine_arguments(cfg.rollout.vllm)
     # Groups stay in a node, and every node is full.
     dims = cfg.dims
     assert max(dims.tensor, dims.expert * dims.expert_tensor) <= GPUS_PER_NODE
