@@ -253,6 +253,7 @@ def test_pushes_in_flight_cut_turns_and_every_token_is_of_its_own_version(
             assert not is_sampled or abs(told[i] - wanted[version][i]) < 1e-3
 
 
+@pytest.mark.slow
 def test_many_sessions_at_once_are_all_answered(engine, tied_model, tmp_path):
     (program := tmp_path / "agent.py").write_text(PROGRAM)
     command = f"{sys.executable} -IS {program}"
