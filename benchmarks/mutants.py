@@ -41,7 +41,7 @@ TESTS = {
     "parallel/logit_tiles.py": ["parallel/test_logprobs.py"],
     "parallel/logprobs.py": ["parallel/test_logprobs.py"],
     "parallel/packing.py": ["parallel/test_packing.py"],
-    "parallel/rank_part.py": ["parallel/test_logprobs.py", "parallel/test_context.py"],
+    "parallel/rank_part.py": ["parallel/test_packing.py", "parallel/test_logprobs.py"],
     "parallel/reshard.py": ["parallel/test_reshard.py"],
     "parallel/sequences.py": ["parallel/test_sequences.py"],
     "parallel/shared_prefix.py": ["parallel/test_shared_prefix.py"],

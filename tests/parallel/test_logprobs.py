@@ -7,7 +7,7 @@ from helpers.ranks import run_ranks
 from parallel import logit_tiles
 from parallel.context import context_indices
 from parallel.dtypes import product_dtype
-from parallel.logit_tiles import even_columns
+from parallel.logit_tiles import even_columns, tile_columns
 from parallel.logprobs import chosen_logprobs
 from parallel.rank_part import Predictions, prediction_targets
 
@@ -297,3 +297,10 @@ def test_tiles_are_of_one_width_that_products_like(width, most, expected):
     assert columns == expected
     assert columns % 64 == 0
     assert -(-width // columns) <= -(-width // most)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden_size", "expected"), [(2048, 64, 1024), (64, 1024, 2048), (1 << 20, 64, 512)]
+)
+def test_a_tile_has_few_logits_and_few_weights(rows, hidden_size, expected):
+    assert tile_columns(rows, hidden_size, 1 << 17, "cpu") == expected
