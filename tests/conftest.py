@@ -24,13 +24,18 @@ def pytest_addoption(parser):
     parser.addoption("--engine", choices=["vllm", "sglang"], default="vllm", help="which is tested")
 
 
-def pytest_collection_modifyitems(items):
-    """Files with long tests come first, so that not one of two workers has the last of them alone.
+def pytest_collection_modifyitems(config, items):
+    """Files with long tests come first, and all that share an engine run in one worker.
 
-    pytest-xdist keeps this order with `--no-loadscope-reorder`.
+    Each worker would start its own, which takes as long as many tests. pytest-xdist does so with
+    `--dist loadgroup`, and keeps the order with `--no-loadscope-reorder`.
     """
     files = {item.path for item in items if LONG & {*item.fixturenames}}
     items.sort(key=lambda item: item.path not in files)
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            group = "engines" if item.path in files else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
