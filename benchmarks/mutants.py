@@ -36,6 +36,7 @@ TESTS = {
     "megatron_grpo/algorithm/loss.py": ["megatron_grpo/algorithm/test_loss.py"],
     "megatron_grpo/algorithm/mismatch.py": ["megatron_grpo/algorithm/test_mismatch.py"],
     "megatron_grpo/algorithm/objectives.py": ["megatron_grpo/algorithm/test_loss.py"],
+    "parallel/alignment.py": ["parallel/test_packing.py", "parallel/test_shared_prefix.py"],
     "parallel/context.py": ["parallel/test_context.py"],
     "parallel/layout.py": ["parallel/test_layout.py"],
     "parallel/logit_tiles.py": ["parallel/test_logprobs.py"],
@@ -45,6 +46,7 @@ TESTS = {
     "parallel/reshard.py": ["parallel/test_reshard.py"],
     "parallel/sequences.py": ["parallel/test_sequences.py"],
     "parallel/shared_prefix.py": ["parallel/test_shared_prefix.py"],
+    "parallel/tiles.py": ["parallel/test_tiles.py"],
 }
 """Modules of mathematics, and their tests below tests/."""
 EXCHANGED: dict[type[ast.AST], type[ast.AST]] = {

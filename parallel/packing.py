@@ -10,7 +10,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from parallel.alignment import Alignment, round_up
+from parallel.alignment import Alignment, is_shared, round_up
 from parallel.dims import Coordinates, ParallelDims
 from parallel.rank_part import RankPart
 
@@ -316,24 +316,3 @@ def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
         prompt = sequence.tokens[: sequence.num_prompt_tokens]
         groups.setdefault(prompt.numpy().tobytes(), []).append(i)
     return list(groups.values())
-
-
-def is_shared(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> bool:
-    """Whether completions of these lengths, in one microbatch, share one copy of their prompt.
-
-    Only if that saves tokens: each completion repeats the last token of the prompt, and is aligned
-    separately.
-    """
-    alone = sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
-    return _shared_length(num_prompt_tokens, responses, multiple) < alone
-
-
-def packed_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
-    """Tokens of completions of one prompt in one microbatch, alignment included."""
-    alone = sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
-    return min(_shared_length(num_prompt_tokens, responses, multiple), alone)
-
-
-def _shared_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
-    own = sum(round_up(1 + response, multiple) for response in responses)
-    return round_up(num_prompt_tokens - 1, multiple) + own

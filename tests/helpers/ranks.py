@@ -25,7 +25,7 @@ from unittest.mock import patch
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.rank_imports"])
 WITH_VLLM = forkserver.ForkServer()
-"""Another such process, which has imported vLLM as well: that takes each rank seven seconds."""
+"""Another such process, for many: it has imported vLLM, which takes as long as all the rest."""
 WITH_VLLM.set_forkserver_preload(["tests.helpers.vllm_imports"])
 STARTING = threading.Lock()
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from parallel import ParallelDims
-from parallel.alignment import Alignment
-from parallel.packing import TokenSequence, pack, packed_length
+from parallel.alignment import Alignment, packed_length
+from parallel.packing import TokenSequence, pack
 
 
 def sequence(length, num_prompt_tokens, *, first=100, advantage=1.0, loss_weight=0.5):

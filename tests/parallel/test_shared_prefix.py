@@ -3,9 +3,8 @@
 import pytest
 
 from parallel import ParallelDims
-from parallel.alignment import Alignment, round_up
+from parallel.alignment import Alignment, packed_length, round_up
 from parallel.microbatches import CostModel
-from parallel.packing import packed_length
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
 
 COST = CostModel.transformer(4096)

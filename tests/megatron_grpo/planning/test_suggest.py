@@ -83,8 +83,18 @@ def test_engines_on_gpus_of_their_own_keep_them(tmp_path):
         suggest(cfg, read_shape(folder), CARD, [4096], 4)
 
 
-@pytest.mark.parametrize("in_flight", [False, True])
-@pytest.mark.parametrize("lengths", [[1100], [2000, 4096]], ids=["short", "long"])
+SHORT, LONG = [1100], [2000, 4096]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "in_flight"),
+    [
+        pytest.param(SHORT, False, marks=pytest.mark.slow),
+        (SHORT, True),
+        (LONG, False),
+        pytest.param(LONG, True, marks=pytest.mark.slow),
+    ],
+)
 def test_beside_training_there_are_as_many_engines_as_make_a_simulated_step_shortest(
     in_flight, lengths, tmp_path
 ):
@@ -129,6 +139,7 @@ def test_engines_over_several_nodes_that_share_gpus_take_as_many_as_they_fill(
         "rollout.num_engines=1",
         "rollout.tensor_parallel_size=16",
         "rollout.vllm.gpu_memory_utilization=0.1",
+        "grpo.generation_batch_size=768",  # quickly packed for every layout
     ]
     cfg = load_config(CONFIGS / "grpo_8b.yaml", overrides)
     first = suggest(cfg, read_shape(folder), CARD, [4096], num_gpus)[0]
