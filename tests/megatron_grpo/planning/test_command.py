@@ -283,7 +283,7 @@ def test_lengths_may_be_those_of_a_runs_completions(cfg, capsys, tmp_path):
 def test_suggestions_count_shared_prompts(cfg, capsys):
     def seconds(*overrides: str) -> dict[tuple[str, ...], float]:
         room = "train.max_tokens_per_microbatch=16384"
-        print_suggestions(cfg(room, SMALL_BATCH, *overrides), **DEFAULTS | {"as_json": True})
+        print_suggestions(cfg(room, *overrides), **DEFAULTS | {"as_json": True})
         found = json.loads(capsys.readouterr().out)
         return {tuple(each["overrides"]): each["step"]["estimate_seconds"] for each in found}
 
