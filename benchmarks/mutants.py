@@ -6,21 +6,28 @@ Operators of comparison, arithmetic and logic are exchanged one at a time, in a 
 checkout: so many of them, drawn with the seed. A mutant is killed if the tests of its module fail,
 or take four times as long as without it. Prints the survivors: each is a hole in the tests, or
 changes nothing that anybody can see.
+
+The tests run in processes forked from this one, which has imported the libraries: that alone takes
+longer than most of these tests.
 """
 
 import argparse
 import ast
+import importlib
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.progress import track
+import pytest
 
 ROOT = Path(__file__).parents[1]
 TESTS = {
@@ -29,15 +36,17 @@ TESTS = {
     "megatron_grpo/algorithm/loss.py": ["megatron_grpo/algorithm/test_loss.py"],
     "megatron_grpo/algorithm/mismatch.py": ["megatron_grpo/algorithm/test_mismatch.py"],
     "megatron_grpo/algorithm/objectives.py": ["megatron_grpo/algorithm/test_loss.py"],
+    "parallel/alignment.py": ["parallel/test_packing.py", "parallel/test_shared_prefix.py"],
     "parallel/context.py": ["parallel/test_context.py"],
     "parallel/layout.py": ["parallel/test_layout.py"],
     "parallel/logit_tiles.py": ["parallel/test_logprobs.py"],
     "parallel/logprobs.py": ["parallel/test_logprobs.py"],
     "parallel/packing.py": ["parallel/test_packing.py"],
-    "parallel/rank_part.py": ["parallel/test_logprobs.py", "parallel/test_context.py"],
+    "parallel/rank_part.py": ["parallel/test_packing.py", "parallel/test_logprobs.py"],
     "parallel/reshard.py": ["parallel/test_reshard.py"],
     "parallel/sequences.py": ["parallel/test_sequences.py"],
     "parallel/shared_prefix.py": ["parallel/test_shared_prefix.py"],
+    "parallel/tiles.py": ["parallel/test_tiles.py"],
 }
 """Modules of mathematics, and their tests below tests/."""
 EXCHANGED: dict[type[ast.AST], type[ast.AST]] = {
@@ -59,6 +68,8 @@ EXCHANGED: dict[type[ast.AST], type[ast.AST]] = {
     ast.BitOr: ast.BitAnd,
 }
 SLOWER = 4
+LIBRARIES = ["hypothesis", "megatron.core", "torch", "transformers"]
+"""Imported once, for the processes of all tests."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +92,24 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in LIBRARIES:
+        importlib.import_module(name)
     chosen = random.Random(options.seed).sample(
         [mutant for module in TESTS for mutant in mutants_of(module)], options.number
     )
     chosen.sort(key=lambda mutant: (mutant.module, mutant.line))
-    with tempfile.TemporaryDirectory() as name:
-        copy = copy_of_checkout(Path(name))
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of_checkout(Path(folder))
         limits = {module: SLOWER * unchanged_seconds(copy, module) for module in TESTS}
-        alive = [each for each in track(chosen) if survives(copy, each, limits[each.module])]
-    for mutant in alive:
-        print(f"{mutant.module}:{mutant.line}: {mutant.before} lives as {mutant.after}")
-    print(f"{len(chosen) - len(alive)} of {len(chosen)} killed (seed {options.seed})")
+        alive = 0
+        for number, mutant in enumerate(chosen, 1):
+            print(f"\r{number}/{len(chosen)}", end="", file=sys.stderr, flush=True)
+            if survives(copy, mutant, limits[mutant.module]):
+                alive += 1
+                place = f"{mutant.module}:{mutant.line}"
+                print(f"\r{place}: {mutant.before} lives as {mutant.after}", flush=True)
+    print(f"\r{len(chosen) - alive} of {len(chosen)} killed (seed {options.seed})")
 
 
 def mutants_of(module: str) -> Iterator[Mutant]:
@@ -162,17 +180,36 @@ def survives(copy: Path, mutant: Mutant, limit: float) -> bool:
 
 
 def run_tests(copy: Path, module: str, limit: float) -> int:
-    """Exit code of pytest; -1 if it took more than `limit` seconds."""
+    """Exit code of pytest, or the negative number of the signal that ended it; -1 after `limit`
+    seconds."""
     tests = [f"tests/{name}" for name in TESTS[module]]
-    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    try:
-        done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, timeout=limit, check=False
-        )
-    except subprocess.TimeoutExpired:
+    if not (pid := os.fork()):
+        try:
+            os.setsid()
+            run_pytest(copy, tests)
+        finally:
+            os._exit(1)  # nothing of the parent process happens twice
+    end = time.monotonic() + limit
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.05)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # ranks would outlive a test that is killed
+    if not ended[0]:
+        os.waitpid(pid, 0)
         return -1
-    return done.returncode
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def run_pytest(copy: Path, tests: list[str]) -> None:
+    """Run these in the copy, silently, and end this process."""
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)
+    sys.path[0] = str(copy)  # before the checkout
+    sys.dont_write_bytecode = True
+    silence = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(silence, descriptor)
+    os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
 
 
 if __name__ == "__main__":

@@ -66,19 +66,13 @@ def read_shape(folder: str | Path) -> ModelShape:
         values["num_key_value_heads"] = num_heads
     if "head_dim" in values and values["head_dim"] is None:
         values["head_dim"] = hidden_size // num_heads
-    num_kv_heads = integer(path, values, "num_key_value_heads")
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"{path}: num_key_value_heads({num_kv_heads}) must divide "
-            f"num_attention_heads({num_heads})"
-        )
     latent = _latent(path, values) if family.has_mla else None
     return ModelShape(
         family=family.model_type,
         num_layers=integer(path, values, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
+        num_key_value_heads=_num_key_value_heads(path, values, num_heads),
         head_dim=(
             even(path, values, "head_dim")
             if latent is None
@@ -100,6 +94,15 @@ def read_shape(folder: str | Path) -> ModelShape:
         latent=latent,
         num_extra_layers=_count(path, values, family.num_extra_layers),
     )
+
+
+def _num_key_value_heads(path: Path, values: Mapping[str, Any], num_heads: int) -> int:
+    number = integer(path, values, "num_key_value_heads")
+    if num_heads % number:
+        raise ValueError(
+            f"{path}: num_key_value_heads({number}) must divide num_attention_heads({num_heads})"
+        )
+    return number
 
 
 def has_other_towers(folder: Path) -> bool:

@@ -191,7 +191,7 @@ def _from_row(piece: ShardMapping, row: int) -> ShardMapping:
 
 
 def _from(box: Box, row: int) -> Box:
-    return replace(box, start=(box.start[0] + row, *box.start[1:]))
+    return Box((box.start[0] + row, *box.start[1:]), box.size) if row else box
 
 
 def _in_stack(piece: ShardMapping, index: int) -> ShardMapping:

@@ -289,7 +289,7 @@ def plan(
     if instantiate:
         _instantiate(cfg)
     elif reshard:
-        from megatron_grpo.planning.reshard_table import reshard_table  # torch: seconds, see above
+        from megatron_grpo.planning.reshard_table import reshard_table  # a second, see above
 
         print(reshard_table(cfg))
     else:

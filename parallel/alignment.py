@@ -1,6 +1,7 @@
-"""Multiples to which parallelism pads packed sequences and microbatches. No torch."""
+"""Lengths of packed sequences and microbatches, which parallelism pads to multiples. No torch."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.dims import ParallelDims
@@ -39,3 +40,24 @@ class Alignment:
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple
+
+
+def is_shared(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> bool:
+    """Whether completions of these lengths, in one microbatch, share one copy of their prompt.
+
+    Only if that saves tokens: each completion repeats the last token of the prompt, and is aligned
+    separately.
+    """
+    alone = sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
+    return _shared_length(num_prompt_tokens, responses, multiple) < alone
+
+
+def packed_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
+    """Tokens of completions of one prompt in one microbatch, alignment included."""
+    alone = sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
+    return min(_shared_length(num_prompt_tokens, responses, multiple), alone)
+
+
+def _shared_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
+    own = sum(round_up(1 + response, multiple) for response in responses)
+    return round_up(num_prompt_tokens - 1, multiple) + own

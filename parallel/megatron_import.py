@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
+UNUSED = ("wandb", "torch.utils.tensorboard")
+"""What Megatron-Core imports if it is there, for its own inference engine and timers."""
+
 
 def import_megatron() -> None:
     """Import Megatron-Core; call this before anything else imports it.
 
     On import, it passes its fused functions to `torch.compile`, which makes torch load its
-    compiler. That is useless without CUDA, so there the functions stay uncompiled. It also tries to
-    import wandb, for its own inference engine. Both together take 3.5 of the 10 seconds of CPU time
-    that a rank needs to start.
+    compiler. That is useless without CUDA, so there the functions stay uncompiled. With what is
+    `UNUSED`, that takes 4 of the 10 seconds of CPU time that a rank needs to start.
 
     Raises ValueError if Transformer Engine, which Megatron-Core imports where it is installed, or
     another package does not work.
@@ -25,7 +27,8 @@ def import_megatron() -> None:
     compiled = torch.compile
     if not torch.cuda.is_available():
         torch.compile = _as_it_is  # type: ignore[assignment]
-    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]
+    for name in UNUSED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     try:
         import megatron.core  # noqa: F401, PLC0415 - see above
     # OSError: a library that does not fit torch's; the last two: packages of Transformer Engine
@@ -38,8 +41,9 @@ def import_megatron() -> None:
         ) from error
     finally:
         torch.compile = compiled
-        if not sys.modules["wandb"]:
-            del sys.modules["wandb"]
+        for name in UNUSED:
+            if not sys.modules[name]:
+                del sys.modules[name]
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from parallel.alignment import Alignment, round_up
+from parallel.alignment import Alignment, is_shared, round_up
 from parallel.dims import Coordinates, ParallelDims
 from parallel.rank_part import RankPart
 
@@ -162,9 +162,9 @@ def pack(
     segments = _segments(sequences, indices, alignment, share_prompts)
     lengths = [round_up(len(s.tokens), alignment.sequence) for s in segments] or [alignment.total]
     lengths[-1] += -sum(lengths) % alignment.total
-    starts = [0, *accumulate(lengths)]
-    total = starts.pop()
+    *starts, total = accumulate(lengths, initial=0)
     firsts = [segment.position for segment in segments] or [0]
+    positions = [(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
     # There is no segment if all is padding.
     whole = [slice(at, at + len(s.tokens)) for s, at in zip(segments, starts, strict=False)]
     responses = list(_responses(sequences, segments, whole))
@@ -186,11 +186,9 @@ def pack(
     }
     return PackedBatch(
         tokens=of_segments.column([s.tokens for s in segments], np.int64),
-        position_ids=torch.cat(
-            [torch.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
-        ),
+        position_ids=torch.cat([torch.arange(first, end) for first, end in positions]),
         cu_seqlens=torch.tensor([*starts, total], dtype=torch.int32),
-        max_seqlen=max(first + n for first, n in zip(firsts, lengths, strict=True)),
+        max_seqlen=max(end for _, end in positions),
         context_size=alignment.context,
         sequence_index=of_segments.column(sequence_indices, np.int64, -1),
         completion_mask=of_responses.column([True] * len(members), bool),
@@ -316,24 +314,3 @@ def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
         prompt = sequence.tokens[: sequence.num_prompt_tokens]
         groups.setdefault(prompt.numpy().tobytes(), []).append(i)
     return list(groups.values())
-
-
-def is_shared(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> bool:
-    """Whether completions of these lengths, in one microbatch, share one copy of their prompt.
-
-    Only if that saves tokens: each completion repeats the last token of the prompt, and is aligned
-    separately.
-    """
-    alone = sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
-    return _shared_length(num_prompt_tokens, responses, multiple) < alone
-
-
-def packed_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
-    """Tokens of completions of one prompt in one microbatch, alignment included."""
-    alone = sum(round_up(num_prompt_tokens + response, multiple) for response in responses)
-    return min(_shared_length(num_prompt_tokens, responses, multiple), alone)
-
-
-def _shared_length(num_prompt_tokens: int, responses: Sequence[int], multiple: int) -> int:
-    own = sum(round_up(1 + response, multiple) for response in responses)
-    return round_up(num_prompt_tokens - 1, multiple) + own

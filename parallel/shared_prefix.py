@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parallel.alignment import Alignment, round_up
+from parallel.alignment import Alignment, is_shared, packed_length, round_up
 from parallel.dims import ParallelDims
 from parallel.microbatches import CostModel, Plan, microbatch_capacity, plan_items
-from parallel.packing import is_shared, packed_length
 from parallel.pipeline_sim import makespan
 
 

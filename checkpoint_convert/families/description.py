@@ -152,12 +152,9 @@ class Parameter:
         """
         name, own = f"decoder.layers.{local_index}.{self.name}", self.key or self.name
         if num_stacked:
-            return self.stored_as(name, f"decoder.layers.{own}", index, num_stacked)
+            stack_axes = ((index, num_stacked), *self.stack_axes)
+            return replace(self, name=name, key=f"decoder.layers.{own}", stack_axes=stack_axes)
         return replace(self, name=name, key=f"decoder.layers.{index}.{own}")
-
-    def stored_as(self, name: str, key: str, index: int, size: int) -> "Parameter":
-        """The parameter renamed, as entry `index` of a checkpoint's stack of `size` under `key`."""
-        return replace(self, name=name, key=key, stack_axes=((index, size), *self.stack_axes))
 
 
 @dataclass(frozen=True)

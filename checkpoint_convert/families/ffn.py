@@ -61,16 +61,10 @@ def moe_block(
             block + "shared_experts.",
             "mlp.shared_experts.",
         )
+    pattern = "mlp.experts.{}{}" if grouped else "mlp.experts.local_experts.{1}.{0}"
     for local_index, index in enumerate(experts):
-        for parameter in _expert(shape, moe, names, f"{block}experts.", index):
-            linear = parameter.name
-            name = (
-                f"mlp.experts.{linear}{local_index}"
-                if grouped
-                else f"mlp.experts.local_experts.{local_index}.{linear}"
-            )
-            key = f"mlp.experts.experts.{linear}"
-            parameters.append(parameter.stored_as(name, key, index, moe.num_experts))
+        targets = [pattern.format(linear, local_index) for linear in EXPERT_LINEARS]
+        parameters += _expert(shape, moe, names, f"{block}experts.", index, targets)
     return parameters
 
 
@@ -87,26 +81,40 @@ def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> li
     return [matrix, Parameter(EXPERT_BIAS, (bias,), is_float32_in_engine=True)]
 
 
+EXPERT_LINEARS = ("linear_fc1.weight", "linear_fc2.weight")
+"""Of Megatron's experts."""
+
+
 def _expert(
-    shape: ModelShape, moe: MoeShape, names: Experts, source: str, index: int
+    shape: ModelShape, moe: MoeShape, names: Experts, source: str, index: int, targets: list[str]
 ) -> list[Parameter]:
+    """Expert `index` of a layer; `targets` are its names in Megatron.
+
+    A model has tens of thousands: nothing is made twice.
+    """
     inward = (moe.intermediate_size, shape.hidden_size)
     gate, up = (Tensor(f"{source}{index}.{name}.weight", inward) for name in (names.gate, names.up))
     down = Tensor(f"{source}{index}.{names.down}.weight", inward[::-1])
+    first, second = (f"mlp.experts.experts.{linear}" for linear in EXPERT_LINEARS)
+    stack_axes = ((index, moe.num_experts),)
     return [
         Parameter(
-            "linear_fc1.weight",
+            targets[0],
             (gate, up),
             split=0,
             is_split_by_source=True,
             is_expert=True,
+            key=first,
             engine_name=source + "routed_experts.w13_weight",
+            stack_axes=stack_axes,
         ),
         Parameter(
-            "linear_fc2.weight",
+            targets[1],
             (down,),
             split=1,
             is_expert=True,
+            key=second,
             engine_name=source + "routed_experts.w2_weight",
+            stack_axes=stack_axes,
         ),
     ]

@@ -13,7 +13,7 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import ITEMSIZE
 from parallel import pipeline_layers
-from parallel.logit_tiles import tile_columns
+from parallel.tiles import tile_columns
 
 
 @dataclass(frozen=True, kw_only=True)

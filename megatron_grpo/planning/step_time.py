@@ -1,8 +1,9 @@
 """What a step computes and sends, and the least time that a card and its links need for it."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
 from checkpoint_convert import ModelShape, hf_tensors
@@ -154,11 +155,17 @@ def active_weights(shape: ModelShape) -> float:
     )
 
 
-def _part_weights(shape: ModelShape) -> dict[str, float]:
+def _part_weights(shape: ModelShape) -> Mapping[str, float]:
     """`active_weights` of each part of one layer; all layers of `shape` are of one kind."""
+    # Without what has no weights, a shape can be the key of a cache.
+    return _weights_of_layer(replace(shape, num_layers=1, rope_scaling=None))
+
+
+@cache
+def _weights_of_layer(shape: ModelShape) -> Mapping[str, float]:
     share = shape.moe.experts_per_token / shape.moe.num_experts if shape.moe else 1.0
     weights: dict[str, float] = defaultdict(float)
-    for name, size in hf_tensors(replace(shape, num_layers=1)).items():
+    for name, size in hf_tensors(shape).items():
         if ".layers." in name:
             weights[_part(name, shape)] += prod(size) * (share if ".experts." in name else 1.0)
     return weights

@@ -10,21 +10,33 @@ import os
 import pickle
 import re
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.helpers.rank_imports"])
+WITH_VLLM = forkserver.ForkServer()
+"""Another such process, for many: it has imported vLLM, which takes as long as all the rest."""
+WITH_VLLM.set_forkserver_preload(["tests.helpers.vllm_imports"])
+STARTING = threading.Lock()
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, cuda: bool = False
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    cuda: bool = False,
+    with_vllm: bool = False,
 ) -> list[Any]:
     """Call the module-level function `fn(rank, *args)` on `world_size` ranks.
 
@@ -40,7 +52,8 @@ def run_ranks(
             process = CONTEXT.Process(
                 target=_rank_main, args=(sender, folder, rank, world_size, fn, args, cuda)
             )
-            process.start()
+            with _server(with_vllm):
+                process.start()
             sender.close()
             pipes.append(receiver)
             processes.append(process)
@@ -50,6 +63,17 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+@contextmanager
+def _server(with_vllm: bool) -> Iterator[None]:
+    """Processes that start in the block are forked from the one that has imported vLLM."""
+    if not with_vllm:
+        yield
+        return
+    new_process = WITH_VLLM.connect_to_new_process
+    with STARTING, patch.object(forkserver, "connect_to_new_process", new_process):
+        yield
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[Any]:

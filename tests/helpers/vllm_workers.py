@@ -202,7 +202,9 @@ def worker_engines(
     ]
     with ThreadPoolExecutor(num_engines) as pool:
         worlds = [
-            pool.submit(run_ranks, num_workers, _take_calls, workers, timeout=timeout)
+            pool.submit(
+                run_ranks, num_workers, _take_calls, workers, timeout=timeout, with_vllm=True
+            )
             for workers in addresses
         ]
         engines = WorkerEngines(addresses)

@@ -60,9 +60,10 @@ def test_a_mistake_ends_in_seconds_with_one_message_and_leaves_nothing(
     assert run.survivors == []
 
 
-def test_sizes_and_addresses_are_checked_without_torch() -> None:
+def test_sizes_and_addresses_are_checked_and_jobs_planned_without_torch() -> None:
     code = (
-        "import sys, megatron_grpo.preflight, megatron_grpo.engines.server;"
+        "import sys, megatron_grpo.preflight, megatron_grpo.engines.server, "
+        "megatron_grpo.planning.command;"
         "print({'torch', 'transformers', 'megatron'} & sys.modules.keys())"
     )
     command = [sys.executable, "-c", code]

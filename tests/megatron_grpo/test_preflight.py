@@ -105,7 +105,9 @@ import os, sys
 from pathlib import Path
 from megatron_grpo.config.file import load_config
 from megatron_grpo.preflight import preflight
-preflight(load_config(Path(sys.argv[1])), None)
+for file in map(Path, sys.argv[1:]):
+    preflight(load_config(file), None)
+    print(f"passed: {file.stem}", file=sys.stderr)
 print([name for name in ("megatron.core", "wandb") if name in sys.modules])
 sys.stdout.flush()
 os._exit(0)  # as by exec, when the ranks start: nothing is tidied at exit
@@ -117,12 +119,15 @@ EMULATES_BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 SLOW_BFLOAT16 = "many times as long as with model.dtype=float32"
 
 
-def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path):
-    (tmp_path / "config.yaml").write_text(dump_config(config("model.dtype=float32")))
+def test_a_preflight_loads_no_wandb_leaves_no_files_and_tells_of_slow_bfloat16(config, tmp_path):
+    dtypes = ("float32", "bfloat16")
+    files = [tmp_path / f"{dtype}.yaml" for dtype in dtypes]
+    for file, dtype in zip(files, dtypes, strict=True):
+        file.write_text(dump_config(config(f"model.dtype={dtype}")))
     leftovers = tmp_path / "tmp"
     leftovers.mkdir()
     examined = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", EXAMINED, tmp_path / "config.yaml"],
+        [sys.executable, "-W", "ignore", "-c", EXAMINED, *files],
         env=os.environ | EMULATES_BFLOAT16 | {"TMPDIR": str(leftovers)},
         capture_output=True,
         text=True,
@@ -131,7 +136,9 @@ def test_a_preflight_loads_no_wandb_and_leaves_no_files_behind(config, tmp_path)
     assert examined.returncode == 0, examined.stderr
     assert examined.stdout.splitlines()[-1] == "['megatron.core']"
     assert list(leftovers.iterdir()) == []
-    assert SLOW_BFLOAT16 not in examined.stderr
+    in_float32, in_bfloat16 = examined.stderr.split("passed: float32\n")
+    assert SLOW_BFLOAT16 not in in_float32
+    assert (SLOW_BFLOAT16 in in_bfloat16) is not torch.cuda.is_available()  # GPUs multiply it
 
 
 @pytest.mark.parametrize(
@@ -256,20 +263,6 @@ def test_what_the_kernels_of_an_engine_on_cpus_cannot_do_is_refused(config, tmp_
         check_cpu_kernels(config().rollout, latents)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
     assert "needs AVX2" in refusal(config())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs multiply bfloat16")
-def test_bfloat16_on_a_cpu_that_emulates_it_is_told_before_the_start(config, tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(dump_config(config("model.dtype=bfloat16")))
-    started = subprocess.run(
-        [sys.executable, "-c", EXAMINED, file],
-        env=os.environ | EMULATES_BFLOAT16,
-        capture_output=True,
-        text=True,
-    )
-    assert started.returncode == 0
-    assert SLOW_BFLOAT16 in started.stderr
 
 
 def without_a_weight(folder: Path) -> None:
@@ -494,6 +487,11 @@ def test_what_is_wrong_in_the_config_of_the_run_itself_is_told_with_its_file(con
         check_same_run(config())
 
 
+def test_an_environment_needs_no_function_of_rewards(config, tmp_path):
+    mine = f"environment.name={write_environments(tmp_path)}:Echo"
+    preflight(config(mine, "reward.functions=[]"), None)
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -505,7 +503,6 @@ def test_what_is_wrong_in_the_config_of_the_run_itself_is_told_with_its_file(con
 )
 def test_an_environment_that_cannot_be_used_is_refused(config, tmp_path, overrides, told):
     mine = str(write_environments(tmp_path))
-    preflight(config(f"environment.name={mine}:Echo", "reward.functions=[]"), None)
     assert told in refusal(config(*(o.replace("MINE", mine) for o in overrides)))
 
 

@@ -52,10 +52,10 @@ def arguments(tied_model: Path, sums: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def full_run(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on four ranks, with an engine that the run starts itself, and an export of each."""
+    """Two steps on two ranks, with an engine that the run starts itself, and an export of each."""
     run_dir = tmp_path_factory.mktemp("runs") / "full"
     options = ["train.export_interval=1", f"train.run_dir={run_dir}"]
-    run = finish_run(*arguments, *layout("tensor", "pipeline"), *options)
+    run = finish_run(*arguments, *layout("tensor"), *options)
     assert run.exit_code == 0, run.output
     return run_dir
 

@@ -124,6 +124,10 @@ def test_a_box_is_cut_into_runs_of_its_elements_of_bounded_size(data, shape, max
             assert parts == [box]
 
 
+def test_a_box_moves_as_its_origin_does():
+    assert Box((5, 3), (2, 4)).moved((4, 1), (10, 0)) == Box((11, 2), (2, 4))
+
+
 def test_whole_part_inverts_local_part_wherever_the_local_box_begins():
     mapping = ShardMapping("x", Box((2, 5), (4, 3)), "t", Box((7, 1), (3, 4)), axes=(1, 0))
     whole, local = Box((8, 2), (2, 1)), Box((3, 6), (1, 2))

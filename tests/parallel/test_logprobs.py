@@ -7,7 +7,6 @@ from helpers.ranks import run_ranks
 from parallel import logit_tiles
 from parallel.context import context_indices
 from parallel.dtypes import product_dtype
-from parallel.logit_tiles import even_columns
 from parallel.logprobs import chosen_logprobs
 from parallel.rank_part import Predictions, prediction_targets
 
@@ -286,14 +285,3 @@ def test_the_gradient_of_a_tile_is_the_same_in_the_form_that_gpus_compile(has_en
             ).clone()
         )
     torch.testing.assert_close(*forms, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("width", "most", "expected"),
-    [(151_936, 1024, 1024), (1000, 512, 512), (64, 512, 64), (5, 512, 64), (40_960, 768, 768)],
-)
-def test_tiles_are_of_one_width_that_products_like(width, most, expected):
-    columns = even_columns(width, most)
-    assert columns == expected
-    assert columns % 64 == 0
-    assert -(-width // columns) <= -(-width // most)

@@ -14,9 +14,9 @@ import_megatron()
 import megatron_grpo.train
 assert torch.compile is before
 print(json.dumps([name for name in {names} if name in sys.modules]))
-import wandb
+import wandb, torch.utils.tensorboard
 """
-HEAVY = ["wandb", "transformers", "matplotlib"]
+HEAVY = ["wandb", "torch.utils.tensorboard", "transformers", "matplotlib"]
 COMPILER = ["torch._dynamo", "torch._inductor"]
 
 

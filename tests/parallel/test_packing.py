@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from parallel import ParallelDims
-from parallel.alignment import Alignment
-from parallel.packing import TokenSequence, pack, packed_length
+from parallel.alignment import Alignment, packed_length
+from parallel.packing import TokenSequence, pack
 
 
 def sequence(length, num_prompt_tokens, *, first=100, advantage=1.0, loss_weight=0.5):
@@ -46,6 +46,27 @@ def test_what_a_rank_holds_and_predicts_is_known_before_the_batch_is_copied():
     moved = batch.to("meta")
     assert moved.part.local.is_meta and moved.part.predictions.rows.is_meta
     assert moved.on_rank(dims, dims.coordinates(0)) is moved
+
+
+def test_of_more_context_ranks_than_split_it_neighbours_share_a_microbatch():
+    dims = ParallelDims(context=4)
+    batch = pack([sequence(8, 2)], [0], Alignment(sequence=4, total=4, context=2))
+    held = [batch.on_rank(dims, dims.coordinates(rank)).part.local.tolist() for rank in range(4)]
+    assert held == [[0, 1, 6, 7], [2, 3, 4, 5]] * 2
+
+
+def test_sequences_that_context_ranks_cannot_split_are_a_bug():
+    batch = pack([sequence(6, 2)], [0], Alignment(context=2))
+    with pytest.raises(AssertionError, match="multiples of 2"):
+        batch.on_rank(ParallelDims(context=2), ParallelDims(context=2).coordinates(0))
+
+
+def test_cached_values_are_there_if_sequences_have_them_or_peers_do():
+    cached = replace(sequence(3, 1), old_logprobs=torch.tensor([-3.0, -4.0]))
+    batch = pack([cached], [0], Alignment())
+    assert batch.old_logprobs.tolist() == [0, -3, -4]
+    assert batch.ref_logprobs is None
+    assert pack([cached], [], Alignment(), known=["old_logprobs"]).old_logprobs.tolist() == [0]
 
 
 def test_every_response_token_and_nothing_else_carries_the_values_of_its_sequence():
@@ -145,12 +166,13 @@ def test_what_saves_no_token_is_not_shared(prompt):
     batch = pack(sequences, [0, 1], Alignment(sequence=4, total=4), share_prompts=True)
     assert torch.equal(batch.tokens, alone.tokens)
     assert not batch.prefixes.any()
+    assert packed_length(len(prompt), [1, 1], 4) == len(alone.tokens)
 
 
 def routed(sequence: TokenSequence, first: int) -> TokenSequence:
-    """The sequence with routes over one layer with two experts: `first` + position, and 99."""
+    """The sequence with routes over one layer with two experts: `first` + position, and 9."""
     positions = first + torch.arange(len(sequence.tokens) - 1)
-    routes = torch.stack([positions, torch.full_like(positions, 99)], dim=-1).byte()
+    routes = torch.stack([positions, torch.full_like(positions, 9)], dim=-1).byte()
     return replace(sequence, routed_experts=routes[:, None])
 
 
@@ -160,10 +182,12 @@ def test_routes_lie_at_their_tokens_and_whatever_has_none_goes_to_all_experts_in
     batch = pack([*given, unread], [1, 2, 0], Alignment(sequence=4, total=8))
     assert batch.routed_experts.dtype == torch.uint8
     assert batch.routed_experts.shape == (16, 1, 2)
-    expected = [[2 * i % 100, (2 * i + 1) % 100] for i in range(16)]  # 99 is the last expert
-    expected[:3] = [[20, 99], [21, 99], [22, 99]]
-    expected[8:10] = [[10, 99], [11, 99]]
+    expected = [[2 * i % 23, (2 * i + 1) % 23] for i in range(16)]  # 22 is the last expert
+    expected[:3] = [[20, 9], [21, 9], [22, 9]]
+    expected[8:10] = [[10, 9], [11, 9]]
     assert batch.routed_experts[:, 0].tolist() == expected
+    unrouted = pack([unread], [0], Alignment(sequence=4, total=4)).routed_experts
+    assert unrouted[:, 0].tolist() == [[0, 1]] * 4
 
 
 def test_a_shared_prompt_has_the_routes_of_one_sample_and_completions_their_own():

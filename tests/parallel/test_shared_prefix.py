@@ -3,9 +3,8 @@
 import pytest
 
 from parallel import ParallelDims
-from parallel.alignment import Alignment, round_up
+from parallel.alignment import Alignment, packed_length, round_up
 from parallel.microbatches import CostModel
-from parallel.packing import packed_length
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
 
 COST = CostModel.transformer(4096)
@@ -70,3 +69,17 @@ def test_no_completion_is_refused_that_would_fit_alone():
     assert sorted(plan[0]) == [[0], [1], [2]]
     with pytest.raises(ValueError, match="max_tokens_per_microbatch = 15"):
         plan_shared_prompts(groups, 15, ParallelDims(), Alignment(sequence=16, total=16), COST)
+
+
+def test_the_work_of_a_group_counts_its_prompt_once():
+    (group,) = groups_of([(10, [3, 5])])
+    assert group.num_tokens([0, 1], 1) == 9 + 4 + 6
+    assert group.squares([0, 1], 1) == 13**2 + 15**2 - 10**2
+    assert group.num_tokens([1], 1) == 15 and group.squares([1], 1) == 15**2
+
+
+@pytest.mark.parametrize("shape", [[(1, [50])] * 8, [(50, [50] * 8)]], ids=["alone", "shared"])
+def test_where_each_microbatch_costs_much_there_is_one_though_it_leaves_stages_idle(shape):
+    cost = CostModel(overhead=1e5)
+    plan = plan_shared_prompts(groups_of(shape), 500, ParallelDims(pipeline=4), Alignment(), cost)
+    assert plan == [[[*range(8)]]]

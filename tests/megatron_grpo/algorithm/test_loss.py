@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -20,13 +21,14 @@ from megatron_grpo.algorithm.advantages import (
 )
 from megatron_grpo.algorithm.kl import k3
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
-from megatron_grpo.algorithm.objectives import clipped
+from megatron_grpo.algorithm.objectives import clipped, gmpo
 from megatron_grpo.batch.entropies import keep_high_entropy, with_entropy_weights
 from megatron_grpo.config.grpo import GRPOConfig, LossType
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
 from parallel.packing import PackedBatch, TokenSequence, pack
+from parallel.sequences import SequenceMeans
 
 LOSS_TYPES = get_args(LossType)
 FITTING = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
@@ -100,8 +102,13 @@ def test_loss_weights_are_finite_when_nothing_counts(loss_type):
     assert loss_weights(torch.zeros(0), loss_type, 10).tolist() == []
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "sequence_token"])
-@pytest.mark.parametrize("loss_type", ["grpo", "sapo"])
+@pytest.mark.parametrize(
+    ("loss_type", "level"),
+    [
+        *product(["grpo", "sapo"], ["token", "sequence", "sequence_token"]),
+        ("gmpo", "token"),
+    ],
+)
 def test_a_ratio_beyond_all_numbers_is_clipped_with_a_gradient_of_zero(loss_type, level):
     """An engine may tell that a token was impossible: 0 times its infinite ratio would be NaN."""
     options = {"loss_type": loss_type, "importance_sampling_level": level}
@@ -134,6 +141,13 @@ def test_the_clipped_surrogate_is_the_minimum_of_the_paper_and_so_is_its_gradien
     at_bounds = clipped(
         torch.tensor([0.8, 1.3], dtype=torch.float64), torch.tensor([-1.0, 1.0]), cfg
     )
+    assert not at_bounds.clipped_low.any() and not at_bounds.clipped_high.any()
+
+
+def test_a_log_ratio_at_a_bound_of_gmpo_is_not_clipped():
+    cfg = grpo_config(loss_type="gmpo", epsilon=0.25, epsilon_high=0.5)
+    each = SequenceMeans(torch.tensor([1, 1]), None)
+    at_bounds = gmpo(torch.tensor([-0.25, 0.5]), torch.tensor([-1.0, 1.0]), each, cfg)
     assert not at_bounds.clipped_low.any() and not at_bounds.clipped_high.any()
 
 

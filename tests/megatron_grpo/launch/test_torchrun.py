@@ -1,4 +1,7 @@
-"""What our torchrun does differently from torch's; the ranks are shell scripts."""
+"""What our torchrun does differently from torch's; the ranks are shell scripts.
+
+It is forked from a process that has imported torch, but where the start itself is tested.
+"""
 
 import os
 import resource
@@ -7,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +20,12 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from helpers.engines import wait_until
+from helpers.ranks import CONTEXT
 from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.launch import torchrun
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE
-from megatron_grpo.launch.torchrun import _failure_report
 
 ONE_HOST = ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=0"]
-TORCHRUN = ["-m", "megatron_grpo.launch.torchrun"]
-IMPATIENT = [
-    "-c",
-    "from megatron_grpo.launch import torchrun; torchrun.RENDEZVOUS_SECONDS = 2; torchrun.main()",
-]
 HERE = socket.gethostname()
 ENDING = [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
 PATIENT = """
@@ -35,46 +35,75 @@ while :; do sleep 0.05; done 2> /dev/null  # where bash tells that the signal en
 """
 
 
+class Torchrun:
+    """A torchrun in a process of its own, with a script as ranks."""
+
+    def __init__(self, folder: Path, script: str, options: Sequence[str], **how: Any) -> None:
+        self._told = folder / f"told_{uuid.uuid4().hex}"
+        arguments = [*options, "--no-python", "sh", "-c", script]
+        self._process = CONTEXT.Process(
+            target=_torchrun, args=(folder, self._told, arguments), kwargs=how
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self, timeout: float) -> tuple[int, str]:
+        """Its exit code, and what it has told on stderr."""
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, "it has not ended in time"
+        return self._process.exitcode, self._told.read_text()
+
+    def kill(self) -> None:
+        for child in psutil.Process(self.pid).children() if self._process.is_alive() else []:
+            child.kill()
+        self._process.kill()
+        self._process.join()
+
+
+def _torchrun(
+    folder: Path,
+    told: Path,
+    arguments: Sequence[str],
+    *,
+    ignored: Sequence[int] = (),
+    open_files: int | None = None,
+    patience: float = 600,
+) -> None:
+    os.chdir(folder)
+    os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    for number in ENDING:  # in the background, where these tests may be, some are ignored
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else default)
+    if open_files is not None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
+    sys.argv = ["torchrun", *arguments]
+    torchrun.RENDEZVOUS_SECONDS = patience
+    torchrun.main()
+
+
 @pytest.fixture
 def start(tmp_path: Path):
     """Starts torchrun with options and a script as ranks, and finally kills what is left."""
     started = []
 
-    def start(
-        script: str,
-        *options: str,
-        program: Sequence[str] = TORCHRUN,
-        prepare: Callable[[], object] = lambda: None,
-        **how: Any,
-    ) -> subprocess.Popen[str]:
-        def prepare_child() -> None:
-            for number in ENDING:  # in the background, where these tests may be, some are ignored
-                signal.signal(number, signal.SIG_DFL)
-            prepare()
-
-        command = [sys.executable, *program, *options]
-        command += ["--no-python", "sh", "-c", script]
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=prepare_child,
-            **how,
-        )
-        started.append(process)
-        return process
+    def start(script: str, *options: str, **how: Any) -> Torchrun:
+        started.append(Torchrun(tmp_path, script, options, **how))
+        return started[-1]
 
     yield start
-    for process in started:
-        for child in psutil.Process(process.pid).children() if process.poll() is None else []:
-            child.kill()
-        process.kill()
-        process.communicate()
+    for each in started:
+        each.kill()
 
 
 @pytest.fixture
-def torchrun(start, tmp_path):
+def two_ranks(start, tmp_path):
     """Starts a script as two ranks."""
     options = [*ONE_HOST, "--nproc-per-node=2", "--redirects=1:3", f"--log-dir={tmp_path}"]
     return lambda script: start(script, *options)
@@ -91,7 +120,7 @@ def port():
 def two_hosts(start, port, tmp_path):
     """Starts a script as a rank on each of two hosts."""
 
-    def two_hosts(script: str) -> list[subprocess.Popen[str]]:
+    def two_hosts(script: str) -> list[Torchrun]:
         options = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
         options += ["--nproc-per-node=1", "--redirects=3"]
         of_hosts = [[f"--node-rank={host}", f"--log-dir={tmp_path}/{host}"] for host in (0, 1)]
@@ -104,8 +133,8 @@ def wait_ready(folder: Path) -> None:
     assert wait_until(lambda: all((folder / f"ready_{rank}").exists() for rank in range(2)), 60)
 
 
-def test_preemption_signal_reaches_the_ranks_which_take_their_time(torchrun, tmp_path):
-    run = torchrun(PATIENT)
+def test_preemption_signal_reaches_the_ranks_which_take_their_time(two_ranks, tmp_path):
+    run = two_ranks(PATIENT)
     wait_ready(tmp_path)
     listening = [
         connection.laddr.ip
@@ -114,38 +143,47 @@ def test_preemption_signal_reaches_the_ranks_which_take_their_time(torchrun, tmp
     ]
     assert set(listening) == {"127.0.0.1"}
     run.send_signal(signal.SIGUSR1)
-    _, told = run.communicate(timeout=20)
-    assert run.returncode == 75 and told == ""
+    code, told = run.end(timeout=20)
+    assert code == 75 and told == ""
     assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
 
 
-def test_ranks_killed_by_the_preemption_signal_count_as_preempted(torchrun, tmp_path):
-    run = torchrun("touch ready_$RANK; exec sleep 100")
+def test_ranks_killed_by_the_preemption_signal_count_as_preempted(two_ranks, tmp_path):
+    run = two_ranks("touch ready_$RANK; exec sleep 100")
     wait_ready(tmp_path)
     run.send_signal(signal.SIGTERM)
-    _, told = run.communicate(timeout=20)
-    assert run.returncode == 75 and told == ""
+    code, told = run.end(timeout=20)
+    assert code == 75 and told == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
-def test_signal_that_ends_a_run_is_its_exit_code(torchrun, tmp_path, number):
-    run = torchrun("touch ready_$RANK; exec sleep 100")
+def test_signal_that_ends_a_run_is_its_exit_code(two_ranks, tmp_path, number):
+    run = two_ranks("touch ready_$RANK; exec sleep 100")
     wait_ready(tmp_path)
     run.send_signal(number)
-    _, told = run.communicate(timeout=20)
-    assert run.returncode == 128 + number and told == ""
+    code, told = run.end(timeout=20)
+    assert code == 128 + number and told == ""
 
 
-def test_an_interrupt_before_there_are_ranks_is_told_by_the_launcher(start, tmp_path):
+def test_an_interrupt_before_there_are_ranks_is_told_by_the_launcher(tmp_path):
     """It waits until torch is imported: the process that became this one has blocked it."""
 
     def block() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
     options = [*ONE_HOST, "--nproc-per-node=1", f"--log-dir={tmp_path / 'run' / 'logs'}"]
-    run = start("touch started", *options, prepare=block, env=os.environ | {LAUNCHER_VARIABLE: "1"})
-    run.send_signal(signal.SIGINT)
-    _, told = run.communicate(timeout=60)
+    command = [sys.executable, "-m", "megatron_grpo.launch.torchrun", *options, "--no-python"]
+    with subprocess.Popen(
+        [*command, "sh", "-c", "touch started"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=block,
+        env=os.environ | {LAUNCHER_VARIABLE: "1"},
+    ) as run:
+        run.send_signal(signal.SIGINT)
+        _, told = run.communicate(timeout=60)
     assert run.returncode == 130
     line = "megatron-grpo: interrupted: run the same command to begin from the start\n"
     assert told == line and not (tmp_path / "started").exists()
@@ -155,15 +193,9 @@ def test_signals_that_it_was_started_to_ignore_end_nothing_and_few_open_files_ar
     start, tmp_path
 ):
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-
-    def prepare() -> None:
-        for number in ENDING:
-            signal.signal(number, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-
     options = [*ONE_HOST, "--nproc-per-node=1", f"--log-dir={tmp_path}"]
     script = "ulimit -Sn > limit; touch ready; until [ -e done ]; do sleep 0.05; done"
-    run = start(script, *options, prepare=prepare)
+    run = start(script, *options, ignored=ENDING, open_files=256)
     assert wait_until((tmp_path / "ready").exists, 60)
     [rank] = psutil.Process(run.pid).children()
     for number in ENDING:
@@ -171,15 +203,15 @@ def test_signals_that_it_was_started_to_ignore_end_nothing_and_few_open_files_ar
         rank.send_signal(number)
     time.sleep(1.0)
     (tmp_path / "done").touch()
-    _, told = run.communicate(timeout=20)
-    assert run.returncode == 0 and told == ""
+    code, told = run.end(timeout=20)
+    assert code == 0 and told == ""
     assert (tmp_path / "limit").read_text().split() == [str(hard)]
 
 
 def test_failure_on_another_host_before_the_watchdog_begins_is_the_end_of_the_log(two_hosts):
     _, run = two_hosts("[ $RANK = 0 ] && exec sleep 100; echo no such module >&2; exit 1")
-    _, told = run.communicate(timeout=60)
-    assert run.returncode == 1
+    code, told = run.end(timeout=60)
+    assert code == 1
     assert told.startswith(f"rank 1 failed first on {HERE}; ")
     assert told.endswith("no such module\n")
 
@@ -208,7 +240,7 @@ def test_report_of_a_failure(ranks, expected, tmp_path):
         log.parent.mkdir(parents=True)
         log.write_text(text)
         failures[rank] = ProcessFailure(local_rank, 1, code, "")
-    told = _failure_report(failures, tmp_path)
+    told = torchrun._failure_report(failures, tmp_path)
     assert told.replace(f"{tmp_path}/job/attempt_0/1/stderr.log", "*") == expected
 
 
@@ -216,9 +248,9 @@ def test_report_of_a_failure(ranks, expected, tmp_path):
 def test_hosts_that_do_not_meet_are_named_in_a_line(start, port, tmp_path, host):
     options = ["--nnodes=3", f"--node-rank={host}", "--master-addr=127.0.0.1"]
     options += [f"--master-port={port}", "--nproc-per-node=1", f"--log-dir={tmp_path}"]
-    run = start("exit 0", *options, program=IMPATIENT)
-    _, told = run.communicate(timeout=60)
-    assert run.returncode == 1
+    run = start("exit 0", *options, patience=2)
+    code, told = run.end(timeout=60)
+    assert code == 1
     place = f"127.0.0.1:{port}"
     if host == 0:
         assert told == (

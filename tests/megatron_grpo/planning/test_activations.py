@@ -30,7 +30,7 @@ from megatron_grpo.policy.releases import IS_OLD
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
-from parallel.logit_tiles import even_columns
+from parallel.tiles import even_columns
 
 TOKENS = 512
 LENGTHS = [[(64, 192), (32, 96), (32, 96)]]

@@ -310,7 +310,7 @@ def test_a_shared_expert_is_exchanged_like_an_mlp_and_dense_layers_have_no_exper
 def test_tensor_ranks_gather_latents_and_context_ranks_keys_and_values_of_all_heads(
     query_rank, inputs, recompute, tmp_path
 ):
-    folder = write_config(tmp_path, "DeepSeek-V3", q_lora_rank=query_rank)
+    folder = write_config(tmp_path, "DeepSeek-V3", q_lora_rank=query_rank, num_hidden_layers=9)
     dims = ParallelDims(tensor=4, context=2, expert=8, expert_tensor=1)
     options = ["rollout.tensor_parallel_size=8", *([FULL] if recompute else [])]
     card = replace(CARD, memory=10**15)
@@ -321,10 +321,10 @@ def test_tensor_ranks_gather_latents_and_context_ranks_keys_and_values_of_all_he
     # expert, with hidden states.
     attention = (forwards + 1) * (inputs + 64 + 7168) + inputs
     mlp = (forwards + 1) * 2 * 7168 + 7168
-    assert sent["tensor"] == pytest.approx(3 / 4 * 2 * tokens * 61 * (attention + mlp))
+    assert sent["tensor"] == pytest.approx(3 / 4 * 2 * tokens * 9 * (attention + mlp))
     # A quarter of 128 heads to the other rank; gradients are as much as a forward and are summed.
     keys_and_values = 128 / 4 * (192 + 128)
-    assert sent["context"] == pytest.approx(2 * tokens * keys_and_values * 61 * (forwards + 2))
+    assert sent["context"] == pytest.approx(2 * tokens * keys_and_values * 9 * (forwards + 2))
 
 
 @pytest.mark.parametrize(("name", "share"), [("Llama-3.1-8B", 0.5), ("Qwen3-30B-A3B", 0.3)])

@@ -55,9 +55,9 @@ def summed(
     "dims",
     [
         ParallelDims(),
-        ParallelDims(data=2),
+        pytest.param(ParallelDims(data=2), marks=pytest.mark.slow),
         ParallelDims(context=2),
-        ParallelDims(tensor=2),
+        pytest.param(ParallelDims(tensor=2), marks=pytest.mark.slow),
         TENSOR_PIPELINE,
         ParallelDims(data=4),
     ],
