@@ -19,6 +19,7 @@ from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineDown, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
+from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.server import EngineServers, check_cpu_kernels
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import (
@@ -57,7 +58,8 @@ class FolderEvaluation:
             self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
             stack.enter_context(closing(self.servers))
             self._client = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
-            pools = stack.enter_context(closing(RewardPools()))
+            models = RewardModels.of_run(cfg, out / "logs")
+            pools = stack.enter_context(closing(RewardPools(models)))
             environments = None
             if cfg.environment.name is not None:
                 environments = stack.enter_context(closing(EnvironmentPool(cfg.environment)))

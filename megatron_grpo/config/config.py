@@ -254,10 +254,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _process_has_steps(self) -> Self:
-        if self.grpo.supervision == "process" and self.environment.name is None:
+        has_steps = self.environment.name is not None or self.reward.process_model is not None
+        if self.grpo.supervision == "process" and not has_steps:
             raise ValueError(
-                "grpo.supervision process compares the rewards of environment steps: name an "
-                "environment in environment.name, or use outcome"
+                "grpo.supervision process compares the rewards of steps: name an environment in "
+                "environment.name, or a reward_model with step_tag, or use outcome"
             )
         return self
 

@@ -12,16 +12,18 @@ ENVIRONMENT_TERM = "environment"
 
 RIGHT = ("exact", "math_answer")
 """Built-in functions that score right answers 1 and all others 0."""
-SHAPING = frozenset({"cosine", "repetition", "soft_overlong"})
-"""Built-in bonuses and penalties: they must not decide whether an answer passes an evaluation."""
+SHAPING = frozenset({"cosine", "repetition", "reward_model", "soft_overlong"})
+"""Built-in functions that do not say whether an answer is right: they must not decide whether it
+passes an evaluation."""
+REWARD_MODEL = "reward_model"
 
 
 class RewardFunction(Section):
     """One term of the reward."""
 
     name: str
-    """`exact`, `math_answer`, `format`, `cosine`, `repetition`, `soft_overlong`, `judge`, or
-    `file.py:function`."""
+    """`exact`, `math_answer`, `format`, `cosine`, `repetition`, `soft_overlong`, `judge`,
+    `reward_model`, or `file.py:function`."""
     weight: float = 1.0
     """Weight of this function in the total reward."""
     arguments: dict[str, Any] = Field(default={})
@@ -31,6 +33,16 @@ class RewardFunction(Section):
     def label(self) -> str:
         """Short name for metrics and messages: the function's name without its file."""
         return self.name.rpartition(":")[2]
+
+    @property
+    def is_served_here(self) -> bool:
+        """Whether it is a reward model that the run serves itself."""
+        return self.name == REWARD_MODEL and "path" in self.arguments
+
+    @property
+    def scores_steps(self) -> bool:
+        """Whether it is a process reward model."""
+        return self.name == REWARD_MODEL and self.arguments.get("step_tag") is not None
 
 
 class RewardConfig(Section):
@@ -70,6 +82,11 @@ class RewardConfig(Section):
                 "first, such as [-10, 10]"
             )
         return value
+
+    @property
+    def process_model(self) -> RewardFunction | None:
+        """The function that scores steps, if one does."""
+        return next((function for function in self.functions if function.scores_steps), None)
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -23,6 +23,7 @@ from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.layouts import holdings
 from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.environments import EnvironmentPool
@@ -31,6 +32,7 @@ from megatron_grpo.environments.turns import Turns
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards import RewardPools, add_environment_rewards, check_failed, total_rewards
 from megatron_grpo.rewards.builtin import reference_fault
+from megatron_grpo.rewards.steps import with_steps
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.workers.child_process import COLLECTOR
@@ -92,19 +94,18 @@ class Rollouter:
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
-        self._pools = RewardPools()
+        self._pools = RewardPools(RewardModels.of_run(cfg, logs, num_ranks))
         self.rewards = self._pools.pool_for(cfg.reward)
-        self.environments: EnvironmentPool | None = None
-        if cfg.environment.name is not None:
-            self.environments = EnvironmentPool(cfg.environment)
+        has_environment = cfg.environment.name is not None
+        self.environments = EnvironmentPool(cfg.environment) if has_environment else None
         tokenizer = load_tokenizer(cfg.model.path)
         pool = EnginePool.of_run(self.servers, cfg)
         self.engines = RolloutClient(pool, cfg.rollout, cfg.lora)
         self.in_flight: InFlight | None = None
         """Has the engines answer several generations at once; None if they make one at a time."""
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         if cfg.rollout.in_flight_updates:
-            decode = partial(tokenizer.decode, skip_special_tokens=True)
-            self.in_flight = InFlight(self.engines, decode)
+            self.in_flight = InFlight(self.engines, self._decode)
         self._scoring = Lock()
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
@@ -134,6 +135,7 @@ class Rollouter:
         names the parameters of an engine that a push would not fill.
         """
         self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
+        self.rewards.wait_ready(())
         held = holdings(self.cfg, self.shape)
         for url, workers in self.engines.describe_parameters().items():
             try:
@@ -185,6 +187,7 @@ class Rollouter:
         size = max(self.cfg.grpo.generation_batch_size, len(samples))
         with self._scoring:  # of one generation after the other
             rewards = self.rewards.score(samples, num_completions=size)
+        samples = with_steps(samples, rewards, self._decode)
         if self.environments:
             add_environment_rewards(rewards, samples)
         totals = total_rewards(rewards, self.cfg.reward_terms, self.cfg.reward.clip_range)

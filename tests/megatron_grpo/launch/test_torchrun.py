@@ -16,7 +16,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from helpers.engines import wait_until
-from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE
 from megatron_grpo.launch.torchrun import _failure_report
 
