@@ -15,6 +15,7 @@ from checkpoint_convert import ModelShape, check_weights, read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.bars import progress_bar, waiting
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.reward import served_here
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineDown, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
@@ -30,7 +31,7 @@ from megatron_grpo.evaluation.evaluation import (
     metrics_of,
 )
 from megatron_grpo.preflight import check_engines
-from megatron_grpo.prompt_checks import check_evaluation
+from megatron_grpo.prompt_checks import check_evaluation, check_reward_models
 from megatron_grpo.reporting.progress import EvaluationBar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
 from megatron_grpo.rewards import RewardPools
@@ -58,7 +59,8 @@ class FolderEvaluation:
             self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
             stack.enter_context(closing(self.servers))
             self._client = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
-            models = RewardModels.of_run(cfg, out / "logs")
+            rewards = [held_out.reward or cfg.reward for held_out in cfg.eval.named_sets.values()]
+            models = RewardModels(served_here(rewards), cfg.rollout, out / "logs")
             pools = stack.enter_context(closing(RewardPools(models)))
             environments = None
             if cfg.environment.name is not None:
@@ -151,5 +153,6 @@ def _check(cfg: Config) -> ModelShape:
     check_weights(cfg.model.path, shape)
     check_engines(cfg.rollout, shape, None)
     check_cpu_kernels(cfg.rollout, shape)
+    check_reward_models(cfg)
     check_evaluation(cfg, shape)
     return shape

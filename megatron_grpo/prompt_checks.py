@@ -10,11 +10,11 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.file import with_num_steps
-from megatron_grpo.config.reward import REWARD_MODEL, RewardConfig
+from megatron_grpo.config.reward import REWARD_MODEL, RewardConfig, served_here
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.arguments import PLANNED, engine_number
-from megatron_grpo.engines.reward_models import check_served, served_functions
+from megatron_grpo.engines.reward_models import check_served
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.environments.turns import Turns, end_of_turn
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
@@ -35,7 +35,6 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
     people, as the model will see it.
     """
     with ExitStack() as stack:
-        check_reward_models(cfg)
         rewards = stack.enter_context(closing(RewardPool(without_served(cfg.reward))))
         tokenizer = load_tokenizer(cfg.model.path)
         ends = end_tokens(shape, tokenizer, cfg.rollout)
@@ -61,14 +60,13 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
 
 def check_reward_models(cfg: Config) -> None:
     """Raise ValueError for reward models that cannot be served or asked as the config says."""
-    functions = served_functions(cfg)
-    names = [each.name for each in (*cfg.reward.functions, *functions)]
+    names = [each.name for reward in cfg.rewards.values() for each in reward.functions]
     if cfg.environment.name is not None and REWARD_MODEL in names:
         raise ValueError(
             "reward_model scores completions of one turn, as its chat template has one for it: "
             "leave it out, or set environment.name=null"
         )
-    for function in functions:
+    for function in served_here(cfg.rewards.values()):
         load_function(function)
     check_served(cfg)
 

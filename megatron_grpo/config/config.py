@@ -301,10 +301,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _something_rewards(self) -> Self:
-        rewards = {f"{section_of(n)}.reward": s.reward for n, s in self.eval.named_sets.items()}
-        for section, reward in {"reward": self.reward, **rewards}.items():
-            if reward is None:
-                continue
+        for section, reward in self.rewards.items():
             labels = [function.label for function in reward.functions]
             if self.environment.name is None and not labels:
                 raise ValueError(
@@ -327,6 +324,12 @@ class Config(Section):
                 f"{', '.join(known)}, or null for their weighted sum"
             )
         return self
+
+    @property
+    def rewards(self) -> dict[str, RewardConfig]:
+        """How training and held-out sets with their own reward are scored, by section."""
+        own = {f"{section_of(n)}.reward": s.reward for n, s in self.eval.named_sets.items()}
+        return {"reward": self.reward} | {name: each for name, each in own.items() if each}
 
     @property
     def num_steps(self) -> int:

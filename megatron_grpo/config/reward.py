@@ -1,6 +1,6 @@
 """What the model is rewarded for: the keys of `reward` and of `environment`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -38,6 +38,11 @@ class RewardFunction(Section):
     def is_served_here(self) -> bool:
         """Whether it is a reward model that the run serves itself."""
         return self.name == REWARD_MODEL and "path" in self.arguments
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of a reward model that the run serves itself."""
+        return int(self.arguments.get("tensor_parallel_size", 1)) if self.is_served_here else 0
 
     @property
     def scores_steps(self) -> bool:
@@ -98,6 +103,15 @@ class RewardConfig(Section):
                     "that name: name it once"
                 )
         return self
+
+
+def served_here(rewards: Iterable[RewardConfig]) -> list[RewardFunction]:
+    """The reward models that a run with these rewards serves itself, each of them once."""
+    found: list[RewardFunction] = []
+    for function in (each for reward in rewards for each in reward.functions):
+        if function.is_served_here and function.arguments not in [f.arguments for f in found]:
+            found.append(function)
+    return found
 
 
 class EnvironmentConfig(Section):

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from megatron_grpo.bars import Show
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.reward import RewardFunction
+from megatron_grpo.config.reward import RewardFunction, served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import command_flags
 from megatron_grpo.engines.http import EngineError
@@ -46,7 +46,7 @@ class RewardModels(ServerProcesses):
 
     def __init__(
         self,
-        functions: Sequence[RewardFunction],
+        functions: Sequence[RewardFunction],  # by `served_here`
         rollout: RolloutConfig,
         log_dir: Path,
         num_ranks: int = 0,
@@ -54,17 +54,13 @@ class RewardModels(ServerProcesses):
         super().__init__((), log_dir)
         self._token = new_token()
         self._timeout = rollout.startup_timeout
-        self._models: list[dict[str, Any]] = []
-        """The arguments of each server's functions."""
+        self._models = [function.arguments for function in functions]
         self._is_ready = False
         self._restarted: set[str] = set()
         """Those that have been started again since completions were last scored."""
-        for function in functions:
-            if function.is_served_here and function.arguments not in self._models:
-                self._models.append(dict(function.arguments))
-        if not self._models:
+        if not functions:
             return
-        sizes = [model.get("tensor_parallel_size", 1) for model in self._models]
+        sizes = [function.num_gpus for function in functions]
         devices = reward_devices(rollout, sizes, num_gpus(), num_ranks, os.environ)
 
         def command_of(model: Mapping[str, Any], gpus: str | None) -> Command:
@@ -76,7 +72,7 @@ class RewardModels(ServerProcesses):
     @classmethod
     def of_run(cls, cfg: Config, log_dir: Path, num_ranks: int = 0) -> "RewardModels":
         """Those of a run, on the GPUs after `num_ranks` trainer ranks and its engines."""
-        return cls(served_functions(cfg), cfg.rollout, log_dir, num_ranks)
+        return cls(served_here(cfg.rewards.values()), cfg.rollout, log_dir, num_ranks)
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
         """The functions, with the address of its server in place of the path of each model."""
@@ -111,14 +107,6 @@ class RewardModels(ServerProcesses):
     def finish_scoring(self) -> None:
         """Record that completions were scored: each server may be started again."""
         self._restarted.clear()
-
-
-def served_functions(cfg: Config) -> list[RewardFunction]:
-    """The reward models that a run serves itself, for training or for an evaluation."""
-    own = [held_out.reward for held_out in cfg.eval.named_sets.values() if held_out.reward]
-    return [
-        each for reward in (cfg.reward, *own) for each in reward.functions if each.is_served_here
-    ]
 
 
 def reward_devices(
@@ -194,7 +182,7 @@ def tag_id(tokenizer: "PreTrainedTokenizerBase", tag: str) -> int:
 
 def check_served(cfg: Config) -> None:
     """Raise ValueError if vLLM could not serve a reward model, or not score what is asked."""
-    for function in served_functions(cfg):
+    for function in served_here(cfg.rewards.values()):
         known = engine_argument_names()
         for name in function.arguments.get("vllm", {}):
             if name in RESERVED or name not in known:

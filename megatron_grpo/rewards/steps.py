@@ -30,7 +30,7 @@ def with_steps(
 
 
 def _at_tokens(sample: Sample, scores: Scores, decode: Decode) -> Sequence[tuple[int, float]]:
-    if not sample.completion_ids:
+    if not (sample.completion_ids and scores.steps):  # without a token, or a score
         return ()
     ends = token_ends(sample.completion_ids, [end for end, _ in scores.steps[:-1]], decode)
     last = len(sample.completion_ids) - 1  # with the end token
