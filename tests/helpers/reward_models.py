@@ -17,7 +17,7 @@ from transformers import (
 
 from helpers.models import EOS_ID, PAD_ID, character_tokenizer, make_random
 
-STEP_TAG = "§"
+STEP_TAG = "<start>"  # no text of a policy has it
 TEMPLATE = (  # another than that of the policy
     "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}<eos>"
     "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"

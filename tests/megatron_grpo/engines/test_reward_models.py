@@ -27,6 +27,7 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.reward_models import RewardModels, check_served, reward_devices, tag_id
 from megatron_grpo.rewards import RewardPool, RewardPools
+from parallel import ParallelDims
 
 ROLLOUT = RolloutConfig(max_completion_length=8)
 SYSTEM = "Be good."
@@ -153,13 +154,11 @@ def test_what_vllm_could_not_serve_is_refused(tmp_path) -> None:
     tokenizer().save_pretrained(folder)
 
     def refusal(**arguments) -> str:
-        by = function(folder, **arguments).model_dump()
+        reward = RewardConfig(functions=(function(folder, **arguments),))
+        cfg = tiny_config(tmp_path, ParallelDims()).model_copy(update={"reward": reward})
         with pytest.raises(ValueError, match=r"reward_model|step_tag") as refused:
-            check_served(tiny_config(tmp_path).model_copy(update={"reward": reward(by)}))
+            check_served(cfg)
         return str(refused.value)
-
-    def reward(by) -> RewardConfig:
-        return RewardConfig(functions=[by])
 
     assert "vllm.runner cannot be set: a reward model has" in refusal(vllm={"runner": "generate"})
     assert "vllm.max_len cannot be set" in refusal(vllm={"max_len": 5})
