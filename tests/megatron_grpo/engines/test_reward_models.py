@@ -50,7 +50,7 @@ def served(scored_by: RewardFunction, logs: Path, timeout: float = 60):
 
 
 def samples(num_prompts: int, texts: Sequence[str] = TEXTS) -> list[Sample]:
-    data = DataConfig(path="unread", system_prompt=SYSTEM)
+    data = DataConfig(path="unread", answer_column=None, system_prompt=SYSTEM)
     prompts = [
         Prompt(index=i, token_ids=(1,), text="not this", row={"prompt": f"What is {i}?"}, data=data)
         for i in range(num_prompts)
