@@ -353,6 +353,11 @@ class RewardPools:
         self._pools.append(RewardPool(cfg, self._servers))
         return self._pools[-1]
 
+    def wait_ready(self, show: Show) -> None:
+        """Wait until the servers of reward models answer; raises EngineError or TimeoutError."""
+        if self._servers:
+            self._servers.revive(show)
+
     def cancel(self) -> None:
         """Soon end a running `score` of any pool; safe from any thread."""
         for pool in self._pools:

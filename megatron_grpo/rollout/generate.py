@@ -135,7 +135,7 @@ class Rollouter:
         names the parameters of an engine that a push would not fill.
         """
         self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
-        self.rewards.wait_ready(())
+        self._pools.wait_ready(show)
         held = holdings(self.cfg, self.shape)
         for url, workers in self.engines.describe_parameters().items():
             try:
