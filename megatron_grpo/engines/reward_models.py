@@ -23,7 +23,7 @@ from megatron_grpo.engines.vllm.args import (
     TOKEN_GUARD,
     engine_argument_names,
     platform_arguments,
-    vllm_environment,
+    server_environment,
 )
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
 
@@ -155,7 +155,7 @@ def reward_command(
         **({} if on_gpu else platform_arguments(size, on_gpu)),
         **arguments.get("vllm", {}),
     }
-    environment = engine_environment(os.environ, devices) | vllm_environment(size, on_gpu)
+    environment = engine_environment(os.environ, devices) | server_environment(size, on_gpu)
     environment |= {TOKEN_VARIABLE: token, "VLLM_HOST_IP": LOOPBACK}
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     return [*command, *command_flags(flags)], environment

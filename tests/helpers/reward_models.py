@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -84,7 +85,7 @@ def rendered(prompt: str, completion: str, system: str | None = None) -> str:
 def reference_score(folder: Path, text: str) -> float:
     """The logit that transformers computes in float32."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    return float(model(torch.tensor([token_ids(text)])).logits[0, 0])
+    return float(model(torch.tensor([token_ids(folder, text)])).logits[0, 0])
 
 
 @torch.inference_mode()
@@ -92,14 +93,15 @@ def reference_steps(folder: Path, text: str) -> list[float]:
     """The probability of the second label at each tag in the text."""
     weights = load_file(folder / "model.safetensors")
     model = Qwen2Model.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = token_ids(text)
+    ids = token_ids(folder, text)
     hidden = model(torch.tensor([ids])).last_hidden_state[0]
     inner = torch.relu(hidden @ weights["score.0.weight"].T + weights["score.0.bias"])
     labels = inner @ weights["score.2.weight"].T + weights["score.2.bias"]
-    [tag] = token_ids(STEP_TAG)
+    [tag] = token_ids(folder, STEP_TAG)
     return labels[torch.tensor(ids) == tag].softmax(-1)[:, 1].tolist()
 
 
-def token_ids(text: str) -> Sequence[int]:
-    """The tokens of a text, without any that it does not name."""
-    return tokenizer()(text, add_special_tokens=False)["input_ids"]
+def token_ids(folder: Path, text: str) -> Sequence[int]:
+    """The tokens of a text, as vLLM and transformers load the tokenizer of a folder."""
+    loaded = AutoTokenizer.from_pretrained(folder)  # of a Qwen2 it drops spaces
+    return loaded(text, add_special_tokens=False)["input_ids"]
