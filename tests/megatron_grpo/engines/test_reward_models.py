@@ -26,6 +26,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.reward_models import RewardModels, check_served, reward_devices, tag_id
+from megatron_grpo.prompt_checks import check_reward_models
 from megatron_grpo.rewards import RewardPool, RewardPools
 from parallel import ParallelDims
 
@@ -169,3 +170,18 @@ def test_what_vllm_could_not_serve_is_refused(tmp_path) -> None:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     assert "has no chat template" in refusal()
     assert tag_id(tokenizer(), STEP_TAG) == tokenizer().convert_tokens_to_ids(STEP_TAG)
+
+
+def test_an_environment_is_refused_beside_a_reward_model_and_a_bad_folder_by_name(tmp_path) -> None:
+    def refusal(*overrides: str) -> str:
+        model = f"{{name: reward_model, arguments: {{path: {tmp_path}}}}}"
+        cfg = tiny_config(tmp_path, ParallelDims(), f"reward.functions=[{model}]", *overrides)
+        with pytest.raises(ValueError, match="reward_model") as refused:
+            check_reward_models(cfg)
+        return str(refused.value)
+
+    assert "environment.name=null" in refusal("environment.name=file.py:Class")
+    assert f"path {tmp_path} is no folder of a model" in refusal()
+    of_a_set = ("eval.data.path=x", "reward.functions=[exact]", "eval.pass_threshold=1")
+    model = f"{{name: reward_model, arguments: {{path: {tmp_path}}}}}"
+    assert "is no folder" in refusal(*of_a_set, f"eval.reward.functions=[{model}]")

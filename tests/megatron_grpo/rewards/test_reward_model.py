@@ -5,7 +5,8 @@ import json
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pydantic import SecretStr
 from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rewards.functions import Answer, load_function
 from megatron_grpo.rewards.reward_model import request_of, steps_of
 from megatron_grpo.rewards.scoring import Call, Scores, Scoring
@@ -23,6 +25,61 @@ from megatron_grpo.rewards.steps import token_ends, with_steps
 
 CHAT = [{"role": "system", "content": "Be good."}, {"role": "user", "content": "2 + 2?"}]
 Serve = Callable[[Any], ThreadingHTTPServer]
+
+
+class Dying:
+    """The server of a run: it has died when it was asked for the first time."""
+
+    def __init__(self, port: int, asked: threading.Event, answering: threading.Event) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.asked, self.answering, self.num_deaths = asked, answering, 0
+
+    def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
+        address = {"base_url": self.url, "api_key": SecretStr("secret")}
+        return tuple(each.model_copy(update={"arguments": address}) for each in functions)
+
+    def revive(self, show: object) -> bool:
+        if not self.asked.is_set() or self.num_deaths:
+            return False
+        self.num_deaths += 1
+        self.answering.set()
+        return True
+
+    def finish_scoring(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_call_that_a_death_of_the_server_interrupts_is_repeated_once(recovers: bool) -> None:
+    asked, answering, num_asked = threading.Event(), threading.Event(), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            num_asked.append(1)
+            asked.set()
+            answering.wait()  # until the death was noticed
+            content = b'{"data": [{"data": [2.5]}]}'
+            self.send_response(200 if recovers and len(num_asked) > 1 else 400)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    served = RewardFunction(name="reward_model", arguments={"path": "of the server"})
+    cfg = RewardConfig(functions=(served,), num_workers=1)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        dying = Dying(server.server_port, asked, answering)
+        with closing(RewardPool(cfg, dying)) as pool:
+            [score] = pool.score([sample_of("a", {})], num_completions=100)
+        server.shutdown()
+    assert (len(num_asked), dying.num_deaths) == (2, 1)
+    assert score["reward_model"] == 2.5 if recovers else math.isnan(score["reward_model"])
 
 
 @pytest.fixture
