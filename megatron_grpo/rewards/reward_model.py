@@ -22,12 +22,12 @@ from megatron_grpo.rewards.http import (
     post,
 )
 
-OF_TEXTS, OF_STEPS = (
-    "ForSequenceClassification",
-    ("ForProcessRewardModel", "ForTokenClassification"),
-)
+OF_TEXTS = ("ForSequenceClassification",)
+OF_STEPS = ("ForProcessRewardModel", "ForTokenClassification")
 """How the architectures end of models that score a text, and the steps in it."""
 WEIGHTS = ("*.safetensors", "*.bin")
+DEFAULT_LABELS = range(2)
+"""What transformers takes for the labels where config.json has none."""
 STEP_SEPARATOR = "\n\n"
 
 Chat = str | list[dict[str, str]]
@@ -108,11 +108,14 @@ def check_folder(path: Path, *, of_steps: bool) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"path {path} is no folder of a model: config.json: {error}") from None
     architecture = (config.get("architectures") or ["model without architectures"])[0]
-    if not architecture.endswith(OF_STEPS if of_steps else OF_TEXTS):
-        kind = f"a model that scores steps ({' or '.join(OF_STEPS)})" if of_steps else OF_TEXTS
+    wanted, what = (OF_STEPS, "steps") if of_steps else (OF_TEXTS, "texts")
+    if not architecture.endswith(wanted):
         hint = ": set step_tag" if architecture.endswith(OF_STEPS) else ""
-        raise ValueError(f"path {path} holds a {architecture}, not {kind}{hint}")
-    num_labels = config.get("num_labels", len(config.get("id2label") or "no"))
+        raise ValueError(
+            f"path {path} holds a {architecture}, not a model that scores {what} "
+            f"(...{' or ...'.join(wanted)}){hint}"
+        )
+    num_labels = config.get("num_labels", len(config.get("id2label", DEFAULT_LABELS)))
     if not of_steps and num_labels != 1:
         raise ValueError(
             f"path {path} classifies into {num_labels} labels, and a reward model has one: its "

@@ -188,7 +188,7 @@ PROCESS = {"architectures": ["Qwen2ForProcessRewardModel"]}
         (SCALAR | {"id2label": {"0": "a", "1": "b", "2": "c"}}, {}, "classifies into 3 labels"),
         ({"architectures": SCALAR["architectures"]}, {}, "classifies into 2 labels"),
         ({"architectures": ["Qwen2ForCausalLM"]}, {}, "holds a Qwen2ForCausalLM, not"),
-        (PROCESS, {}, "ForSequenceClassification: set step_tag"),
+        (PROCESS, {}, "ForSequenceClassification): set step_tag"),
         (SCALAR, {"step_tag": "§"}, "not a model that scores steps"),
         (SCALAR, {"base_url": "http://h"}, "either path"),
         (SCALAR, {"api_key": "sk-1"}, "api_key_env"),
