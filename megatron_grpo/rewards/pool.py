@@ -202,7 +202,7 @@ class RewardPool:
             while self._calls or calls[False] or calls[True]:
                 self._send_calls(calls)
                 for call, answer in self._advance():
-                    if answer.error and self._was_interrupted(call):
+                    if self._was_interrupted(call) and answer.error:
                         calls[self._is_async[call.function]].appendleft(call)
                     else:
                         scoring.record(call, answer)
@@ -217,18 +217,16 @@ class RewardPool:
     def _revive(self) -> None:
         """Start dead servers of reward models again, and note which calls that has interrupted."""
         if self._servers and self._servers.revive(lambda done, total: self._check_cancelled()):
-            served = [call for call in self._calls.values() if self._is_served(call)]
+            functions = self.cfg.functions
+            served = [c for c in self._calls.values() if functions[c.function].is_served_here]
             self._interrupted += served
 
     def _was_interrupted(self, call: Call) -> bool:
-        """Whether the call failed since a server died: it is then repeated, once."""
+        """Whether a server has died since the call was sent; it no longer counts as interrupted."""
         others = [each for each in self._interrupted if each is not call]
         was_interrupted = len(others) < len(self._interrupted)
         self._interrupted = others
         return was_interrupted
-
-    def _is_served(self, call: Call) -> bool:
-        return self.cfg.functions[call.function].is_served_here
 
     def cancel(self) -> None:
         """Soon end a running `score`; safe from any thread."""
