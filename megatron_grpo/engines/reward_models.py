@@ -74,6 +74,11 @@ class RewardModels(ServerProcesses):
         """Those of a run, on the GPUs after `num_ranks` trainer ranks and its engines."""
         return cls(served_here(cfg.rewards.values()), cfg.rollout, log_dir, num_ranks)
 
+    @property
+    def awaited(self) -> str:
+        """What `revive` waits for the first time; empty if there is no server."""
+        return super().awaited if self.are_ours else ""
+
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
         """The functions, with the address of its server in place of the path of each model."""
         return tuple(self._addressed(each) if each.is_served_here else each for each in functions)

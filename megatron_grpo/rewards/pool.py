@@ -92,6 +92,10 @@ class ScoringCancelled(Exception):
 class ModelServers(Protocol):
     """The servers of reward models that a run starts: `engines.reward_models.RewardModels`."""
 
+    @property
+    def awaited(self) -> str:
+        """What `revive` waits for the first time; empty if there is no server."""
+
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
         """The functions, with an address in place of the path of each model."""
 
@@ -350,6 +354,11 @@ class RewardPools:
                 return pool
         self._pools.append(RewardPool(cfg, self._servers))
         return self._pools[-1]
+
+    @property
+    def awaited(self) -> str:
+        """What `wait_ready` waits for, if anything: the servers of reward models."""
+        return self._servers.awaited if self._servers else ""
 
     def wait_ready(self, show: Show) -> None:
         """Wait until the servers of reward models answer; raises EngineError or TimeoutError."""

@@ -94,8 +94,8 @@ class Rollouter:
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
-        self._pools = RewardPools(RewardModels.of_run(cfg, logs, num_ranks))
-        self.rewards = self._pools.pool_for(cfg.reward)
+        self.pools = RewardPools(RewardModels.of_run(cfg, logs, num_ranks))
+        self.rewards = self.pools.pool_for(cfg.reward)
         has_environment = cfg.environment.name is not None
         self.environments = EnvironmentPool(cfg.environment) if has_environment else None
         tokenizer = load_tokenizer(cfg.model.path)
@@ -111,7 +111,7 @@ class Rollouter:
         self.tokenizer = tokenizer
         self.stream = load_stream(cfg, shape, tokenizer)
         self.evaluations = Evaluations(
-            cfg, shape, tokenizer, self.engines, self._pools, self.environments
+            cfg, shape, tokenizer, self.engines, self.pools, self.environments
         )
 
     def wait_for_memory(self) -> None:
@@ -135,7 +135,6 @@ class Rollouter:
         names the parameters of an engine that a push would not fill.
         """
         self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
-        self._pools.wait_ready(show)
         held = holdings(self.cfg, self.shape)
         for url, workers in self.engines.describe_parameters().items():
             try:
@@ -218,7 +217,7 @@ class Rollouter:
     def cancel(self) -> None:
         """Soon end a running rollout, evaluation or wait for engines; safe from any thread."""
         self.engines.cancel()
-        self._pools.cancel()
+        self.pools.cancel()
 
     def close(self) -> None:
         """Stop the reward workers, the environments, and the engines that were started here."""
@@ -230,7 +229,7 @@ class Rollouter:
             stack.callback(self.servers.close)
             if self.environments:
                 stack.callback(self.environments.close)
-            stack.callback(self._pools.close)
+            stack.callback(self.pools.close)
             if self.in_flight:  # it would start ended engines again
                 stack.callback(self.in_flight.end)
 

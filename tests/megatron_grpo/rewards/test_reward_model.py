@@ -34,6 +34,8 @@ class Dying:
         self.url = f"http://127.0.0.1:{port}"
         self.asked, self.answering, self.num_deaths = asked, answering, 0
 
+    awaited = ""
+
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
         address = {"base_url": self.url, "api_key": SecretStr("secret")}
         return tuple(each.model_copy(update={"arguments": address}) for each in functions)
