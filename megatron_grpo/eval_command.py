@@ -70,6 +70,9 @@ class FolderEvaluation:
             )
             with waiting(self.servers.awaited, "answer") as show:
                 self.servers.wait_ready(cfg.rollout.startup_timeout, show)
+            if pools.awaited:
+                with waiting(pools.awaited, "answer") as show:
+                    pools.wait_ready(show)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
