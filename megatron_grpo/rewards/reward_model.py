@@ -61,6 +61,7 @@ async def reward_model(
     labels, or the logit of one.
     """
     _check(path, base_url, api_key, step_separator)
+    _check_server(base_url, tensor_parallel_size, vllm)
     if path is not None:
         check_folder(Path(path), of_steps=step_tag is not None)
     if not completions:
@@ -99,6 +100,15 @@ def _check(
         raise ValueError("api_key: name the environment variable that has the key, in api_key_env")
     if not step_separator:
         raise ValueError("step_separator is empty: give the text between two steps")
+
+
+def _check_server(base_url: str | None, size: int, vllm: dict[str, Any] | None) -> None:
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"tensor_parallel_size {size!r}: give a number of GPUs")
+    if not isinstance(vllm or {}, dict):
+        raise ValueError(f"vllm {vllm!r}: give a table of arguments, such as max_model_len: 8192")
+    if base_url is not None and (vllm or size > 1):
+        raise ValueError("tensor_parallel_size and vllm are for a model that the run serves: path")
 
 
 def check_folder(path: Path, *, of_steps: bool) -> None:

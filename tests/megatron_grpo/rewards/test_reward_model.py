@@ -196,6 +196,9 @@ PROCESS = {"architectures": ["Qwen2ForProcessRewardModel"]}
         (SCALAR, {"api_key": "sk-1"}, "api_key_env"),
         (SCALAR, {"step_separator": ""}, "step_separator is empty"),
         (SCALAR, {"devices": "0"}, "has no argument 'devices'"),
+        (SCALAR, {"tensor_parallel_size": 0}, "give a number of GPUs"),
+        (SCALAR, {"vllm": "dtype"}, "give a table of arguments"),
+        (SCALAR, {"path": None, "base_url": "http://h", "vllm": {"dtype": "x"}}, "run serves"),
     ],
 )
 def test_folders_that_cannot_score_are_refused(tmp_path, config, arguments, told) -> None:
