@@ -13,16 +13,17 @@ from rich.table import Table
 
 from checkpoint_convert import ModelShape, check_weights, read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.agents.agents import open_dialogues
 from megatron_grpo.bars import progress_bar, waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import served_here
+from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineDown, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.server import EngineServers, check_cpu_kernels
-from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
     Evaluations,
@@ -62,12 +63,11 @@ class FolderEvaluation:
             rewards = [held_out.reward or cfg.reward for held_out in cfg.eval.named_sets.values()]
             models = RewardModels(served_here(rewards), cfg.rollout, out / "logs")
             pools = stack.enter_context(closing(RewardPools(models)))
-            environments = None
-            if cfg.environment.name is not None:
-                environments = stack.enter_context(closing(EnvironmentPool(cfg.environment)))
-            self._evaluations = Evaluations(
-                cfg, shape, tokenizer, self._client, pools, environments
-            )
+            ends = end_tokens(shape, tokenizer, cfg.rollout)
+            dialogues = open_dialogues(cfg, tokenizer, ends, self._client, None)
+            if dialogues:
+                stack.callback(dialogues.close)
+            self._evaluations = Evaluations(cfg, shape, tokenizer, self._client, pools, dialogues)
             with waiting(self.servers.awaited, "answer") as show:
                 self.servers.wait_ready(cfg.rollout.startup_timeout, show)
             if pools.awaited:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
+from megatron_grpo.agents.agents import actor_pool
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
@@ -43,28 +44,26 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
         )
         cfg = _with_steps_of_epochs(cfg, PromptStream.of(cfg, prompts))
         _check_vocabulary(shape, prompts)
+        _check_context(cfg, shape)
         _check_engine_context(cfg, prompts, "data", "rollout")
         _check_token_budget(cfg, prompts)
         rows = [prompt.row for prompt in prompts]
         rewards.wait_ready(rows)
         rewards.score_trial(prompts[0])
-        if cfg.environment.name is not None:
-            Turns.from_config(cfg, tokenizer, ends)  # refuses more than _check_end_of_turn
-            environments = EnvironmentPool(cfg.environment)
-            stack.callback(environments.close)
-            environments.wait_ready(rows)
-        elif cfg.data.apply_chat_template:
-            _check_end_of_turn(cfg, tokenizer, ends)
+        if pool := _dialogue_pool(cfg):
+            stack.callback(pool.close)
+            pool.wait_ready(() if cfg.agent.is_used else rows)
+        _check_turns(cfg, tokenizer, ends)
         return cfg, _described(prompts[0], tokenizer, ends, cfg)
 
 
 def check_reward_models(cfg: Config) -> None:
     """Raise ValueError for reward models that cannot be served or asked as the config says."""
     names = [each.name for reward in cfg.rewards.values() for each in reward.functions]
-    if cfg.environment.name is not None and REWARD_MODEL in names:
+    if cfg.dialogue_term and REWARD_MODEL in names:
         raise ValueError(
-            "reward_model scores completions of one turn, as its chat template has one for it: "
-            "leave it out, or set environment.name=null"
+            "reward_model scores completions of one turn, as its chat template has one for it, and "
+            f"this run has the dialogues of an {cfg.dialogue_term}: leave one of the two out"
         )
     for function in served_here(cfg.rewards.values()):
         load_function(function)
@@ -88,6 +87,8 @@ def _described(
     prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int], cfg: Config
 ) -> str:
     ended = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends)
+    if cfg.agent.is_used:
+        return f"{cfg.num_steps} optimizer steps; an agent acts on each row of the data"
     observed = "" if cfg.environment.name is None else ", but for what the environment says"
     return (
         f"{cfg.num_steps} optimizer steps; row {prompt.index} of the data becomes "
@@ -103,9 +104,9 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
     tokenizer = load_tokenizer(cfg.model.path)
     ends = end_tokens(shape, tokenizer, cfg.rollout)
     with ExitStack() as stack:
-        pools, environments = stack.enter_context(closing(RewardPools())), None
-        if cfg.environment.name is not None:
-            environments = stack.enter_context(closing(EnvironmentPool(cfg.environment)))
+        pools = stack.enter_context(closing(RewardPools()))
+        if pool := _dialogue_pool(cfg):
+            stack.callback(pool.close)
         for name in cfg.eval.named_sets:
             view, section = as_evaluated(cfg, name), section_of(name)
             prompts = load_eval_prompts(view, name, tokenizer, shape.max_position_embeddings)
@@ -115,13 +116,39 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
                 rewards = pools.pool_for(without_served(view.reward))
                 rewards.wait_ready([prompt.row for prompt in prompts])
                 rewards.score_trial(prompts[0])
-                if environments:
-                    Turns.from_config(view, tokenizer, ends)
-                    environments.wait_ready([prompt.row for prompt in prompts])
-                elif view.data.apply_chat_template:
-                    _check_end_of_turn(view, tokenizer, ends)
+                if pool:
+                    rows = [prompt.row for prompt in prompts]
+                    pool.wait_ready(() if cfg.agent.is_used else rows)
+                _check_turns(view, tokenizer, ends)
             except ValueError as error:
                 raise ValueError(f"{section}: {error}") from None
+
+
+def _dialogue_pool(cfg: Config) -> EnvironmentPool | None:
+    """What the environments or agents of a run are started by, if it has any."""
+    if cfg.agent.is_used:
+        return actor_pool(cfg)
+    return None if cfg.environment.name is None else EnvironmentPool(cfg.environment)
+
+
+def _check_turns(cfg: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int]) -> None:
+    if cfg.agent.has_tools and "tools" not in str(tokenizer.chat_template):
+        raise ValueError(
+            "agent.tools: the chat template of the model does not mention tools: use a model whose "
+            "template does"
+        )
+    if cfg.environment.name is not None:
+        Turns.from_config(cfg, tokenizer, ends)  # refuses more than _check_end_of_turn
+    elif cfg.data.apply_chat_template:
+        _check_end_of_turn(cfg, tokenizer, ends)
+
+
+def _longest_prompt(cfg: Config, prompts: list[Prompt]) -> int:
+    """Tokens of the longest prompt; an agent writes its own, up to a limit."""
+    if cfg.agent.is_used:
+        assert cfg.data.max_prompt_length is not None
+        return cfg.data.max_prompt_length
+    return max(len(prompt.token_ids) for prompt in prompts)
 
 
 def _check_end_of_turn(
@@ -158,6 +185,19 @@ def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
             )
 
 
+def _check_context(cfg: Config, shape: ModelShape) -> None:
+    """What an agent may write, and the model answer, must fit into the model's context."""
+    if not cfg.agent.is_used:
+        return
+    most, completion = cfg.data.max_prompt_length or 0, cfg.rollout.max_completion_length
+    if most + completion > shape.max_position_embeddings:
+        raise ValueError(
+            f"data.max_prompt_length {most} and rollout.max_completion_length {completion} do not "
+            f"fit into the model's context of {shape.max_position_embeddings} tokens: lower one of "
+            "them"
+        )
+
+
 def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout: str) -> None:
     """The longest prompt with the longest completion must fit into the engine's context.
 
@@ -169,7 +209,7 @@ def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout
         return
     names = PLANNED[cfg.rollout.engine]
     limit = engine_number(cfg.rollout, names.context)
-    longest = max(len(prompt.token_ids) for prompt in prompts)
+    longest = _longest_prompt(cfg, prompts)
     length = longest + cfg.rollout.max_completion_length + names.spare_context
     if limit is not None and limit < length:
         raise ValueError(
@@ -182,13 +222,15 @@ def _check_engine_context(cfg: Config, prompts: list[Prompt], data: str, rollout
 
 def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
     """The longest prompt with the longest completion must fit into one microbatch."""
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    length = len(longest.token_ids) + cfg.rollout.max_completion_length
+    longest = _longest_prompt(cfg, prompts)
+    length = longest + cfg.rollout.max_completion_length
     alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
     try:
         plan_microbatches([length], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
     except ValueError as error:
+        of = [f"prompt {each.index} has" for each in prompts if len(each.token_ids) == longest]
+        who = "an agent's prompt may have" if cfg.agent.is_used else of[0]
         raise ValueError(
-            f"prompt {longest.index} has {len(longest.token_ids)} tokens and its completion up to "
+            f"{who} {longest} tokens and its completion up to "
             f"rollout.max_completion_length {cfg.rollout.max_completion_length}: {error}"
         ) from None

@@ -15,7 +15,7 @@ FlexSP (arXiv 2412.01523) and ByteScale (arXiv 2502.21231).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,14 @@ def fixed_turns(plan: Plan, context: int) -> list[list[Turn]]:
     return [
         [Turn(context_size=context, microbatches=[microbatch]) for microbatch in rank]
         for rank in plan
+    ]
+
+
+def numbered(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
+    """The same with `numbers` of sequences instead of their places."""
+    return [
+        replace(turn, microbatches=[[numbers[i] for i in of] for of in turn.microbatches])
+        for turn in turns
     ]
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_grpo.batch.branches import values_by_sample
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
@@ -55,12 +56,10 @@ def _collected(
     collected = collect_values(minibatches, values, groups)
     if collected is None or experience is None:
         return None
-    found: dict[int, Tensor] = {
-        indices[minibatch][place]: of_sequence
-        for of_rank in collected
-        for minibatch, sequences in enumerate(of_rank)
-        for place, of_sequence in sequences.items()
-    }
+    found: dict[int, Tensor] = {}
+    for of_minibatch, chosen in zip(zip(*collected, strict=True), indices, strict=True):
+        sequences = {number: v for of_rank in of_minibatch for number, v in of_rank.items()}
+        found |= values_by_sample(experience.samples, chosen, sequences)
     nothing = torch.zeros(0)  # for a completion without tokens
     return [found.get(i, nothing) for i in range(len(experience.samples))]
 
@@ -71,7 +70,7 @@ def collect_values(
     """Gather the `values` [T] of all completion tokens on rank 0; returns None on the other ranks.
 
     The result holds, for each data and context rank and optimizer step, the float32 values
-    [completion tokens] of each sequence, by its index in the optimizer batch. Two hops: from the
+    [completion tokens] of each sequence, by its number in the optimizer batch. Two hops: from the
     last pipeline stage, which alone has the values, to the first, and from there to rank 0.
     """
     stages = dist.get_process_group_ranks(groups.pipeline)

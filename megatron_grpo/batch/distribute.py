@@ -3,7 +3,7 @@
 A part is sent unpacked: 9 bytes per token instead of 38. Every rank packs its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.loss import loss_weights
+from megatron_grpo.batch.branches import numbered_sequences
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.batch.token_log import first_rows
@@ -24,7 +25,7 @@ from parallel.groups import Groups
 from parallel.microbatches import CostModel, plan_microbatches
 from parallel.packing import CACHED_VALUES, PackedBatch, TokenSequence, by_prompt, pack
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
-from parallel.turns import Turn, fixed_turns, plan_turns
+from parallel.turns import Turn, fixed_turns, numbered, plan_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class DataParallelShard:
     """
 
     turns: list[Turn]
-    """Their microbatches have indices in the optimizer batch."""
+    """Their microbatches have numbers of sequences; see `branches`."""
     columns: dict[str, list[Any] | Tensor]
     """For each field its values of all sequences, in the order of the microbatches: a list of
     them, or tensors joined."""
@@ -47,7 +48,7 @@ class DataParallelShard:
     """Those of `CACHED_VALUES` that the optimizer batch has; this shard may have no sequence."""
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenSequence], turns: list[Turn]) -> "DataParallelShard":
+    def of(cls, sequences: Mapping[int, TokenSequence], turns: list[Turn]) -> "DataParallelShard":
         """The shard that has these `turns` of an optimizer batch of `sequences`.
 
         Each field must be a tensor in all `sequences` or in none.
@@ -107,9 +108,11 @@ def split_for_data_parallel(
     """
     alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
-        sequences = _sequences(experience, indices, cfg)
-        plan = _plan(sequences, alignment, cost, cfg)
-        yield [DataParallelShard.of(sequences, turns) for turns in plan]
+        samples = [experience.samples[i] for i in indices]
+        sequences = numbered_sequences(samples, _sequences(experience, indices, cfg))
+        plan = _plan([*sequences.values()], alignment, cost, cfg)
+        numbers = [*sequences]
+        yield [DataParallelShard.of(sequences, numbered(turns, numbers)) for turns in plan]
 
 
 def _plan(
@@ -134,6 +137,7 @@ def _plan(
 
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:
+    """Prompt and whole completion of each sample."""
     samples = [experience.samples[i] for i in indices]
     known = {
         name: values for name in CACHED_VALUES if (values := getattr(experience, name)) is not None

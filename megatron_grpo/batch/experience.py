@@ -12,6 +12,7 @@ from megatron_grpo.algorithm.advantages import (
     normalized_sum_advantages,
     process_advantages,
 )
+from megatron_grpo.config.agent import AGENT_TERM
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.scoring import total_rewards
@@ -120,12 +121,24 @@ def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dic
     }
 
 
-def dialogue_metrics(num_turns: Sequence[int], finish_reasons: Sequence[str]) -> dict[str, float]:
-    """Model turns answered by the environment, and the fractions of dialogues that reached
-    `environment.max_turns` or whose environment failed."""
-    return {
+def dialogue_metrics(samples: Sequence[Sample], term: str) -> dict[str, float]:
+    """Turns of the model, and the fractions of dialogues that reached the most that are allowed, or
+    failed. Of an agent, `term`, also what it has made of its messages, sequences to train on, and
+    the means of what agents measured.
+    """
+    num_turns = [len(sample.step_rewards) for sample in samples]
+    reasons = [sample.finish_reason for sample in samples]
+    metrics = {
         "num_turns/mean": sum(num_turns) / len(num_turns),
         "num_turns/max": float(max(num_turns)),
-        "num_turns/clipped_ratio": finish_reasons.count("max_turns") / len(finish_reasons),
-        "environment/failed_ratio": finish_reasons.count("failed") / len(finish_reasons),
+        "num_turns/clipped_ratio": reasons.count("max_turns") / len(reasons),
+        f"{term}/failed_ratio": reasons.count("failed") / len(reasons),
     }
+    if term == AGENT_TERM:
+        num_sequences = [len(sample.sequences) for sample in samples]
+        metrics["agent/branches_mean"] = sum(num_sequences) / len(num_sequences)
+        metrics["agent/branches_max"] = float(max(num_sequences))
+        for name in {name for sample in samples for name in sample.metrics}:
+            values = [sample.metrics[name] for sample in samples if name in sample.metrics]
+            metrics[f"agent/{name}"] = sum(values) / len(values)
+    return metrics

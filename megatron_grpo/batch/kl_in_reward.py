@@ -12,16 +12,16 @@ from megatron_grpo.batch.distribute import Minibatches
 from parallel.groups import Groups
 
 
-def sequence_kl(minibatches: Minibatches, num_sequences: int, groups: Groups) -> list[Tensor]:
-    """Sum of KL(old policy || reference) over the response tokens: [num_sequences] per minibatch.
+def sequence_kl(minibatches: Minibatches, num_samples: int, groups: Groups) -> list[Tensor]:
+    """Sum of KL(old policy || reference) over the response tokens: [num_samples] per minibatch.
 
     Estimated by k1, log old - log reference: used as a reward, only k1 has the gradient of the
-    divergence. Collective, with the same result on all ranks; `num_sequences` is the number of
-    sequences in an optimizer batch.
+    divergence. Collective, with the same result on all ranks; `num_samples` is the number of
+    samples in an optimizer batch.
     """
     found = []
     for batches in minibatches:
-        sums = torch.zeros(num_sequences, dtype=torch.float64, device=batches[0].tokens.device)
+        sums = torch.zeros(num_samples, dtype=torch.float64, device=batches[0].tokens.device)
         for batch in batches:
             if batch.old_logprobs is None or batch.ref_logprobs is None:
                 continue  # only the last stage has them
@@ -29,7 +29,7 @@ def sequence_kl(minibatches: Minibatches, num_sequences: int, groups: Groups) ->
                 continue  # other context ranks hold the same tokens
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")
             kl = kl.double().where(batch.loss_mask, 0.0)
-            sums.index_add_(0, batch.sequence_index.clamp(min=0), kl)
+            sums.index_add_(0, batch.sequence_index.clamp(min=0) % num_samples, kl)
         for group in (groups.data_context, groups.pipeline):
             dist.all_reduce(sums, group=group)
         found.append(sums)
@@ -37,7 +37,7 @@ def sequence_kl(minibatches: Minibatches, num_sequences: int, groups: Groups) ->
 
 
 def by_sample(found: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> Tensor:
-    """Reorder the values `found` for the sequences of each minibatch by sample of the generation.
+    """Reorder the values `found` for the samples of each minibatch by sample of the generation.
 
     `indices` are the samples of each minibatch. Returns [N] float64 on the CPU.
     """
@@ -48,12 +48,12 @@ def by_sample(found: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> Tens
 
 
 def with_advantages(minibatches: Minibatches, advantages: Sequence[Tensor]) -> Minibatches:
-    """The minibatches with new advantages, [sequences of the optimizer batch] for each of them."""
+    """The minibatches with new advantages, [samples of the optimizer batch] for each of them."""
     return [
         [
             replace(
                 batch,
-                advantages=new[batch.sequence_index.clamp(min=0)]
+                advantages=new[batch.sequence_index.clamp(min=0) % len(new)]
                 .to(batch.advantages)
                 .where(batch.loss_mask, 0.0),
             )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Branch, Sample
 from parallel.packing import CACHED_VALUES
 
 SAMPLES_FILE = "samples.jsonl"
@@ -62,6 +62,8 @@ def write_experience(folder: Path, experience: Experience, prefix: str = "") -> 
             "policy_version": sample.policy_version,
             "versions": sample.versions,
             "step_rewards": sample.step_rewards,
+            **({"branches": sample.branches} if sample.branches else {}),
+            **({"metrics": sample.metrics} if sample.metrics else {}),
             "own_prompt": _own(sample.prompt),
             "rewards": rewards,
         }
@@ -117,6 +119,11 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -
             versions=tuple((version, count) for version, count in row.get("versions", ())),
             loss_mask=tensors["loss_mask"][start:end].tolist(),
             step_rewards=tuple((token, reward) for token, reward in row["step_rewards"]),
+            metrics=row.get("metrics", {}),
+            branches=tuple(
+                Branch(tuple((a, b) for a, b in context), start, end)
+                for context, start, end in row.get("branches", ())
+            ),
             routed_experts=routes,
         )
         for row, (start, end), routes in zip(rows, bounds, _routes(tensors), strict=True)
@@ -144,14 +151,10 @@ def _routes(tensors: Mapping[str, Tensor]) -> list[np.ndarray | None]:
 
 
 def _own(prompt: Prompt) -> dict[str, Any] | None:
-    """The fields of a prompt that an environment has changed; None if it is that of the data."""
-    if prompt.first_observation is None:
+    """The fields of a prompt that are of one sample alone; None if it is that of the data."""
+    if not prompt.is_own:
         return None
-    return {
-        "token_ids": [*prompt.token_ids],
-        "text": prompt.text,
-        "first_observation": prompt.first_observation,
-    }
+    return {"token_ids": [*prompt.token_ids], "text": prompt.text, "is_own": True}
 
 
 def _prompt(prompt: Prompt, own: dict[str, Any] | None) -> Prompt:

@@ -6,11 +6,11 @@ here need the config alone; `preflight.py` also checks it against the model and 
 `file.py` reads and writes configs as YAML.
 """
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 from pydantic import model_validator
 
+from megatron_grpo.config.agent import AGENT_TERM, AgentConfig, check_use
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
@@ -18,11 +18,10 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.reward import (
     ENVIRONMENT_TERM,
-    RIGHT,
-    SHAPING,
     EnvironmentConfig,
     RewardConfig,
     RewardFunction,
+    check_judges,
 )
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.section import Section
@@ -50,6 +49,7 @@ class Config(Section):
     rollout: RolloutConfig
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    agent: AgentConfig = AgentConfig()
     eval: EvalConfig = EvalConfig()
     wandb: WandbConfig = WandbConfig()
     trackio: TrackioConfig = TrackioConfig()
@@ -129,12 +129,22 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _dialogues_are_of_one_generation(self) -> Self:
-        if self.rollout.over_sampling > 1 and self.environment.name is not None:
+        if self.rollout.over_sampling > 1 and self.dialogue_term:
             raise ValueError(
                 f"rollout.over_sampling {self.rollout.over_sampling} has completions in progress "
-                "in every checkpoint, and dialogues with an environment cannot be saved before "
-                "they end: set rollout.over_sampling=1"
+                "in every checkpoint, and dialogues with an environment or an agent cannot be "
+                "saved before they end: set rollout.over_sampling=1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _agents_act_alone(self) -> Self:
+        check_use(
+            self.agent,
+            environment=self.environment.name,
+            max_prompt_length=self.data.max_prompt_length,
+            parser=self.rollout.tool_call_parser,
+        )
         return self
 
     @model_validator(mode="after")
@@ -277,7 +287,7 @@ class Config(Section):
         for name, held_out in self.eval.named_sets.items():
             if "pass_threshold" not in held_out.model_fields_set:
                 terms = self._terms_of(held_out.reward or self.reward)
-                _check_judges(terms, held_out.pass_threshold, section_of(name))
+                check_judges(terms, held_out.pass_threshold, section_of(name))
         return self
 
     @model_validator(mode="after")
@@ -303,15 +313,15 @@ class Config(Section):
     def _something_rewards(self) -> Self:
         for section, reward in self.rewards.items():
             labels = [function.label for function in reward.functions]
-            if self.environment.name is None and not labels:
+            if not any(term.weight for term in self._terms_of(reward)) and not labels:
                 raise ValueError(
                     f"{section}.functions is empty: name at least 1, such as [exact], or an "
                     "environment"
                 )
-            if self.environment.name is not None and ENVIRONMENT_TERM in labels:
+            if self.dialogue_term in labels:
                 raise ValueError(
-                    f"{section}.functions names {ENVIRONMENT_TERM}, the name of the environment's "
-                    "own reward: rename the function"
+                    f"{section}.functions names {self.dialogue_term}, the name of the "
+                    f"{self.dialogue_term}'s own reward: rename the function"
                 )
         return self
 
@@ -360,14 +370,21 @@ class Config(Section):
 
     @property
     def reward_terms(self) -> tuple[RewardFunction, ...]:
-        """The terms of the total reward, a weighted sum: the functions, and the environment."""
+        """The terms of the total reward, a weighted sum: the functions, and the dialogue's own."""
         return self._terms_of(self.reward)
 
+    @property
+    def dialogue_term(self) -> str:
+        """Label of the reward that an environment or an agent gives; empty without dialogues."""
+        if self.agent.is_used:
+            return AGENT_TERM
+        return "" if self.environment.name is None else ENVIRONMENT_TERM
+
     def _terms_of(self, reward: RewardConfig) -> tuple[RewardFunction, ...]:
-        if self.environment.name is None:
+        if not self.dialogue_term:
             return reward.functions
-        environment = RewardFunction(name=ENVIRONMENT_TERM, weight=self.environment.weight)
-        return (*reward.functions, environment)
+        weight = self.agent.weight if self.agent.is_used else self.environment.weight
+        return (*reward.functions, RewardFunction(name=self.dialogue_term, weight=weight))
 
     @property
     def mixes_in_float32(self) -> bool:
@@ -379,21 +396,3 @@ class Config(Section):
     def dims(self) -> ParallelDims:
         """The trainer's mesh; raises ValueError when the sizes are incompatible."""
         return self.parallel.dims
-
-
-def _check_judges(terms: Sequence[RewardFunction], threshold: float, section: str) -> None:
-    """Raise ValueError if bonuses or penalties could decide whether a right answer passes."""
-    judges = [term for term in terms if term.weight != 0]
-    names = [term.name for term in judges]
-    is_plain = len(judges) == 1 and judges[0].weight >= 1 and SHAPING.isdisjoint(names)
-    if judges and not is_plain:
-        unshaped = [name for name in names if name not in SHAPING]
-        judge = next(iter(sorted(unshaped, key=lambda name: name not in RIGHT)), "math_answer")
-        sums = ", ".join(f"{term.name} * {term.weight:g}" for term in judges)
-        functions = f"{section}.reward.functions=[{judge}], or "
-        raise ValueError(
-            f"{section}.pass_threshold {threshold} is for rewards that score right answers alone, "
-            f"and completions are scored by {sums}: set "
-            f"{functions if ENVIRONMENT_TERM not in names else ''}{section}.pass_threshold to the "
-            "lowest weighted sum that passes"
-        )

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from megatron_grpo.config.agent import AGENT_TERM
 from megatron_grpo.config.section import Section
 
 ENVIRONMENT_TERM = "environment"
@@ -140,3 +141,21 @@ class EnvironmentConfig(Section):
         if value is not None and not all(value.rpartition(":")):
             raise ValueError(f"environment.name {value!r} is not of the form file.py:ClassName")
         return value
+
+
+def check_judges(terms: Sequence[RewardFunction], threshold: float, section: str) -> None:
+    """Raise ValueError if bonuses or penalties could decide whether a right answer passes."""
+    judges = [term for term in terms if term.weight != 0]
+    names = [term.name for term in judges]
+    is_plain = len(judges) == 1 and judges[0].weight >= 1 and SHAPING.isdisjoint(names)
+    if judges and not is_plain:
+        unshaped = [name for name in names if name not in SHAPING]
+        judge = next(iter(sorted(unshaped, key=lambda name: name not in RIGHT)), "math_answer")
+        sums = ", ".join(f"{term.name} * {term.weight:g}" for term in judges)
+        has_own = not {ENVIRONMENT_TERM, AGENT_TERM}.isdisjoint(names)
+        functions = "" if has_own else f"{section}.reward.functions=[{judge}], or "
+        raise ValueError(
+            f"{section}.pass_threshold {threshold} is for rewards that score right answers alone, "
+            f"and completions are scored by {sums}: set "
+            f"{functions}{section}.pass_threshold to the lowest weighted sum that passes"
+        )

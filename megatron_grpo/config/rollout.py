@@ -49,6 +49,9 @@ class RolloutConfig(Section):
     a base model with a chat template, the one that ends its turns."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
     """Strings that end a completion or turn, and belong to it; not with engine transformers."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of calls of tools in the turns of agents, such as hermes, qwen3_coder or
+    llama3_json; a parser of reasoning is vllm.reasoning_parser."""
     max_staleness: NonNegativeInt = 0
     """Generations that may be made ahead while the ranks train; samples are at most that many
     pushes of weights old when training on them begins. 0: synchronous."""
@@ -209,6 +212,11 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.python {self.python} is for rollout.engine sglang: leave it out, as "
                 f"engines of {self.engine} run in the trainer's environment"
+            )
+        if self.tool_call_parser is not None and self.engine != "vllm":
+            raise ValueError(
+                f"rollout.tool_call_parser {self.tool_call_parser} is for rollout.engine vllm: "
+                "leave it out"
             )
         for other, table in {"vllm": self.vllm, "sglang": self.sglang}.items():
             if table and self.engine != other:

@@ -35,8 +35,9 @@ class Prompt:
     """The columns of the row, with the reference answer also as `answer`."""
     path: int = 0
     """Number of its path in `data.path`, if that is a list."""
-    first_observation: str | None = None
-    """Text that the environment of one sample appended; the prompt is then that sample's alone."""
+    is_own: bool = False
+    """Whether it is of one sample alone: its environment has appended to it, or its agent made it.
+    """
     data: DataConfig | None = None
     """How `row` became `text`; None for a text alone."""
 

@@ -3,10 +3,10 @@
 import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,16 +16,27 @@ if TYPE_CHECKING:
     from megatron_grpo.data.prompts import Prompt
 
 
+class Branch(NamedTuple):
+    """A sequence that is trained on: a part of a completion, and what the model read before it."""
+
+    context: tuple[tuple[int, int], ...]
+    """Bounds of parts of prompt and completion, joined, that end to end come before it."""
+    start: int
+    end: int
+    """Its own part of the completion."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One completion of one prompt: a single turn, or a dialogue with an environment.
+    """One completion of one prompt: a single turn, or a dialogue with an environment or an agent.
 
     Values per token may be given as any sequence, and are kept in arrays: 9 bytes for each token,
     where tuples take 76, and a generation may have 10^8 tokens.
     """
 
     prompt: "Prompt"
-    """In a dialogue, it includes the first observation of the environment."""
+    """In a dialogue, it includes the first observation of the environment; of an agent, it is its
+    first request."""
     sample_index: int
     """Number among the completions of this prompt, from 0."""
     completion_ids: Sequence[int]
@@ -57,7 +68,14 @@ class Sample:
     completion, but for the last; None without `rollout.router_replay`, and for a dialogue that
     failed before its first turn."""
     step_rewards: tuple[tuple[int, float], ...] = ()
-    """For each turn that the environment answered: the index of its last token, and its reward."""
+    """For each turn that the environment answered: the index of its last token, and its reward. Of
+    an agent, every turn, and the reward is the last one's."""
+    branches: tuple[Branch, ...] = ()
+    """Of an agent that did not only append to its messages: the sequences that it has made. Their
+    own parts do not overlap. Default: a single one, the completion after the prompt."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What an agent measured, and its calls of tools."""
 
     def __post_init__(self) -> None:
         mask = self.loss_mask or b"\1" * len(self.completion_ids)
@@ -71,14 +89,20 @@ class Sample:
         """Version of the weights and number of tokens, of each part of the completion."""
         return self.versions or ((self.policy_version, len(self.completion_ids)),)
 
+    @property
+    def sequences(self) -> tuple[Branch, ...]:
+        """What is trained on: the `branches`, or the whole."""
+        whole = Branch(((0, len(self.prompt.token_ids)),), 0, len(self.completion_ids))
+        return self.branches or (whole,)
+
     @cached_property  # every optimizer step asks for it, and it takes seconds for long generations
     def num_sampled(self) -> int:
         """Number of tokens that the model is trained on."""
         return sum(self.loss_mask)
 
     @property
-    def environment_reward(self) -> float:
-        """The sum of the step rewards; NaN when the environment failed."""
+    def dialogue_reward(self) -> float:
+        """The sum of the step rewards; NaN when the environment or the agent failed."""
         if self.finish_reason == "failed":
             return math.nan
         return math.fsum(reward for _, reward in self.step_rewards)

@@ -52,6 +52,9 @@ class CutRequests(SampleRequests, Protocol):
     def waiting(self) -> Iterable[int]:
         """Numbers of those that wait for their environments before there is a next request."""
 
+    def is_waiting(self, number: int) -> bool:
+        """Whether a number is among the `waiting`."""
+
     def take(self, number: int, choice: Choice, url: str) -> None:
         """Take the answer to an open request, after which it may be `waiting`."""
 
@@ -105,6 +108,10 @@ class Generation:
     async def take_answer(self, number: int, choice: Choice, url: str) -> None:
         """`take` it; there is no follow-up request."""
         self.take(number, choice, url)
+
+    def is_waiting(self, number: int) -> bool:
+        """No: a sample is one request."""
+        return False
 
     async def next_request(self, number: int) -> None:
         """None: a sample is one request."""

@@ -53,7 +53,7 @@ def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> 
     for them in what it samples, and not in its prompt.
     """
     found = begun.followed_by(rest, text="")
-    if num_tokens := _num_until_stop(begun.token_ids, rest.token_ids, decode, stop):
+    if num_tokens := num_until_stop(begun.token_ids, rest.token_ids, decode, stop):
         found = found.stopped(num_tokens)
     if found.finish_reason == CUT:
         return found
@@ -65,7 +65,7 @@ def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> 
     return found
 
 
-def _num_until_stop(
+def num_until_stop(
     begun: Sequence[int], rest: Sequence[int], decode: Decode, stop: Sequence[str]
 ) -> int:
     """Number of tokens until a stop string is complete that began in `begun`; 0 if none is.
@@ -191,7 +191,7 @@ class OpenGenerations:
             requests.begun[own_number] = choice
             return None
         requests.take(own_number, choice, url)
-        if own_number in requests.waiting:
+        if requests.is_waiting(own_number):
             self._wait(generation, own_number, url)
         opened.end_if_complete()
         return None

@@ -90,7 +90,7 @@ class EngineServers(ServerProcesses):
 def check_arguments(rollout: RolloutConfig) -> None:
     """Raise ValueError if the engine is not installed, or lacks an argument that the config has."""
     if rollout.engine == "vllm":
-        check_engine_arguments(rollout.vllm)
+        check_engine_arguments(rollout.vllm, rollout.tool_call_parser)
     elif rollout.engine == "sglang":
         check_sglang_arguments(rollout)
 

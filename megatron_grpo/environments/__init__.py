@@ -11,6 +11,8 @@ An environment is a class in a user's file:
 `step` may also take `token_ids` and `finish_reason` of the turn (`stop`, or `length` if it was cut
 off), and `tokens_left`, the number of tokens that observations and further turns may have together.
 
+A classmethod `load(**arguments)`, if there is one, is called once, before any instance is made.
+
 Every sample has its own instance, made from `environment.arguments`, in its own process: the file
 is loaded once, and each instance lives in a fork of the process that loaded it. So a call that
 hangs, dies or uses too much memory can be killed without affecting other samples, and a step that

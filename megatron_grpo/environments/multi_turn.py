@@ -164,6 +164,10 @@ class DialogueGeneration:
         """The numbers of the dialogues that wait for their environments."""
         return [n for n, dialogue in enumerate(self.dialogues) if dialogue.pending is not None]
 
+    def is_waiting(self, number: int) -> bool:
+        """Whether a dialogue waits for its environment."""
+        return self.dialogues[number].pending is not None
+
     @property
     def is_complete(self) -> bool:
         """Whether every dialogue has ended."""

@@ -38,10 +38,16 @@ class Step:
 
 
 class EnvironmentPool:
-    """A worker that forks one process per environment; it loads in the background until `close`."""
+    """A worker that forks one process per environment; it loads in the background until `close`.
 
-    def __init__(self, cfg: EnvironmentConfig) -> None:
+    Messages name the keys of `section`, and `what` is loaded.
+    """
+
+    def __init__(
+        self, cfg: EnvironmentConfig, section: str = "environment", what: str = ""
+    ) -> None:
         self.cfg = cfg
+        self._what = what or f"environment {cfg.name}"
         self._keys = count()
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._calls: dict[int, Future[Any]] = {LOAD_KEY: _future()}
@@ -51,10 +57,10 @@ class EnvironmentPool:
         self._worker = SupervisedWorker(
             WORKER_MODULE,
             memory_megabytes=cfg.memory_megabytes,
-            memory_key="environment.memory_megabytes",
+            memory_key=f"{section}.memory_megabytes",
             send_seconds=SEND_SECONDS,
         )
-        self._worker.connection.send((cfg.name, cfg.arguments, cfg.timeout))
+        self._worker.connection.send((section, cfg.name, cfg.arguments, cfg.timeout))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -69,16 +75,14 @@ class EnvironmentPool:
             wanted = self._loaded.result(patience)
         except (EnvironmentFailed, EnvironmentsLost) as error:
             self.close()
-            raise ValueError(f"environment {self.cfg.name} cannot be loaded: {error}") from None
+            raise ValueError(f"{self._what} cannot be loaded: {error}") from None
         except TimeoutError:
             self.close()
-            raise ValueError(
-                f"environment {self.cfg.name} not loaded after {patience:g} s"
-            ) from None
+            raise ValueError(f"{self._what} not loaded after {patience:g} s") from None
         for name in wanted:
             if text := missing_column(name, rows):
                 self.close()
-                raise ValueError(f"reset of environment {self.cfg.name} requires {name!r}: {text}")
+                raise ValueError(f"reset of {self._what} requires {name!r}: {text}")
 
     def new_instance(self) -> "Instance":
         """A new environment for one sample; nothing runs until it is reset."""
@@ -162,7 +166,7 @@ class Instance:
         return self.pool.call("step", self.key, text, turn)
 
     def end(self) -> None:
-        """Kill it, and the processes it has started in its process group."""
+        """Kill it, and all processes that it has started."""
         self.pool.send("end", self.key)
 
 

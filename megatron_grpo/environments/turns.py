@@ -73,9 +73,7 @@ class Turns:
         row = {**prompt.row, column: _appended(prompt.row[column], observation)}
         [encoded] = encode_rows(self.data, self.tokenizer, [row])
         assert isinstance(encoded, Encoded), "it was none without the observation"
-        return replace(
-            prompt, token_ids=encoded.token_ids, text=encoded.text, first_observation=observation
-        )
+        return replace(prompt, token_ids=encoded.token_ids, text=encoded.text, is_own=True)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,7 +1,7 @@
 """The process that environments are forked from: `python -m MODULE FD MEGABYTES`.
 
-It reads the class and its limits from the socket FD, loads the class, answers with the columns that
-`reset` requires, and then executes commands, with any number of calls at once:
+It reads section, class and limits of the config from the socket FD, loads the class, answers with
+the columns that `reset` requires, and then executes commands, with any number of calls at once:
 
     ("reset", key, seed, prompt, columns)    fork a process, make the instance `key` in it, reset it
     ("step", key, text, turn)    call its `step`
@@ -34,7 +34,7 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn
 
 from megatron_grpo.environments.pool import LOAD_KEY
-from megatron_grpo.launch.parent_death import die_with_parent
+from megatron_grpo.launch.parent_death import adopt_orphans, die_with_parent, kill_tree
 from megatron_grpo.workers.supervised import attempt, begin_worker, limit_sends
 from megatron_grpo.workers.user_file import (
     death_text,
@@ -72,6 +72,8 @@ class LoadedClass:
             raise ValueError(
                 f"environment.arguments {dict(arguments)} of {name}: {error}"
             ) from None
+        if inspect.ismethod(load := getattr(found, "load", None)):  # of the class
+            load(**arguments)
         besides_text = _parameters(found.step, skip=2)  # type: ignore[attr-defined]
         for parameter in required_parameters(besides_text):
             if parameter not in TURN:
@@ -166,8 +168,7 @@ class EnvironmentWorker:
     """Serves the trainer's commands; holds all instances by key."""
 
     def __init__(self, trainer: Connection, memory_megabytes: int) -> None:
-        self.trainer = trainer
-        self.limit = f"environment.memory_megabytes {memory_megabytes}"
+        self.trainer, self._memory_megabytes = trainer, memory_megabytes
         self.processes: dict[int, InstanceProcess] = {}
         self.deadlines: OrderedDict[int, float] = OrderedDict()
         """The deadline (monotonic) of each call in progress, by key. All calls have the same time,
@@ -181,7 +182,8 @@ class EnvironmentWorker:
 
     def serve(self) -> None:
         """Load the class and run instances until the trainer closes the socket."""
-        name, arguments, self.timeout = self.trainer.recv()
+        self.section, name, arguments, self.timeout = self.trainer.recv()
+        self.limit = f"{self.section}.memory_megabytes {self._memory_megabytes}"
         is_loaded, loaded = attempt(lambda: LoadedClass.load(name, arguments), self.limit)
         if not is_loaded:
             self._answer(LOAD_KEY, False, loaded)
@@ -206,7 +208,7 @@ class EnvironmentWorker:
                 self._forward_answer(key)
         now = time.monotonic()
         for key in [*takewhile(lambda key: self.deadlines[key] < now, self.deadlines)]:
-            self._fail(key, f"no answer after {self.timeout:g} s (environment.timeout): killed")
+            self._fail(key, f"no answer after {self.timeout:g} s ({self.section}.timeout): killed")
         if None in ready:
             self._execute(*self.trainer.recv())
         self.killed = [pid for pid in self.killed if os.waitpid(pid, os.WNOHANG) == (0, 0)]
@@ -269,7 +271,8 @@ class EnvironmentWorker:
         die_with_parent()
         if os.getppid() != parent:
             os._exit(1)
-        os.setsid()  # so that the processes it starts can be killed with it
+        os.setsid()  # it may signal its group, and not the others
+        adopt_orphans()  # so that the processes it starts can be killed with it
         self.selector.close()
         for unused in (self.trainer, other_end, *(p.connection for p in self.processes.values())):
             unused.close()
@@ -315,9 +318,9 @@ class EnvironmentWorker:
         self.deadlines.pop(key, None)
         self.selector.unregister(process.connection)
         process.connection.close()
-        with suppress(ProcessLookupError):  # its own session, if it got that far
+        kill_tree(process.pid)
+        with suppress(ProcessLookupError):  # what it has left if it was dead already
             os.killpg(process.pid, signal.SIGKILL)
-        os.kill(process.pid, signal.SIGKILL)
         self.killed.append(process.pid)
 
     def _answer(self, key: int, is_good: bool, result: Any) -> None:

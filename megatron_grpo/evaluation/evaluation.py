@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.experience import completion_metrics, dialogue_metrics
+from megatron_grpo.config.agent import AGENT_TERM
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import EvalSet, section_of
 from megatron_grpo.config.reward import ENVIRONMENT_TERM
@@ -17,14 +18,12 @@ from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.sampling_params import SamplingParams
-from megatron_grpo.environments import EnvironmentPool
-from megatron_grpo.environments.multi_turn import DialogueGeneration
-from megatron_grpo.environments.turns import Turns
+from megatron_grpo.environments.dialogues import DialogueRequests, Dialogues
 from megatron_grpo.rewards import (
     RewardError,
     RewardPool,
     RewardPools,
-    add_environment_rewards,
+    add_dialogue_rewards,
     check_failed,
     total_rewards,
 )
@@ -56,7 +55,6 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 SERIES_OF_EVALUATION = -1
 """Used in place of a generation's number, so that every evaluation of a run has the same seeds, and
 training never uses them."""
-Ask = Callable[[Sequence[Prompt], SamplingParams], Generation | DialogueGeneration]
 
 ROUNDING = 1e-9
 """A weighted sum of rewards may miss `eval.pass_threshold` by this, as 0.7 + 0.2 + 0.1 does."""
@@ -130,7 +128,7 @@ class Evaluation:
     """Evaluates the held-out prompts, any number of times; `view` is a config after `as_evaluated`.
 
     It requests as many completions at once as a generation of the training has, since time and
-    memory limits were chosen for that. `ask` makes these requests.
+    memory limits were chosen for that. With `dialogues`, these are made instead.
     """
 
     def __init__(
@@ -140,17 +138,17 @@ class Evaluation:
         end_tokens: Sequence[int],
         engines: RolloutClient,
         rewards: RewardPool,
-        ask: Ask = Generation,
+        dialogues: Dialogues | None = None,
     ) -> None:
         self.prompts = prompts
         self.rewards = rewards
-        self._ask = ask
+        self._dialogues = dialogues
         self._view, self._end_tokens, self._engines = view, end_tokens, engines
         at_once = view.grpo.generation_batch_size // view.eval.num_generations
         self._num_prompts_at_once = max(1, at_once)
         self._samples: list[Sample] = []
         self._scores: list[dict[str, float]] = []
-        self._open: Generation | DialogueGeneration | None = None
+        self._open: Generation | DialogueRequests | None = None
 
     def run(
         self, policy_version: int, timer: PhaseTimer, show: Callable[[int, int], None]
@@ -169,8 +167,8 @@ class Evaluation:
                 samples = self._generate(policy_version)
             with timer.phase("eval", "score"):
                 scores = self.rewards.score(samples, num_completions=size)
-            if self._view.environment.name is not None:
-                add_environment_rewards(scores, samples)
+            if self._dialogues:
+                add_dialogue_rewards(scores, samples, self._view.dialogue_term)
             self._scores += scores
             self._samples += samples
             num_failed = sum(any(map(math.isnan, scores.values())) for scores in self._scores)
@@ -200,11 +198,19 @@ class Evaluation:
             first_position=start,
         )
         end = start + self._num_prompts_at_once
-        self._open = self._open or self._ask(self.prompts[start:end], params)
-        samples = self._engines.generate(self._open)
-        if isinstance(self._open, DialogueGeneration):
-            self._open.print_failures()
+        samples = self._answers(self.prompts[start:end], params)
         self._open = None
+        return samples
+
+    def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Sample]:
+        if self._dialogues is None:
+            self._open = requests = self._open or Generation(prompts, params)
+            return self._engines.generate(requests)
+        dialogues = self._open or self._dialogues.generation(prompts, params, self._view)
+        assert not isinstance(dialogues, Generation)
+        self._open = dialogues
+        samples = self._dialogues.generate(dialogues)
+        dialogues.print_failures()
         return samples
 
 
@@ -243,8 +249,8 @@ def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str
         [sample.num_sampled for sample in evaluated.samples],
         [reason == "length" for reason in reasons],
     )
-    if ENVIRONMENT_TERM in evaluated.rewards[0]:
-        lengths |= dialogue_metrics([len(s.step_rewards) for s in evaluated.samples], reasons)
+    for term in {ENVIRONMENT_TERM, AGENT_TERM} & evaluated.rewards[0].keys():
+        lengths |= dialogue_metrics(evaluated.samples, term)
     counts = {
         "failed": float(sum(map(math.isnan, totals))),
         "num_prompts": float(len(groups)),
@@ -316,7 +322,7 @@ class Evaluations:
         tokenizer: "PreTrainedTokenizerBase",
         engines: RolloutClient,
         pools: RewardPools,
-        environments: EnvironmentPool | None,
+        dialogues: Dialogues | None,
     ) -> None:
         ends = end_tokens(shape, tokenizer, cfg.rollout)
         context = shape.max_position_embeddings
@@ -325,17 +331,9 @@ class Evaluations:
             view = as_evaluated(cfg, name)
             # Whoever checked the config has warned already.
             prompts = load_eval_prompts(view, name, tokenizer, context, warns=False)
-            ask: Ask = Generation
-            if environments:
-                ask = partial(
-                    DialogueGeneration,
-                    environments=environments,
-                    turns=Turns.from_config(view, tokenizer, ends),
-                    max_turns=cfg.environment.max_turns,
-                )
             pool = pools.pool_for(view.reward)
-            self._evaluations[name] = Evaluation(view, prompts, ends, engines, pool, ask)
-        self._environments = environments
+            self._evaluations[name] = Evaluation(view, prompts, ends, engines, pool, dialogues)
+        self._dialogues = dialogues
         self._done: dict[str, Evaluated] = {}
 
     def run(
@@ -348,8 +346,8 @@ class Evaluations:
         """
         for name, evaluation in self._evaluations.items():
             if name not in self._done:
-                if self._environments:
-                    self._environments.wait_ready([prompt.row for prompt in evaluation.prompts])
+                if self._dialogues:
+                    self._dialogues.wait_ready([prompt.row for prompt in evaluation.prompts])
                 try:
                     self._done[name] = evaluation.run(policy_version, timer, partial(show, name))
                 except RewardError as error:

@@ -11,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 ENDED = signal.SIGUSR2
+TREE_SECONDS = 5.0
+"""Time in which a tree of processes is killed, unless a device driver blocks one."""
 OTHERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What a terminal or Slurm sends to all processes; the one waiting for `ENDED` blocks them."""
 
@@ -25,6 +27,45 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     parent died before this call.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Be the parent of all descendants whose parents end (PR_SET_CHILD_SUBREAPER of prctl(2))."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def kill_tree(root: int) -> None:
+    """Kill a child of this process that adopts orphans, and all its descendants.
+
+    They are stopped before they are killed: else one could fork faster than it is found.
+    """
+    stopped = {root}
+    _send(root, signal.SIGSTOP)
+    deadline = time.monotonic() + TREE_SECONDS
+    while (living := set(_descendants(root))) and time.monotonic() < deadline:
+        for pid in living:
+            _send(pid, signal.SIGKILL if pid in stopped else signal.SIGSTOP)
+        stopped |= living
+    _send(root, signal.SIGKILL)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _descendants(root: int) -> Iterator[int]:
+    """The living descendants of a process, as far as they are found while they change."""
+    left = [root]
+    while left:
+        pid = left.pop()
+        with suppress(OSError):  # it has ended
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if pid != root and state not in "ZX":
+                yield pid
+            for task in os.listdir(f"/proc/{pid}/task"):
+                children = Path(f"/proc/{pid}/task/{task}/children").read_text()
+                left += map(int, children.split())
 
 
 def kill_group(group: int) -> bool:

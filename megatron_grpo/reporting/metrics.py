@@ -126,7 +126,7 @@ class TrainMetrics:
             "rollout_masked": tokens.sequences.local_sums((weights == 0).double()),
         }
         # Padding and shared prompts have index -1 and only zeros, so they may be added to any row.
-        rows = tokens.sequence_index.clamp(min=0)
+        rows = tokens.sequence_index.clamp(min=0) % len(self._by_sequence)
         found = torch.stack([sums[name] for name in _BY_SEQUENCE], dim=1)
         self._by_sequence.index_add_(0, rows, found)
         self.token_log.add(tokens, loss, mismatch)

@@ -41,7 +41,7 @@ class RunLog:
         self._model, self._first_step = cfg.model.path, first_step
         self._rollout = cfg.rollout
         self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
-        self.has_environment = cfg.environment.name is not None
+        self._dialogue_term = cfg.dialogue_term
         self._held_out = tuple(cfg.eval.named_sets)
         self._recent = deque[tuple[float, float]](maxlen=self.batches.updates_per_generation)
         """Tokens and seconds of each of the last steps, as many as train on a generation."""
@@ -82,11 +82,8 @@ class RunLog:
             "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
             **times,
         }
-        if self.has_environment:
-            metrics |= dialogue_metrics(
-                [len(sample.step_rewards) for sample in samples],
-                [sample.finish_reason for sample in samples],
-            )
+        if self._dialogue_term:
+            metrics |= dialogue_metrics(samples, self._dialogue_term)
         indices = self.batches.minibatches(cursor.generation, self.seed)[cursor.minibatch]
         rows = []
         if cursor.iteration == 0:

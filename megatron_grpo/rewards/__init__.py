@@ -29,7 +29,7 @@ the sandbox.
 from megatron_grpo.rewards.pool import RewardPool, RewardPools, ScoringCancelled
 from megatron_grpo.rewards.scoring import (
     RewardError,
-    add_environment_rewards,
+    add_dialogue_rewards,
     check_failed,
     total_rewards,
 )
@@ -39,7 +39,7 @@ __all__ = [
     "RewardPool",
     "RewardPools",
     "ScoringCancelled",
-    "add_environment_rewards",
+    "add_dialogue_rewards",
     "check_failed",
     "total_rewards",
 ]

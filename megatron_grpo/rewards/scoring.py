@@ -8,7 +8,7 @@ from itertools import groupby
 from math import isnan, nan
 from typing import Any
 
-from megatron_grpo.config.reward import ENVIRONMENT_TERM, RewardConfig, RewardFunction
+from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.functions import Answer
 
@@ -142,10 +142,12 @@ class Scoring:
             )
 
 
-def add_environment_rewards(scores: Sequence[dict[str, float]], samples: Sequence[Sample]) -> None:
-    """Add the environment's reward of each dialogue to its scores, NaN where it failed."""
+def add_dialogue_rewards(
+    scores: Sequence[dict[str, float]], samples: Sequence[Sample], term: str
+) -> None:
+    """Add the reward that the environment or agent of each dialogue gave, NaN where it failed."""
     for score, sample in zip(scores, samples, strict=True):
-        score[ENVIRONMENT_TERM] = sample.environment_reward
+        score[term] = sample.dialogue_reward
 
 
 def total_rewards(

@@ -12,6 +12,7 @@ import torch
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
+from megatron_grpo.agents.agents import open_dialogues
 from megatron_grpo.bars import Show, waiting
 from megatron_grpo.batch.experience import Experience, compute_advantages
 from megatron_grpo.config.config import Config
@@ -26,11 +27,9 @@ from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
-from megatron_grpo.environments import EnvironmentPool
-from megatron_grpo.environments.multi_turn import DialogueGeneration
-from megatron_grpo.environments.turns import Turns
+from megatron_grpo.environments.dialogues import DialogueRequests
 from megatron_grpo.evaluation.evaluation import Evaluations
-from megatron_grpo.rewards import RewardPools, add_environment_rewards, check_failed, total_rewards
+from megatron_grpo.rewards import RewardPools, add_dialogue_rewards, check_failed, total_rewards
 from megatron_grpo.rewards.builtin import reference_fault
 from megatron_grpo.rewards.steps import with_steps
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
@@ -96,8 +95,6 @@ class Rollouter:
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
         self.pools = RewardPools(RewardModels.of_run(cfg, logs, num_ranks))
         self.rewards = self.pools.pool_for(cfg.reward)
-        has_environment = cfg.environment.name is not None
-        self.environments = EnvironmentPool(cfg.environment) if has_environment else None
         tokenizer = load_tokenizer(cfg.model.path)
         pool = EnginePool.of_run(self.servers, cfg)
         self.engines = RolloutClient(pool, cfg.rollout, cfg.lora)
@@ -109,9 +106,12 @@ class Rollouter:
         self._scoring = Lock()
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
+        self.dialogues = open_dialogues(
+            cfg, tokenizer, self._end_tokens, self.engines, self.in_flight
+        )
         self.stream = load_stream(cfg, shape, tokenizer)
         self.evaluations = Evaluations(
-            cfg, shape, tokenizer, self.engines, self.pools, self.environments
+            cfg, shape, tokenizer, self.engines, self.pools, self.dialogues
         )
 
     def wait_for_memory(self) -> None:
@@ -158,27 +158,24 @@ class Rollouter:
 
     def requests(
         self, sampler: DynamicSampler, request: RolloutRequest
-    ) -> Generation | DialogueGeneration:
-        """The requests of one round of a generation; environments start at once."""
+    ) -> Generation | DialogueRequests:
+        """The requests of one round of a generation; dialogues begin at once."""
         params = self.sampling_params(request.generation, sampler.round, request.policy_version)
-        if self.environments is None:
+        if self.dialogues is None:
             return Generation(sampler.prompts, params)
-        self.environments.wait_ready([prompt.row for prompt in self.stream.prompts])
-        return DialogueGeneration(
-            sampler.prompts,
-            params,
-            environments=self.environments,
-            turns=Turns.from_config(self.cfg, self.tokenizer, self._end_tokens),
-            max_turns=self.cfg.environment.max_turns,
-        )
+        self.dialogues.wait_ready([prompt.row for prompt in self.stream.prompts])
+        return self.dialogues.generation(sampler.prompts, params, self.cfg)
 
     def answers(
-        self, request: RolloutRequest, requests: Generation | DialogueGeneration
+        self, request: RolloutRequest, requests: Generation | DialogueRequests
     ) -> list[Sample]:
         """All samples of the requests of one round."""
         if self.in_flight:
             return self.in_flight.generate(request.generation, requests)
-        return self.engines.generate(requests)
+        if isinstance(requests, Generation):
+            return self.engines.generate(requests)
+        assert self.dialogues is not None
+        return self.dialogues.generate(requests)
 
     def score(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
         """The samples of a round by prompt, with their rewards."""
@@ -187,8 +184,8 @@ class Rollouter:
         with self._scoring:  # of one generation after the other
             rewards = self.rewards.score(samples, num_completions=size)
         samples = with_steps(samples, rewards, self._decode)
-        if self.environments:
-            add_environment_rewards(rewards, samples)
+        if self.dialogues:
+            add_dialogue_rewards(rewards, samples, self.cfg.dialogue_term)
         totals = total_rewards(rewards, self.cfg.reward_terms, self.cfg.reward.clip_range)
         size = self.cfg.grpo.num_generations
         return [
@@ -227,8 +224,8 @@ class Rollouter:
             if self.in_flight:
                 stack.callback(self.in_flight.close)
             stack.callback(self.servers.close)
-            if self.environments:
-                stack.callback(self.environments.close)
+            if self.dialogues:
+                stack.callback(self.dialogues.close)
             stack.callback(self.pools.close)
             if self.in_flight:  # it would start ended engines again
                 stack.callback(self.in_flight.end)
@@ -245,7 +242,7 @@ class Rollout:
         self.request = request
         self._rollouter, self._cfg = rollouter, rollouter.cfg
         self.sampler = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
-        self.open: Generation | DialogueGeneration | None = None
+        self.open: Generation | DialogueRequests | None = None
         """The requests of this round."""
 
     def run(self, timer: PhaseTimer) -> RolloutBatch:
@@ -260,7 +257,7 @@ class Rollout:
             with timer.phase("generate"):
                 self.open = self.open or self._rollouter.requests(sampler, self.request)
                 samples = self._rollouter.answers(self.request, self.open)
-                if isinstance(self.open, DialogueGeneration):
+                if not isinstance(self.open, Generation):
                     self.open.print_failures()
             with timer.phase("score"):
                 groups = self._rollouter.score(samples)
@@ -271,8 +268,8 @@ class Rollout:
         return self._batch()
 
     def abandon(self) -> None:
-        """Drop the open requests, and end the environments that they have started."""
-        if isinstance(self.open, DialogueGeneration):
+        """Drop the open requests, and end what they have started."""
+        if not isinstance(self.open, Generation | None):
             self.open.abandon()
 
     def _batch(self) -> RolloutBatch:

@@ -28,11 +28,11 @@ Unscored = Sequence[Sample]
 def may_be_saved(cfg: Config) -> bool:
     """Whether a checkpoint holds samples in progress, and so waits for none.
 
-    No dialogues, which have environments; and of a generation by itself, not the groups that
-    dynamic sampling has found so far.
+    No dialogues, which have environments or agents; and of a generation by itself, not the groups
+    that dynamic sampling has found so far.
     """
     one_round = cfg.rollout.over_sampling > 1 or not cfg.grpo.dynamic_sample
-    return cfg.rollout.in_flight_updates and one_round and cfg.environment.name is None
+    return cfg.rollout.in_flight_updates and one_round and not cfg.dialogue_term
 
 
 def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | None:

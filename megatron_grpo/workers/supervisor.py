@@ -6,7 +6,6 @@ processes in sessions of their own, whose parents then end: Linux makes them chi
 process (PR_SET_CHILD_SUBREAPER), which kills its children until it has none.
 """
 
-import ctypes
 import os
 import resource
 import signal
@@ -15,9 +14,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_grpo.launch.parent_death import die_with_parent
+from megatron_grpo.launch.parent_death import adopt_orphans, die_with_parent
 
-PR_SET_CHILD_SUBREAPER = 36
 END = signal.SIGUSR2
 """Not SIGHUP or SIGINT: a process started by `nohup` or with `&` in a script inherits that they are
 ignored, so they would be lost while this interpreter starts."""
@@ -31,7 +29,7 @@ def main() -> None:
     trainer, fd, megabytes, module = sys.argv[1:]
     # Block them before there is anything to kill: they stay pending until `sigwait`.
     signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, *SCHEDULERS))
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     die_with_parent(END)
     if os.getppid() != int(trainer):
         sys.exit("the trainer is gone")

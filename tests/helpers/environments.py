@@ -14,6 +14,8 @@ MINE = """
 import os, random, signal, subprocess, sys, time
 import numpy
 
+RUN_AWAY = "import os, time\\nwhile not os.fork(): os.setsid(); time.sleep(0.002)"
+
 # Of the worker, which imports this file: how long an instance may leave a turn unread.
 sys.modules["__main__"].SEND_SECONDS = 1.5
 
@@ -48,6 +50,10 @@ class Odd(Echo):
     def fail(self): return 1 / 0
     def refuse(self): raise ValueError("cannot do this")
     def hang(self): subprocess.run(["sleep", "LONG_SLEEP"])
+    def run_away(self):
+        '''Starts a process that starts its successor and ends, in a session of its own.'''
+        subprocess.Popen([sys.executable, "-c", RUN_AWAY, "LONG_SLEEP"])
+        self.hang()
     def spin(self):
         while True: pass
     def die(self): os.kill(os.getpid(), signal.SIGKILL)

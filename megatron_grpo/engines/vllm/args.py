@@ -4,6 +4,7 @@ Engines given by address must have been started in the same way.
 """
 
 import importlib.util
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -144,6 +145,8 @@ def vllm_command(
     command += [f"--middleware={TOKEN_GUARD}"]
     # Scale-out adds the route with token ids in and out; load tracking counts accepted requests.
     command += ["--enable-scale-out", "--enable-server-load-tracking"]
+    if parser := rollout.tool_call_parser:
+        command += ["--enable-auto-tool-choice", f"--tool-call-parser={parser}"]
     return [*command, *flags]
 
 
@@ -324,11 +327,15 @@ def server_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
     }
 
 
-def check_engine_arguments(table: Mapping[str, Any]) -> None:
-    """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know, or
-    if it is not installed."""
+def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) -> None:
+    """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know, a
+    parser that it does not have, or if it is not installed."""
     known = engine_argument_names()  # also without any name: it says if vLLM is missing
     check_names("vllm", table, RESERVED, known, "`vllm serve --help` has all")
+    if parser is not None and parser not in (parsers := tool_call_parsers()):
+        raise ValueError(
+            f"rollout.tool_call_parser {parser}: vLLM has {', '.join(sorted(parsers))}"
+        )
 
 
 @cache
@@ -338,14 +345,23 @@ def engine_argument_names() -> frozenset[str]:
     Read from its source in a tenth of a second, as importing it takes many seconds. Raises
     ValueError when vLLM is not installed.
     """
+    return fields_of(_installed() / "engine" / "arg_utils.py", ENGINE_CLASSES)
+
+
+def tool_call_parsers() -> frozenset[str]:
+    """The names of the installed vLLM's parsers of calls of tools, read from its source."""
+    source = (_installed() / "tool_parsers" / "__init__.py").read_text()
+    return frozenset(re.findall(r'^    "(\w+)": \(', source, re.MULTILINE))
+
+
+def _installed() -> Path:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ValueError(
             "rollout.engine vllm is not installed: run `make setup` (on GPUs: `bash "
             "requirements/gpu.sh`), or set rollout.engine=transformers"
         )
-    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
-    return fields_of(source, ENGINE_CLASSES)
+    return Path(spec.origin).parent
 
 
 ENGINE_CLASSES = ("EngineArgs", "AsyncEngineArgs")

@@ -142,7 +142,7 @@ def test_logprobs_of_all_ranks_survive_the_models_that_made_them(tmp_path, dims,
 
 def test_samples_come_back_bit_for_bit(tmp_path):
     saved = generation()
-    longer = replace(prompts()[3], token_ids=(4, 5, 6), text="x", first_observation="żółw")
+    longer = replace(prompts()[3], token_ids=(4, 5, 6), text="x", is_own=True)
     saved.samples[-1] = replace(saved.samples[-1], prompt=longer)
     old, ref = ([torch.randn(1 + i) for i in range(NUM_SAMPLES)] for _ in range(2))
     saved = replace(saved, old_logprobs=old, ref_logprobs=ref)

@@ -182,7 +182,7 @@ def test_an_environment_is_refused_beside_a_reward_model_and_a_bad_folder_by_nam
             check_reward_models(cfg)
         return str(refused.value)
 
-    assert "environment.name=null" in refusal("environment.name=file.py:Class")
+    assert "dialogues of an environment" in refusal("environment.name=file.py:Class")
     assert f"path {tmp_path} is no folder of a model" in refusal()
     of_a_set = ("eval.data.path=x", "reward.functions=[exact]", "eval.pass_threshold=1")
     model = f"{{name: reward_model, arguments: {{path: {tmp_path}}}}}"

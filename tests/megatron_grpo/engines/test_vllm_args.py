@@ -130,6 +130,9 @@ def test_an_unknown_argument_is_refused_with_the_nearest_known_one():
         ValueError, match=r"rollout\.vllm\.max_modellen .* did you mean max_model_len"
     ):
         check_engine_arguments({"max_num_seqs": 8, "max_modellen": 512})
+    check_engine_arguments({}, "hermes")
+    with pytest.raises(ValueError, match=r"rollout\.tool_call_parser hermess: vLLM has .*hermes, "):
+        check_engine_arguments({}, "hermess")
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))

@@ -123,7 +123,7 @@ def test_step_gets_the_values_of_a_turn_that_its_parameters_name(tmp_path):
 
 def test_late_instances_are_killed_with_what_they_started_and_the_others_go_on(odd_pool):
     other, at_reset = odd(odd_pool, "go_on"), odd_pool.new_instance()
-    late = [odd(odd_pool, deed).step("x") for deed in ("hang", "hang", "spin")]
+    late = [odd(odd_pool, deed).step("x") for deed in ("hang", "run_away", "spin")]
     late.append(at_reset.reset("prompt", {"deed": "hang", "turn": 0}, SEED))
     assert other.step("x").result(3) == ["go on", 0.0, False]
     for call in late:

@@ -120,7 +120,7 @@ def test_each_turn_is_requested_with_exactly_the_tokens_so_far(engine, tmp_path)
                 assert tokenizer.decode(parts[2 * turn + 1][1]) == observed
                 assert observed in sample.text
                 assert parts[2 * turn][1][-1] in END_IDS
-        assert sample.environment_reward == sum(reward for _, reward in sample.step_rewards)
+        assert sample.dialogue_reward == sum(reward for _, reward in sample.step_rewards)
         assert len(whole) - len(sample.prompt.token_ids) <= 150
 
 
@@ -266,8 +266,8 @@ def test_failing_environment_fails_its_sample_and_no_other(transformers, tmp_pat
     samples, generation = converse(transformers, tmp_path, "Odd", [*good, *bad])
     failed = [s for s in samples if s.finish_reason == "failed"]
     assert failed and {s.prompt.index for s in failed} == {1}
-    assert all(math.isnan(s.environment_reward) for s in failed)
-    assert all(math.isfinite(s.environment_reward) for s in samples if s not in failed)
+    assert all(math.isnan(s.dialogue_reward) for s in failed)
+    assert all(math.isfinite(s.dialogue_reward) for s in samples if s not in failed)
     assert len(generation.failures) == len(failed)
     assert generation.failures[0].startswith(f"prompt 1, sample {failed[0].sample_index}, turn ")
     if turn == 0:

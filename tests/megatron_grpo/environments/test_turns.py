@@ -163,5 +163,5 @@ def test_a_first_observation_is_the_end_of_the_last_message():
         )
         assert prompt.text == "<start>user\nask this<eos>\n<start>assistant\n"
         assert [*prompt.token_ids] == turns.tokenizer(prompt.text)["input_ids"]
-        assert (prompt.index, prompt.first_observation) == (3, " this")
+        assert (prompt.index, prompt.is_own) == (3, True)
         assert prompt.row["prompt"] == asked

@@ -10,8 +10,9 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from demo.make_sums import sums
 from helpers.environments import write_environments
 from helpers.policies import tiny_config
+from megatron_grpo.agents.agents import open_dialogues
+from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.engines.http import NoServingEngine
-from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.evaluation.evaluation import Evaluated, Evaluations, eval_metrics
 from megatron_grpo.rewards import RewardError, RewardPools
 from megatron_grpo.timing import PhaseTimer
@@ -42,16 +43,12 @@ class Evaluating:
             engine.folder, ParallelDims(), "grpo.generation_batch_size=8", *overrides
         )
         self.client, self.version = engine.client(), engine.version
-        self.pools, self.environments = RewardPools(), None
-        if cfg.environment.name:
-            self.environments = EnvironmentPool(cfg.environment)
+        self.pools, shape = RewardPools(), read_shape(engine.folder)
+        tokenizer = load_tokenizer(engine.folder)
+        ends = end_tokens(shape, tokenizer, cfg.rollout)
+        self.dialogues = open_dialogues(cfg, tokenizer, ends, self.client, None)
         self.evaluations = Evaluations(
-            cfg,
-            read_shape(engine.folder),
-            load_tokenizer(engine.folder),
-            self.client,
-            self.pools,
-            self.environments,
+            cfg, shape, tokenizer, self.client, self.pools, self.dialogues
         )
         self.shown: list[tuple[str, int, int]] = []
 
@@ -64,8 +61,8 @@ class Evaluating:
 
     def __exit__(self, *_: object) -> None:
         self.pools.close()
-        if self.environments:
-            self.environments.close()
+        if self.dialogues:
+            self.dialogues.close()
 
 
 def completions(result: Evaluated) -> list[tuple[int, ...]]:
@@ -136,7 +133,7 @@ def test_dialogues_are_evaluated_with_the_reward_of_their_environment(
         in_parts.samples, in_parts.rewards, in_parts.totals, strict=True
     ):
         assert list(scores) == ["share_of_digits", "environment"]
-        assert scores["environment"] == sample.environment_reward
+        assert scores["environment"] == sample.dialogue_reward
         assert total == sum(scores.values())
     metrics = eval_metrics(in_parts, held_out)
     turns = [len(sample.step_rewards) for sample in in_parts.samples]

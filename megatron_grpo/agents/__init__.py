@@ -1,0 +1,1 @@
+"""Agents: programs that ask an OpenAI-compatible endpoint for the model's turns."""

@@ -1,0 +1,198 @@
+"""Who acts in a session: an `agent.command` or an `agent.function`, in a process of its own.
+
+The process of a sample is an instance of the environments' pool, which forks, limits and kills it.
+Its only call is `reset`, which lasts as long as the agent acts and returns the reward, in JSON.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import reprlib
+import shlex
+import shutil
+import subprocess
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any
+
+from megatron_grpo.agents.tools import Tools, converse, load_tool
+from megatron_grpo.workers.user_file import load_user_file
+
+NOTHING: Mapping[str, Any] = {}
+MAX_LINES = 200
+"""Last lines kept of what a program writes."""
+MAX_LINE = 1 << 16
+
+
+class Actor:
+    """An environment that acts by itself; `reset` gets the address and the key of its session."""
+
+    def __init__(
+        self,
+        command: str | None,
+        function: str | None,
+        tools: Sequence[str],
+        mcp_servers: Sequence[str],
+        max_tool_characters: int,
+        prompt_column: str,
+        system_prompt: str | None,
+    ) -> None:
+        self._command, self._function = command, function
+        self._tools = Tools(tools, mcp_servers, max_tool_characters)
+        self._prompt_column, self._system_prompt = prompt_column, system_prompt
+
+    @classmethod
+    def load(
+        cls, command: str | None, function: str | None, tools: Sequence[str], **_: Any
+    ) -> None:
+        """Import what every agent needs, once; raises ValueError if it is not there."""
+        if command is not None:
+            if shutil.which(shlex.split(command)[0]) is None:
+                raise ValueError(f"agent.command {command!r}: there is no such program")
+            return
+        import openai  # noqa: F401, PLC0415
+
+        if function is not None:
+            load_function(function)
+        for name in tools:
+            load_tool(name)
+
+    def reset(self, url: str = "", key: str = "", row: Mapping[str, Any] = NOTHING) -> str:
+        """Act; returns reward and metrics in JSON."""
+        if self._command is not None:
+            told = run_command(shlex.split(self._command), variables_of(url, key), row)
+        else:
+            told = asyncio.run(self._act(url, key, row))
+        return json.dumps(checked(told))
+
+    def step(self, text: str) -> None:
+        """Never called."""
+
+    async def _act(self, url: str, key: str, row: Mapping[str, Any]) -> Any:
+        # Only agents that are functions need this package, and it takes a second.
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415
+
+        http = DefaultAsyncHttpxClient(verify=False)  # to read certificates takes 0.1 s
+        async with AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None, http_client=http
+        ) as client:
+            if self._function is not None:
+                return await load_function(self._function)(client, row)
+            async with self._tools as tools:
+                metrics = await converse(client, self._first_messages(row), tools)
+            return {"reward": None, "metrics": metrics}
+
+    def _first_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        prompt = row[self._prompt_column]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self._system_prompt is None:
+            return messages
+        return [{"role": "system", "content": self._system_prompt}, *messages]
+
+
+def variables_of(url: str, key: str) -> dict[str, str]:
+    """What tells the clients of both APIs where to ask."""
+    return {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+    }
+
+
+@cache
+def load_function(name: str) -> Callable[..., Any]:
+    """Import `file.py:function`; raises ValueError if it is not an async function of two."""
+    path, _, function_name = name.rpartition(":")
+    found = getattr(load_user_file(Path(path), "file of an agent"), function_name, None)
+    if not inspect.iscoroutinefunction(found):
+        raise ValueError(f"{path} has no async function {function_name!r}")
+    try:
+        inspect.signature(found).bind(None, None)
+    except TypeError:
+        raise ValueError(f"{name} must take a client and a row of the data") from None
+    return found
+
+
+def run_command(command: list[str], variables: Mapping[str, str], row: Mapping[str, Any]) -> Any:
+    """The last line that a program writes, read as JSON; None if it writes nothing.
+
+    Raises ValueError if it fails, with the end of what it wrote to stderr.
+    """
+    try:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    except OSError as error:
+        raise ValueError(f"agent.command {command[0]} cannot be started: {error}") from None
+    assert process.stdin and process.stdout and process.stderr
+    outputs = [_Tail(process.stdout), _Tail(process.stderr)]
+    try:
+        with process.stdin as stdin:
+            stdin.write(json.dumps(row, default=str).encode())
+    except BrokenPipeError:  # it does not read its row
+        pass
+    code = process.wait()
+    told, errors = (output.lines() for output in outputs)
+    if code:
+        raise ValueError(f"it ended with exit code {code}; its stderr ends with\n{errors}")
+    lines = [line for line in told.splitlines() if line.strip()]
+    if not lines:
+        return None
+    try:
+        return json.loads(lines[-1])
+    except ValueError:
+        raise ValueError(
+            f"the last line that it wrote is no reward in JSON: {reprlib.repr(lines[-1])}"
+        ) from None
+
+
+def checked(told: Any) -> dict[str, Any]:
+    """What an agent told: a reward, or an object with `reward` and `metrics`, numbers by name.
+
+    Raises ValueError for anything else.
+    """
+    told = told if isinstance(told, Mapping) else {"reward": told}
+    metrics, reward = told.get("metrics") or {}, told.get("reward")
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"its metrics {reprlib.repr(metrics)} are not numbers by name")
+    return {
+        "reward": None if reward is None else _number("reward", reward),
+        "metrics": {str(name): _number(f"metric {name}", of) for name, of in metrics.items()},
+    }
+
+
+def _number(what: str, value: Any) -> float:
+    try:
+        if not isinstance(value, str) and math.isfinite(value):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"its {what} {reprlib.repr(value)} is not a finite number")
+
+
+class _Tail:
+    """The last lines of a stream, read by a thread of its own, so that a program can write on."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._lines: deque[bytes] = deque(maxlen=MAX_LINES)
+        self._thread = Thread(target=self._read, args=[stream], daemon=True)
+        self._thread.start()
+
+    def lines(self) -> str:
+        """All that is kept, once the stream is closed or no longer read."""
+        self._thread.join(1.0)  # a process that it has left behind may hold it open
+        return b"".join([*self._lines]).decode(errors="replace")
+
+    def _read(self, stream: IO[bytes]) -> None:
+        while line := stream.readline(MAX_LINE):
+            self._lines.append(line)

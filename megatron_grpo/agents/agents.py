@@ -1,0 +1,218 @@
+"""All agents of a run: the endpoint that they ask, and the processes in which they act."""
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.agents import actors
+from megatron_grpo.agents.chat import ChatTemplate
+from megatron_grpo.agents.endpoint import Endpoint
+from megatron_grpo.agents.generation import AgentGeneration
+from megatron_grpo.agents.session import Session, SessionOver
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.data import DataConfig
+from megatron_grpo.config.reward import EnvironmentConfig
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.http import EngineDown
+from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.environments.dialogues import (
+    DialogueRequests,
+    Dialogues,
+    EnvironmentDialogues,
+)
+from megatron_grpo.environments.pool import (
+    EnvironmentFailed,
+    EnvironmentPool,
+    EnvironmentsLost,
+    Instance,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Json = dict[str, Any]
+ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters")
+"""Keys of `agent` that say who acts."""
+ALONE = -1
+"""Number of a generation beside which there is no other that is made."""
+DERENDER = "/v1/chat/completions/derender"
+"""vLLM's route from the tokens of a turn to an assistant's message."""
+
+
+def actor_pool(cfg: Config) -> EnvironmentPool:
+    """The processes of agents: those of environments, whose class acts by itself."""
+    agent = cfg.agent
+    return EnvironmentPool(
+        EnvironmentConfig(
+            name=f"{Path(actors.__file__)}:Actor",
+            arguments={
+                **agent.model_dump(include=set(ACTORS), mode="json"),
+                "prompt_column": cfg.data.prompt_column,
+                "system_prompt": cfg.data.system_prompt,
+            },
+            timeout=agent.timeout,
+            memory_megabytes=agent.memory_megabytes,
+        ),
+        section="agent",
+        what=f"agent.function {agent.function}" if agent.function else "the agent",
+    )
+
+
+class Agents:
+    """Starts an agent for each sample, and serves its requests, until `close`."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        tokenizer: "PreTrainedTokenizerBase",
+        end_tokens: Sequence[int],
+        client: RolloutClient,
+        in_flight: InFlight | None,
+    ) -> None:
+        self._cfg, self._client, self._tokenizer = cfg, client, tokenizer
+        self._end_tokens = end_tokens
+        self._is_own = in_flight is None
+        self._in_flight = in_flight or InFlight(client, self.decode)
+        self._endpoint = Endpoint(self._parse, cfg.model.path.name)
+        self._pool = actor_pool(cfg)
+        self._keys: dict[Session, str] = {}
+        self._instances: dict[Session, Instance] = {}
+        self._lost: EnvironmentsLost | None = None
+
+    def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Wait until agents can be started; raises ValueError, and ends all, if they cannot."""
+        self._pool.wait_ready(())  # an agent gets all columns
+
+    def generation(
+        self, prompts: Sequence[Prompt], params: SamplingParams, cfg: Config
+    ) -> AgentGeneration:
+        """Sessions for each prompt; they begin at once."""
+        template = ChatTemplate.of(self._tokenizer, cfg, self._end_tokens)
+        return AgentGeneration(prompts, params, self, partial(self._begin, template, cfg.data))
+
+    def generate(self, requests: DialogueRequests) -> list[Sample]:
+        """All samples of `requests`. Turns come one by one, as in flight, but no push does."""
+        self._in_flight.resume(requests.policy_version)
+        try:
+            return self._in_flight.generate(ALONE, requests)
+        finally:
+            self._in_flight.suspend()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of sampled tokens, without special ones."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def _begin(
+        self,
+        template: ChatTemplate,
+        data: DataConfig,
+        prompt: Prompt,
+        sample_index: int,
+        params: SamplingParams,
+        seed: int,
+    ) -> Session:
+        """Open a session, and start its agent."""
+        assert data.max_prompt_length is not None
+        session = Session(
+            prompt,
+            sample_index,
+            template,
+            self._cfg.agent,
+            longest=data.max_prompt_length + params.max_completion_length,
+            policy_version=params.policy_version,
+            router_replay=params.router_replay,
+        )
+        key = self._keys[session] = self._endpoint.admit(session)
+        instance = self._instances[session] = self._pool.new_instance()
+        columns = {"url": self._endpoint.url, "key": key, "row": dict(prompt.row)}
+        acting = instance.reset(prompt.text, columns, seed)
+        acting.add_done_callback(partial(self._take_reward, session))
+        return session
+
+    def end(self, session: Session) -> None:
+        """End a session whose agent has not ended."""
+        if not session.is_over:
+            session.end(None, failure="it was given up")
+            self._forget(session)
+
+    def raise_if_lost(self) -> None:
+        """Raise EnvironmentsLost if no agent can be started any more."""
+        if self._lost:
+            raise self._lost
+
+    def close(self) -> None:
+        """Kill all agents, and stop the endpoint."""
+        self._pool.close()
+        self._endpoint.close()
+        if self._is_own:
+            self._in_flight.end()
+            self._in_flight.close()
+
+    def _take_reward(self, session: Session, acting: "Future[str]") -> None:
+        try:
+            told = json.loads(acting.result())
+            session.end(told["reward"], told["metrics"])
+        except EnvironmentFailed as failure:
+            session.end(None, failure=str(failure))
+        except EnvironmentsLost as lost:
+            self._lost = lost
+            session.end(None, failure=str(lost))
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        if key := self._keys.pop(session, None):
+            self._endpoint.forget(key)
+        if instance := self._instances.pop(session, None):
+            instance.end()
+
+    async def _parse(self, choice: Choice, request: Mapping[str, Any], url: str) -> Json:
+        """The message that a turn is, by the engine's parsers, if it has any."""
+        rollout = self._cfg.rollout
+        if not (rollout.tool_call_parser or rollout.vllm.get("reasoning_parser")):
+            return {"role": "assistant", "content": choice.text}
+        turn = {"index": 0, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason}
+        names = ("messages", "tools", "tool_choice", "parallel_tool_calls")
+        body = {
+            "generate_response": {"request_id": "turn", "choices": [turn]},
+            "chat_request": {name: request[name] for name in names if request.get(name)},
+        }
+        [found] = (await self._post(DERENDER, body, url))["choices"]
+        message = {"role": "assistant", "content": found["message"].get("content") or ""}
+        for name in ("reasoning", "tool_calls"):
+            if found["message"].get(name):
+                message[name] = found["message"][name]
+        return message
+
+    async def _post(self, route: str, body: Json, url: str) -> Json:
+        """The answer of the engine at `url`, or of another one if that is lost."""
+        for address in (url, *(each for each in self._client.pool.serving if each != url)):
+            try:
+                async with self._client.connect(address) as engine:
+                    return await engine.post(route, body)
+            except (EngineDown, TimeoutError) as error:
+                lost = error
+        raise SessionOver(f"the turn could not be parsed: {lost}")
+
+
+def open_dialogues(
+    cfg: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    end_tokens: Sequence[int],
+    client: RolloutClient,
+    in_flight: InFlight | None,
+) -> Dialogues | None:
+    """What the config's samples are made by, if they are dialogues."""
+    if cfg.agent.is_used:
+        return Agents(cfg, tokenizer, end_tokens, client, in_flight)
+    if cfg.environment.name is not None:
+        return EnvironmentDialogues(cfg, tokenizer, end_tokens, client)
+    return None

@@ -1,0 +1,137 @@
+"""Anthropic's bodies of requests and answers, /v1/messages, from and to OpenAI's."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_grpo.agents.chat import BadRequest
+from megatron_grpo.agents.openai_api import Answered, Json
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def as_chat(body: Json) -> Json:
+    """The request as one of /v1/chat/completions; raises BadRequest for what that has no form for.
+
+    A user's results of tools become messages of the role `tool`, and the model's thinking becomes
+    its reasoning.
+    """
+    messages: list[Json] = []
+    if system := body.get("system"):
+        messages.append({"role": "system", "content": system})
+    for message in body.get("messages") or ():
+        messages += _chat_messages(message)
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool["name"],
+                "description": tool.get("description", ""),
+                "parameters": tool.get("input_schema", {}),
+            },
+        }
+        for tool in body.get("tools") or ()
+    ]
+    choice = (body.get("tool_choice") or {"type": "auto"})["type"]
+    return {
+        "messages": messages,
+        "tools": tools,
+        "tool_choice": choice,
+        "max_tokens": body.get("max_tokens"),
+        "stop": body.get("stop_sequences"),
+        "stream": body.get("stream"),
+    }
+
+
+def _chat_messages(message: Json) -> Iterator[Json]:
+    role, content = message["role"], message["content"]
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    texts, thinking, calls = [], [], []
+    for block in content:
+        kind = block["type"]
+        if kind == "text":
+            texts.append(block["text"])
+        elif kind == "thinking":
+            thinking.append(block["thinking"])
+        elif kind == "tool_use":
+            function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+            calls.append({"id": block["id"], "type": "function", "function": function})
+        elif kind == "tool_result":
+            result = block.get("content")
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}
+        else:
+            raise BadRequest(f"content of type {kind} is not supported")
+    if texts or thinking or calls:
+        found: Json = {"role": role, "content": "".join(texts)}
+        if thinking:
+            found["reasoning_content"] = "".join(thinking)
+        if calls:
+            found["tool_calls"] = calls
+        yield found
+
+
+def answer(turn: Answered, model: str, name: str) -> Json:
+    """The body of an answer."""
+    return {
+        "id": name,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": _blocks(turn),
+        "stop_reason": STOP_REASONS[turn.finish_reason],
+        "stop_sequence": None,
+        "usage": {"input_tokens": turn.num_prompt, "output_tokens": turn.num_sampled},
+    }
+
+
+def events(turn: Answered, model: str, name: str) -> Iterator[Json]:
+    """The same as a stream, one delta for each block."""
+    whole = answer(turn, model, name)
+    usage = whole["usage"]
+    begun = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    yield {"type": "message_start", "message": begun}
+    for index, block in enumerate(whole["content"]):
+        empty, delta = _as_delta(block)
+        yield {"type": "content_block_start", "index": index, "content_block": empty}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": ended, "usage": usage}
+    yield {"type": "message_stop"}
+
+
+def error_body(text: str, kind: str, code: str | None = None) -> Json:
+    """The body of an answer that is an error."""
+    return {"type": "error", "error": {"type": kind, "message": text}}
+
+
+def _blocks(turn: Answered) -> list[Json]:
+    message, blocks = turn.message, list[Json]()
+    if reasoning := message.get("reasoning"):
+        blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+    if message["content"]:
+        blocks.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        blocks.append(
+            {"type": "tool_use", "id": call["id"], "name": name, "input": _parsed(arguments)}
+        )
+    return blocks
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:  # the model's own text, which no parser has checked
+        return {"arguments": arguments}
+
+
+def _as_delta(block: Json) -> tuple[Json, Json]:
+    if block["type"] == "text":
+        return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+    if block["type"] == "thinking":
+        return {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+    delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+    return {**block, "input": {}}, delta

@@ -1,0 +1,281 @@
+"""From messages to tokens: a history that the session has keeps the tokens that were sampled.
+
+The chat template writes all messages as text. Where the messages up to an answer of the model come
+back, and the template still writes them as it wrote them right after the answer, the text up to
+there is not encoded again: the session's own tokens are taken, and only what follows is encoded.
+Any other text is a rewritten history. Some templates rewrite, too: Qwen3's drops the thinking of
+earlier turns when the user speaks.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_grpo.agents.token_tree import Place
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.encoding import TEMPLATE_ERRORS
+from megatron_grpo.environments.turns import end_of_turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+
+class BadRequest(ValueError):
+    """A request that the endpoint refuses; the text says why, for the agent's author.
+
+    If a limit of the session is reached, `code` is one of `config.agent.LIMITS`.
+    """
+
+    def __init__(self, text: str, code: str | None = None) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Start(NamedTuple):
+    """The beginning of a text, without the text: a long session has many."""
+
+    length: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, text: str) -> "Start":
+        """The whole of a text as the beginning of others."""
+        return cls(len(text), _digest(text))
+
+    def begins(self, text: str) -> bool:
+        """Whether a text begins with it."""
+        return len(text) >= self.length and _digest(text[: self.length]) == self.digest
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the model, and the request that it answered."""
+
+    history: tuple[bytes, ...]
+    """Digests of the request's messages and its tools; see `digests`."""
+    answer: Message
+    prompt_text: Start
+    """What the template wrote for the request, or the prompt of a text completion."""
+    text: str
+    """What was sampled, without special tokens."""
+    prompt: Place
+    end: Place
+    """Where its prompt and its last token end in the session's tree."""
+    last_token: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a request goes on, and what follows there."""
+
+    place: Place | None
+    """None if it begins like no turn."""
+    rest: str
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of the model, and its tokenizer."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    variables: Mapping[str, Any]
+    end: str
+    """What the template writes at the end of a turn, which is one token; empty if nothing."""
+    ends: frozenset[int]
+    """Tokens after which a turn has ended: the template's, or the model's own."""
+    end_tokens: frozenset[int]
+    """All tokens at which engines stop; their text is not part of the turn's."""
+
+    @classmethod
+    def of(
+        cls, tokenizer: "PreTrainedTokenizerBase", cfg: Config, end_tokens: Sequence[int]
+    ) -> "ChatTemplate":
+        """The template that `data` says."""
+        written = [token for token in end_of_turn(cfg.data, tokenizer) if token in end_tokens][:1]
+        others = [token for token in end_tokens if token not in cfg.rollout.stop_token_ids]
+        return cls(
+            tokenizer,
+            cfg.data.chat_template_kwargs,
+            tokenizer.decode(written),
+            frozenset([*written, *others]),
+            frozenset(end_tokens),
+        )
+
+    def render(self, messages: Sequence[Message], tools: Any, *, is_asked: bool) -> str:
+        """The messages as text; with `is_asked`, up to where the model's turn begins."""
+        if self.tokenizer.chat_template is None:
+            raise BadRequest("the model's tokenizer has no chat template: use /v1/completions")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [_for_template(message) for message in messages],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=is_asked,
+                **self.variables,
+            )
+        except TEMPLATE_ERRORS as error:
+            raise BadRequest(f"the chat template refuses these messages: {error}") from None
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str, *, has_special: bool = True) -> list[int]:
+        """Tokens of a text; special ones are added in front only if it does not have them."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=not has_special)["input_ids"]
+        return ids
+
+    def find(
+        self, turns: Sequence[Turn], messages: Sequence[Message], tools: Any, text: str
+    ) -> Found:
+        """Where the longest history of a session lies that `messages`, rendered as `text`, go on
+        from."""
+        found, told = _longest_prompt(turns, text), digests(messages, tools)
+        of_chats = [turn for turn in turns if turn.history]
+        for turn in sorted(of_chats, key=lambda turn: len(turn.history), reverse=True):
+            size = len(turn.history)
+            if told[:size] == turn.history and len(messages) >= size:
+                echo = messages[size - 1]  # the tools have a digest, too
+                if _is_echo(echo, turn.answer):
+                    rest = self._after(turn, messages[:size], tools, text)
+                    if rest is not None:
+                        return _longer(found, Found(turn.end, rest))
+        return found
+
+    def find_text(self, turns: Sequence[Turn], text: str) -> Found:
+        """The same for a prompt that is a text."""
+        found = _longest_prompt(turns, text)
+        for turn in turns:
+            length, end = turn.prompt_text.length, turn.end
+            if turn.prompt_text.begins(text) and text.startswith(turn.text, length):
+                if turn.last_token in self.end_tokens:  # the text is without it
+                    end = Place(end.branch, end.length - 1)
+                found = _longer(found, Found(end, text[length + len(turn.text) :]))
+        return found
+
+    def _after(self, turn: Turn, history: Sequence[Message], tools: Any, text: str) -> str | None:
+        """What `text` has after the turn's last token; None if the history is another by now."""
+        told = self.render(history, tools, is_asked=False)
+        if not (text.startswith(told) and turn.prompt_text.begins(told)):
+            return None
+        answer = told[turn.prompt_text.length :]
+        place = answer.rfind(self.end) if self.end else -1
+        text_end = len(answer) if place < 0 else place
+        # What a parser has taken apart comes back in the template's form, not in the model's.
+        is_parsed = "tool_calls" in turn.answer
+        if not is_parsed and _squashed(answer[:text_end]) != _squashed(turn.text):
+            return None
+        if place >= 0 and turn.last_token in self.ends:
+            text_end += len(self.end)
+        return answer[text_end:] + text[len(told) :]
+
+
+def digests(messages: Sequence[Message], tools: Any) -> tuple[bytes, ...]:
+    """A digest of the tools, and of each message as `messages_of` has it."""
+    return tuple(_digest(json.dumps(each, sort_keys=True)) for each in (tools, *messages))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _longest_prompt(turns: Sequence[Turn], text: str) -> Found:
+    """The longest prompt of a turn that a text begins with."""
+    found = Found(None, text)
+    for turn in turns:
+        if turn.prompt_text.begins(text):
+            found = _longer(found, Found(turn.prompt, text[turn.prompt_text.length :]))
+    return found
+
+
+def messages_of(given: Any) -> list[Message]:
+    """The messages of a request in one form: contents are texts, arguments of calls are objects.
+
+    Raises BadRequest for anything that is no list of messages, or has other contents than text.
+    """
+    if not isinstance(given, list) or not given:
+        raise BadRequest("messages must be a list with at least one message")
+    return [_message(each) for each in given]
+
+
+def _message(given: Any) -> Message:
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise BadRequest("each message must be an object with a role")
+    message: Message = {"role": given["role"], "content": _text(given.get("content"))}
+    reasoning = given.get("reasoning") or given.get("reasoning_content")
+    if isinstance(reasoning, str):
+        message["reasoning_content"] = reasoning
+    if calls := given.get("tool_calls"):
+        message["tool_calls"] = [_call(call) for call in calls]
+    for name in ("name", "tool_call_id"):
+        if isinstance(given.get(name), str):
+            message[name] = given[name]
+    return message
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    try:
+        if all(part["type"] == "text" for part in content):
+            return "".join(part["text"] for part in content)
+    except (TypeError, KeyError):
+        pass
+    raise BadRequest("the content of a message must be a text, or a list of parts of type text")
+
+
+def _call(given: Any) -> dict[str, Any]:
+    try:
+        name, arguments = given["function"]["name"], given["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+    except (TypeError, KeyError, ValueError):
+        raise BadRequest(
+            "each of tool_calls must have a function with a name, and arguments in JSON"
+        ) from None
+    return {"id": given.get("id"), "name": name, "arguments": arguments}
+
+
+def _for_template(message: Message) -> Message:
+    """A message as templates expect it: calls of tools are OpenAI's, with objects as arguments."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {
+            "id": call["id"],
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call["arguments"]},
+        }
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _is_echo(message: Message, answer: Message) -> bool:
+    """Whether a message is an answer of the model, with all of it."""
+    return (
+        message["role"] == "assistant"
+        and _calls(message) == _calls(answer)  # agents may give them other ids
+        and all(
+            message.get(name, "").strip() == answer.get(name, "").strip()
+            for name in ("content", "reasoning_content")
+        )
+    )
+
+
+def _calls(message: Message) -> list[tuple[str, Any]]:
+    return [(call["name"], call["arguments"]) for call in message.get("tool_calls", ())]
+
+
+def _squashed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _longer(one: Found, other: Found) -> Found:
+    """The one that leaves less of the text to encode; `other`, if both leave the same, since a turn
+    may have no text."""
+    return other if one.place is None or len(other.rest) <= len(one.rest) else one

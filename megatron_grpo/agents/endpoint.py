@@ -1,0 +1,266 @@
+"""The address that agents ask for the model's turns: OpenAI's routes, and Anthropic's.
+
+    POST /v1/chat/completions, /v1/completions, /v1/messages     GET /v1/models
+
+A session has a key, which is its API key (`Authorization: Bearer`, `x-api-key`). A program that
+cannot be given one finds the same routes below `/KEY`. The server is a thread of the trainer's.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from threading import Thread
+from typing import Any
+from uuid import uuid4
+
+from aiohttp import web
+
+from megatron_grpo.agents import anthropic_api, openai_api
+from megatron_grpo.agents.chat import BadRequest, Found, Start, Turn, digests, messages_of
+from megatron_grpo.agents.openai_api import Answer, Answered, Asked, Chunks, Json
+from megatron_grpo.agents.session import Session, SessionOver
+from megatron_grpo.engines.choice import Choice
+
+MAX_BODY = 64 << 20
+"""Bytes of a request: more than the longest context has."""
+STOP_SECONDS = 2.0
+"""Within which connections end when the server stops."""
+
+ErrorBody = Callable[[str, str, str | None], Json]
+Parse = Callable[[Choice, Json, str], Awaitable[Json]]
+"""The assistant's message that a turn is, by the parsers of the engine at an address; the second
+argument is the request."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """One request of one session."""
+
+    session: Session
+    body: Json
+    asked: Asked
+
+
+class Endpoint:
+    """The server; it listens on loopback, where the agents run."""
+
+    def __init__(self, parse: Parse, model: str) -> None:
+        self._parse, self._model = parse, model
+        self._sessions: dict[str, Session] = {}
+        self._loop = asyncio.new_event_loop()
+        self._ready: Future[str] = Future()
+        self._stopping = asyncio.Event()
+        self._thread = Thread(target=self._serve, name="agents' endpoint", daemon=True)
+        self._thread.start()
+        self.url = self._ready.result()
+        """Its address, without /v1."""
+
+    def admit(self, session: Session) -> str:
+        """The key with which the requests of this session come."""
+        key = secrets.token_urlsafe(24)
+        self._sessions[key] = session
+        return key
+
+    def forget(self, key: str) -> None:
+        """Know the key no more."""
+        self._sessions.pop(key, None)
+
+    def close(self) -> None:
+        """Stop the server; requests that are open are not answered."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._run())
+        self._loop.close()
+
+    async def _run(self) -> None:
+        application = web.Application(client_max_size=MAX_BODY)
+        routes = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._text,
+            "/v1/messages": self._messages,
+        }
+        for path, handler in routes.items():
+            application.router.add_post(path, handler)
+            application.router.add_post(f"/{{key}}{path}", handler)
+        application.router.add_get("/v1/models", self._models)
+        application.router.add_get("/{key}/v1/models", self._models)
+        # A client that goes away ends the wait for its answer.
+        runner = web.AppRunner(
+            application, handler_cancellation=True, shutdown_timeout=STOP_SECONDS, access_log=None
+        )
+        try:
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            host, port = runner.addresses[0][:2]
+            self._ready.set_result(f"http://{host}:{port}")
+        except Exception as error:  # of any kind: who waits must learn of it
+            self._ready.set_exception(error)
+            return
+        await self._stopping.wait()
+        await runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self._session_of(request) is None:
+            return _refused(openai_api.error_body, 401, NO_SESSION)
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megatron-grpo"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        async def answer(asking: Asking) -> web.StreamResponse:
+            turns = await self._chat_turns(asking)
+            return await self._openai(
+                request, asking, turns, openai_api.chat_answer, openai_api.chat_chunks
+            )
+
+        return await self._handle(request, openai_api.error_body, lambda body: body, answer)
+
+    async def _text(self, request: web.Request) -> web.StreamResponse:
+        async def answer(asking: Asking) -> web.StreamResponse:
+            turns = await self._text_turns(asking)
+            return await self._openai(
+                request, asking, turns, openai_api.text_answer, openai_api.text_chunks
+            )
+
+        return await self._handle(request, openai_api.error_body, lambda body: body, answer)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        async def answer(asking: Asking) -> web.StreamResponse:
+            [turn] = await self._chat_turns(asking)
+            name = f"msg_{uuid4().hex}"
+            if not asking.asked.is_streamed:
+                return web.json_response(anthropic_api.answer(turn, self._model, name))
+            events = anthropic_api.events(turn, self._model, name)
+            return await _stream(request, [(event["type"], event) for event in events])
+
+        return await self._handle(request, anthropic_api.error_body, anthropic_api.as_chat, answer)
+
+    async def _handle(
+        self,
+        request: web.Request,
+        error_body: ErrorBody,
+        as_chat: Callable[[Json], Json],
+        answer: Callable[[Asking], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Answer a request, or say in its API's form why not."""
+        session = self._session_of(request)
+        if session is None:
+            return _refused(error_body, 401, NO_SESSION)
+        try:
+            body = await request.json()
+            if not isinstance(body, dict):
+                raise BadRequest("the body must be an object")
+            body = as_chat(body)
+            return await answer(Asking(session, body, Asked.of(body)))
+        except BadRequest as error:
+            return _refused(error_body, 400, str(error), error.code)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # of reading the body
+            return _refused(error_body, 400, f"the request cannot be read: {error!r}")
+        except SessionOver as error:
+            return _refused(error_body, 403, str(error))
+
+    def _session_of(self, request: web.Request) -> Session | None:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        keys = (request.match_info.get("key"), request.headers.get("x-api-key"), bearer)
+        return next((self._sessions[key] for key in keys if key in self._sessions), None)
+
+    async def _chat_turns(self, asking: Asking) -> list[Answered]:
+        body, session = asking.body, asking.session
+        template = session.template
+        messages, tools = messages_of(body.get("messages")), openai_api.tools_of(body)
+        text = template.render(messages, tools, is_asked=True)
+
+        async def take_turn() -> Answered:
+            found = template.find(session.turns, messages, tools, text)
+            turn, choice, url, text_of = await self._sample(asking, found, text)
+            message = await self._parse(choice, {**body, "tools": tools}, url)
+            if not message.get("tool_calls") and not message.get("reasoning"):
+                message = {"role": "assistant", "content": text_of}
+            [answer] = messages_of([message])
+            session.turns.append(replace(turn, history=digests(messages, tools), answer=answer))
+            return self._answered(turn, choice, message, asking)
+
+        return await asyncio.gather(*(take_turn() for _ in range(asking.asked.num)))
+
+    async def _text_turns(self, asking: Asking) -> list[Answered]:
+        session, prompt = asking.session, asking.body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            [prompt] = prompt
+        if not isinstance(prompt, str) or not prompt:
+            raise BadRequest("prompt must be one text that is not empty")
+        if asking.body.get("echo") or asking.body.get("suffix"):
+            raise BadRequest("echo and suffix are not supported")
+
+        async def take_turn() -> Answered:
+            found = session.template.find_text(session.turns, prompt)
+            turn, choice, _, text = await self._sample(asking, found, prompt)
+            session.turns.append(turn)
+            return self._answered(turn, choice, {"role": "assistant", "content": text}, asking)
+
+        return await asyncio.gather(*(take_turn() for _ in range(asking.asked.num)))
+
+    async def _sample(
+        self, asking: Asking, found: Found, prompt_text: str
+    ) -> tuple[Turn, Choice, str, str]:
+        """A turn without its history, what was sampled, the engine, and the text for the agent."""
+        asked = asking.asked
+        choice, url, prompt, end = await asking.session.sample(found, asked.max_tokens, asked.stop)
+        text = choice.text
+        start = Start.of(prompt_text)
+        turn = Turn((), {}, start, text, prompt, end, choice.token_ids[-1])
+        cuts = [at for each in asked.stop if (at := text.find(each)) >= 0]
+        return turn, choice, url, text[: min(cuts, default=None)]
+
+    def _answered(self, turn: Turn, choice: Choice, message: Json, asking: Asking) -> Answered:
+        tokens: Sequence[tuple[str, float]] = ()
+        if asking.asked.has_logprobs:
+            texts = [
+                asking.session.template.tokenizer.decode([token]) for token in choice.token_ids
+            ]
+            tokens = [*zip(texts, choice.token_logprobs, strict=True)]
+        reason = "tool_calls" if message.get("tool_calls") else choice.finish_reason
+        return Answered(message, reason, turn.prompt.length, len(choice.token_ids), tokens)
+
+    async def _openai(
+        self,
+        request: web.Request,
+        asking: Asking,
+        turns: Sequence[Answered],
+        answer: Answer,
+        chunks: Chunks,
+    ) -> web.StreamResponse:
+        name = f"chatcmpl-{uuid4().hex}"
+        if not asking.asked.is_streamed:
+            return web.json_response(answer(turns, self._model, name))
+        parts = [("", part) for part in chunks(turns, self._model, name, asking.asked)]
+        return await _stream(request, parts, end="data: [DONE]\n\n")
+
+
+NO_SESSION = "this is no key of a session that is going on"
+
+
+def _refused(
+    error_body: ErrorBody, status: int, text: str, code: str | None = None
+) -> web.Response:
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    return web.json_response(error_body(text, kind, code), status=status)
+
+
+async def _stream(
+    request: web.Request, events: Sequence[tuple[str, Mapping[str, Any]]], end: str = ""
+) -> web.StreamResponse:
+    """Server-sent events, with their names if they have any."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for name, event in events:
+        head = f"event: {name}\n" if name else ""
+        await response.write(f"{head}data: {json.dumps(event)}\n\n".encode())
+    await response.write(end.encode())
+    await response.write_eof()
+    return response

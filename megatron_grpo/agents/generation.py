@@ -1,0 +1,158 @@
+"""Sessions of agents for each prompt of a generation, as requests for the engines."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_grpo.agents.session import MOST_AT_ONCE, Session, TurnRequest
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample, turn_seed
+from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.in_flight import num_until_stop
+from megatron_grpo.engines.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_grpo.agents.agents import Agents
+
+
+class AgentGeneration:
+    """Agents act on each prompt, by `params`; to be answered through an `InFlight`.
+
+    A session has `MOST_AT_ONCE` numbers, each for one turn at a time, so that an agent may ask for
+    several turns at once.
+    """
+
+    are_movable = False  # the engine that answered the last turn has the session cached
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        agents: "Agents",
+        begin: Callable[[Prompt, int, SamplingParams, int], Session],
+    ) -> None:
+        """`begin` opens the session of a sample, and starts its agent with a seed."""
+        self.policy_version, self.stop = params.policy_version, params.stop
+        self.engines: set[str] = set()
+        """Addresses of the engines that have answered."""
+        self.begun: dict[int, Choice] = {}
+        """By number, what was sampled of turns in progress until they were cut."""
+        self._params, self._agents = params, agents
+        self.sessions = [
+            begin(prompt, index, params, self._seed(number, turn=-1))
+            for number, (prompt, index) in enumerate(self._each(prompts))
+        ]
+
+    @property
+    def open(self) -> dict[int, Json]:
+        """The requests that are at engines, by number."""
+        return {
+            number * MOST_AT_ONCE + place: self._json(number * MOST_AT_ONCE + place, request)
+            for number, session in enumerate(self.sessions)
+            for place, request in session.open.items()
+        }
+
+    @property
+    def waiting(self) -> list[int]:
+        """The numbers that wait for an agent to ask for a turn."""
+        return [
+            number * MOST_AT_ONCE + place
+            for number, session in enumerate(self.sessions)
+            if not session.is_over
+            for place in set(range(MOST_AT_ONCE)) - session.open.keys()
+        ]
+
+    def is_waiting(self, number: int) -> bool:
+        """Whether a number waits for an agent to ask for a turn."""
+        session, place = self._place(number)
+        return not session.is_over and place not in session.open
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every agent has ended."""
+        return all(session.is_over for session in self.sessions)
+
+    @property
+    def failures(self) -> list[str]:
+        """One line per session that has failed."""
+        return [
+            f"prompt {session.prompt.index}, sample {session.sample_index}: {session.failure}"
+            for session in self.sessions
+            if session.failure
+        ]
+
+    def print_failures(self) -> None:
+        """Print the number of sessions that failed, and the first failure, if any."""
+        if failures := self.failures:
+            line = f"the agent failed in {len(failures)} samples, the first of them: "
+            print(line + failures[0], file=sys.stderr)
+
+    async def wait_for_environments(self) -> None:
+        """Nothing to wait for: requests come one by one."""
+
+    async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
+        """Process a turn; returns the next request of the same number, None at the end."""
+        self.take(number, choice, url)
+        return await self.next_request(number)
+
+    def take(self, number: int, choice: Choice, url: str) -> None:
+        """Give a turn from the engine at `url` to its agent."""
+        self.begun.pop(number, None)
+        self.engines.add(url)
+        session, place = self._place(number)
+        request = session.open.get(place)
+        # An engine does not see a stop string that lies on both sides of a cut.
+        if request and request.stop:
+            decode, ids = self._agents.decode, choice.token_ids
+            if num_tokens := num_until_stop([], ids, decode, request.stop):
+                text = decode(ids[:num_tokens])
+                choice = choice.stopped(num_tokens)
+                choice.text = text
+        session.answer(place, choice, url)
+
+    async def next_request(self, number: int) -> Json | None:
+        """Wait until the agent asks for a turn; returns the request, None when it has ended."""
+        session, place = self._place(number)
+        request = await session.next_request(place)
+        return self._json(number, request) if request else None
+
+    def samples(self) -> list[Sample]:
+        """All samples, in the order of the prompts, once every agent has ended.
+
+        Raises EnvironmentsLost if no agent can be started any more.
+        """
+        assert self.is_complete
+        self._agents.raise_if_lost()
+        return [session.to_sample() for session in self.sessions]
+
+    def abandon(self) -> None:
+        """End all agents, even in mid-turn."""
+        for session in self.sessions:
+            self._agents.end(session)
+
+    def _each(self, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, int]]:
+        return ((each, index) for each in prompts for index in range(self._params.num_generations))
+
+    def _place(self, number: int) -> tuple[Session, int]:
+        session, place = divmod(number, MOST_AT_ONCE)
+        return self.sessions[session], place
+
+    def _json(self, number: int, request: TurnRequest) -> Json:
+        body = self._params.request(
+            [*request.token_ids],
+            number=number,
+            seed=self._seed(number // MOST_AT_ONCE, turn=request.number),
+            max_tokens=request.max_tokens,
+            routes_start=request.num_routed,
+        )
+        if request.stop:
+            stop = [*self._params.stop, *request.stop]
+            body["sampling_params"] |= {"stop": stop, "include_stop_str_in_output": True}
+        return body
+
+    def _seed(self, number: int, turn: int) -> int:
+        params = self._params
+        position, sample_index = divmod(number, params.num_generations)
+        position += params.first_position
+        return turn_seed(params.seed, params.series, position, sample_index, turn)

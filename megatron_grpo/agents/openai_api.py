@@ -1,0 +1,184 @@
+"""OpenAI's bodies of requests and answers: chat completions and text completions."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.agents.chat import BadRequest, Message
+
+Json = dict[str, Any]
+CHANGES_SAMPLING = ("logit_bias", "presence_penalty", "frequency_penalty", "min_p", "top_logprobs")
+"""Fields that change what a model samples, or show more of it than is kept; they must be 0."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for, of either route.
+
+    How tokens are sampled is the run's and not the request's: the trainer must know. So
+    `temperature`, `top_p`, `top_k`, `seed` and `model` have no effect.
+    """
+
+    num: int
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    is_streamed: bool
+    has_usage: bool
+    """Whether a stream ends with the numbers of tokens."""
+    has_logprobs: bool
+
+    @classmethod
+    def of(cls, body: Json) -> "Asked":
+        """Read a request; raises BadRequest for what the trainer could not reproduce."""
+        for name in CHANGES_SAMPLING:
+            if body.get(name):
+                raise BadRequest(
+                    f"{name} is not supported: the trainer must know the probability with which "
+                    "each token was sampled; leave it out"
+                )
+        if (body.get("response_format") or {"type": "text"}).get("type") != "text":
+            raise BadRequest("response_format is not supported: constraints change what is sampled")
+        stop = body.get("stop") or ()
+        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+        asked = cls(
+            num=body.get("n") or 1,
+            max_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            is_streamed=bool(body.get("stream")),
+            has_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            has_logprobs=body.get("logprobs") not in (None, False),
+        )
+        are_right = (
+            isinstance(asked.num, int)
+            and asked.num >= 1
+            and (max_tokens is None or (isinstance(max_tokens, int) and max_tokens >= 1))
+            and all(isinstance(each, str) and each for each in asked.stop)
+        )
+        if not are_right:
+            raise BadRequest("n and max_tokens must be at least 1, and stop strings not empty")
+        return asked
+
+
+def tools_of(body: Json) -> Any:
+    """The tools that the model is told of; raises BadRequest if it would be forced to call one."""
+    choice = body.get("tool_choice", "auto")
+    if choice not in (None, "auto", "none"):
+        raise BadRequest(
+            f"tool_choice {choice} is not supported: it would change what is sampled; use auto or "
+            "none"
+        )
+    return None if choice == "none" else body.get("tools") or None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One turn of the model, for an answer."""
+
+    message: Message
+    """An assistant's, in OpenAI's form."""
+    finish_reason: str
+    num_prompt: int
+    num_sampled: int
+    tokens: Sequence[tuple[str, float]]
+    """Text and log-probability of each token; empty unless the request asks for them."""
+
+
+def usage_of(turns: Sequence[Answered]) -> Json:
+    """The numbers of tokens of an answer."""
+    prompt, sampled = turns[0].num_prompt, sum(turn.num_sampled for turn in turns)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+    }
+
+
+def _frame(kind: str, model: str, name: str) -> Json:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+
+def chat_answer(turns: Sequence[Answered], model: str, name: str) -> Json:
+    """The body of an answer of /v1/chat/completions."""
+    choices = [
+        {
+            "index": index,
+            "message": turn.message,
+            "finish_reason": turn.finish_reason,
+            "logprobs": _chat_logprobs(turn),
+        }
+        for index, turn in enumerate(turns)
+    ]
+    return {
+        **_frame("chat.completion", model, name),
+        "choices": choices,
+        "usage": usage_of(turns),
+    }
+
+
+def chat_chunks(turns: Sequence[Answered], model: str, name: str, asked: Asked) -> Iterator[Json]:
+    """The same as a stream; a turn comes whole, as it is parsed when all of it is there."""
+    frame = _frame("chat.completion.chunk", model, name)
+    for index, turn in enumerate(turns):
+        delta = dict(turn.message)
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        for part, reason in ((delta, None), ({}, turn.finish_reason)):
+            choice = {"index": index, "delta": part, "finish_reason": reason}
+            if part:
+                choice["logprobs"] = _chat_logprobs(turn)
+            yield {**frame, "choices": [choice]}
+    if asked.has_usage:
+        yield {**frame, "choices": [], "usage": usage_of(turns)}
+
+
+def text_answer(turns: Sequence[Answered], model: str, name: str) -> Json:
+    """The body of an answer of /v1/completions."""
+    return {
+        **_frame("text_completion", model, name),
+        "choices": [_text_choice(index, turn) for index, turn in enumerate(turns)],
+        "usage": usage_of(turns),
+    }
+
+
+def text_chunks(turns: Sequence[Answered], model: str, name: str, asked: Asked) -> Iterator[Json]:
+    """The same as a stream."""
+    frame = _frame("text_completion", model, name)
+    for index, turn in enumerate(turns):
+        yield {**frame, "choices": [_text_choice(index, turn)]}
+    if asked.has_usage:
+        yield {**frame, "choices": [], "usage": usage_of(turns)}
+
+
+def _text_choice(index: int, turn: Answered) -> Json:
+    logprobs = None
+    if turn.tokens:
+        logprobs = {
+            "tokens": [text for text, _ in turn.tokens],
+            "token_logprobs": [logprob for _, logprob in turn.tokens],
+        }
+    return {
+        "index": index,
+        "text": turn.message["content"],
+        "finish_reason": turn.finish_reason,
+        "logprobs": logprobs,
+    }
+
+
+def _chat_logprobs(turn: Answered) -> Json | None:
+    if not turn.tokens:
+        return None
+    content = [
+        {"token": text, "logprob": p, "bytes": [*text.encode()], "top_logprobs": []}
+        for text, p in turn.tokens
+    ]
+    return {"content": content}
+
+
+def error_body(text: str, kind: str, code: str | None = None) -> Json:
+    """The body of an answer that is an error."""
+    return {"error": {"message": text, "type": kind, "param": None, "code": code}}
+
+
+Answer = Callable[[Sequence[Answered], str, str], Json]
+Chunks = Callable[[Sequence[Answered], str, str, Asked], Iterator[Mapping[str, Any]]]

@@ -1,0 +1,173 @@
+"""Tools: functions of a user's file, and those of MCP servers."""
+
+import asyncio
+import inspect
+import json
+import shlex
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.config.agent import LIMITS
+from megatron_grpo.workers.user_file import load_user_file
+
+Json = dict[str, Any]
+Call = Callable[..., Awaitable[Any]]
+
+
+@cache
+def load_tool(name: str) -> tuple[Callable[..., Any], Json]:
+    """A function, and how the model is told of it, from its signature and docstring.
+
+    Raises ValueError if `file.py:function` is none, or does not say what its arguments are.
+    """
+    # Only agents with tools need this, and it takes seconds.
+    from transformers.utils.chat_template_utils import (  # noqa: PLC0415
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    path, _, function_name = name.rpartition(":")
+    found = getattr(load_user_file(Path(path), "file of a tool"), function_name, None)
+    if not callable(found):
+        raise ValueError(f"{path} has no function {function_name!r}")
+    try:
+        schema = get_json_schema(found)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(
+            f"the model cannot be told of the tool {name}: {error}: it needs type hints, and a "
+            "docstring with `Args:`, in Google's form"
+        ) from None
+    schema["function"].pop("return", None)  # templates say nothing of it
+    return found, schema
+
+
+class Tools:
+    """The tools of one sample, with the seconds that they took; MCP servers run while it is open.
+
+    >>> async with Tools(["tools.py:add"], [], most_characters=100) as tools:
+    ...     await tools.call("add", '{"a": 1, "b": 2}')
+    '3'
+    """
+
+    def __init__(
+        self, functions: Sequence[str], servers: Sequence[str], most_characters: int
+    ) -> None:
+        self._names, self._servers, self._most = functions, servers, most_characters
+        self._calls: dict[str, Call] = {}
+        self.schemas: list[Json] = []
+        """How the model is told of them, in OpenAI's form."""
+        self.metrics: dict[str, float] = defaultdict(float)
+        """Of each tool, its calls, how many of them failed, and their seconds."""
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> "Tools":
+        for name in self._names:
+            function, schema = load_tool(name)
+            self._add(schema, partial(_run, function))
+        for server in self._servers:
+            await self._connect(server)
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        await self._stack.aclose()
+
+    async def call(self, name: str, arguments: str) -> str:
+        """The result of a call as text; of one that fails, what is wrong with it."""
+        began, known = time.monotonic(), name in self._calls
+        try:
+            if not known:
+                raise ValueError(f"there is no tool {name}: use {', '.join(self._calls)}")
+            given = json.loads(arguments or "{}")
+            if not isinstance(given, dict):
+                raise ValueError("arguments must be an object")
+            result, is_good = await self._calls[name](**given), True
+        except Exception as error:  # of any kind: the model is told
+            result, is_good = f"Error: {type(error).__name__}: {error}", False
+        if known:
+            self.metrics[f"tool/{name}/calls"] += 1
+            self.metrics[f"tool/{name}/errors"] += not is_good
+            self.metrics[f"tool/{name}/seconds"] += time.monotonic() - began
+        else:  # whatever name the model has made up
+            self.metrics["tool/unknown/calls"] += 1
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        if len(text) > self._most:
+            cut = len(text) - self._most
+            text = f"{text[: self._most]}... ({cut} more characters)"
+        return text
+
+    def _add(self, schema: Json, call: Call) -> None:
+        name = schema["function"]["name"]
+        if name in self._calls:
+            raise ValueError(f"two tools have the name {name}")
+        self._calls[name] = call
+        self.schemas.append(schema)
+
+    async def _connect(self, server: str) -> None:
+        # Only agents with MCP servers need this package.
+        from mcp import Client, StdioServerParameters, stdio_client  # noqa: PLC0415
+
+        if server.startswith(("http://", "https://")):
+            target: Any = server
+        else:
+            command, *args = shlex.split(server)
+            target = stdio_client(StdioServerParameters(command=command, args=args))
+        client = await self._stack.enter_async_context(Client(target))
+        for tool in (await client.list_tools()).tools:
+            schema = {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            }
+            self._add(
+                {"type": "function", "function": schema}, partial(_ask_server, client, tool.name)
+            )
+
+
+async def converse(client: Any, messages: Sequence[Json], tools: Tools) -> Mapping[str, float]:
+    """Have the model answer `messages`, and call tools until it calls none; returns metrics.
+
+    Calls of one turn run at the same time. If a limit of the session ends it, that is no failure.
+    `client` is an AsyncOpenAI.
+    """
+    from openai import BadRequestError  # noqa: PLC0415
+
+    told = [*messages]
+    while True:
+        try:
+            answer = await client.chat.completions.create(
+                model="policy", messages=told, tools=tools.schemas
+            )
+        except BadRequestError as error:
+            if error.code not in LIMITS:
+                raise
+            return tools.metrics
+        message = answer.choices[0].message
+        if not message.tool_calls:
+            return tools.metrics
+        told.append(message.model_dump(exclude_none=True))
+        calls = [(call.id, call.function) for call in message.tool_calls]
+        results = await asyncio.gather(*(tools.call(f.name, f.arguments) for _, f in calls))
+        told += [
+            {"role": "tool", "tool_call_id": name, "content": result}
+            for (name, _), result in zip(calls, results, strict=True)
+        ]
+
+
+async def _run(function: Callable[..., Any], /, **arguments: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    return await asyncio.to_thread(function, **arguments)
+
+
+async def _ask_server(client: Any, name: str, /, **arguments: Any) -> str:
+    result = await client.call_tool(name, arguments)
+    text = "".join(part.text for part in result.content if part.type == "text")
+    if result.is_error:
+        raise RuntimeError(text)
+    return text

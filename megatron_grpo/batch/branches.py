@@ -1,0 +1,78 @@
+"""The sequences that the samples of an optimizer batch are trained on: one each, or its branches.
+
+Sequences have numbers, which a microbatch keeps as `sequence_index`. Those of sample i of n are
+i, n + i, 2 n + i, ...: so every rank knows the sample of a sequence without being told.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_grpo.data.samples import Branch, Sample
+from parallel.packing import CACHED_VALUES, TokenSequence
+
+BY_TOKEN = ("advantage", "rollout_logprobs", "response_mask", *CACHED_VALUES)
+"""Fields of a sequence with a value for each token of the completion."""
+
+
+def numbered_sequences(
+    samples: Sequence[Sample], wholes: Sequence[TokenSequence]
+) -> dict[int, TokenSequence]:
+    """The sequences of all samples by number; `wholes` have prompt and whole completion of each."""
+    found = dict(enumerate(wholes))
+    for i, (sample, whole) in enumerate(zip(samples, wholes, strict=True)):
+        for k, branch in enumerate(sample.branches):
+            found[k * len(samples) + i] = cut_out(whole, branch)
+    return found
+
+
+def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
+    """The sequence of one branch, with its part of the values of the whole completion."""
+    first = whole.num_prompt_tokens
+    bounds = [*branch.context, (first + branch.start, first + branch.end)]
+    values: dict[str, Any] = {name: getattr(whole, name) for name in BY_TOKEN}
+    own: dict[str, Any] = {
+        name: value[branch.start : branch.end]
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    tokens, routes, row = _joined(whole.tokens, bounds), whole.routed_experts, whole.log_row
+    return replace(
+        whole,
+        **own,
+        tokens=tokens,
+        num_prompt_tokens=len(tokens) - (branch.end - branch.start),
+        # The engine has not read the last token of a branch.
+        routed_experts=None if routes is None else _joined(routes, bounds)[: len(tokens) - 1],
+        log_row=None if row is None else row + branch.start,
+    )
+
+
+def values_by_sample(
+    samples: Sequence[Sample], indices: Sequence[int], found: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """The values of each whole completion, by index of the sample, from those of its sequences.
+
+    `indices` are the samples of an optimizer batch, and `found` has the values by number; tokens of
+    no sequence have the value 0.
+    """
+    by_sample: dict[int, Tensor] = {}
+    for number, values in found.items():
+        k, place = divmod(number, len(indices))
+        i = indices[place]
+        if samples[i].branches:
+            whole = by_sample.setdefault(i, torch.zeros(len(samples[i].completion_ids)))
+            branch = samples[i].branches[k]
+            whole[branch.start : branch.end] = values
+        else:
+            by_sample[i] = values
+    return by_sample
+
+
+def _joined(values: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
+    places = chain(*(range(start, min(end, len(values))) for start, end in bounds))
+    return values[torch.tensor([*places], dtype=torch.long)]

@@ -1,0 +1,109 @@
+"""The agent: the keys of `agent`."""
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from megatron_grpo.config.section import Section
+
+AGENT_TERM = "agent"
+"""Label of the reward that an agent gives itself; those of reward functions must differ from it."""
+
+LIMITS = ("context_length_exceeded", "limit_reached")
+"""Codes of the endpoint's answers to requests beyond a limit, after which an agent may end well.
+The first is OpenAI's."""
+
+
+class AgentConfig(Section):
+    """The agent: your program, which asks an OpenAI-compatible endpoint for the model's turns."""
+
+    command: str | None = None
+    """A program that is started for each sample, such as `python agent.py`: a row of the data is
+    JSON on its stdin, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY
+    are set. The last line of its stdout is its reward, in JSON. No shell."""
+    function: str | None = None
+    """Instead of a command, `file.py:function`: an async function of an `openai.AsyncOpenAI` client
+    and a row of the data, which returns the reward."""
+    tools: tuple[str, ...] = Field(default=(), strict=False)
+    """Instead of an agent, functions that the model may call: `file.py:function`, with type hints
+    and a docstring that describes them and their `Args:`. Needs rollout.tool_call_parser."""
+    mcp_servers: tuple[str, ...] = Field(default=(), strict=False)
+    """MCP servers whose tools it may call: commands, started for each sample, or addresses."""
+    max_tool_characters: PositiveInt = 16384
+    """Maximum characters of a tool's result; the rest is cut."""
+    weight: float = 1.0
+    """Weight of the agent's own reward, term `agent` of the total; 0: it gives none, as with
+    tools."""
+    max_turns: PositiveInt = 64
+    """Maximum turns of the model per sample."""
+    max_tokens: PositiveInt | None = None
+    """Sampled tokens of a sample, all turns together, after which it gets no further turn."""
+    timeout: PositiveFloat = 600.0
+    """Seconds within which an agent must end; otherwise the sample has failed."""
+    memory_megabytes: PositiveInt = 4096
+    """Maximum private memory (RLIMIT_DATA) of each process of an agent."""
+    on_rewrite: Literal["branch", "drop"] = "branch"
+    """If an agent sends messages that are not the ones it had with others appended: `branch` trains
+    on what it has sampled before and after, `drop` on none of it."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether samples are made by an agent."""
+        return self.command is not None or self.function is not None or self.has_tools
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model calls tools without a program of the user's."""
+        return bool(self.tools or self.mcp_servers)
+
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, value: str | None) -> str | None:
+        if value is not None and not all(value.rpartition(":")):
+            raise ValueError(f"agent.function {value!r} is not of the form file.py:function")
+        return value
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        actors = {
+            "agent.command": self.command is not None,
+            "agent.function": self.function is not None,
+            "agent.tools or agent.mcp_servers": self.has_tools,
+        }
+        used = [name for name, is_used in actors.items() if is_used]
+        if len(used) > 1:
+            raise ValueError(f"{used[0]} and {used[1]} are both set: use one of them")
+        if self.has_tools and self.weight:
+            raise ValueError(
+                f"agent.weight {self.weight}: no agent of yours gives a reward beside tools: set "
+                "agent.weight=0, and name reward functions"
+            )
+        return self
+
+
+def check_use(
+    agent: AgentConfig,
+    *,
+    environment: str | None,
+    max_prompt_length: int | None,
+    parser: str | None,
+) -> None:
+    """Raise ValueError if agents do not go with these values of `environment.name`,
+    `data.max_prompt_length` and `rollout.tool_call_parser`."""
+    if not agent.is_used:
+        return
+    if environment is not None:
+        raise ValueError(
+            f"environment.name {environment}: an agent has its own environment: leave out one of "
+            "the two"
+        )
+    if max_prompt_length is None:
+        raise ValueError(
+            "data.max_prompt_length null: an agent writes prompts of its own: set it to the most "
+            "tokens that its messages have before the model's first turn"
+        )
+    if agent.has_tools and parser is None:
+        raise ValueError(
+            "rollout.tool_call_parser null: engines would not find the calls of agent.tools: set "
+            "it to the model's, such as hermes"
+        )

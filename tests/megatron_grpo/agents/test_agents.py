@@ -1,0 +1,288 @@
+"""Agents with real clients at a real engine: what is trained on is what was sampled."""
+
+import json
+import math
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+
+import httpx
+import pytest
+import torch
+from anthropic import Anthropic
+from openai import OpenAI
+
+from helpers.agents import act, as_plain, generation_of, running_agents, waiting_agents
+from helpers.engines import reference_logprobs, running_engine, served_model, wait_until
+from helpers.environments import LONG_SLEEP
+from helpers.models import tiny_model
+from helpers.runs import TINY_CONFIG, marked_processes
+from megatron_grpo.config.file import load_config
+
+PROGRAM = """
+import http.client, json, os, urllib.parse
+
+server = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+for word in ("one", "two"):
+    body = json.dumps({"messages": [{"role": "user", "content": word}]})
+    connection = http.client.HTTPConnection(server.netloc)
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    connection.request("POST", "/v1/chat/completions", body, headers)
+    assert connection.getresponse().status == 200
+print(0.5)
+"""
+TINY_NAME = load_config(TINY_CONFIG, []).model.path.name
+
+
+@pytest.fixture
+def engine(live_engine, tied_model):
+    live_engine.push(tied_model)
+    return live_engine
+
+
+@pytest.fixture(scope="module")
+def waiting(live_engine, tied_model, tmp_path_factory):
+    """The address and the key of a session whose agent does nothing."""
+    live_engine.push(tied_model)
+    folder = tmp_path_factory.mktemp("waiting")
+    with waiting_agents(live_engine, tied_model, folder) as waiting:
+        yield waiting
+
+
+def trained_on(sample):
+    """Each token that a sample is trained on with all before it, and its log-probability."""
+    found = []
+    for each in as_plain(sample):
+        tokens = [*each.prompt.token_ids, *each.completion_ids]
+        start = len(each.prompt.token_ids)
+        for i, (is_sampled, logprob) in enumerate(zip(each.loss_mask, each.logprobs, strict=True)):
+            if is_sampled:
+                found.append((tuple(tokens[: start + i + 1]), round(logprob, 5)))
+    return found
+
+
+def check_exact(samples, made, model):
+    """Every sampled token is trained on once, after the very tokens that the engine had."""
+    for number, sample in enumerate(samples):
+        record = made.record[number]
+        told = [
+            ((*asked, *ids[: i + 1]), round(logprobs[i], 5))
+            for asked, ids, logprobs in record
+            for i in range(len(ids))
+        ]
+        assert Counter(trained_on(sample)) == Counter(told)
+        assert sum(count for _, count in sample.spans) == len(sample.completion_ids)
+        assert len(sample.step_rewards) == len(record)
+        for each in as_plain(sample):
+            gap = reference_logprobs(model, each) - torch.tensor(each.logprobs)
+            assert (gap.abs() * torch.tensor(each.loss_mask)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("function", "num_turns", "num_sequences", "reward"),
+    [
+        ("append", 3, 1, 0.5),
+        ("fork", 5, 3, 1.0),
+        ("rewrite", 4, 3, 0.25),
+        ("complete", 3, None, 1.0),
+    ],
+)
+def test_every_sampled_token_is_trained_on_once(
+    engine, tied_model, tmp_path, function, num_turns, num_sequences, reward
+):
+    with running_agents(engine, tied_model, tmp_path, function=function) as agents:
+        samples, made = act(agents, engine)
+    assert made.failures == []
+    assert [(s.prompt.index, s.sample_index) for s in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    check_exact(samples, made, tied_model)
+    for sample in samples:
+        assert len(sample.step_rewards) == num_turns
+        assert (sample.finish_reason, sample.dialogue_reward) == ("stop", reward)
+        if num_sequences:
+            assert len(sample.sequences) == num_sequences
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "failure"),
+    [
+        ("silent", {}, "it ended without asking for a turn"),
+        ("wrong", {}, "its reward 'much' is not a finite number"),
+        ("nothing", {}, "it gave no reward: set agent.weight=0"),
+        ("greedy", {"max_turns": 2}, "agent.max_turns 2 is reached"),
+        ("greedy", {"max_tokens": 5}, "agent.max_tokens 5 is reached"),
+        ("rewrite", {"on_rewrite": "drop"}, "none that it had before: the token at 6 is"),
+        ("hang", {"timeout": 8}, "no answer after 8 s (agent.timeout): killed"),
+    ],
+)
+def test_an_agent_that_fails_is_masked_and_leaves_nothing(
+    engine, tied_model, tmp_path, function, settings, failure
+):
+    with running_agents(engine, tied_model, tmp_path, function=function, **settings) as agents:
+        samples, made = act(agents, engine, num_prompts=1)
+        assert len(made.failures) == 2
+        assert all(failure in each for each in made.failures), made.failures
+        for sample in samples:
+            assert sample.finish_reason == "failed"
+            assert math.isnan(sample.dialogue_reward)
+        assert not marked_processes(LONG_SLEEP)
+
+
+def test_agents_of_anthropics_client_and_streams_get_the_same_turns(engine, tied_model, tmp_path):
+    asked = [{"role": "user", "content": "one"}]
+    with waiting_agents(engine, tied_model, tmp_path) as (url, key, made):
+        anthropic = Anthropic(base_url=url, api_key=key, max_retries=0)
+        openai = OpenAI(base_url=f"{url}/{key}/v1", api_key="none", max_retries=0)
+        first = anthropic.messages.create(model="any", max_tokens=5, messages=asked)
+        text = "".join(block.text for block in first.content)
+        assert first.usage.output_tokens == len(made.record[0][0][1]) <= 5
+        asked += [{"role": "assistant", "content": first.content}]
+        asked += [{"role": "user", "content": [{"type": "text", "text": "two"}]}]
+        with anthropic.messages.stream(model="any", max_tokens=9, messages=asked) as stream:
+            streamed = "".join(stream.text_stream)
+        chunks = openai.chat.completions.create(
+            model="any",
+            messages=[
+                {"role": "user", "content": "one"},
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": "two"},
+                {"role": "assistant", "content": streamed},
+                {"role": "user", "content": "three"},
+            ],
+            stream=True,
+            n=2,
+            logprobs=True,
+            stream_options={"include_usage": True},
+        )
+        logprobs = {0: [], 1: []}
+        for chunk in chunks:
+            for part in chunk.choices:
+                logprobs[part.index] += [
+                    token.logprob for token in (part.logprobs.content if part.logprobs else ())
+                ]
+        assert chunk.usage.completion_tokens == sum(map(len, logprobs.values()))
+        assert [model.id for model in openai.models.list()] == [TINY_NAME]
+    record = sorted(made.record[0], key=lambda each: len(each[0]))
+    assert len(record) == 4
+    for (before, ids, _), (after, _, _) in pairwise(record[:3]):
+        assert after[: len(before) + len(ids)] == [*before, *ids]
+    told = sorted(told for _, _, told in record[2:])
+    assert told == sorted(logprobs.values())
+    session = made.sessions[0]
+    assert [len(branch.ends) for branch in session.tree.branches] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("chat/completions", {}, 400, "messages must be a list"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "object with a role"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "parts of type text",
+        ),
+        ("chat/completions", {"logit_bias": {"1": 5}}, 400, "logit_bias is not supported"),
+        ("chat/completions", {"n": -1}, 400, "n and max_tokens must be at least 1"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
+            400,
+            "tool_choice required is not supported",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 1000}]},
+            400,
+            "maximum context length is 350 tokens",
+        ),
+        ("completions", {"prompt": ["a", "b"]}, 400, "prompt must be one text"),
+        ("messages", {"messages": [{"role": "user"}]}, 400, "cannot be read"),
+        ("messages", "garbage", 400, "cannot be read"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_told_why(waiting, path, body, status, text):
+    url, key, _ = waiting
+    content = body if isinstance(body, str) else json.dumps(body)
+    headers = {"Authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{url}/v1/{path}", content=content, headers=headers)
+    assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True), (
+        answer.text
+    )
+    wrong = httpx.post(f"{url}/v1/{path}", content=content, headers={"x-api-key": "wrong"})
+    assert wrong.status_code == 401
+
+
+def test_pushes_in_flight_cut_turns_and_every_token_is_of_its_own_version(
+    engine, tied_model, tmp_path
+):
+    other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
+    with running_agents(engine, tied_model, tmp_path, function="long") as agents:
+        in_flight, weights = agents._in_flight, {engine.version: tied_model}
+        made = generation_of(agents, engine, stop_token_ids=())
+        in_flight.resume(engine.version)
+        with ThreadPoolExecutor(1) as thread:
+            samples = thread.submit(in_flight.generate, 0, made)
+            for folder in (other, tied_model):
+                sampled = sum(session.tree.num_sampled for session in made.sessions)
+                enough = sampled + 100
+                assert wait_until(
+                    lambda enough=enough: (
+                        sum(session.tree.num_sampled for session in made.sessions) > enough
+                    ),
+                    60,
+                    0.01,
+                )
+                in_flight.suspend()
+                weights[engine.push(folder)] = folder
+                in_flight.resume(engine.version)
+            samples = samples.result(120)
+        in_flight.suspend()
+    assert made.failures == []
+    assert max(len(sample.spans) for sample in samples) > 1
+    for sample in samples:
+        told = torch.tensor(sample.logprobs)
+        wanted = {
+            version: reference_logprobs(folder, sample) for version, folder in weights.items()
+        }
+        versions = [version for version, count in sample.spans for _ in range(count)]
+        assert (len(versions), sample.num_sampled) == (len(told), 240)
+        for i, (version, is_sampled) in enumerate(zip(versions, sample.loss_mask, strict=True)):
+            assert not is_sampled or abs(told[i] - wanted[version][i]) < 1e-3
+
+
+@pytest.mark.slow
+def test_many_sessions_at_once_are_all_answered(engine, tied_model, tmp_path):
+    (program := tmp_path / "agent.py").write_text(PROGRAM)
+    command = f"{sys.executable} -IS {program}"
+    with running_agents(engine, tied_model, tmp_path, command=command) as agents:
+        samples, made = act(agents, engine, num_prompts=50, num_generations=4)
+    assert (len(samples), made.failures) == (200, [])
+    assert {sample.dialogue_reward for sample in samples} == {0.5}
+
+
+@pytest.mark.slow
+def test_every_sequence_of_a_session_has_the_routes_of_its_tokens(tmp_path):
+    folder = tiny_model(tmp_path / "model", "qwen3_moe", num_experts=8)
+    with (
+        running_engine("transformers", folder, tmp_path, router_replay=True) as engine,
+        running_agents(engine, folder, tmp_path, function="fork") as agents,
+    ):
+        engine.push(folder)
+        samples, made = act(agents, engine, router_replay=True)
+        assert made.failures == []
+        for sample in samples:
+            assert len(sample.sequences) == 3
+            routes = torch.from_numpy(sample.routed_experts)
+            for each, branch in zip(as_plain(sample), sample.sequences, strict=True):
+                tokens = [*each.prompt.token_ids, *each.completion_ids]
+                prompt = replace(sample.prompt, token_ids=tokens)
+                [whole] = engine.generate(
+                    [prompt], num_generations=1, max_completion_length=1, router_replay=True
+                )
+                first = len(sample.prompt.token_ids)
+                bounds = [*branch.context, (first + branch.start, first + branch.end)]
+                own = torch.cat([routes[start:end] for start, end in bounds])[: len(tokens) - 1]
+                assert own.tolist() == whole.routed_experts[: len(tokens) - 1].tolist()

@@ -1,0 +1,101 @@
+"""Tools in turns that the engine's own parser reads, in a real conversation."""
+
+import asyncio
+import sys
+
+import pytest
+
+from megatron_grpo.agents.tools import Tools
+
+TOOLS = '''
+import asyncio, time
+
+def add(a: int, b: int) -> int:
+    """Adds numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+async def repeat(text: str, times: int) -> str:
+    """Repeats a text.
+
+    Args:
+        text: What to repeat.
+        times: How often.
+    """
+    await asyncio.sleep(0.3)
+    return text * times
+
+def bare(a): return a
+'''
+SERVER = '''
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("numbers")
+
+@server.tool()
+def double(number: int) -> int:
+    """Doubles a number."""
+    return 2 * number
+
+@server.tool()
+def fail() -> str:
+    """Fails."""
+    raise RuntimeError("out of order")
+
+server.run()
+'''
+
+
+def test_calls_run_at_once_are_cut_and_tell_their_errors(tmp_path):
+    file = tmp_path / "tools.py"
+    file.write_text(TOOLS)
+
+    async def call_all():
+        names = [f"{file}:{name}" for name in ("add", "repeat")]
+        async with Tools(names, [], most_characters=10) as tools:
+            assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "repeat"]
+            many = [tools.call("repeat", '{"text": "x", "times": 12}') for _ in range(8)]
+            results = await asyncio.wait_for(asyncio.gather(*many), 2)
+            assert results == ["x" * 10 + "... (2 more characters)"] * 8
+            assert await tools.call("add", '{"a": 1, "b": 2}') == "3"
+            for arguments in ("{", "[1]", '{"a": 1}', '{"a": 1, "b": 2, "c": 3}'):
+                assert (await tools.call("add", arguments)).startswith("Error: ")
+            assert (await tools.call("sum", "{}")).startswith("Error: Val")
+        return tools.metrics
+
+    metrics = asyncio.run(call_all())
+    assert (metrics["tool/add/calls"], metrics["tool/add/errors"]) == (5, 4)
+    assert (metrics["tool/repeat/calls"], metrics["tool/repeat/errors"]) == (8, 0)
+    assert metrics["tool/repeat/seconds"] > 8 * 0.3
+    assert metrics["tool/unknown/calls"] == 1
+
+
+def test_the_tools_of_an_mcp_server_are_called(tmp_path):
+    file = tmp_path / "server.py"
+    file.write_text(SERVER)
+
+    async def call_all():
+        async with Tools([], [f"{sys.executable} {file}"], most_characters=100) as tools:
+            told = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
+            assert told["double"]["description"] == "Doubles a number."
+            assert [*told["double"]["parameters"]["properties"]] == ["number"]
+            assert await tools.call("double", '{"number": 21}') == "42"
+            failed = await tools.call("fail", "{}")
+            assert failed == "Error: RuntimeError: Error executing tool fail"
+
+    asyncio.run(asyncio.wait_for(call_all(), 60))
+
+
+def test_a_function_that_the_model_cannot_be_told_of_is_refused(tmp_path):
+    (file := tmp_path / "tools.py").write_text(TOOLS)
+
+    async def enter():
+        async with Tools([f"{file}:bare"], [], most_characters=10):
+            pass
+
+    with pytest.raises(ValueError, match="it needs type hints, and a docstring"):
+        asyncio.run(enter())
