@@ -23,7 +23,7 @@ from megatron_grpo.rewards.http import (
 )
 
 OF_TEXTS = ("ForSequenceClassification",)
-OF_STEPS = ("ForProcessRewardModel", "ForTokenClassification")
+OF_STEPS = ("ForProcessRewardModel",)
 """How the architectures end of models that score a text, and the steps in it."""
 WEIGHTS = ("*.safetensors", "*.bin")
 DEFAULT_LABELS = range(2)

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     LlamaConfig,
     PreTrainedTokenizerFast,
@@ -69,17 +68,6 @@ def process_model_folder(folder: Path) -> Path:
     return folder
 
 
-def token_model_folder(folder: Path) -> Path:
-    """A Qwen2 that classifies tokens into two labels, the form in which TRL trains such models."""
-    torch.manual_seed(2)
-    config = Qwen2Config(**SIZES, num_labels=2)
-    model = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
-    make_random(model, 0.1, torch.Generator().manual_seed(2))
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
 def tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of both."""
     made = character_tokenizer(SIZES["vocab_size"])
@@ -103,22 +91,14 @@ def reference_score(folder: Path, text: str) -> float:
 @torch.inference_mode()
 def reference_steps(folder: Path, text: str) -> list[float]:
     """The probability of the second label at each tag in the text."""
-    ids = token_ids(folder, text)
-    [tag] = token_ids(folder, STEP_TAG)
-    labels = _labels(folder, torch.tensor([ids]))
-    return labels[torch.tensor(ids) == tag].softmax(-1)[:, 1].tolist()
-
-
-def _labels(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """The logits [tokens, 2] of a text."""
-    if "ForProcessRewardModel" not in (folder / "config.json").read_text():
-        model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
-        return model(ids).logits[0]
     weights = load_file(folder / "model.safetensors")
     model = Qwen2Model.from_pretrained(folder, dtype=torch.float32).eval()
-    hidden = model(ids).last_hidden_state[0]
+    ids = token_ids(folder, text)
+    hidden = model(torch.tensor([ids])).last_hidden_state[0]
     inner = torch.relu(hidden @ weights["score.0.weight"].T + weights["score.0.bias"])
-    return inner @ weights["score.2.weight"].T + weights["score.2.bias"]
+    labels = inner @ weights["score.2.weight"].T + weights["score.2.bias"]
+    [tag] = token_ids(folder, STEP_TAG)
+    return labels[torch.tensor(ids) == tag].softmax(-1)[:, 1].tolist()
 
 
 def token_ids(folder: Path, text: str) -> Sequence[int]:

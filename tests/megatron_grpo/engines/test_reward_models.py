@@ -17,7 +17,6 @@ from helpers.reward_models import (
     reference_steps,
     rendered,
     reward_model_folder,
-    token_model_folder,
     tokenizer,
 )
 from megatron_grpo.config.data import DataConfig
@@ -90,9 +89,8 @@ def test_scores_are_the_logits_of_transformers(tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_folder", [process_model_folder, token_model_folder])
-def test_scores_of_steps_are_the_probabilities_of_transformers(tmp_path, make_folder) -> None:
-    folder, batch = make_folder(tmp_path / "model"), samples(2)
+def test_scores_of_steps_are_the_probabilities_of_transformers(tmp_path) -> None:
+    folder, batch = process_model_folder(tmp_path / "model"), samples(2)
     with served(function(folder, step_tag=STEP_TAG), tmp_path / "logs") as (_, pool):
         found = pool.score(batch, num_completions=len(batch))
     for sample, score in zip(batch, found, strict=True):
