@@ -16,11 +16,13 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.agents.agents import open_dialogues
 from megatron_grpo.bars import progress_bar, waiting
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.reward import served_here
 from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineDown, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
+from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.server import EngineServers, check_cpu_kernels
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
@@ -30,7 +32,7 @@ from megatron_grpo.evaluation.evaluation import (
     metrics_of,
 )
 from megatron_grpo.preflight import check_engines
-from megatron_grpo.prompt_checks import check_evaluation
+from megatron_grpo.prompt_checks import check_evaluation, check_reward_models
 from megatron_grpo.reporting.progress import EvaluationBar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
 from megatron_grpo.rewards import RewardPools
@@ -58,7 +60,9 @@ class FolderEvaluation:
             self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
             stack.enter_context(closing(self.servers))
             self._client = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
-            pools = stack.enter_context(closing(RewardPools()))
+            rewards = [held_out.reward or cfg.reward for held_out in cfg.eval.named_sets.values()]
+            models = RewardModels(served_here(rewards), cfg.rollout, out / "logs")
+            pools = stack.enter_context(closing(RewardPools(models)))
             ends = end_tokens(shape, tokenizer, cfg.rollout)
             dialogues = open_dialogues(cfg, tokenizer, ends, self._client, None)
             if dialogues:
@@ -66,6 +70,9 @@ class FolderEvaluation:
             self._evaluations = Evaluations(cfg, shape, tokenizer, self._client, pools, dialogues)
             with waiting(self.servers.awaited, "answer") as show:
                 self.servers.wait_ready(cfg.rollout.startup_timeout, show)
+            if pools.awaited:
+                with waiting(pools.awaited, "answer") as show:
+                    pools.wait_ready(show)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -149,5 +156,6 @@ def _check(cfg: Config) -> ModelShape:
     check_weights(cfg.model.path, shape)
     check_engines(cfg.rollout, shape, None)
     check_cpu_kernels(cfg.rollout, shape)
+    check_reward_models(cfg)
     check_evaluation(cfg, shape)
     return shape

@@ -121,9 +121,10 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
             raise ValueError(f"{use} needs {package}: `{install}`, or leave it out")
     # Last, since importing Megatron-Core takes seconds, and encoding a data set takes minutes.
     _check_megatron(cfg, shape)
-    from megatron_grpo.prompt_checks import check_evaluation, check_prompts
+    from megatron_grpo.prompt_checks import check_evaluation, check_prompts, check_reward_models
     from megatron_grpo.rollout.replay import check_replay
 
+    check_reward_models(cfg)
     cfg, sample = check_prompts(cfg, shape)
     check_replay(cfg)
     if cfg.eval.named_sets:

@@ -11,14 +11,17 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.file import with_num_steps
+from megatron_grpo.config.reward import REWARD_MODEL, RewardConfig, served_here
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.arguments import PLANNED, engine_number
+from megatron_grpo.engines.reward_models import check_served
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.environments.turns import Turns, end_of_turn
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.rewards import RewardPool, RewardPools
 from megatron_grpo.rewards.builtin import reference_fault
+from megatron_grpo.rewards.functions import load_function
 from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
 
@@ -33,7 +36,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
     people, as the model will see it.
     """
     with ExitStack() as stack:
-        rewards = stack.enter_context(closing(RewardPool(cfg.reward)))
+        rewards = stack.enter_context(closing(RewardPool(without_served(cfg.reward))))
         tokenizer = load_tokenizer(cfg.model.path)
         ends = end_tokens(shape, tokenizer, cfg.rollout)
         prompts = load_prompts(
@@ -52,6 +55,25 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
             pool.wait_ready(() if cfg.agent.is_used else rows)
         _check_turns(cfg, tokenizer, ends)
         return cfg, _described(prompts[0], tokenizer, ends, cfg)
+
+
+def check_reward_models(cfg: Config) -> None:
+    """Raise ValueError for reward models that cannot be served or asked as the config says."""
+    names = [each.name for reward in cfg.rewards.values() for each in reward.functions]
+    if cfg.dialogue_term and REWARD_MODEL in names:
+        raise ValueError(
+            "reward_model scores completions of one turn, as its chat template has one for it, and "
+            f"this run has the dialogues of an {cfg.dialogue_term}: leave one of the two out"
+        )
+    for function in served_here(cfg.rewards.values()):
+        load_function(function)
+    check_served(cfg)
+
+
+def without_served(reward: RewardConfig) -> RewardConfig:
+    """The functions that can be tried before the servers of reward models run."""
+    functions = tuple(each for each in reward.functions if not each.is_served_here)
+    return reward.model_copy(update={"functions": functions})
 
 
 def _with_steps_of_epochs(cfg: Config, stream: PromptStream) -> Config:
@@ -91,7 +113,7 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
             _check_engine_context(view, prompts, f"{section}.data", section)
             try:
                 _check_vocabulary(shape, prompts)
-                rewards = pools.pool_for(view.reward)
+                rewards = pools.pool_for(without_served(view.reward))
                 rewards.wait_ready([prompt.row for prompt in prompts])
                 rewards.score_trial(prompts[0])
                 if pool:

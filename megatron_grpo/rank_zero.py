@@ -78,9 +78,15 @@ class RankZero:
         return self.rollouter
 
     def wait_ready(self) -> None:
-        """Return when every engine answers; from then on a preemption cancels what they do."""
+        """Return when all engines and reward models answer.
+
+        From then on a preemption cancels what they do.
+        """
         with self.log.bar.waiting(self.with_engines.servers.awaited, "answer") as show:
             self.with_engines.wait_ready(show)
+        if awaited := self.with_engines.pools.awaited:
+            with self.log.bar.waiting(awaited, "answer") as show:
+                self.with_engines.pools.wait_ready(show)
         self.watchdog.on_preempt(self.rollouter.cancel)
 
     def enter(self, phase: str) -> None:

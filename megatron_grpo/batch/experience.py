@@ -70,12 +70,16 @@ def _compare_steps(
     group_ids: Tensor,
     cfg: Config,
 ) -> Experience:
-    """Compare steps: those of the environment, and the reward functions' sum as one at the end."""
-    outcomes = total_rewards(rewards, cfg.reward.functions)
+    """Compare steps: those of the environment or of a process reward model, and the sum of the
+    other reward functions as one at the end."""
+    process_model = cfg.reward.process_model
+    weight = process_model.weight if process_model else cfg.environment.weight
+    functions = [each for each in cfg.reward.functions if each is not process_model]
+    outcomes = total_rewards(rewards, functions)
     steps = []
     for sample, outcome, total in zip(samples, outcomes, totals.tolist(), strict=True):
-        found = [(token, cfg.environment.weight * r) for token, r in sample.step_rewards]
-        if cfg.reward.functions and sample.completion_ids:
+        found = [(token, weight * r) for token, r in sample.step_rewards]
+        if functions and sample.completion_ids:
             found.append((len(sample.completion_ids) - 1, outcome))
         # The steps of a failed sample are left out.
         steps.append([] if math.isnan(total) else found)

@@ -264,10 +264,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _process_has_steps(self) -> Self:
-        if self.grpo.supervision == "process" and self.environment.name is None:
+        has_steps = self.environment.name is not None or self.reward.process_model is not None
+        if self.grpo.supervision == "process" and not has_steps:
             raise ValueError(
-                "grpo.supervision process compares the rewards of environment steps: name an "
-                "environment in environment.name, or use outcome"
+                "grpo.supervision process compares the rewards of steps: name an environment in "
+                "environment.name, or a reward_model with step_tag, or use outcome"
             )
         return self
 
@@ -310,10 +311,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _something_rewards(self) -> Self:
-        rewards = {f"{section_of(n)}.reward": s.reward for n, s in self.eval.named_sets.items()}
-        for section, reward in {"reward": self.reward, **rewards}.items():
-            if reward is None:
-                continue
+        for section, reward in self.rewards.items():
             labels = [function.label for function in reward.functions]
             if not any(term.weight for term in self._terms_of(reward)) and not labels:
                 raise ValueError(
@@ -336,6 +334,12 @@ class Config(Section):
                 f"{', '.join(known)}, or null for their weighted sum"
             )
         return self
+
+    @property
+    def rewards(self) -> dict[str, RewardConfig]:
+        """How training and held-out sets with their own reward are scored, by section."""
+        own = {f"{section_of(n)}.reward": s.reward for n, s in self.eval.named_sets.items()}
+        return {"reward": self.reward} | {name: each for name, each in own.items() if each}
 
     @property
     def num_steps(self) -> int:

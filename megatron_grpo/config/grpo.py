@@ -67,7 +67,8 @@ class GRPOConfig(Section):
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
     """Whether rewards are summed and then normalized, or each normalized and then summed (GDPO)."""
     supervision: Literal["outcome", "process"] = "outcome"
-    """`outcome`: one reward per completion; `process`: one per environment step (DeepSeekMath)."""
+    """`outcome`: one reward per completion; `process`: one per step of an environment or of a
+    process reward model (DeepSeekMath)."""
 
     loss_type: LossType = "dapo"
     """The objective, and how it is averaged over tokens."""

@@ -1,6 +1,6 @@
 """What the model is rewarded for: the keys of `reward` and of `environment`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -13,16 +13,18 @@ ENVIRONMENT_TERM = "environment"
 
 RIGHT = ("exact", "math_answer")
 """Built-in functions that score right answers 1 and all others 0."""
-SHAPING = frozenset({"cosine", "repetition", "soft_overlong"})
-"""Built-in bonuses and penalties: they must not decide whether an answer passes an evaluation."""
+SHAPING = frozenset({"cosine", "repetition", "reward_model", "soft_overlong"})
+"""Built-in functions that do not say whether an answer is right: they must not decide whether it
+passes an evaluation."""
+REWARD_MODEL = "reward_model"
 
 
 class RewardFunction(Section):
     """One term of the reward."""
 
     name: str
-    """`exact`, `math_answer`, `format`, `cosine`, `repetition`, `soft_overlong`, `judge`, or
-    `file.py:function`."""
+    """`exact`, `math_answer`, `format`, `cosine`, `repetition`, `soft_overlong`, `judge`,
+    `reward_model`, or `file.py:function`."""
     weight: float = 1.0
     """Weight of this function in the total reward."""
     arguments: dict[str, Any] = Field(default={})
@@ -32,6 +34,21 @@ class RewardFunction(Section):
     def label(self) -> str:
         """Short name for metrics and messages: the function's name without its file."""
         return self.name.rpartition(":")[2]
+
+    @property
+    def is_served_here(self) -> bool:
+        """Whether it is a reward model that the run serves itself."""
+        return self.name == REWARD_MODEL and "path" in self.arguments
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of a reward model that the run serves itself."""
+        return int(self.arguments.get("tensor_parallel_size", 1)) if self.is_served_here else 0
+
+    @property
+    def scores_steps(self) -> bool:
+        """Whether it is a process reward model."""
+        return self.name == REWARD_MODEL and self.arguments.get("step_tag") is not None
 
 
 class RewardConfig(Section):
@@ -72,6 +89,11 @@ class RewardConfig(Section):
             )
         return value
 
+    @property
+    def process_model(self) -> RewardFunction | None:
+        """The function that scores steps, if one does."""
+        return next((function for function in self.functions if function.scores_steps), None)
+
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         labels = [function.label for function in self.functions]
@@ -82,6 +104,15 @@ class RewardConfig(Section):
                     "that name: name it once"
                 )
         return self
+
+
+def served_here(rewards: Iterable[RewardConfig]) -> list[RewardFunction]:
+    """The reward models that a run with these rewards serves itself, each of them once."""
+    found: list[RewardFunction] = []
+    for function in (each for reward in rewards for each in reward.functions):
+        if function.is_served_here and function.arguments not in [f.arguments for f in found]:
+            found.append(function)
+    return found
 
 
 class EnvironmentConfig(Section):

@@ -42,7 +42,7 @@ def encode_rows(
     Raises ValueError if the tokenizer makes no tokens of any row, or if its chat template is
     missing or does not use a variable of `data.chat_template_kwargs`.
     """
-    chats = [_chat(data, row) for row in rows]
+    chats = [chat_of(data, row) for row in rows]
     if not data.apply_chat_template:
         return _map_valid(chats, lambda texts: _tokenize(data, tokenizer, texts))
     if tokenizer.chat_template is None:
@@ -73,7 +73,8 @@ def _map_valid(
     return [item if isinstance(item, Fault) else next(results) for item in items]
 
 
-def _chat(data: DataConfig, row: Row) -> Chat | Fault:
+def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
+    """What a row asks: its messages, or its text where there is no chat template."""
     for column in (data.prompt_column, data.answer_column):
         if column is not None and (fault := _check_column(column, row)):
             return fault

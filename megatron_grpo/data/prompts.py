@@ -10,7 +10,7 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.data.encoding import Encoded, encode_rows
+from megatron_grpo.data.encoding import Chat, Encoded, chat_of, encode_rows
 from megatron_grpo.data.rows import Fault, InvalidRows, Record, Row, read_rows
 
 if TYPE_CHECKING:
@@ -38,9 +38,20 @@ class Prompt:
     is_own: bool = False
     """Whether it is of one sample alone: its environment has appended to it, or its agent made it.
     """
+    data: DataConfig | None = None
+    """How `row` became `text`; None for a text alone."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", array("i", self.token_ids))
+
+    @property
+    def messages(self) -> Chat:
+        """The messages that `text` was rendered from; without a chat template, `text` itself."""
+        if self.data is None or not self.data.apply_chat_template:
+            return self.text
+        chat = chat_of(self.data, self.row)
+        assert not isinstance(chat, Fault), "it has become a prompt"
+        return chat
 
 
 def end_tokens(
@@ -118,7 +129,7 @@ def _encoded(
         if isinstance(encoded, Fault):
             invalid.add(record.index, record.place, encoded)
         else:
-            prompts.append(Prompt(record.index, encoded.token_ids, encoded.text, row))
+            prompts.append(Prompt(record.index, encoded.token_ids, encoded.text, row, data=data))
     return prompts
 
 

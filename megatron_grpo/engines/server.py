@@ -1,29 +1,22 @@
-"""Starts, watches and ends rollout engines as processes of this host.
+"""Rollout engines as processes of this host: their devices, commands and environment.
 
 `megatron-grpo serve` runs one for trainers that have its address and token.
 """
 
 import os
 import re
-import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from subprocess import TimeoutExpired
 from typing import NoReturn
 
 from checkpoint_convert import ModelShape, read_shape
-from megatron_grpo.bars import Show
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.access import check_host
 from megatron_grpo.engines.arguments import PLANNED, engine_table
-from megatron_grpo.engines.http import EngineError, is_healthy
 from megatron_grpo.engines.joining import (
     FOLDER,
     JoinedEngine,
@@ -31,6 +24,7 @@ from megatron_grpo.engines.joining import (
     serve_joined,
     settings_of,
 )
+from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
     check_sglang_arguments,
     sglang_command,
@@ -47,12 +41,6 @@ from megatron_grpo.engines.vllm.args import (
     vllm_environment,
 )
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
-from megatron_grpo.workers.child_process import KILL_SECONDS, EngineProcess
-
-TERMINATE_TIMEOUT = 10.0
-EXIT_SECONDS = 0.5
-"""How long to wait for a failed engine to exit by itself, so that its exit code is known."""
-LOOPBACK = "127.0.0.1"
 
 # A trainer rank's place in its distributed job; an engine that saw it would try to join.
 RANK_VARIABLES = re.compile(
@@ -63,15 +51,12 @@ RANK_VARIABLES = re.compile(
 )
 
 
-class EngineServers:
+class EngineServers(ServerProcesses):
     """The engines of a run: those in `rollout.base_urls`, or else processes started here.
 
     `token` gives access to those in `rollout.base_urls`. Engines started here get a fresh token,
-    listen on the loopback interface, and use the GPUs after those of the `num_ranks` trainer ranks
-    of this host; if there are too few left, they share the ranks' GPUs.
-
-    No engine outlives this process: Linux kills an engine when the thread that started it ends.
-    So engines are only started from threads that last as long as the run.
+    and use the GPUs after those of the `num_ranks` trainer ranks of this host; if there are too few
+    left, they share the ranks' GPUs.
     """
 
     def __init__(
@@ -83,10 +68,7 @@ class EngineServers:
         num_ranks: int = 0,
         lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
-        self.base_urls = tuple(url.rstrip("/") for url in rollout.base_urls)
-        self._engines: list[EngineProcess] = []
-        self._log_dir = log_dir
-        self._ports: list[socket.socket] = []
+        super().__init__(tuple(url.rstrip("/") for url in rollout.base_urls), log_dir)
         self.share_gpus = False
         """Whether engines started here share the GPUs of trainer ranks."""
         self.token = check_token(token) if rollout.base_urls else new_token()
@@ -96,103 +78,13 @@ class EngineServers:
         num_devices = num_gpus()
         devices = engine_devices(rollout, num_devices, num_ranks, os.environ)
         self.share_gpus = share_gpus(rollout, num_devices, num_ranks)
-        self._ports = [reserve_port() for _ in range(rollout.num_engines)]
-        for index, reserved in enumerate(self._ports):
-            port = reserved.getsockname()[1]
-            log = log_dir / f"engine_{index}.log"
-            command, environment = engine_command(
-                model, rollout, LOOPBACK, port, devices[index], self.token, lora=lora
+
+        def command_on(gpus: str | None) -> Command:
+            return lambda port: engine_command(
+                model, rollout, LOOPBACK, port, gpus, self.token, lora=lora
             )
-            url = f"http://{LOOPBACK}:{port}"
-            self._engines.append(EngineProcess.start(command, environment, url, log))
-        self.base_urls = tuple(engine.url for engine in self._engines)
 
-    @property
-    def awaited(self) -> str:
-        """What `wait_ready` waits for."""
-        if self.are_ours:
-            return f"rollout engines start, logs in {self._log_dir}"
-        return f"rollout engines at {', '.join(self.base_urls)}"
-
-    def wait_ready(self, timeout: float, show: Show = lambda done, total: None) -> None:
-        """Wait until all engines answer; raise if one is dead or `timeout` seconds have passed.
-
-        `show` is called with the numbers of engines that answer and of all.
-        """
-        deadline = time.monotonic() + timeout
-        waiting = list(self.base_urls)
-        while waiting := [url for url in waiting if not is_healthy(url)]:
-            show(len(self.base_urls) - len(waiting), len(self.base_urls))
-            self.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"rollout engine {waiting[0]} did not answer within {timeout:g} s "
-                    f"(rollout.startup_timeout){self.log_tail(waiting[0])}"
-                )
-            time.sleep(0.1)
-
-    def check(self) -> None:
-        """Raise EngineError if an engine is dead, naming it and showing the end of its log."""
-        for url in self.base_urls:
-            if end := self.end(url):
-                raise EngineError(f"rollout engine {url} {end}{self.log_tail(url)}")
-
-    @property
-    def are_ours(self) -> bool:
-        """Whether the engines were started here, and so can be restarted."""
-        return bool(self._engines)
-
-    def end(self, url: str) -> str:
-        """How the engine at `url` ended; empty while it runs or if it was not started here."""
-        return self._engine(url).child.end() if self.are_ours else ""
-
-    def log_tail(self, url: str) -> str:
-        """The end of the log of an engine started here, to be appended to an error message."""
-        return f"; {self._engine(url).log_tail()}" if self.are_ours else ""
-
-    def kill(self, url: str) -> str:
-        """Kill an engine of ours and all that it started; returns how it ended by itself, if so."""
-        child = self._engine(url).child
-        end = child.end(within=EXIT_SECONDS)
-        child.kill()
-        return end
-
-    def restart(self, url: str) -> None:
-        """Restart a killed engine of ours at the same address, from a thread that lasts as the run.
-
-        Returns at once, without waiting until the engine answers.
-        """
-        index = self.base_urls.index(url)
-        self._engines[index] = self._engines[index].start_again()
-
-    def _engine(self, url: str) -> EngineProcess:
-        return self._engines[self.base_urls.index(url)]
-
-    def close(self) -> None:
-        """Terminate all engines; kill them after some seconds, and whatever they left running.
-
-        One that still starts is killed at once: it would not listen for seconds.
-        """
-        with ThreadPoolExecutor(
-            len(self._engines) or 1
-        ) as pool:  # one that hangs holds up no other
-            list(pool.map(_terminate, self._engines))
-        deadline = time.monotonic() + TERMINATE_TIMEOUT
-        for engine in self._engines:
-            with suppress(TimeoutExpired):
-                engine.process.wait(max(0.0, deadline - time.monotonic()))
-            engine.child.kill_others(deadline)
-            engine.child.end(within=KILL_SECONDS)
-        for reserved in self._ports:
-            reserved.close()
-        self._engines.clear()
-
-
-def _terminate(engine: EngineProcess) -> None:
-    if is_healthy(engine.url):
-        engine.process.terminate()
-    else:
-        engine.child.kill()
+        self.start({f"engine_{i}": command_on(gpus) for i, gpus in enumerate(devices)})
 
 
 def check_arguments(rollout: RolloutConfig) -> None:
@@ -276,18 +168,6 @@ def engine_devices(
             f"rollout.{rollout.engine}.{names.memory_fraction}=0.4"
         )
     return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]
-
-
-def reserve_port() -> socket.socket:
-    """Reserve a free port of the loopback interface by binding a socket to it.
-
-    An engine binds its port only after seconds of imports. On Linux it can do so while this socket
-    is bound, since both set SO_REUSEADDR and only the engine listens.
-    """
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind((LOOPBACK, 0))
-    return reserved
 
 
 def engine_environment(environ: Mapping[str, str], devices: str | None) -> dict[str, str]:

@@ -7,13 +7,14 @@ scripts.
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.reward import served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, make_folder
@@ -131,7 +132,8 @@ class Placement:
 def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     """Put ranks on the first nodes and engines on the remaining GPUs.
 
-    If these cannot hold all engines, engines share GPUs with the ranks. An engine of more GPUs than
+    Reward models that the run serves have those of rank 0's node behind its ranks. If the others
+    cannot hold all engines, engines share GPUs with the ranks. An engine of more GPUs than
     a node has takes whole nodes. Raises ValueError if ranks or such an engine do not fill nodes, or
     if there are too few nodes. A replay has no engines.
     """
@@ -152,11 +154,13 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     num_engines = cfg.num_engines
     if num_engines:
         check_engine_size(cfg.rollout, gpus_per_node)
+    is_free = _beside_reward_models(cfg, nodes[0], ranks_per_node, gpus_per_node)
     free = [
-        *_places(nodes[:num_trainers], ranks_per_node, gpus_per_node, size),
+        *filter(is_free, _places(nodes[:num_trainers], ranks_per_node, gpus_per_node, size)),
         *_places(nodes[num_trainers:], 0, gpus_per_node, size),
     ]
-    shared = sorted(_places(nodes, 0, gpus_per_node, size), key=lambda at: at.gpus.start)
+    all_places = filter(is_free, _places(nodes, 0, gpus_per_node, size))
+    shared = sorted(all_places, key=lambda at: at.gpus.start)
     places = free if num_engines <= len(free) else shared
     if num_engines > len(places):
         fewer = f"set it to {len(places)} or less, or take more nodes"
@@ -166,6 +170,25 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
             f"nodes of {gpus_per_node}: {fewer if places else f'take {least} nodes or more'}"
         )
     return Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
+
+
+def _beside_reward_models(
+    cfg: Config, node: str, ranks_per_node: int, gpus_per_node: int
+) -> Callable[[EnginePlace], bool]:
+    """Whether an engine's place leaves the reward models theirs on `node`, behind its ranks.
+
+    Raises ValueError if they have none.
+    """
+    num_gpus = sum(function.num_gpus for function in served_here(cfg.rewards.values()))
+    end = ranks_per_node + num_gpus
+    if end > gpus_per_node:
+        raise ValueError(
+            f"reward_model: {num_gpus} GPUs for reward models behind the {ranks_per_node} ranks of "
+            f"a node of {gpus_per_node}: put fewer ranks on a node, or serve the model elsewhere, "
+            "as docs/rewards.md says, and give its base_url in place of path"
+        )
+    own = range(ranks_per_node, end)
+    return lambda at: node not in at.nodes or at.gpus.stop <= own.start or at.gpus.start >= own.stop
 
 
 def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:

@@ -8,6 +8,7 @@ from checkpoint_convert import ModelShape, read_shape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Part, parts_away
+from megatron_grpo.config.reward import RewardFunction, served_here
 from megatron_grpo.engines.arguments import PLANNED
 from megatron_grpo.planning.card import GpuSpec, card_named
 from megatron_grpo.planning.host import host_lines, too_little_host_memory
@@ -25,6 +26,7 @@ from megatron_grpo.planning.state import part_bytes
 from megatron_grpo.planning.suggest import Suggestion, simulated, suggest
 from megatron_grpo.planning.traffic import ATTAINABLE_OF_LINK, LinkUse
 from megatron_grpo.planning.workload import longest_sequence, read_completion_lengths, read_lengths
+from megatron_grpo.rewards.reward_model import WEIGHTS
 
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
@@ -144,7 +146,16 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
         )
     if plan.rollout:
         lines.append(_rollout_line(cfg, plan.rollout))
-    return lines
+    return lines + [_reward_model_line(model) for model in served_here(cfg.rewards.values())]
+
+
+def _reward_model_line(model: RewardFunction) -> str:
+    path = Path(model.arguments["path"])
+    size = sum(file.stat().st_size for kind in WEIGHTS for file in path.glob(kind))
+    return (
+        f"the reward model {path} has {size / 1e9:.2f} GB of weights in its files, for "
+        f"{_count(model.num_gpus, 'GPU')} of its own on the node of rank 0"
+    )
 
 
 def _sharing_line(cfg: Config, unshared: PromptSharing, shared: PromptSharing) -> str:

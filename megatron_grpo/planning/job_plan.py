@@ -7,6 +7,7 @@ from typing import Any
 
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.reward import served_here
 from megatron_grpo.launch.launch import check_engine_size, place
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.host import HostUse, host_use
@@ -226,13 +227,16 @@ def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
     engines.
     """
     ranks, engines = cfg.dims.world_size, cfg.num_engines * cfg.rollout.gpus_per_engine
+    of_rewards = sum(model.num_gpus for model in served_here(cfg.rewards.values()))
     if engines:
         check_engine_size(cfg.rollout, card.per_node)
-    if max(ranks, engines) > num_gpus:
+    least = max(ranks, engines) + of_rewards
+    if least > num_gpus:
+        reward_models = f", and reward models {of_rewards}" if of_rewards else ""
         raise ValueError(
             f"{cfg.dims} needs {ranks} GPUs, and {cfg.num_engines} engines of "
-            f"{cfg.rollout.engine_size_text} need {engines}, but the job has {num_gpus} in "
-            f"all; use --gpus {max(ranks, engines)} or more"
+            f"{cfg.rollout.engine_size_text} need {engines}{reward_models}, but the job has "
+            f"{num_gpus} in all; use --gpus {least} or more"
         )
     nodes = [str(number) for number in range(-(-num_gpus // card.per_node))]
     placed = place(cfg, nodes, min(num_gpus, card.per_node))
@@ -242,14 +246,15 @@ def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
         for node in engine.nodes
     )
     # A job may have only part of its last node, which `place` does not take into account.
-    return is_shared or ranks + engines > num_gpus
+    return is_shared or ranks + engines + of_rewards > num_gpus
 
 
 def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:
     """GPUs of the fewest whole nodes that hold the job; part of one node if that is enough.
 
     Ranks and engines take the same nodes, unless one `engine` alone fills what a plan may use of a
-    card. An engine of more GPUs than a node has takes whole nodes.
+    card. An engine of more GPUs than a node has takes whole nodes. Reward models have GPUs of their
+    own behind the ranks.
     """
     size, num_engines = cfg.rollout.gpus_per_engine, cfg.num_engines
     rank_nodes = -(-cfg.dims.world_size // card.per_node)
@@ -258,7 +263,8 @@ def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:
     else:
         engine_nodes = -(-num_engines // (card.per_node // size))
     # An engine starts at a multiple of its size.
-    apart = round_up(cfg.dims.world_size, size if num_engines else 1) + num_engines * size
+    behind = cfg.dims.world_size + sum(m.num_gpus for m in served_here(cfg.rewards.values()))
+    apart = round_up(behind, size if num_engines else 1) + num_engines * size
     if engine and engine.total > memory_limit(card):
         return apart if apart <= card.per_node else (rank_nodes + engine_nodes) * card.per_node
     nodes = max(rank_nodes, engine_nodes)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
@@ -69,17 +69,19 @@ def sample_row(
 
 
 def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[str, Any]]:
-    """What the model and the environment said in a dialogue, special tokens included.
+    """What the model and the environment said in a dialogue, special tokens included; or the steps
+    of a completion that a process reward model scored.
 
-    `reward` is that of the environment's step after a turn of the model; null for observations.
+    `reward` is that of the environment's step after a turn of the model, or of the model's step;
+    null for observations.
     """
     rewards = dict(sample.step_rewards)
+    parts = accumulate(len(list(tokens)) for _, tokens in groupby(sample.loss_mask))
     turns, start = [], 0
-    for is_sampled, tokens in groupby(sample.loss_mask):
-        stop = start + len(list(tokens))
+    for stop in sorted({*parts, *(token + 1 for token in rewards)}):
         turns.append(
             {
-                "role": "assistant" if is_sampled else "environment",
+                "role": "assistant" if sample.loss_mask[start] else "environment",
                 "text": tokenizer.decode(list(sample.completion_ids[start:stop])),
                 "reward": rewards.get(stop - 1),
             }

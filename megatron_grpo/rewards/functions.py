@@ -26,12 +26,13 @@ BUILT_IN = {
     "judge": "judge",
     "math_answer": "math",
     "repetition": "builtin",
+    "reward_model": "reward_model",
     "soft_overlong": "builtin",
 }
 """The file of this package with each built-in function, whose keyword-only parameters are arguments
 of the config, not columns."""
 
-GIVEN_COLUMNS = ("completions", "prompts", "completion_ids", "finish_reasons")
+GIVEN_COLUMNS = ("completions", "prompts", "completion_ids", "finish_reasons", "prompt_messages")
 """Passed to every call besides the data's columns, and preferred to columns of the same name."""
 GIVEN_TIMEOUT = "reward_timeout"
 """`reward.timeout`, passed only to a function that names it; not a column, nor in `**columns`."""
@@ -40,6 +41,15 @@ LOAD = -1
 """Number of the answer that says what was loaded, in place of a call's."""
 MAX_REASON = 1000
 """Most characters quoted of an exception that is returned as a score."""
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """Scores of the steps of a completion, which as a whole has the lowest of them."""
+
+    ends: list[int]
+    """For each step the index of the character after it."""
+    scores: list[float]
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,8 @@ class Answer:
     """Whether the return value is not a score per completion, so that nothing can be masked."""
     is_out_of_memory: bool = False
     """Whether the process has reached its memory limit and must be replaced."""
+    steps: list[list[tuple[int, float]]] | None = None
+    """For each completion the end and the score of each step, if the function scores steps."""
 
 
 class NoScores(ValueError):
@@ -180,13 +192,20 @@ def _answer(scores: Any, num_completions: int) -> Answer:
         raise NoScores(f"returned {len(scores)} scores for {num_completions} completions")
     numbers = [_number(score) for score in scores]
     failed = [score for score, number in zip(scores, numbers, strict=True) if math.isnan(number)]
-    return Answer(numbers, _reason(failed[0]) if failed else "")
+    steps = [
+        [*zip(score.ends, score.scores, strict=True)] if isinstance(score, StepScores) else []
+        for score in scores
+    ]
+    reason = _reason(failed[0]) if failed else ""
+    return Answer(numbers, reason, steps=steps if any(steps) else None)
 
 
 def _number(score: Any) -> float:
     """The score as a float; NaN for a failed score."""
     if score is None or isinstance(score, Exception):
         return math.nan
+    if isinstance(score, StepScores):
+        return min(score.scores) if all(map(math.isfinite, score.scores)) else math.nan
     try:
         if not isinstance(score, str):
             return float(score) if math.isfinite(score) else math.nan

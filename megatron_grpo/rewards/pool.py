@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from multiprocessing.connection import Pipe, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_grpo.config.reward import RewardConfig
+from megatron_grpo.bars import Show
+from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.functions import LOAD, Answer
-from megatron_grpo.rewards.scoring import Call, RewardError, Scoring
+from megatron_grpo.rewards.scoring import Call, RewardError, Scores, Scoring
 from megatron_grpo.workers.supervised import SupervisedWorker, load_seconds
 from megatron_grpo.workers.user_file import missing_column
 
@@ -78,12 +79,34 @@ class RewardWorkerProcess(SupervisedWorker):
 if TYPE_CHECKING:
     from megatron_grpo.data.prompts import Prompt
 
+REVIVE_SECONDS = 1.0
+"""Seconds between two looks at the servers of reward models."""
 CANCEL_SECONDS = 3.0
 """Seconds after `reward.timeout` within which a worker must cancel an asynchronous call."""
 
 
 class ScoringCancelled(Exception):
     """`RewardPool.cancel` was called; nothing has failed."""
+
+
+class ModelServers(Protocol):
+    """The servers of reward models that a run starts: `engines.reward_models.RewardModels`."""
+
+    @property
+    def awaited(self) -> str:
+        """What `revive` waits for the first time; empty if there is no server."""
+
+    def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
+        """The functions, with an address in place of the path of each model."""
+
+    def revive(self, show: Show) -> bool:
+        """Start those again that have died, and return when all answer; whether any had died."""
+
+    def finish_scoring(self) -> None:
+        """Record that completions were scored."""
+
+    def close(self) -> None:
+        """End the servers."""
 
 
 class RewardPool:
@@ -94,17 +117,25 @@ class RewardPool:
     and memory limits are not a sandbox.
 
     The first process runs all calls of asynchronous functions, up to `reward.max_concurrent_calls`
-    at once; each process runs calls of ordinary functions one after the other.
+    at once; each process runs calls of ordinary functions one after the other. Reward models that
+    the run serves itself are asked in `servers`.
     """
 
-    def __init__(self, cfg: RewardConfig) -> None:
+    def __init__(self, cfg: RewardConfig, servers: ModelServers | None = None) -> None:
         self.cfg = cfg
-        self._workers = [RewardWorkerProcess(cfg) for _ in range(cfg.num_workers)]
+        self._servers = servers if any(each.is_served_here for each in cfg.functions) else None
+        self._worker_cfg = cfg
+        if self._servers:
+            functions = self._servers.addressed(cfg.functions)
+            self._worker_cfg = cfg.model_copy(update={"functions": functions})
+        self._workers = [RewardWorkerProcess(self._worker_cfg) for _ in range(cfg.num_workers)]
         self._wanted: list[list[str]] = []
         self._accepted: list[list[str] | None] = []
         self._is_async: list[bool] = []
         self._calls: dict[int, Call] = {}
         """The calls in progress, by number."""
+        self._interrupted: list[Call] = []
+        """Those that were in progress when the server of a reward model died."""
         self._numbers = count()
         self._reported: set[int] = set()
         """Functions of which a failure was printed, by index."""
@@ -114,7 +145,8 @@ class RewardPool:
         """Wait until the functions are loaded, and check that the data has the columns they need.
 
         `rows` are the rows of all prompts to be scored. Raises RewardError, and closes the pool, if
-        a function is not loaded in time or requires a column that some row lacks.
+        a function is not loaded in time or requires a column that some row lacks. Raises
+        EngineError or TimeoutError if the server of a reward model does not start.
         """
         try:
             while any(worker.is_loading for worker in self._workers):
@@ -124,6 +156,7 @@ class RewardPool:
         except RewardError:
             self.close()
             raise
+        self._revive()
 
     def score_trial(self, prompt: "Prompt") -> None:
         """Score two made-up completions of `prompt`, so that a broken function shows before a run.
@@ -152,7 +185,7 @@ class RewardPool:
                 flush=True,
             )
 
-    def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[dict[str, float]]:
+    def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
         """Scores of every sample by function label; NaN for a failed score.
 
         Samples of one prompt must be adjacent. All scores of a call fail if it raises, times out,
@@ -160,7 +193,8 @@ class RewardPool:
         or not finite. Raises RewardError, and closes the pool, when more completions than
         `reward.max_failed_fraction` of `num_completions` have a failed score, and for a call that
         returns anything but one score per completion. Raises ScoringCancelled once `cancel` was
-        called: the pool can then only be closed.
+        called: the pool can then only be closed. Raises what `wait_ready` raises if the server of a
+        reward model dies twice; once, it is started again, and its calls are repeated.
         """
         assert self._workers, "the pool is closed"
         self.wait_ready([sample.prompt.row for sample in samples])
@@ -172,11 +206,31 @@ class RewardPool:
             while self._calls or calls[False] or calls[True]:
                 self._send_calls(calls)
                 for call, answer in self._advance():
-                    scoring.record(call, answer)
+                    if self._was_interrupted(call) and answer.error:
+                        calls[self._is_async[call.function]].appendleft(call)
+                    else:
+                        scoring.record(call, answer)
+                self._revive()
         except RewardError:
             self.close()
             raise
+        if self._servers:
+            self._servers.finish_scoring()
         return scoring.scores
+
+    def _revive(self) -> None:
+        """Start dead servers of reward models again, and note which calls that has interrupted."""
+        if self._servers and self._servers.revive(lambda done, total: self._check_cancelled()):
+            functions = self.cfg.functions
+            served = [c for c in self._calls.values() if functions[c.function].is_served_here]
+            self._interrupted += served
+
+    def _was_interrupted(self, call: Call) -> bool:
+        """Whether a server has died since the call was sent; it no longer counts as interrupted."""
+        others = [each for each in self._interrupted if each is not call]
+        was_interrupted = len(others) < len(self._interrupted)
+        self._interrupted = others
+        return was_interrupted
 
     def cancel(self) -> None:
         """Soon end a running `score`; safe from any thread."""
@@ -243,10 +297,16 @@ class RewardPool:
         is_over = any(worker.failure for worker in workers)
         deadline = 0.0 if is_over else min(min(w.deadlines.values()) for w in workers)
         connections = [worker.connection for worker in workers]
-        ready = wait([self._cancelled, *connections], max(0.0, deadline - time.monotonic()))
-        if self._cancelled in ready:
-            raise ScoringCancelled("the scoring was cancelled")
+        seconds = max(0.0, deadline - time.monotonic())
+        if self._servers:
+            seconds = min(seconds, REVIVE_SECONDS)
+        ready = wait([self._cancelled, *connections], seconds)
+        self._check_cancelled()
         return ready
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled.poll():
+            raise ScoringCancelled("the scoring was cancelled")
 
     def _read(self, worker: RewardWorkerProcess) -> Iterator[tuple[Call, Answer]]:
         """An answer, if the worker has sent one to a call."""
@@ -270,7 +330,7 @@ class RewardPool:
     def _replace(self, worker: RewardWorkerProcess) -> None:
         worker.begin_kill()
         worker.finish_kill()
-        self._workers[self._workers.index(worker)] = RewardWorkerProcess(self.cfg)
+        self._workers[self._workers.index(worker)] = RewardWorkerProcess(self._worker_cfg)
 
     @property
     def _names(self) -> str:
@@ -278,9 +338,13 @@ class RewardPool:
 
 
 class RewardPools:
-    """One pool per distinct config, shared by training and the held-out sets scored alike."""
+    """One pool per distinct config, shared by training and the held-out sets scored alike.
 
-    def __init__(self) -> None:
+    `servers` are those of the reward models, and end with the pools.
+    """
+
+    def __init__(self, servers: ModelServers | None = None) -> None:
+        self._servers = servers
         self._pools: list[RewardPool] = []
 
     def pool_for(self, cfg: RewardConfig) -> RewardPool:
@@ -288,8 +352,18 @@ class RewardPools:
         for pool in self._pools:
             if pool.cfg == cfg:
                 return pool
-        self._pools.append(RewardPool(cfg))
+        self._pools.append(RewardPool(cfg, self._servers))
         return self._pools[-1]
+
+    @property
+    def awaited(self) -> str:
+        """What `wait_ready` waits for, if anything: the servers of reward models."""
+        return self._servers.awaited if self._servers else ""
+
+    def wait_ready(self, show: Show) -> None:
+        """Wait until the servers of reward models answer; raises EngineError or TimeoutError."""
+        if self._servers:
+            self._servers.revive(show)
 
     def cancel(self) -> None:
         """Soon end a running `score` of any pool; safe from any thread."""
@@ -297,6 +371,8 @@ class RewardPools:
             pool.cancel()
 
     def close(self) -> None:
-        """Kill the workers of all pools."""
+        """Kill the workers of all pools, and end the servers."""
         for pool in self._pools:
             pool.close()
+        if self._servers:
+            self._servers.close()

@@ -17,8 +17,11 @@ GIVEN: dict[str, Callable[[Sample], Any]] = {
     "prompts": lambda sample: sample.prompt.text,
     "completion_ids": lambda sample: list(sample.completion_ids),
     "finish_reasons": lambda sample: sample.finish_reason,
+    "prompt_messages": lambda sample: sample.prompt.messages,
 }
 """For each column that every reward function may take, its value for a sample."""
+ONLY_BY_NAME = "prompt_messages"
+"""Not among what `**columns` takes: `prompts` says the same."""
 SHORTENED = reprlib.Repr()
 SHORTENED.maxstring = 200
 
@@ -46,9 +49,17 @@ class Call:
             return accepted is None or name == "completions" or name in accepted
 
         row = {name: [value] * len(group) for name, value in group[0].prompt.row.items()}
+        given = {name: of for name, of in GIVEN.items() if accepted or name != ONLY_BY_NAME}
         return {name: column for name, column in row.items() if is_sent(name)} | {
-            name: [of(sample) for sample in group] for name, of in GIVEN.items() if is_sent(name)
+            name: [of(sample) for sample in group] for name, of in given.items() if is_sent(name)
         }
+
+
+class Scores(dict[str, float]):
+    """The scores of a completion by function label, NaN for one that failed."""
+
+    steps: Sequence[tuple[int, float]] = ()
+    """Where in the text each step ends, and its score, if a function scores steps."""
 
 
 def check_failed(num_failed: int, num_completions: float, cfg: RewardConfig) -> None:
@@ -82,7 +93,7 @@ class Scoring:
         self._reported = reported
         self._failed: set[int] = set()
         self._first_error = ""
-        self.scores: list[dict[str, float]] = [{} for _ in samples]
+        self.scores = [Scores() for _ in samples]
         groups = groupby(range(len(samples)), key=lambda place: samples[place].prompt.index)
         self.calls = [
             Call(function, places, samples)
@@ -109,6 +120,9 @@ class Scoring:
             self.scores[place][label] = score
             if isnan(score):
                 self._failed.add(place)
+        if answer.steps:
+            for place, steps in zip(call.places, answer.steps, strict=True):
+                self.scores[place].steps = steps
         if answer.error:
             self._first_error = self._first_error or error
             try:

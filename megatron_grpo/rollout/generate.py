@@ -24,12 +24,14 @@ from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.layouts import holdings
 from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.environments.dialogues import DialogueRequests
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards import RewardPools, add_dialogue_rewards, check_failed, total_rewards
 from megatron_grpo.rewards.builtin import reference_fault
+from megatron_grpo.rewards.steps import with_steps
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.workers.child_process import COLLECTOR
@@ -91,16 +93,16 @@ class Rollouter:
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
-        self._pools = RewardPools()
-        self.rewards = self._pools.pool_for(cfg.reward)
+        self.pools = RewardPools(RewardModels.of_run(cfg, logs, num_ranks))
+        self.rewards = self.pools.pool_for(cfg.reward)
         tokenizer = load_tokenizer(cfg.model.path)
         pool = EnginePool.of_run(self.servers, cfg)
         self.engines = RolloutClient(pool, cfg.rollout, cfg.lora)
         self.in_flight: InFlight | None = None
         """Has the engines answer several generations at once; None if they make one at a time."""
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         if cfg.rollout.in_flight_updates:
-            decode = partial(tokenizer.decode, skip_special_tokens=True)
-            self.in_flight = InFlight(self.engines, decode)
+            self.in_flight = InFlight(self.engines, self._decode)
         self._scoring = Lock()
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
@@ -109,7 +111,7 @@ class Rollouter:
         )
         self.stream = load_stream(cfg, shape, tokenizer)
         self.evaluations = Evaluations(
-            cfg, shape, tokenizer, self.engines, self._pools, self.dialogues
+            cfg, shape, tokenizer, self.engines, self.pools, self.dialogues
         )
 
     def wait_for_memory(self) -> None:
@@ -181,6 +183,7 @@ class Rollouter:
         size = max(self.cfg.grpo.generation_batch_size, len(samples))
         with self._scoring:  # of one generation after the other
             rewards = self.rewards.score(samples, num_completions=size)
+        samples = with_steps(samples, rewards, self._decode)
         if self.dialogues:
             add_dialogue_rewards(rewards, samples, self.cfg.dialogue_term)
         totals = total_rewards(rewards, self.cfg.reward_terms, self.cfg.reward.clip_range)
@@ -211,7 +214,7 @@ class Rollouter:
     def cancel(self) -> None:
         """Soon end a running rollout, evaluation or wait for engines; safe from any thread."""
         self.engines.cancel()
-        self._pools.cancel()
+        self.pools.cancel()
 
     def close(self) -> None:
         """Stop the reward workers, the environments, and the engines that were started here."""
@@ -223,7 +226,7 @@ class Rollouter:
             stack.callback(self.servers.close)
             if self.dialogues:
                 stack.callback(self.dialogues.close)
-            stack.callback(self._pools.close)
+            stack.callback(self.pools.close)
             if self.in_flight:  # it would start ended engines again
                 stack.callback(self.in_flight.end)
 

@@ -22,7 +22,7 @@ from demo.make_sums import sums as all_sums
 from helpers.engines import TestEngine
 from helpers.ranks import CONTEXT
 from helpers.runs import RUN_MARK, TINY_CONFIG, marked_processes, read_completions, read_json_lines
-from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE, OWN_LOGS_VARIABLE
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 

@@ -17,7 +17,7 @@ from megatron_grpo.cli import app
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import is_healthy
-from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
 TOKEN = "0123456789abcdef"

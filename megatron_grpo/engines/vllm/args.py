@@ -312,6 +312,13 @@ def vllm_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
     return {
         ENGINE_VARIABLE: "1",
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause the engine and update its weights
+        **server_environment(num_workers, on_gpu),
+    }
+
+
+def server_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
+    """Variables that any vLLM of a run needs, be it an engine or that of a reward model."""
+    return {
         "VLLM_API_KEY": "",  # a key of the user's would lock us out of the routes that it guards
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that arrives by HTTP is unpickled
         "VLLM_NO_USAGE_STATS": "1",

@@ -140,6 +140,25 @@ def test_under_process_supervision_a_token_has_the_steps_that_end_at_it_or_later
     )
 
 
+def test_the_scores_of_a_process_reward_model_take_the_place_of_its_reward():
+    model = "{name: reward_model, weight: 2.0, arguments: {base_url: http://h, step_tag: x}}"
+    cfg = config(f"reward.functions=[{model}, exact]", "grpo.supervision=process")
+    steps = [((1, 1.0), (2, 0.0)), ((4, 0.5),), ((1, 1.0),), ((0, 0.0), (3, 1.0))]
+    lowest = [min(r for _, r in of) for of in steps]
+    rewards = [
+        {"exact": exact, "reward_model": low}
+        for exact, low in zip([1.0, 0.0, math.nan, 1.0], lowest, strict=True)
+    ]
+    experience = compute_advantages(samples(step_rewards=steps), rewards, cfg)
+    assert experience.totals.tolist()[:2] == [1.0, 1.0]  # twice the lowest, and exact
+    first = torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)  # with the outcomes
+    a, b, c, d, e = ((first - first.mean()) / (first.std() + 1e-4)).tolist()
+    found = [advantages.tolist() for _, _, advantages in packed(experience, cfg)]
+    assert found[0] == pytest.approx([a + b + c, a + b + c, b + c])
+    assert found[1] == pytest.approx([d + e] * 5, abs=1e-6)
+    assert found[2] == [0, 0]
+
+
 def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
     cfg = config(
         "reward.functions=[{name: exact, weight: 1.0}, {name: math_answer, weight: 3.0}]",

@@ -36,8 +36,9 @@ from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.joining import FOLDER, JoinedEngine, JoinFolder, settings_of
 from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.processes import LOOPBACK, reserve_port
 from megatron_grpo.engines.pushed import loaded_sums
-from megatron_grpo.engines.server import LOOPBACK, EngineServers, engine_command, reserve_port
+from megatron_grpo.engines.server import EngineServers, engine_command
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
 from megatron_grpo.workers.child_process import ChildProcess

@@ -15,7 +15,7 @@ from helpers.models import EOS_ID, character_tokenizer
 from helpers.pushes import client_of
 from megatron_grpo.config.reward import RewardFunction
 from megatron_grpo.engines.http import EngineError
-from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.rewards.functions import load_function
 
 TOKEN = "0123456789abcdef"

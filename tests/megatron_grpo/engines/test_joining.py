@@ -21,7 +21,7 @@ from helpers.runs import steps_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.joining import JoinFolder
 from megatron_grpo.engines.pool import EnginePool
-from megatron_grpo.engines.server import reserve_port
+from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 from parallel import ParallelDims
 

@@ -27,7 +27,8 @@ from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.http import NoServingEngine, RolloutAborted, is_healthy
 from megatron_grpo.engines.pool import MAX_COMEBACKS, EnginePool
-from megatron_grpo.engines.server import EngineServers, reserve_port
+from megatron_grpo.engines.processes import reserve_port
+from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.launch.run_dir import bearer, new_token
 from parallel.weight_transfer.local_channels import LocalChannel

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from helpers.policies import tiny_config
 from helpers.runs import TINY_CONFIG
 from megatron_grpo import cli
+from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
     EnginePlace,
@@ -91,6 +92,22 @@ def test_engines_get_the_gpus_of_a_node_that_its_ranks_leave():
 def test_engines_share_the_ranks_gpus_where_no_others_are_left_one_per_node_first():
     placed = place(job(16, 3, tensor=4), ["a", "b"], 8)
     assert [(*at.nodes, at.gpus.start) for at in placed.engines] == [("a", 0), ("b", 0), ("a", 4)]
+
+
+def test_reward_models_have_the_gpus_behind_the_ranks_of_the_first_node():
+    def with_model(cfg, size: int):
+        model = {"name": "reward_model", "arguments": {"path": "p", "tensor_parallel_size": size}}
+        return cfg.model_copy(update={"reward": RewardConfig(functions=[model])})
+
+    placed = place(with_model(job(3, 2, tensor=2), 1), ["a"], 8)
+    assert placed.engines == [EnginePlace(["a"], range(4, 6)), EnginePlace(["a"], range(6, 8))]
+    placed = place(with_model(job(3, 1, tensor=2), 2), ["a"], 8)
+    assert placed.engines == [EnginePlace(["a"], range(6, 8))]
+    # Engines that share GPUs with ranks do not take those of the model either.
+    placed = place(with_model(job(4, 3, tensor=2), 2), ["a"], 8)
+    assert [at.gpus.start for at in placed.engines] == [0, 2, 6]
+    with pytest.raises(ValueError, match="2 GPUs for reward models behind the 8 ranks of a node"):
+        place(with_model(job(8, 1), 2), NODES, 8)
 
 
 def test_engine_larger_than_a_node_takes_whole_nodes():

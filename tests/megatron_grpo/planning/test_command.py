@@ -14,7 +14,7 @@ from helpers.published_models import write_config
 from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
-from megatron_grpo.planning.command import print_plan, print_suggestions
+from megatron_grpo.planning.command import job_table, print_plan, print_suggestions
 from megatron_grpo.planning.job_plan import min_gpus, plan_job, shares_gpus
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.suggest import suggest
@@ -256,6 +256,31 @@ def test_a_job_without_the_gpus_of_its_engines_is_refused(cfg):
     job = job_of(cfg, 8, 1, 12)
     with pytest.raises(ValueError, match=r"12 does not fill nodes of 8 GPUs: set it to 8.* 16"):
         shares_gpus(job, CARDS["h100"], min_gpus(job, CARDS["h100"], None))
+
+
+def test_a_reward_model_has_gpus_of_its_own(cfg, capsys, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"0" * 20_000_000)
+    model = f"{{name: reward_model, arguments: {{path: {tmp_path}, tensor_parallel_size: 2}}}}"
+    layout = "parallel.tensor_parallel_size=4", "parallel.data_parallel_size=1"
+    job = cfg(
+        *layout,
+        "parallel.pipeline_parallel_size=1",
+        "rollout.num_engines=1",
+        "rollout.tensor_parallel_size=2",
+        f"reward.functions=[{model}]",
+        "eval.data=null",
+    )
+    card = CARDS["h100"]
+    assert min_gpus(job, card, None) == 8
+    assert not shares_gpus(job, card, 8)
+    assert shares_gpus(job, card, 7)
+    with pytest.raises(ValueError, match=r"need 2, and reward models 2, but .* use --gpus 6"):
+        shares_gpus(job, card, 5)
+    plan = plan_job(job, read_shape(job.model.path), replace(card, memory=10**12), [4096], None)
+    line = job_table(job, read_shape(job.model.path), "h100", plan).splitlines()
+    assert any(
+        "has 0.02 GB of weights in its files, for 2 GPUs of its own" in each for each in line
+    )
 
 
 def test_lengths_of_a_file_make_the_microbatches(cfg, capsys, tmp_path):

@@ -1,0 +1,146 @@
+"""Servers that a run has started as processes of this host, or of which it has the addresses."""
+
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from subprocess import TimeoutExpired
+
+from megatron_grpo.bars import Show
+from megatron_grpo.engines.http import EngineError, is_healthy
+from megatron_grpo.workers.child_process import KILL_SECONDS, EngineProcess
+
+TERMINATE_TIMEOUT = 10.0
+EXIT_SECONDS = 0.5
+"""How long to wait for a failed engine to exit by itself, so that its exit code is known."""
+LOOPBACK = "127.0.0.1"
+
+Command = Callable[[int], tuple[list[str], dict[str, str]]]
+"""The command line and the environment of a server, by its port."""
+
+
+class ServerProcesses:
+    """Servers at `base_urls`; those that were started here listen on the loopback interface.
+
+    None of these outlives this process: Linux kills a server when the thread that started it ends.
+    So they are only started from threads that last as long as the run.
+    """
+
+    kind = "rollout engine"
+    """What messages call a server."""
+
+    def __init__(self, base_urls: tuple[str, ...], log_dir: Path) -> None:
+        self.base_urls = base_urls
+        self._engines: list[EngineProcess] = []
+        self._log_dir = log_dir
+        self._ports: list[socket.socket] = []
+
+    def start(self, commands: dict[str, Command]) -> None:
+        """Start a server for each command, with the log of that name in the folder of logs."""
+        self._ports = [reserve_port() for _ in commands]
+        for reserved, (name, command) in zip(self._ports, commands.items(), strict=True):
+            port = reserved.getsockname()[1]
+            url, log = f"http://{LOOPBACK}:{port}", self._log_dir / f"{name}.log"
+            self._engines.append(EngineProcess.start(*command(port), url, log))
+        self.base_urls = tuple(engine.url for engine in self._engines)
+
+    @property
+    def awaited(self) -> str:
+        """What `wait_ready` waits for."""
+        if self.are_ours:
+            return f"{self.kind}s start, logs in {self._log_dir}"
+        return f"{self.kind}s at {', '.join(self.base_urls)}"
+
+    def wait_ready(self, timeout: float, show: Show = lambda done, total: None) -> None:
+        """Wait until all servers answer; raise if one is dead or `timeout` seconds have passed.
+
+        `show` is called with the numbers of servers that answer and of all.
+        """
+        deadline = time.monotonic() + timeout
+        waiting = list(self.base_urls)
+        while waiting := [url for url in waiting if not is_healthy(url)]:
+            show(len(self.base_urls) - len(waiting), len(self.base_urls))
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{self.kind} {waiting[0]} did not answer within {timeout:g} s "
+                    f"(rollout.startup_timeout){self.log_tail(waiting[0])}"
+                )
+            time.sleep(0.1)
+
+    def check(self) -> None:
+        """Raise EngineError if a server is dead, naming it and showing the end of its log."""
+        for url in self.base_urls:
+            if end := self.end(url):
+                raise EngineError(f"{self.kind} {url} {end}{self.log_tail(url)}")
+
+    @property
+    def are_ours(self) -> bool:
+        """Whether the servers were started here, and so can be restarted."""
+        return bool(self._engines)
+
+    def end(self, url: str) -> str:
+        """How the server at `url` ended; empty while it runs or if it was not started here."""
+        return self._engine(url).child.end() if self.are_ours else ""
+
+    def log_tail(self, url: str) -> str:
+        """The end of the log of a server started here, to be appended to an error message."""
+        return f"; {self._engine(url).log_tail()}" if self.are_ours else ""
+
+    def kill(self, url: str) -> str:
+        """Kill a server of ours and all that it started; returns how it ended by itself, if so."""
+        child = self._engine(url).child
+        end = child.end(within=EXIT_SECONDS)
+        child.kill()
+        return end
+
+    def restart(self, url: str) -> None:
+        """Restart a killed server of ours at the same address, from a thread that lasts as the run.
+
+        Returns at once, without waiting until the server answers.
+        """
+        index = self.base_urls.index(url)
+        self._engines[index] = self._engines[index].start_again()
+
+    def _engine(self, url: str) -> EngineProcess:
+        return self._engines[self.base_urls.index(url)]
+
+    def close(self) -> None:
+        """Terminate all servers; kill them after some seconds, and whatever they left running.
+
+        One that still starts is killed at once: it would not listen for seconds.
+        """
+        with ThreadPoolExecutor(
+            len(self._engines) or 1
+        ) as pool:  # one that hangs holds up no other
+            list(pool.map(_terminate, self._engines))
+        deadline = time.monotonic() + TERMINATE_TIMEOUT
+        for engine in self._engines:
+            with suppress(TimeoutExpired):
+                engine.process.wait(max(0.0, deadline - time.monotonic()))
+            engine.child.kill_others(deadline)
+            engine.child.end(within=KILL_SECONDS)
+        for reserved in self._ports:
+            reserved.close()
+        self._engines.clear()
+
+
+def _terminate(engine: EngineProcess) -> None:
+    if is_healthy(engine.url):
+        engine.process.terminate()
+    else:
+        engine.child.kill()
+
+
+def reserve_port() -> socket.socket:
+    """Reserve a free port of the loopback interface by binding a socket to it.
+
+    An engine binds its port only after seconds of imports. On Linux it can do so while this socket
+    is bound, since both set SO_REUSEADDR and only the engine listens.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((LOOPBACK, 0))
+    return reserved

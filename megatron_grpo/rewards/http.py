@@ -1,0 +1,83 @@
+"""Requests of rewards that ask a model behind an HTTP address."""
+
+import asyncio
+import os
+import random
+import ssl
+import time
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+DEFAULT_KEY = "OPENAI_API_KEY"
+SHARE_OF_TIME = 0.9
+"""Share of `reward.timeout` after which unanswered requests fail, so that other scores count."""
+FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.5, 8.0
+"""Exponential backoff before a request is sent again."""
+RETRIED_STATUS_CODES = (408, 409, 429)
+"""Status codes that, like 5xx, may be transient; the same as in OpenAI's own client."""
+MAX_TEXT = 300
+
+
+class Unscored(Exception):
+    """A completion could not be scored."""
+
+
+def check_address(name: str, url: str) -> None:
+    """Raise ValueError unless the argument `name` is an address."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{name} {url!r} is not an address like http://host:8000/v1")
+
+
+def key_from(api_key_env: str) -> str | None:
+    """The key in this environment variable; only the default one may be missing."""
+    key = os.environ.get(api_key_env)
+    if key is None and api_key_env != DEFAULT_KEY:
+        raise ValueError(f"api_key_env: the environment has no variable {api_key_env}: set it")
+    return key
+
+
+def http_client(base_url: str, key: str | None, *, trust_env: bool = True) -> httpx.AsyncClient:
+    """A client without a limit of connections or time: each request gets the time that is left."""
+    return httpx.AsyncClient(
+        base_url=base_url,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        verify=_certificates(),
+        limits=httpx.Limits(max_connections=None),
+        timeout=None,
+        trust_env=trust_env,
+    )
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Cached, since reading them takes longer than a request."""
+    return httpx.create_ssl_context()
+
+
+async def post(
+    client: httpx.AsyncClient, route: str, body: dict[str, Any], deadline: float
+) -> httpx.Response:
+    """The answer to `body`; raises Unscored if there is none before `deadline` (monotonic).
+
+    408, 409, 429, 5xx and lost connections are retried until then.
+    """
+    pause, last = FIRST_BACKOFF_SECONDS, "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            async with asyncio.timeout(left):
+                response = await client.post(route, json=body)
+            if response.is_success:
+                return response
+            last = f"status {response.status_code}: {response.text[:MAX_TEXT]}"
+            if response.status_code not in RETRIED_STATUS_CODES and not response.is_server_error:
+                raise Unscored(f"{client.base_url} answered {last}")
+        except (httpx.RequestError, TimeoutError) as error:
+            last = repr(error)
+        # Jitter: requests that were turned away together do not all come back together.
+        await asyncio.sleep(min(pause * random.uniform(0.5, 1), deadline - time.monotonic()))
+        pause = min(2 * pause, MAX_BACKOFF_SECONDS)
+    raise Unscored(f"{client.base_url} gave no answer in time, at last {last}")

@@ -1,0 +1,197 @@
+"""Reward `reward_model`: the logit of a classification model that vLLM's pooling runner serves."""
+
+import asyncio
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import SecretStr
+
+from megatron_grpo.rewards.functions import StepScores
+from megatron_grpo.rewards.http import (
+    DEFAULT_KEY,
+    MAX_TEXT,
+    SHARE_OF_TIME,
+    Unscored,
+    check_address,
+    http_client,
+    key_from,
+    post,
+)
+
+OF_TEXTS = ("ForSequenceClassification",)
+OF_STEPS = ("ForProcessRewardModel",)
+"""How the architectures end of models that score a text, and the steps in it."""
+WEIGHTS = ("*.safetensors", "*.bin")
+DEFAULT_LABELS = range(2)
+"""What transformers takes for the labels where config.json has none."""
+STEP_SEPARATOR = "\n\n"
+
+Chat = str | list[dict[str, str]]
+
+
+async def reward_model(
+    completions: list[str],
+    prompt_messages: list[Chat],
+    *,
+    path: str | None = None,
+    base_url: str | None = None,
+    api_key_env: str = DEFAULT_KEY,
+    api_key: SecretStr | None = None,
+    step_tag: str | None = None,
+    step_separator: str = STEP_SEPARATOR,
+    tensor_parallel_size: int = 1,
+    vllm: dict[str, Any] | None = None,
+    reward_timeout: float,
+    **_: Any,
+) -> list[float | StepScores | Unscored]:
+    """The logit that a model gives the prompt with the completion; an Unscored without one.
+
+    The model is the folder `path`, which the run serves itself with `tensor_parallel_size` GPUs and
+    the engine arguments `vllm`, or the one that a vLLM serves at `base_url`. It reads the prompt's
+    messages and the completion as the assistant's, by its own chat template and tokenizer; without
+    a chat template of the policy, the text of both.
+
+    With `step_tag`, a token of the model, it is a process reward model: the text between
+    `step_separator` is a step, and the tag is put at the end of each step in place of it, where the
+    model says how good the step is (arXiv 2501.07301): by the probability of the second of two
+    labels, or the logit of one.
+    """
+    _check(path, base_url, api_key, step_separator)
+    _check_server(base_url, tensor_parallel_size, vllm)
+    if path is not None:
+        check_folder(Path(path), of_steps=step_tag is not None)
+    if not completions:
+        return []
+    assert base_url is not None, "the run has put the address in place of the path"
+    deadline = time.monotonic() + SHARE_OF_TIME * reward_timeout
+    key = api_key.get_secret_value() if api_key else key_from(api_key_env)
+    # Proxies of the environment are not for a server of this run.
+    async with http_client(base_url, key, trust_env=api_key is None) as client:
+
+        async def score(chat: Chat, text: str) -> float | StepScores | Unscored:
+            steps = steps_of(text, step_separator) if step_tag is not None else []
+            tagged = "".join(f"{step}{step_tag}" for _, step in steps) or text
+            try:
+                response = await post(client, "pooling", request_of(chat, tagged), deadline)
+                if step_tag is None:
+                    return _score(response)
+                return StepScores([end for end, _ in steps], _step_scores(response, len(steps)))
+            except Unscored as error:
+                return error
+
+        return await asyncio.gather(*map(score, prompt_messages, completions))
+
+
+def _check(
+    path: str | None, base_url: str | None, api_key: SecretStr | None, step_separator: str
+) -> None:
+    if (path is None) == (base_url is None):
+        raise ValueError(
+            "give either path, the folder of a model that the run is to serve, or base_url, the "
+            "address of a vLLM that serves it, such as http://host:8000"
+        )
+    if base_url is not None:
+        check_address("base_url", base_url)
+    if isinstance(api_key, str):
+        raise ValueError("api_key: name the environment variable that has the key, in api_key_env")
+    if not step_separator:
+        raise ValueError("step_separator is empty: give the text between two steps")
+
+
+def _check_server(base_url: str | None, size: int, vllm: dict[str, Any] | None) -> None:
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"tensor_parallel_size {size!r}: give a number of GPUs")
+    if not isinstance(vllm or {}, dict):
+        raise ValueError(f"vllm {vllm!r}: give a table of arguments, such as max_model_len: 8192")
+    if base_url is not None and (vllm or size > 1):
+        raise ValueError("tensor_parallel_size and vllm are for a model that the run serves: path")
+
+
+def check_folder(path: Path, *, of_steps: bool) -> None:
+    """Raise ValueError unless `path` holds a model that scores texts, or the steps in them."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"path {path} is no folder of a model: config.json: {error}") from None
+    architecture = (config.get("architectures") or ["model without architectures"])[0]
+    wanted, what = (OF_STEPS, "steps") if of_steps else (OF_TEXTS, "texts")
+    if not architecture.endswith(wanted):
+        hint = ": set step_tag" if architecture.endswith(OF_STEPS) else ""
+        raise ValueError(
+            f"path {path} holds a {architecture}, not a model that scores {what} "
+            f"(...{' or ...'.join(wanted)}){hint}"
+        )
+    num_labels = config.get("num_labels", len(config.get("id2label", DEFAULT_LABELS)))
+    if not of_steps and num_labels != 1:
+        raise ValueError(
+            f"path {path} classifies into {num_labels} labels, and a reward model has one: its "
+            "config.json has num_labels 1"
+        )
+    if not any(next(path.glob(pattern), None) for pattern in WEIGHTS):
+        raise ValueError(f"path {path} holds no weights ({', '.join(WEIGHTS)})")
+
+
+def request_of(chat: Chat, completion: str) -> dict[str, Any]:
+    """The request that lets the model read `completion` as the answer to `chat`."""
+    # vLLM's default would turn the logit into a probability.
+    body: dict[str, Any] = {"use_activation": False}
+    if isinstance(chat, str):
+        return body | {"input": chat + completion}
+    return body | {"messages": [*chat, {"role": "assistant", "content": completion}]}
+
+
+def steps_of(text: str, separator: str) -> list[tuple[int, str]]:
+    """The steps of a text that are not blank, each with the index of the character after it.
+
+    What separates two steps belongs to the first. A text without any step is one.
+    """
+    steps: list[tuple[int, str]] = []
+    position = 0
+    for piece in text.split(separator):
+        end = min(position + len(piece) + len(separator), len(text))
+        if piece.strip():
+            steps.append((end, piece))
+        elif steps:
+            steps[-1] = (end, steps[-1][1])
+        position = end
+    return steps or [(len(text), text)]
+
+
+def _score(response: httpx.Response) -> float:
+    match _pooled(response):
+        case [float() | int() as score] | [[float() | int() as score]]:
+            return float(score)
+        case other:
+            raise Unscored(f"not the one score of a text: {str(other)[:MAX_TEXT]}")
+
+
+def _step_scores(response: httpx.Response, num_steps: int) -> list[float]:
+    pooled = _pooled(response)
+    if not isinstance(pooled, list) or len(pooled) != num_steps:
+        raise Unscored(
+            f"not one score for each of {num_steps} steps, which end with step_tag: "
+            f"{str(pooled)[:MAX_TEXT]}"
+        )
+    return [_step_score(labels) for labels in pooled]
+
+
+def _step_score(labels: Any) -> float:
+    match labels:
+        case [float() | int() as logit]:
+            return float(logit)
+        case [float() | int() as wrong, float() | int() as right]:
+            return (1 + math.tanh((right - wrong) / 2)) / 2  # softmax, without overflow
+        case _:
+            raise Unscored(f"not the logits of 1 or 2 labels: {str(labels)[:MAX_TEXT]}")
+
+
+def _pooled(response: httpx.Response) -> Any:
+    try:
+        [pooled] = response.json()["data"]
+        return pooled["data"]
+    except (ValueError, LookupError, TypeError):
+        raise Unscored(f"not what vLLM's /pooling answers: {response.text[:MAX_TEXT]}") from None

@@ -1,0 +1,187 @@
+"""The servers of reward models: vLLM's pooling runner against transformers, and its death."""
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from helpers.models import character_tokenizer
+from helpers.policies import tiny_config
+from helpers.reward_models import (
+    STEP_TAG,
+    process_model_folder,
+    reference_score,
+    reference_steps,
+    rendered,
+    reward_model_folder,
+    tokenizer,
+)
+from megatron_grpo.config.data import DataConfig
+from megatron_grpo.config.reward import RewardConfig, RewardFunction
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.http import EngineError
+from megatron_grpo.engines.reward_models import RewardModels, check_served, reward_devices, tag_id
+from megatron_grpo.prompt_checks import check_reward_models
+from megatron_grpo.rewards import RewardPool, RewardPools
+from parallel import ParallelDims
+
+ROLLOUT = RolloutConfig(max_completion_length=8)
+SYSTEM = "Be good."
+TEXTS = ["It is 4.", "First\n\nthen 8.\n\n\n\nSo 12.", ""]
+
+
+def function(folder: Path, **arguments) -> RewardFunction:
+    vllm = {"dtype": "float32", "max_model_len": 256}
+    return RewardFunction(
+        name="reward_model", arguments={"path": str(folder), "vllm": vllm, **arguments}
+    )
+
+
+@contextmanager
+def served(scored_by: RewardFunction, logs: Path, timeout: float = 60):
+    models = RewardModels([scored_by], ROLLOUT, logs)
+    cfg = RewardConfig(functions=(scored_by,), timeout=timeout, num_workers=1)
+    with closing(RewardPools(models)) as pools:
+        yield models, pools.pool_for(cfg)
+
+
+def samples(num_prompts: int, texts: Sequence[str] = TEXTS) -> list[Sample]:
+    data = DataConfig(path="unread", answer_column=None, system_prompt=SYSTEM)
+    prompts = [
+        Prompt(index=i, token_ids=(1,), text="not this", row={"prompt": f"What is {i}?"}, data=data)
+        for i in range(num_prompts)
+    ]
+    return [
+        Sample(
+            prompt=prompt,
+            sample_index=number,
+            completion_ids=(1,),
+            logprobs=(0.0,),
+            finish_reason="stop",
+            text=text,
+            policy_version=0,
+        )
+        for prompt in prompts
+        for number, text in enumerate(texts)
+    ]
+
+
+def read_by_the_model(sample: Sample, completion: str) -> str:
+    return rendered(sample.prompt.row["prompt"], completion, SYSTEM)
+
+
+def scores(pool: RewardPool, batch: Sequence[Sample]) -> list[float]:
+    return [each["reward_model"] for each in pool.score(batch, num_completions=len(batch))]
+
+
+def test_scores_are_the_logits_of_transformers(tmp_path) -> None:
+    folder, batch = reward_model_folder(tmp_path / "model"), samples(2)
+    with served(function(folder), tmp_path / "logs") as (_, pool):
+        found = scores(pool, batch)
+    expected = [reference_score(folder, read_by_the_model(each, each.text)) for each in batch]
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert max(found) - min(found) > 0.1
+
+
+@pytest.mark.slow
+def test_scores_of_steps_are_the_probabilities_of_transformers(tmp_path) -> None:
+    folder, batch = process_model_folder(tmp_path / "model"), samples(2)
+    with served(function(folder, step_tag=STEP_TAG), tmp_path / "logs") as (_, pool):
+        found = pool.score(batch, num_completions=len(batch))
+    for sample, score in zip(batch, found, strict=True):
+        steps = [step for step in sample.text.split("\n\n") if step] or [""]
+        tagged = "".join(f"{step}{STEP_TAG}" for step in steps)
+        expected = reference_steps(folder, read_by_the_model(sample, tagged))
+        assert [each for _, each in score.steps] == pytest.approx(expected, abs=1e-4)
+        assert score["reward_model"] == pytest.approx(min(expected), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_started_again_once_and_scoring_goes_on(tmp_path, capfd) -> None:
+    folder, batch = reward_model_folder(tmp_path / "model"), samples(40)
+    with served(function(folder), tmp_path / "logs", timeout=20) as (models, pool):
+        undisturbed = scores(pool, batch)
+        deaths = []
+
+        def die(*_) -> None:
+            deaths.append(models._engines[0].process.pid)
+            os.kill(deaths[-1], signal.SIGKILL)
+
+        before = signal.signal(signal.SIGALRM, die)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # while it scores
+        try:
+            assert scores(pool, batch) == pytest.approx(undisturbed, abs=1e-5)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert len(deaths) == 1 and models._engines[0].process.pid != deaths[0]
+        assert "ended with signal SIGKILL" in capfd.readouterr().err
+        assert scores(pool, batch[:3]) == pytest.approx(undisturbed[:3], abs=1e-5)
+        # Neither can it be started again.
+        (folder / "config.json").unlink()
+        os.kill(models._engines[0].process.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=rf"reward model {models.base_urls[0]} ended with"):
+            pool.score(batch, num_completions=len(batch))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_ranks", "rollout", "expected"),
+    [
+        (0, 2, {}, [None, None]),
+        (8, 4, {"num_engines": 1}, ["5,6", "7"]),
+        (8, 4, {"base_urls": ["http://10.0.0.1:8000"]}, ["4,5", "6"]),
+        (4, 1, {"num_engines": 4}, ["1,2", "3"]),  # engines share the GPUs of the rank
+        (8, 4, {"num_engines": 2}, "3 GPUs for reward models, and of the 8 .* leave 2"),
+    ],
+)
+def test_reward_models_have_the_gpus_after_ranks_and_engines(
+    num_devices, num_ranks, rollout, expected
+) -> None:
+    config = RolloutConfig(max_completion_length=8, **rollout)
+    arguments = (config, [2, 1], num_devices, num_ranks, {})
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            reward_devices(*arguments)
+    else:
+        assert reward_devices(*arguments) == expected
+
+
+def test_what_vllm_could_not_serve_is_refused(tmp_path) -> None:
+    folder = tmp_path / "model"
+    tokenizer().save_pretrained(folder)
+
+    def refusal(**arguments) -> str:
+        reward = RewardConfig(functions=(function(folder, **arguments),))
+        cfg = tiny_config(tmp_path, ParallelDims()).model_copy(update={"reward": reward})
+        with pytest.raises(ValueError, match=r"reward_model|step_tag") as refused:
+            check_served(cfg)
+        return str(refused.value)
+
+    assert "vllm.runner cannot be set: a reward model has" in refusal(vllm={"runner": "generate"})
+    assert "vllm.max_len cannot be set" in refusal(vllm={"max_len": 5})
+    assert "step_tag '<x>' is 3 tokens" in refusal(step_tag="<x>")
+    without = character_tokenizer(200)
+    without.chat_template = None
+    without.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert "has no chat template" in refusal()
+    assert tag_id(tokenizer(), STEP_TAG) == tokenizer().convert_tokens_to_ids(STEP_TAG)
+
+
+def test_an_environment_is_refused_beside_a_reward_model_and_a_bad_folder_by_name(tmp_path) -> None:
+    def refusal(*overrides: str) -> str:
+        model = f"{{name: reward_model, arguments: {{path: {tmp_path}}}}}"
+        cfg = tiny_config(tmp_path, ParallelDims(), f"reward.functions=[{model}]", *overrides)
+        with pytest.raises(ValueError, match="reward_model") as refused:
+            check_reward_models(cfg)
+        return str(refused.value)
+
+    assert "dialogues of an environment" in refusal("environment.name=file.py:Class")
+    assert f"path {tmp_path} is no folder of a model" in refusal()
+    of_a_set = ("eval.data.path=x", "reward.functions=[exact]", "eval.pass_threshold=1")
+    model = f"{{name: reward_model, arguments: {{path: {tmp_path}}}}}"
+    assert "is no folder" in refusal(*of_a_set, f"eval.reward.functions=[{model}]")
