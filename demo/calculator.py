@@ -44,14 +44,14 @@ def call_of(a: int, b: int) -> str:
 def called_and_answered(
     completions: list[str], a: list[int], b: list[int], **_: object
 ) -> list[float]:
-    """0.2 for each right number of the first call, 0.2 for no other call, 0.4 for the sum."""
+    """A quarter each for both numbers of the call, for the sum after it, and for nothing else."""
     rewards = []
     for text, x, y in zip(completions, a, b, strict=True):
-        first = re.match(re.escape(call_of(0, 0)).replace("0", r"(\d)"), text)
-        given = tuple(map(int, first.groups())) if first else (0, 0)
-        is_alone = first is not None and text[first.end() :].startswith("<eos>")
-        is_sum = text.endswith(f"<start>assistant\n{x + y}")
-        rewards.append(0.2 * ((given[0] == x) + (given[1] == y) + is_alone) + 0.4 * is_sum)
+        call = re.match(re.escape(call_of(0, 0)).replace("0", r"(\d)"), text)
+        given = tuple(map(int, call.groups())) if call else (0, 0)
+        _, _, last = text.rpartition("<start>assistant\n")
+        rights = given[0] == x, given[1] == y, last.startswith(f"{x + y}"), last == f"{x + y}"
+        rewards.append(sum(rights) / 4)
     return rewards
 
 
