@@ -153,15 +153,10 @@ class Endpoint:
         if session is None:
             return _refused(error_body, 401, NO_SESSION)
         try:
-            body = await request.json()
-            if not isinstance(body, dict):
-                raise BadRequest("the body must be an object")
-            body = as_chat(body)
-            return await answer(Asking(session, body, Asked.of(body)))
+            body, asked = await _read(request, as_chat)
+            return await answer(Asking(session, body, asked))
         except BadRequest as error:
             return _refused(error_body, 400, str(error), error.code)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:  # of reading the body
-            return _refused(error_body, 400, f"the request cannot be read: {error!r}")
         except SessionOver as error:
             return _refused(error_body, 403, str(error))
 
@@ -243,6 +238,20 @@ class Endpoint:
 
 
 NO_SESSION = "this is no key of a session that is going on"
+
+
+async def _read(request: web.Request, as_chat: Callable[[Json], Json]) -> tuple[Json, Asked]:
+    """The body of a request in the form of chats, and what it asks for."""
+    try:
+        body = await request.json()
+        if not isinstance(body, dict):
+            raise BadRequest("the body must be an object")
+        body = as_chat(body)
+        return body, Asked.of(body)
+    except BadRequest:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise BadRequest(f"the request cannot be read: {error!r}") from None
 
 
 def _refused(
