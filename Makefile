@@ -84,7 +84,7 @@ test: check
 	@failed=0; log=$$(mktemp); \
 	$(BIN)/pytest $(WAITS) >$$log 2>&1 & waits=$$!; \
 	trap 'kill $$waits; wait $$waits; rm $$log; exit 130' INT TERM; \
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder $(addprefix --ignore=,$(TIMED) $(WAITS) tests/sglang tests/slurm tests/viewer_browser) || failed=1; \
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(TIMED) $(WAITS) tests/sglang tests/slurm tests/viewer_browser) || failed=1; \
 	wait $$waits || failed=1; \
 	cat $$log; rm $$log; \
 	$(BIN)/pytest $(TIMED) || failed=1; \

@@ -24,20 +24,13 @@ def pytest_addoption(parser):
     parser.addoption("--engine", choices=["vllm", "sglang"], default="vllm", help="which is tested")
 
 
-def pytest_collection_modifyitems(config, items):
-    """Files with long tests come first, and those that share an engine run in one worker.
+def pytest_collection_modifyitems(items):
+    """Files with long tests come first, so that not one of two workers has the last of them alone.
 
-    Each worker would start its own, which takes as long as many tests; likewise the process that
-    has imported vLLM for tests/megatron_grpo/weights. pytest-xdist does so with `--dist loadgroup`,
-    and keeps the order with `--no-loadscope-reorder`.
+    pytest-xdist keeps this order with `--no-loadscope-reorder`.
     """
     files = {item.path for item in items if LONG & {*item.fixturenames}}
     items.sort(key=lambda item: item.path not in files)
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            alone = item.path.parent if item.path.parent.name == "weights" else item.path
-            group = "engines" if item.path in files else str(alone)
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
