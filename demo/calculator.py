@@ -1,4 +1,4 @@
-"""A tiny model that learns to call a calculator: its model, its data, the tool and the reward.
+"""A tiny model that is trained to call a calculator: the model, its data, the tool and the reward.
 
     python -m demo.calculator models/tiny_calculator data/additions.jsonl
     megatron-grpo train configs/learn_tool.yaml
