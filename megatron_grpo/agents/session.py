@@ -253,7 +253,7 @@ class Session:
         end = self.tree.add(place, context, text, choice)
         if self._router_replay:
             num_new = end.length - 1 - self.tree.num_routed(end)
-            self.tree.add_routes(end, choice.routes[-num_new:])
+            self.tree.add_routes(end, choice.routes[len(choice.routes) - num_new :])
         if choice.finish_reason == "length" and end.length == self._longest:
             self.finish_reason = "length"
         return Place(end.branch, end.length - len(choice.token_ids)), end
