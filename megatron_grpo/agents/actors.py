@@ -7,7 +7,6 @@ Its only call is `reset`, which lasts as long as the agent acts and returns the 
 import asyncio
 import inspect
 import json
-import math
 import os
 import reprlib
 import shlex
@@ -21,8 +20,9 @@ from threading import Thread
 from typing import IO, Any
 
 from megatron_grpo.agents.tools import Tools, converse, load_tool
-from megatron_grpo.workers.user_file import load_user_file
+from megatron_grpo.workers.user_file import finite_number, load_user_file
 
+Message = dict[str, Any]
 NOTHING: Mapping[str, Any] = {}
 MAX_LINES = 200
 """Last lines kept of what a program writes."""
@@ -39,12 +39,9 @@ class Actor:
         tools: Sequence[str],
         mcp_servers: Sequence[str],
         max_tool_characters: int,
-        prompt_column: str,
-        system_prompt: str | None,
     ) -> None:
         self._command, self._function = command, function
         self._tools = Tools(tools, mcp_servers, max_tool_characters)
-        self._prompt_column, self._system_prompt = prompt_column, system_prompt
 
     @classmethod
     def load(
@@ -62,18 +59,26 @@ class Actor:
         for name in tools:
             load_tool(name)
 
-    def reset(self, url: str = "", key: str = "", row: Mapping[str, Any] = NOTHING) -> str:
-        """Act; returns reward and metrics in JSON."""
+    def reset(
+        self,
+        url: str = "",
+        key: str = "",
+        row: Mapping[str, Any] = NOTHING,
+        messages: Sequence[Message] = (),
+    ) -> str:
+        """Act on a row, or answer its messages with tools; returns reward and metrics in JSON."""
         if self._command is not None:
             told = run_command(shlex.split(self._command), variables_of(url, key), row)
         else:
-            told = asyncio.run(self._act(url, key, row))
+            told = asyncio.run(self._act(url, key, row, messages))
         return json.dumps(checked(told))
 
     def step(self, text: str) -> None:
         """Never called."""
 
-    async def _act(self, url: str, key: str, row: Mapping[str, Any]) -> Any:
+    async def _act(
+        self, url: str, key: str, row: Mapping[str, Any], messages: Sequence[Message]
+    ) -> Any:
         # Only agents that are functions need this package, and it takes a second.
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415
 
@@ -84,15 +89,8 @@ class Actor:
             if self._function is not None:
                 return await load_function(self._function)(client, row)
             async with self._tools as tools:
-                metrics = await converse(client, self._first_messages(row), tools)
+                metrics = await converse(client, messages, tools)
             return {"reward": None, "metrics": metrics}
-
-    def _first_messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        prompt = row[self._prompt_column]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self._system_prompt is None:
-            return messages
-        return [{"role": "system", "content": self._system_prompt}, *messages]
 
 
 def variables_of(url: str, key: str) -> dict[str, str]:
@@ -172,12 +170,9 @@ def checked(told: Any) -> dict[str, Any]:
 
 
 def _number(what: str, value: Any) -> float:
-    try:
-        if not isinstance(value, str) and math.isfinite(value):
-            return float(value)
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(f"its {what} {reprlib.repr(value)} is not a finite number")
+    if (number := finite_number(value)) is None:
+        raise ValueError(f"its {what} {reprlib.repr(value)} is not a finite number")
+    return number
 
 
 class _Tail:

@@ -52,11 +52,7 @@ def actor_pool(cfg: Config) -> EnvironmentPool:
     return EnvironmentPool(
         EnvironmentConfig(
             name=f"{Path(actors.__file__)}:Actor",
-            arguments={
-                **agent.model_dump(include=set(ACTORS), mode="json"),
-                "prompt_column": cfg.data.prompt_column,
-                "system_prompt": cfg.data.system_prompt,
-            },
+            arguments=agent.model_dump(include=set(ACTORS), mode="json"),
             timeout=agent.timeout,
             memory_megabytes=agent.memory_megabytes,
         ),
@@ -133,7 +129,13 @@ class Agents:
         )
         key = self._keys[session] = self._endpoint.admit(session)
         instance = self._instances[session] = self._pool.new_instance()
-        columns = {"url": self._endpoint.url, "key": key, "row": dict(prompt.row)}
+        chat = prompt.messages
+        columns = {
+            "url": self._endpoint.url,
+            "key": key,
+            "row": dict(prompt.row),
+            "messages": [{"role": "user", "content": chat}] if isinstance(chat, str) else chat,
+        }
         acting = instance.reset(prompt.text, columns, seed)
         acting.add_done_callback(partial(self._take_reward, session))
         return session

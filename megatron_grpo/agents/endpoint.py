@@ -26,6 +26,7 @@ from megatron_grpo.engines.choice import Choice
 
 MAX_BODY = 64 << 20
 """Bytes of a request: more than the longest context has."""
+NO_SESSION = "this is no key of a session that is going on"
 STOP_SECONDS = 2.0
 """Within which connections end when the server stops."""
 
@@ -113,20 +114,28 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        async def answer(asking: Asking) -> web.StreamResponse:
-            turns = await self._chat_turns(asking)
-            return await self._openai(
-                request, asking, turns, openai_api.chat_answer, openai_api.chat_chunks
-            )
-
-        return await self._handle(request, openai_api.error_body, lambda body: body, answer)
+        return await self._openai(
+            request, self._chat_turns, openai_api.chat_answer, openai_api.chat_chunks
+        )
 
     async def _text(self, request: web.Request) -> web.StreamResponse:
+        return await self._openai(
+            request, self._text_turns, openai_api.text_answer, openai_api.text_chunks
+        )
+
+    async def _openai(
+        self,
+        request: web.Request,
+        take_turns: Callable[[Asking], Awaitable[list[Answered]]],
+        whole: Answer,
+        chunks: Chunks,
+    ) -> web.StreamResponse:
         async def answer(asking: Asking) -> web.StreamResponse:
-            turns = await self._text_turns(asking)
-            return await self._openai(
-                request, asking, turns, openai_api.text_answer, openai_api.text_chunks
-            )
+            turns, name = await take_turns(asking), f"chatcmpl-{uuid4().hex}"
+            if not asking.asked.is_streamed:
+                return web.json_response(whole(turns, self._model, name))
+            parts = [("", part) for part in chunks(turns, self._model, name, asking.asked)]
+            return await _stream(request, parts, end="data: [DONE]\n\n")
 
         return await self._handle(request, openai_api.error_body, lambda body: body, answer)
 
@@ -221,23 +230,6 @@ class Endpoint:
             tokens = [*zip(texts, choice.token_logprobs, strict=True)]
         reason = "tool_calls" if message.get("tool_calls") else choice.finish_reason
         return Answered(message, reason, turn.prompt.length, len(choice.token_ids), tokens)
-
-    async def _openai(
-        self,
-        request: web.Request,
-        asking: Asking,
-        turns: Sequence[Answered],
-        answer: Answer,
-        chunks: Chunks,
-    ) -> web.StreamResponse:
-        name = f"chatcmpl-{uuid4().hex}"
-        if not asking.asked.is_streamed:
-            return web.json_response(answer(turns, self._model, name))
-        parts = [("", part) for part in chunks(turns, self._model, name, asking.asked)]
-        return await _stream(request, parts, end="data: [DONE]\n\n")
-
-
-NO_SESSION = "this is no key of a session that is going on"
 
 
 async def _read(request: web.Request, as_chat: Callable[[Json], Json]) -> tuple[Json, Asked]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.agents.session import MOST_AT_ONCE, Session, TurnRequest
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample, turn_seed
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.in_flight import num_until_stop
@@ -40,7 +40,7 @@ class AgentGeneration:
         """By number, what was sampled of turns in progress until they were cut."""
         self._params, self._agents = params, agents
         self.sessions = [
-            begin(prompt, index, params, self._seed(number, turn=-1))
+            begin(prompt, index, params, self._params.turn_seed(number, turn=-1))
             for number, (prompt, index) in enumerate(self._each(prompts))
         ]
 
@@ -142,7 +142,7 @@ class AgentGeneration:
         body = self._params.request(
             [*request.token_ids],
             number=number,
-            seed=self._seed(number // MOST_AT_ONCE, turn=request.number),
+            seed=self._params.turn_seed(number // MOST_AT_ONCE, turn=request.number),
             max_tokens=request.max_tokens,
             routes_start=request.num_routed,
         )
@@ -150,9 +150,3 @@ class AgentGeneration:
             stop = [*self._params.stop, *request.stop]
             body["sampling_params"] |= {"stop": stop, "include_stop_str_in_output": True}
         return body
-
-    def _seed(self, number: int, turn: int) -> int:
-        params = self._params
-        position, sample_index = divmod(number, params.num_generations)
-        position += params.first_position
-        return turn_seed(params.seed, params.series, position, sample_index, turn)

@@ -181,10 +181,10 @@ class Session:
             prompt = replace(
                 prompt,
                 token_ids=first.path[: first.first],
-                text=self.tree.prompt_text,
+                text=tree.prompt_text,
                 is_own=True,
             )
-        spans = _merged([span for branch in branches for span in branch.spans])
+        spans = tree.spans
         return Sample(
             prompt=prompt,
             sample_index=self.sample_index,
@@ -286,12 +286,3 @@ def _signal() -> "Future[None]":
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for version, count in spans:
-        if merged and merged[-1][0] == version:
-            count += merged.pop()[1]
-        merged.append((version, count))
-    return merged

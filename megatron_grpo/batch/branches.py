@@ -6,7 +6,6 @@ i, n + i, 2 n + i, ...: so every rank knows the sample of a sequence without bei
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -74,5 +73,4 @@ def values_by_sample(
 
 
 def _joined(values: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
-    places = chain(*(range(start, min(end, len(values))) for start, end in bounds))
-    return values[torch.tensor([*places], dtype=torch.long)]
+    return torch.cat([values[start:end] for start, end in bounds])

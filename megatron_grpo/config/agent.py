@@ -1,5 +1,6 @@
 """The agent: the keys of `agent`."""
 
+import shlex
 from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -55,6 +56,16 @@ class AgentConfig(Section):
     def has_tools(self) -> bool:
         """Whether the model calls tools without a program of the user's."""
         return bool(self.tools or self.mcp_servers)
+
+    @field_validator("command")
+    @classmethod
+    def _is_words(cls, value: str | None) -> str | None:
+        try:
+            if value is None or shlex.split(value):
+                return value
+        except ValueError as error:  # such as a quotation that does not end
+            raise ValueError(f"agent.command {value!r}: {error}") from None
+        raise ValueError("agent.command is empty: name a program, such as `python agent.py`")
 
     @field_validator("function")
     @classmethod

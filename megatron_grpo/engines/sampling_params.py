@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_grpo.data.samples import turn_seed
 from megatron_grpo.engines.engine import Json
 
 
@@ -57,3 +58,9 @@ class SamplingParams:
             "priority": number,
             "sampling_params": sampling,
         }
+
+    def turn_seed(self, number: int, turn: int) -> int:
+        """Seed of a turn of sample `number` of this part, counted over all of its prompts."""
+        position, sample_index = divmod(number, self.num_generations)
+        position += self.first_position
+        return turn_seed(self.seed, self.series, position, sample_index, turn)

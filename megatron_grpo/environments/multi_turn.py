@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample, turn_seed
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams
@@ -144,7 +144,7 @@ class DialogueGeneration:
         for prompt in prompts:
             for index in range(params.num_generations):
                 instance = environments.new_instance()
-                own_seed = self._turn_seed(len(self.dialogues), turn=-1)
+                own_seed = self._params.turn_seed(len(self.dialogues), turn=-1)
                 first = instance.reset(prompt.text, prompt.row, own_seed)
                 dialogue = Dialogue(prompt, index, instance, first, params.max_completion_length)
                 self.dialogues.append(dialogue)
@@ -266,14 +266,8 @@ class DialogueGeneration:
         return self._params.request(
             [*dialogue.prompt.token_ids, *dialogue.completion_ids],
             number=number,
-            seed=self._turn_seed(number, turn=len(dialogue.step_rewards)),
+            seed=self._params.turn_seed(number, turn=len(dialogue.step_rewards)),
             max_tokens=dialogue.room,
             # Those of earlier turns are kept: an engine that takes over may choose others.
             routes_start=sum(map(len, dialogue.routed_experts)),
         )
-
-    def _turn_seed(self, number: int, turn: int) -> int:
-        params = self._params
-        position, sample_index = divmod(number, params.num_generations)
-        position += params.first_position
-        return turn_seed(params.seed, params.series, position, sample_index, turn)

@@ -15,7 +15,6 @@ socket closes.
 import gc
 import inspect
 import json
-import math
 import os
 import random
 import reprlib
@@ -38,6 +37,7 @@ from megatron_grpo.launch.parent_death import adopt_orphans, die_with_parent, ki
 from megatron_grpo.workers.supervised import attempt, begin_worker, limit_sends
 from megatron_grpo.workers.user_file import (
     death_text,
+    finite_number,
     load_user_file,
     required_parameters,
     select_accepted,
@@ -133,12 +133,9 @@ def _text(method: str, observation: Any) -> str:
 
 
 def _number(reward: Any) -> float:
-    try:
-        if not isinstance(reward, str) and math.isfinite(reward):
-            return float(reward)
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(f"step returned the reward {reprlib.repr(reward)}: not a finite number")
+    if (number := finite_number(reward)) is None:
+        raise ValueError(f"step returned the reward {reprlib.repr(reward)}: not a finite number")
+    return number
 
 
 def _flag(done: Any) -> bool:

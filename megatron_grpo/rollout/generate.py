@@ -31,7 +31,7 @@ from megatron_grpo.environments.dialogues import DialogueRequests
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards import RewardPools, add_dialogue_rewards, check_failed, total_rewards
 from megatron_grpo.rewards.builtin import reference_fault
-from megatron_grpo.rewards.steps import with_steps
+from megatron_grpo.rewards.scoring import with_steps
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.workers.child_process import COLLECTOR

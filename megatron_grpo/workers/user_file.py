@@ -1,5 +1,6 @@
 """Users' Python files, which a config names as `file.py:name`, and the texts of their failures."""
 
+import math
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,14 @@ def death_text(code: int | None, limit: str) -> str:
         return "its process has closed the connection to the trainer"
     died = f"its process died with {describe_exit(code)}"
     return f"{died} (its limit was {limit})" if code < 0 else died
+
+
+def finite_number(value: Any) -> float | None:
+    """What user code gave as a number; None if it is no finite one."""
+    try:
+        return float(value) if not isinstance(value, str) and math.isfinite(value) else None
+    except (TypeError, ValueError):
+        return None
 
 
 def required_parameters(parameters: Mapping[str, Parameter]) -> list[str]:

@@ -138,8 +138,10 @@ def waiting_agents(engine, model: Path, folder: Path, **params: Any) -> Iterator
         made = generation_of(agents, engine, 1, num_generations=1, **params)
         with ThreadPoolExecutor(1) as thread:
             samples = thread.submit(agents.generate, made)
-            yield agents._endpoint.url, agents._keys[made.sessions[0]], made
-            made.abandon()
+            try:
+                yield agents._endpoint.url, agents._keys[made.sessions[0]], made
+            finally:
+                made.abandon()
             samples.result(30)
 
 

@@ -1,6 +1,7 @@
 """Tiny random models in Hugging Face folders, with a tokenizer, for tests to load and train."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,16 @@ def tiny_model(
     model.save_pretrained(folder)
     character_tokenizer(config.vocab_size).save_pretrained(folder)
     return Path(folder)
+
+
+def talkative(folder: Path, model: Path) -> Path:
+    """A copy of a model with so many end tokens that a random turn is short."""
+    shutil.copytree(model, folder)
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text())
+        config["eos_token_id"] = [EOS_ID, *range(40, 100)]
+        (folder / name).write_text(json.dumps(config))
+    return folder
 
 
 @torch.no_grad()

@@ -1,12 +1,11 @@
 """Whole runs whose completions are dialogues, with a real vLLM engine."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from helpers.jobs import Ended, Job
+from helpers.models import talkative
 from helpers.runs import read_json_lines, read_metrics
 from megatron_grpo.checkpoints.folders import latest_step
 
@@ -32,14 +31,7 @@ class Digits:
 
 @pytest.fixture(scope="module")
 def model(tied_model: Path, tmp_path_factory) -> Path:
-    """The engine's model, with so many end tokens that a random turn is short."""
-    folder = tmp_path_factory.mktemp("talkative") / "model"
-    shutil.copytree(tied_model, folder)
-    for name in ("config.json", "generation_config.json"):
-        config = json.loads((folder / name).read_text())
-        config["eos_token_id"] = [1, *range(40, 100)]
-        (folder / name).write_text(json.dumps(config))
-    return folder
+    return talkative(tmp_path_factory.mktemp("talkative") / "model", tied_model)
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """Whole runs whose completions are made by agents, with a real vLLM engine."""
 
-import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from helpers.jobs import Job
+from helpers.models import talkative
 from helpers.runs import read_json_lines, read_metrics
 
 PROGRAM = """
@@ -35,14 +34,7 @@ print(json.dumps({"reward": sum(c.isdigit() for c in text) / (1 + len(text))}))
 
 @pytest.fixture(scope="module")
 def model(tied_model: Path, tmp_path_factory) -> Path:
-    """The engine's model, with so many end tokens that a random turn is short."""
-    folder = tmp_path_factory.mktemp("talkative") / "model"
-    shutil.copytree(tied_model, folder)
-    for name in ("config.json", "generation_config.json"):
-        config = json.loads((folder / name).read_text())
-        config["eos_token_id"] = [1, *range(40, 100)]
-        (folder / name).write_text(json.dumps(config))
-    return folder
+    return talkative(tmp_path_factory.mktemp("talkative") / "model", tied_model)
 
 
 def test_a_run_with_a_program_trains_on_its_branches_and_evaluates_it(live_engine, model, tmp_path):

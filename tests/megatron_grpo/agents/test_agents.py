@@ -253,6 +253,18 @@ def test_pushes_in_flight_cut_turns_and_every_token_is_of_its_own_version(
             assert not is_sampled or abs(told[i] - wanted[version][i]) < 1e-3
 
 
+def test_a_turn_that_nobody_waits_for_any_more_is_not_trained_on(engine, tied_model, tmp_path):
+    body = {"messages": [{"role": "user", "content": "one"}]}
+    with waiting_agents(engine, tied_model, tmp_path, stop_token_ids=()) as (url, key, made):
+        route, headers = f"{url}/v1/chat/completions", {"x-api-key": key}
+        with pytest.raises(httpx.ReadTimeout):  # of a turn of hundreds of tokens
+            httpx.post(route, json=body, headers=headers, timeout=0.2)
+        assert httpx.post(route, json=body | {"max_tokens": 3}, headers=headers).is_success
+        assert wait_until(lambda: len(made.record[0]) == 2, 60)
+        [branch] = made.sessions[0].tree.branches
+        assert sum(branch.loss_mask) == 3
+
+
 @pytest.mark.slow
 def test_many_sessions_at_once_are_all_answered(engine, tied_model, tmp_path):
     (program := tmp_path / "agent.py").write_text(PROGRAM)

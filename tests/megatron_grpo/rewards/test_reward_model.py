@@ -20,8 +20,7 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rewards.functions import Answer, load_function
 from megatron_grpo.rewards.reward_model import request_of, steps_of
-from megatron_grpo.rewards.scoring import Call, Scores, Scoring
-from megatron_grpo.rewards.steps import token_ends, with_steps
+from megatron_grpo.rewards.scoring import Call, Scores, Scoring, token_ends, with_steps
 
 CHAT = [{"role": "system", "content": "Be good."}, {"role": "user", "content": "2 + 2?"}]
 Serve = Callable[[Any], ThreadingHTTPServer]
