@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.timeout(600),  # the first ranks compile kernels
 ]
 LENGTHS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)]]
-# Head size 64, which every attention kernel supports, and for latents the sizes of DeepSeek-V3, as
-# their kernels support few.
+# Head size 64, which every attention kernel supports, unless HEADS has others; for latents the sizes of
+# DeepSeek-V3, as their kernels support few.
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
 VARIANTS = {
     "torch float32": ["model.dtype=float32", "model.megatron.transformer_impl=local"],
@@ -59,6 +59,7 @@ def run_on_gpus(folder: Path, dims: ParallelDims, variant: str) -> list[tuple[Te
 
 
 HEADS = {
+    "qwen3": {"head_dim": 128},  # as published
     "qwen2": {},
     "glm4_moe_lite": {
         "q_lora_rank": 128,

@@ -12,7 +12,7 @@ import torch
 
 from demo.make_sums import sums as all_sums
 from helpers.engines import wait_until
-from helpers.models import tiny_model
+from helpers.models import mixture_of_blocks, tiny_model
 from helpers.runs import finish_run, marked_processes, read_completions, read_metrics, start_run
 
 pytestmark = [
@@ -26,6 +26,9 @@ in bfloat16 and in float32 alike: this model has small ones, that of test_gpu_en
 
 MOST_GAP_OF_A_TOKEN = 0.2
 """With replayed experts; 0.05 was seen on CPUs, and 0.6 without."""
+
+MOST_GAP_OF_8_BITS = 0.1
+"""Between ranks in bfloat16 and engines of quantised weights; 0.02 was seen on CPUs."""
 
 
 @pytest.fixture
@@ -111,6 +114,39 @@ def test_adapters_alone_are_pushed_to_an_engine_that_holds_the_model(
     for record in records:
         assert record["grad_norm"] > 0
         assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "aware"),
+    [
+        *(("qwen3", quantization, False) for quantization in ("fp8", "fp8_channel", "int8")),
+        *(("qwen3_moe", quantization, False) for quantization in ("fp8", "fp8_channel", "int8")),
+        ("deepseek_v3", "fp8", False),
+        ("qwen3", "fp8", True),
+    ],
+)
+def test_an_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
+    arguments: list[str], tmp_path: Path, family: str, quantization: str, aware: bool
+) -> None:
+    if family != "qwen3":
+        mixture_of_blocks(tmp_path / "mixture", family)
+        arguments = [*arguments, f"model.path={tmp_path / 'mixture'}"]
+    run = finish_run(
+        *arguments,
+        f"rollout.quantization={quantization}",
+        f"rollout.quantization_aware={aware}",
+        "grpo.rollout_importance_sampling_mode=token_truncate",
+        "optimizer.lr=1e-3",
+        "train.num_steps=3",
+        timeout=800,
+    )
+    assert run.exit_code == 0, run.output
+    records = read_metrics(tmp_path / "run")
+    print(family, quantization, aware, [record["rollout/logprob_gap_mean"] for record in records])
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert record["grad_norm"] > 0
+        assert 0 < record["rollout/logprob_gap_mean"] < MOST_GAP_OF_8_BITS  # also after a push
 
 
 def test_weights_are_pushed_while_the_engine_generates(
