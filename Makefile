@@ -10,7 +10,7 @@ OLDER := .venv-3.11
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 # TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run concurrently with the
-# rest. FAST ones start no engine, but for the golden runs.
+# rest. FAST ones start no engine.
 TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watchdog engines/test_pool.py)
 WAITS := $(addprefix tests/megatron_grpo/,rewards environments/test_environments.py environments/test_turns.py)
 FAST := $(addprefix tests/,parallel checkpoint_convert/formats test_project.py test_golden.py) \
@@ -27,10 +27,12 @@ MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_t
 	test_optimizer.py test_packed_params.py test_skipped_steps.py test_stage_messages.py test_transformer.py)
 ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_client.py engines/test_in_flight.py \
 	engines/test_push.py test_weight_sync.py test_learning.py)
+APART := tests/sglang tests/slurm tests/viewer_browser
+TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-fast test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
+.PHONY: setup demo demo-data learning-curves test test-fast test-long test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
@@ -77,17 +79,23 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One thread per process: the tests start many processes at once. Each part runs even if others fail.
+# All but the longest tests, two at once: twenty minutes. One thread per process, as tests start many.
 test: export OMP_NUM_THREADS = 1
 test: check
-	@echo '$(BIN)/pytest, in three parts: two at once, then what needs the machine alone'
 	@failed=0; log=$$(mktemp); \
 	$(BIN)/pytest $(WAITS) >$$log 2>&1 & waits=$$!; \
 	trap 'kill $$waits; wait $$waits; rm $$log; exit 130' INT TERM; \
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(TIMED) $(WAITS) tests/sglang tests/slurm tests/viewer_browser) || failed=1; \
+	$(TWO) $(addprefix --ignore=,$(TIMED) $(WAITS) $(APART)) || failed=1; \
 	wait $$waits || failed=1; \
 	cat $$log; rm $$log; \
-	$(BIN)/pytest $(TIMED) || failed=1; \
+	exit $$failed
+
+# The longest ones: whole runs, every engine's parameters; then, alone, how a run ends. Half an hour.
+test-long: export OMP_NUM_THREADS = 1
+test-long: setup
+	@failed=0; \
+	$(TWO) -m "long and not slow" $(addprefix --ignore=,$(TIMED) $(APART)) || failed=1; \
+	$(BIN)/pytest -m "not slow" $(TIMED) || failed=1; \
 	exit $$failed
 
 # While you work: the mathematics on real ranks, formats, checkpoints, and the golden values. Three minutes.
@@ -98,7 +106,7 @@ test-fast: check
 # on with the other set.
 test-older: setup
 	$(MAKE) setup VENV=$(OLDER) PYTHON=3.11
-	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile $(MEGATRON)
+	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile -m "not slow" $(MEGATRON)
 
 # Every slow test, including those of faults.
 test-slow: setup
@@ -112,7 +120,7 @@ test-faults: setup
 test-slurm: setup
 	@PATH=$$PATH:/usr/sbin:/sbin; for p in slurmctld slurmd sbatch munged shellcheck; do command -v $$p >/dev/null || \
 		{ echo "make test-slurm needs $$p: apt-get install slurmctld slurmd slurm-client munge shellcheck"; exit 1; }; done
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/slurm
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" tests/slurm
 
 # The page of `megatron-grpo view` in a browser without a window: half a minute.
 test-view: setup
@@ -121,7 +129,7 @@ test-view: setup
 
 # Rollouts by SGLang: its own tests, and those of engines in general.
 test-sglang: setup setup-sglang
-	OMP_NUM_THREADS=1 $(BIN)/pytest --engine sglang $(ENGINES)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --engine sglang $(ENGINES)
 
 # trackio and swanlab: their own pins exclude versions of lock.txt, so they lie apart from it.
 test-trackers: setup

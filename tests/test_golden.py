@@ -55,12 +55,14 @@ def recorded_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEn
         yield engine
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_with_the_recorded_weights_and_metrics(
     recorded_engine: TestEngine, tmp_path: Path
 ) -> None:
     assert differences("runs", synchronous_run(recorded_engine, tmp_path), **RUN) == []
 
 
+@pytest.mark.long
 def test_so_does_one_that_generates_while_it_trains_and_was_killed(
     recorded_engine: TestEngine, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ class Machine:
         return config.split("version = ")[1].split("\n")[0]
 
 
+@pytest.mark.long
 def test_a_python_on_path_is_taken_behind_a_shim_that_only_prints_an_error(machine):
     machine.add("shims/python3.13", machine.shim())
     first = machine.add("one/python3", interpreters()[RUNNING])
@@ -73,6 +74,7 @@ def test_a_python_on_path_is_taken_behind_a_shim_that_only_prints_an_error(machi
     assert machine.venv_version == RUNNING
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "place", [".pyenv/versions/a/bin/python3", ".local/share/uv/python/a/bin/python3"]
 )
@@ -87,6 +89,7 @@ def test_a_newer_one_that_pyenv_or_uv_holds_is_taken_before_one_on_path(machine,
     assert f"Python {works[-1]}, the newest that works: {newest}\n" in made.stdout
 
 
+@pytest.mark.long
 def test_a_minor_version_can_be_named(machine):
     older = next((v for v in interpreters() if v.startswith(("3.11.", "3.12."))), RUNNING)
     minor = older.rpartition(".")[0]
@@ -111,6 +114,7 @@ def test_a_machine_without_a_python_that_works_is_told_what_was_tried_and_how_to
     assert refused.stderr.endswith("Looked at:\n" + told)
 
 
+@pytest.mark.long
 def test_a_venv_is_kept_and_never_silently_with_another_python_than_the_one_named(machine):
     python = str(machine.add("bin/python3", interpreters()[RUNNING]))
     assert f"Python {RUNNING}, named by PYTHON" in machine.make_venv(python).stdout

@@ -76,6 +76,7 @@ def test_m2n_brings_every_worker_what_vllm_itself_plans(tmp_path):
             assert len(split) == of_attention * shape.num_layers + num_mlps(shape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "dims", "own", "nccl", "m2n"),
     [

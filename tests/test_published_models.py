@@ -30,6 +30,7 @@ NUM_PARAMETERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED_MODELS)
 def test_published_models_have_the_published_number_of_parameters(name, tmp_path):
     shape = read_shape(write_config(tmp_path, name))

@@ -20,6 +20,8 @@ from threading import Thread
 from typing import IO, Any
 
 from megatron_grpo.agents.tools import Tools, converse, load_tool
+from megatron_grpo.config.agent import PYTHON
+from megatron_grpo.workers.sandbox import Sandbox
 from megatron_grpo.workers.user_file import finite_number, load_user_file
 
 Message = dict[str, Any]
@@ -39,13 +41,20 @@ class Actor:
         tools: Sequence[str],
         mcp_servers: Sequence[str],
         max_tool_characters: int,
+        python_arguments: Mapping[str, Any] = NOTHING,
     ) -> None:
         self._command, self._function = command, function
-        self._tools = Tools(tools, mcp_servers, max_tool_characters)
+        sandbox = Sandbox(**python_arguments)
+        self._tools = Tools(tools, mcp_servers, max_tool_characters, sandbox)
 
     @classmethod
     def load(
-        cls, command: str | None, function: str | None, tools: Sequence[str], **_: Any
+        cls,
+        command: str | None,
+        function: str | None,
+        tools: Sequence[str],
+        python_arguments: Mapping[str, Any] = NOTHING,
+        **_: Any,
     ) -> None:
         """Import what every agent needs, once; raises ValueError if it is not there."""
         if command is not None:
@@ -57,7 +66,10 @@ class Actor:
         if function is not None:
             load_function(function)
         for name in tools:
-            load_tool(name)
+            if name == PYTHON:
+                asyncio.run(Sandbox(**python_arguments).check())
+            else:
+                load_tool(name)
 
     def reset(
         self,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Json = dict[str, Any]
-ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters")
+ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters", "python_arguments")
 """Keys of `agent` that say who acts."""
 ALONE = -1
 """Number of a generation beside which there is no other that is made."""

@@ -1,4 +1,4 @@
-"""Tools: functions of a user's file, and those of MCP servers."""
+"""Tools: `python`, functions of a user's file, and those of MCP servers."""
 
 import asyncio
 import inspect
@@ -12,7 +12,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.config.agent import LIMITS
+from megatron_grpo.agents.python_tool import python_tool
+from megatron_grpo.config.agent import LIMITS, PYTHON
+from megatron_grpo.workers.sandbox import Sandbox
 from megatron_grpo.workers.user_file import load_user_file
 
 Json = dict[str, Any]
@@ -21,10 +23,21 @@ Call = Callable[..., Awaitable[Any]]
 
 @cache
 def load_tool(name: str) -> tuple[Callable[..., Any], Json]:
-    """A function, and how the model is told of it, from its signature and docstring.
+    """The function of `file.py:function`, and how the model is told of it.
 
-    Raises ValueError if `file.py:function` is none, or does not say what its arguments are.
+    Raises ValueError if there is none, or if it does not say what its arguments are.
     """
+    path, _, function_name = name.rpartition(":")
+    if not path:
+        raise ValueError(f"agent.tools: {name!r} is no tool: use {PYTHON}, or file.py:function")
+    found = getattr(load_user_file(Path(path), "file of a tool"), function_name, None)
+    if not callable(found):
+        raise ValueError(f"{path} has no function {function_name!r}")
+    return found, schema_of(found, name)
+
+
+def schema_of(function: Callable[..., Any], name: str) -> Json:
+    """A function in OpenAI's form, from its signature and docstring; `name` is for messages."""
     # Only agents with tools need this, and it takes seconds.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
         DocstringParsingException,
@@ -32,19 +45,15 @@ def load_tool(name: str) -> tuple[Callable[..., Any], Json]:
         get_json_schema,
     )
 
-    path, _, function_name = name.rpartition(":")
-    found = getattr(load_user_file(Path(path), "file of a tool"), function_name, None)
-    if not callable(found):
-        raise ValueError(f"{path} has no function {function_name!r}")
     try:
-        schema = get_json_schema(found)
+        schema: Json = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
         raise ValueError(
             f"the model cannot be told of the tool {name}: {error}: it needs type hints, and a "
             "docstring with `Args:`, in Google's form"
         ) from None
     schema["function"].pop("return", None)  # templates say nothing of it
-    return found, schema
+    return schema
 
 
 class Tools:
@@ -56,9 +65,14 @@ class Tools:
     """
 
     def __init__(
-        self, functions: Sequence[str], servers: Sequence[str], most_characters: int
+        self,
+        functions: Sequence[str],
+        servers: Sequence[str],
+        most_characters: int,
+        sandbox: Sandbox | None = None,
     ) -> None:
         self._names, self._servers, self._most = functions, servers, most_characters
+        self._sandbox = sandbox
         self._calls: dict[str, Call] = {}
         self.schemas: list[Json] = []
         """How the model is told of them, in OpenAI's form."""
@@ -68,7 +82,11 @@ class Tools:
 
     async def __aenter__(self) -> "Tools":
         for name in self._names:
-            function, schema = load_tool(name)
+            if name == PYTHON and self._sandbox:
+                function = python_tool(self._sandbox)
+                schema = schema_of(function, name)
+            else:
+                function, schema = load_tool(name)
             self._add(schema, partial(_run, function))
         for server in self._servers:
             await self._connect(server)

@@ -1,7 +1,7 @@
 """The agent: the keys of `agent`."""
 
 import shlex
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -9,6 +9,10 @@ from megatron_grpo.config.section import Section
 
 AGENT_TERM = "agent"
 """Label of the reward that an agent gives itself; those of reward functions must differ from it."""
+
+PYTHON = "python"
+"""The built-in tool."""
+PYTHON_ARGUMENTS = ("timeout", "memory_megabytes", "python", "sandbox")
 
 LIMITS = ("context_length_exceeded", "limit_reached")
 """Codes of the endpoint's answers to requests beyond a limit, after which an agent may end well.
@@ -26,8 +30,12 @@ class AgentConfig(Section):
     """Instead of a command, `file.py:function`: an async function of an `openai.AsyncOpenAI` client
     and a row of the data, which returns the reward."""
     tools: tuple[str, ...] = Field(default=(), strict=False)
-    """Instead of an agent, functions that the model may call: `file.py:function`, with type hints
-    and a docstring that describes them and their `Args:`. Needs rollout.tool_call_parser."""
+    """Instead of an agent, functions that the model may call: `python`, which runs programs of the
+    model under bubblewrap, or `file.py:function`, with type hints and a docstring that describes
+    it and its `Args:`. Needs rollout.tool_call_parser."""
+    python_arguments: dict[str, Any] = Field(default={})
+    """Arguments of the tool `python`: `timeout` (10 seconds), `memory_megabytes` (1024), `python`
+    (the interpreter); with `sandbox: none` programs run unsandboxed, with your rights."""
     mcp_servers: tuple[str, ...] = Field(default=(), strict=False)
     """MCP servers whose tools it may call: commands, started for each sample, or addresses."""
     max_tool_characters: PositiveInt = 16384
@@ -56,6 +64,15 @@ class AgentConfig(Section):
     def has_tools(self) -> bool:
         """Whether the model calls tools without a program of the user's."""
         return bool(self.tools or self.mcp_servers)
+
+    @field_validator("python_arguments")
+    @classmethod
+    def _are_known(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if name not in PYTHON_ARGUMENTS:
+                known = ", ".join(PYTHON_ARGUMENTS)
+                raise ValueError(f"agent.python_arguments has {name!r}: it may have {known}")
+        return value
 
     @field_validator("command")
     @classmethod

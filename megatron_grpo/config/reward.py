@@ -11,7 +11,7 @@ from megatron_grpo.config.section import Section
 ENVIRONMENT_TERM = "environment"
 """Label of an environment's reward; those of reward functions must differ from it."""
 
-RIGHT = ("exact", "math_answer")
+RIGHT = ("exact", "math_answer", "unit_tests")
 """Built-in functions that score right answers 1 and all others 0."""
 SHAPING = frozenset({"cosine", "repetition", "reward_model", "soft_overlong"})
 """Built-in functions that do not say whether an answer is right: they must not decide whether it
@@ -24,7 +24,7 @@ class RewardFunction(Section):
 
     name: str
     """`exact`, `math_answer`, `format`, `cosine`, `repetition`, `soft_overlong`, `judge`,
-    `reward_model`, or `file.py:function`."""
+    `reward_model`, `unit_tests`, or `file.py:function`."""
     weight: float = 1.0
     """Weight of this function in the total reward."""
     arguments: dict[str, Any] = Field(default={})

@@ -21,9 +21,9 @@ masked: a list of another length, a result that is not a list, or a score that i
 An `async def` is awaited: up to `reward.max_concurrent_calls` calls run concurrently in the event
 loop of one process. A late call is cancelled. A call that blocks the loop blocks all of them.
 
-Functions run in processes of their own, with the rights of the user who trains: nothing here is a
-sandbox. The built-in functions run no code from completions. If your function does, it must provide
-the sandbox.
+Functions run in processes of their own, with the rights of the user who trains: these are no
+sandbox. Of the built-in functions only `unit_tests` runs code from completions, under bubblewrap.
+If your function does, it must provide the sandbox (`workers.sandbox`).
 """
 
 from megatron_grpo.rewards.pool import RewardPool, RewardPools, ScoringCancelled

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.rows import Fault, Row
 from megatron_grpo.rewards.math import math_answer
+from megatron_grpo.rewards.unit_tests import can_be_run
 
 
 def exact(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
@@ -149,17 +150,22 @@ def soft_overlong(
 
 
 def reference_fault(cfg: RewardConfig) -> Callable[[Row], Fault | None]:
-    """Return a function that tells why `cfg`'s reward functions cannot read a row's `answer`."""
-    readers = [function.name for function in cfg.functions if _reads_mathematics(function)]
-    if not readers:
-        return lambda row: None
-    # Imported here because SymPy takes a second to import, and other functions do not need it.
-    from megatron_grpo.rewards.math import can_read  # noqa: PLC0415
+    """Return a function that tells why `cfg`'s functions cannot read an `answer`, or `tests`."""
+    checks = []
+    mathematics = [function.name for function in cfg.functions if _reads_mathematics(function)]
+    if mathematics:
+        # Imported here because SymPy takes a second to import, and other functions do not need it.
+        from megatron_grpo.rewards.math import can_read  # noqa: PLC0415
+
+        checks.append((mathematics[0], "answer", can_read))
+    if any(function.name == "unit_tests" for function in cfg.functions):
+        checks.append(("unit_tests", "tests", can_be_run))
 
     def fault(row: Row) -> Fault | None:
-        if "answer" not in row or can_read(row["answer"]):
-            return None
-        return Fault(f"no answer that {readers[0]} can read", reprlib.repr(row["answer"]))
+        for name, column, is_good in checks:
+            if column in row and not is_good(row[column]):
+                return Fault(f"no {column} that {name} can read", reprlib.repr(row[column]))
+        return None
 
     return fault
 

@@ -28,6 +28,7 @@ BUILT_IN = {
     "repetition": "builtin",
     "reward_model": "reward_model",
     "soft_overlong": "builtin",
+    "unit_tests": "unit_tests",
 }
 """The file of this package with each built-in function, whose keyword-only parameters are arguments
 of the config, not columns."""

@@ -30,6 +30,7 @@ SMOLLM2_135M = {
 }
 
 
+@pytest.mark.long
 def test_a_whole_model_of_any_bits_comes_back_bit_by_bit(tmp_path):
     model, logs = tmp_path / "model", tmp_path / "logs"
     model.mkdir()

@@ -61,6 +61,7 @@ def export(model, folder, shape, dims=ONE_RANK, dtype=torch.float32, max_shard_b
         write_weights(folder, layout, parameters, first_file=rank)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "dims"), MESHES, ids=str)
 def test_the_ranks_load_and_write_back_the_whole_model_bitwise(
     seven_layer_models, tmp_path, family, dims

@@ -304,6 +304,7 @@ DEEP_MESH = ParallelDims(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "dims", "max_seconds"),
     [

@@ -58,6 +58,7 @@ def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32):
             assert_same(worker, filled)
 
 
+@pytest.mark.long
 def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path):
     cases = []
     for number, family in enumerate(sorted({*FAMILIES} - {"kimi_k2"})):  # as deepseek_v3

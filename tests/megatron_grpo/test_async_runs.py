@@ -112,6 +112,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return json.loads(text.rstrip().rstrip(",") + "]")
 
 
+@pytest.mark.long
 def test_every_generation_is_one_update_old_but_the_first(whole: Path) -> None:
     assert versions(whole) == [0, 0, 1, 2, 3]
     records = read_metrics(whole)
@@ -125,6 +126,7 @@ def test_every_generation_is_one_update_old_but_the_first(whole: Path) -> None:
     assert min(record["rollout/logprob_gap_mean"] for record in records[1:]) > 1e-4
 
 
+@pytest.mark.long
 def test_the_first_generation_and_its_step_are_those_of_a_synchronous_run(
     async_runs: Runs, whole: Path
 ) -> None:
@@ -174,6 +176,7 @@ def cut(async_runs: Runs) -> Path:
     return async_runs.finish("cut", *ASYNC, *CUT)
 
 
+@pytest.mark.long
 def test_inside_a_generation_the_engines_keep_their_weights(cut: Path) -> None:
     assert versions(cut) == [0, 0, 0, 0, 2, 2]
     records = read_metrics(cut)[1:]  # the first is of the evaluation before all
@@ -203,6 +206,7 @@ KILLS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("interval", "step", "saved"),
     [
@@ -227,6 +231,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(
     assert_same(async_runs.finish(name, *arguments), cut)
 
 
+@pytest.mark.long
 def test_a_preempted_run_gives_up_what_it_generates_and_goes_on(async_runs: Runs) -> None:
     run_dir, hold = async_runs.folder / "preempted", async_runs.folder / "hold"
     with async_runs.start("preempted", *ASYNC) as job:

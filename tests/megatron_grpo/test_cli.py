@@ -97,6 +97,7 @@ def run_check(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root)
 
 
+@pytest.mark.long
 def test_check_says_that_a_config_can_start_and_starts_nothing(
     tied_model: Path, sums: Path, tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_serve_wants_a_token_one_address_and_one_host(
     assert "Traceback" not in errors
 
 
+@pytest.mark.long
 def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> None:
     reserved = reserve_port()
     port = reserved.getsockname()[1]

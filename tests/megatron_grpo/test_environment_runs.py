@@ -63,6 +63,7 @@ def finish(engine, folder: Path, num_ranks: int, *arguments: str) -> Ended:
         return job.end(150)
 
 
+@pytest.mark.long
 def test_a_run_with_an_environment_trains_resumes_and_shows_its_dialogues(
     live_engine, arguments, tmp_path
 ):
@@ -121,6 +122,7 @@ def test_a_generation_of_dialogues_is_gone_on_with_after_a_restart(
     assert resumed["num_turns/mean"] > 1 and resumed["rollout/logprob_gap_max"] < 1e-4
 
 
+@pytest.mark.long
 def test_samples_whose_environment_fails_are_masked_up_to_a_limit(live_engine, arguments, tmp_path):
     """They fail before their first turn, so that there is not a token of them."""
     fails = [

@@ -65,6 +65,7 @@ def without_evaluation_before(run_dir: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_run_that_is_evaluated_is_bit_for_bit_the_run_that_is_not(
     evaluated: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_run_that_is_told_to_end_in_an_evaluation_makes_it_when_it_is_resumed(
     assert (run_dir / completions).read_bytes() == (evaluated / completions).read_bytes()
 
 
+@pytest.mark.long
 def test_a_run_whose_last_evaluation_is_missing_says_so(runs: Runs, tmp_path: Path) -> None:
     sabotage = InPhase(preempt, 0, "eval", nth=8)
     arguments = [*SAMPLING, f"eval.interval={NUM_STEPS}"]

@@ -36,6 +36,7 @@ from megatron_grpo.engines.joining import FOLDER, JOINED, LEAVING, JoinedEngine,
 from megatron_grpo.rollout.generate import load_stream
 
 
+@pytest.mark.long
 def test_no_token_is_older_than_allowed_and_pushes_do_not_wait(
     in_flight_runs: InFlightRuns,
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_run_that_is_killed_again_and_again_trains_on_every_generation_once(
     check_nothing_lost(run_dir, saved, NUM_STEPS)
 
 
+@pytest.mark.long
 def test_with_over_sampling_every_prompt_is_trained_on_once_through_a_kill(
     in_flight_runs: InFlightRuns,
 ) -> None:

@@ -9,6 +9,7 @@ from helpers.jobs import Job
 CHANCE, SOLVED, LAST_STEPS, SECONDS = 0.3, 0.9, 5, 180
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "recipe",
     ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name != "grpo")],

@@ -1,5 +1,6 @@
 """Whole jobs of four ranks in which one rank's gradient is not finite."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -9,6 +10,7 @@ from helpers.sabotage import SpoilGradient
 from megatron_grpo.checkpoints.trainer_state import read_record
 
 
+@pytest.mark.long
 def test_a_step_without_a_finite_gradient_is_skipped_named_and_logged(runs, tmp_path):
     """The one before a restart and the one behind it are two in a row."""
     run_dir = tmp_path / "run"

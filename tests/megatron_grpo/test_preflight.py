@@ -119,6 +119,7 @@ EMULATES_BFLOAT16 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 SLOW_BFLOAT16 = "many times as long as with model.dtype=float32"
 
 
+@pytest.mark.long
 def test_a_preflight_loads_no_wandb_leaves_no_files_and_tells_of_slow_bfloat16(config, tmp_path):
     dtypes = ("float32", "bfloat16")
     files = [tmp_path / f"{dtype}.yaml" for dtype in dtypes]
@@ -492,6 +493,7 @@ def test_an_environment_needs_no_function_of_rewards(config, tmp_path):
     preflight(config(mine, "reward.functions=[]"), None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -517,6 +519,7 @@ def test_a_model_that_the_runs_export_would_replace_is_refused(config, model, tm
     preflight(config(f"model.path={linked}", f"train.run_dir={tmp_path / 'another'}"), None)
 
 
+@pytest.mark.long
 def test_a_chat_template_that_cannot_be_continued_is_refused(config, model, tmp_path):
     folder = copy_of(model, tmp_path / "model")
     template = folder / "chat_template.jinja"
@@ -526,6 +529,7 @@ def test_a_chat_template_that_cannot_be_continued_is_refused(config, model, tmp_
     assert "does not close the model's turn" in refusal(config(name, f"model.path={folder}"))
 
 
+@pytest.mark.long
 def test_a_chat_whose_turns_end_with_a_token_that_ends_no_completion_is_refused(
     config, model, tmp_path
 ):
@@ -594,6 +598,7 @@ def test_layers_of_torch_on_a_gpu_must_be_asked_for(told_on_a_gpu):
     assert told_on_a_gpu("model.megatron.transformer_impl=local") == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pytorch", "reason"),
     [

@@ -88,6 +88,7 @@ def whole(recipe_runs: Runs) -> Path:
     return recipe_runs.finish("whole", "data", *RECIPE, "train.num_steps=5")
 
 
+@pytest.mark.long
 def test_a_completion_without_a_score_is_masked_and_counted(whole: Path) -> None:
     record, rows = read_metrics(whole)[0], read_json_lines(whole / "completions.jsonl")
     assert record["reward/failed"] == 4  # one of each prompt
@@ -142,6 +143,7 @@ def test_a_run_that_ended_inside_a_generation_goes_on_bit_for_bit(
     assert results(resumed) == results(whole)
 
 
+@pytest.mark.long
 def test_another_layout_takes_the_same_steps(recipe_runs: Runs, whole: Path) -> None:
     other = recipe_runs.finish("other", "context", *RECIPE, "train.num_steps=2")
     for ours, theirs in zip(results(other), results(whole), strict=False):
@@ -158,6 +160,7 @@ def num_operations(engine: TestEngine) -> Counter[str]:
     return Counter({operation: int(float(count)) for operation, count in found})
 
 
+@pytest.mark.long
 def test_a_run_whose_engines_sleep_while_it_trains_is_the_same_run(
     recipe_runs: Runs,
 ) -> None:

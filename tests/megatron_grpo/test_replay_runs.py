@@ -11,6 +11,7 @@ from helpers.jobs import Job
 from helpers.runs import read_completions, results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "is_async",
     [False, pytest.param(True, marks=pytest.mark.slow)],

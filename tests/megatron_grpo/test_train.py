@@ -120,6 +120,7 @@ def test_the_gap_of_the_probe_is_a_metric_of_the_first_step(full_run: Path) -> N
     assert not any(name.startswith("probe/") for name in second)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "axes",
     [
@@ -169,6 +170,7 @@ def test_a_run_continues_where_it_ended_at_another_layout(
     assert resumed[1]["reward"] == reference[1]["reward"]
 
 
+@pytest.mark.long
 def test_a_run_can_be_extended_and_its_learning_rate_follows_the_new_length(
     arguments: list[str], live_engine: TestEngine, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_all_the_same(
 FROM_THE_START = "megatron-grpo: interrupted: run the same command to begin from the start\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "code", "told"),
     [

@@ -126,6 +126,7 @@ def test_so_they_do_where_every_tensor_rank_has_all_tokens(cases: dict[str, Case
     assert_equal(ranks, case.answers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dims", "step"),
     [

@@ -40,6 +40,7 @@ def sums_of_ranks(rank: int, folder: Path, dims: ParallelDims) -> list[Sequence[
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "tied", "dims"),
     [

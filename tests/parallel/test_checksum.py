@@ -86,6 +86,7 @@ def somewhere(data: st.DataObject, size: tuple[int, ...], dtype: torch.dtype) ->
     return tensor[tuple(slice(a, a + n) for a, n in zip(before, size, strict=True))]
 
 
+@pytest.mark.long
 @settings(max_examples=200)
 @given(boxes(), st.sampled_from([*DTYPES, torch.int8]), st.sampled_from(DTYPES), st.data())
 def test_a_copy_is_the_one_of_torch_and_is_summed_as_it_arrived(place, dtype, own_dtype, data):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 import torch
 
 LOADED = """
@@ -20,6 +21,7 @@ HEAVY = ["wandb", "torch.utils.tensorboard", "transformers", "matplotlib"]
 COMPILER = ["torch._dynamo", "torch._inductor"]
 
 
+@pytest.mark.long
 def test_a_rank_starts_without_what_it_makes_no_use_of():
     names = HEAVY if torch.cuda.is_available() else HEAVY + COMPILER
     command = [sys.executable, "-W", "ignore", "-c", LOADED.format(names=names)]

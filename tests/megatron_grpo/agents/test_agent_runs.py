@@ -37,6 +37,7 @@ def model(tied_model: Path, tmp_path_factory) -> Path:
     return talkative(tmp_path_factory.mktemp("talkative") / "model", tied_model)
 
 
+@pytest.mark.long
 def test_a_run_with_a_program_trains_on_its_branches_and_evaluates_it(live_engine, model, tmp_path):
     data, program = tmp_path / "data.jsonl", tmp_path / "agent.py"
     data.write_text("".join(f'{{"prompt": "{i} + 1", "answer": "{i + 1}"}}\n' for i in range(8)))

@@ -104,6 +104,7 @@ def test_every_sampled_token_is_trained_on_once(
             assert len(sample.sequences) == num_sequences
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "settings", "failure"),
     [

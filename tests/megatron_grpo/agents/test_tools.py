@@ -1,11 +1,14 @@
 """Tools in turns that the engine's own parser reads, in a real conversation."""
 
 import asyncio
+import json
+import shutil
 import sys
 
 import pytest
 
 from megatron_grpo.agents.tools import Tools
+from megatron_grpo.workers.sandbox import Sandbox
 
 TOOLS = '''
 import asyncio, time
@@ -72,6 +75,24 @@ def test_calls_run_at_once_are_cut_and_tell_their_errors(tmp_path):
     assert (metrics["tool/repeat/calls"], metrics["tool/repeat/errors"]) == (8, 0)
     assert metrics["tool/repeat/seconds"] > 8 * 0.3
     assert metrics["tool/unknown/calls"] == 1
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+def test_the_tool_python_tells_what_a_program_prints_and_how_it_fails():
+    async def call_all():
+        sandbox = Sandbox(timeout=5)
+        async with Tools(["python"], [], most_characters=1000, sandbox=sandbox) as tools:
+            [schema] = tools.schemas
+            assert [*schema["function"]["parameters"]["properties"]] == ["code"]
+            programs = ["print(6 * 7)", "1 / 0", "x = 1", "print(1)\nwhile True: pass"]
+            calls = [tools.call("python", json.dumps({"code": program})) for program in programs]
+            return await asyncio.gather(*calls)
+
+    printed, failed, nothing, late = asyncio.run(call_all())
+    assert printed == "42"
+    assert failed.endswith("ZeroDivisionError: division by zero")
+    assert nothing == "The program has printed nothing."
+    assert late == "The program was stopped after 5 seconds."  # what it had in its buffer is lost
 
 
 def test_the_tools_of_an_mcp_server_are_called(tmp_path):

@@ -96,6 +96,7 @@ def steps(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> list[
     return [apart, own, again]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "dims", "overrides"),
     [

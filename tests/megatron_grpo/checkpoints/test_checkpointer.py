@@ -169,6 +169,7 @@ def start_from(rank: int, model: Path, run: Path, init_from: Path) -> list[list[
     return [*states, state_of(policy)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["", "checkpoints/step_2"], ids=["a run", "a checkpoint"])
 def test_a_new_run_starts_from_weights_and_moments_of_another_at_step_0(
     saved, model, tmp_path, name
@@ -508,6 +509,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.long
 def test_a_flipped_bit_in_any_file_is_named_and_the_checkpoint_before_is_used(model, tmp_path):
     said, _ = run_ranks(2, load_past_damage, model, tmp_path)
     assert said.keys() >= {"__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt", "trainer.json"}

@@ -114,6 +114,7 @@ def logprobs_on_rank(
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dims", "overrides"),
     [

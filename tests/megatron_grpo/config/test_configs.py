@@ -89,6 +89,7 @@ def test_batches_and_lengths_go_together(name, published, tmp_path):
         assert engine_gpus + dims.world_size == GPUS_PER_NODE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "published", "differing"),
     [
@@ -109,6 +110,7 @@ def test_weights_can_be_pushed_and_every_rank_is_built_as_planned(
         assert elsewhere(instantiate, cfg).faults == []
 
 
+@pytest.mark.long
 @of_every_run
 def test_the_planner_has_no_objection(name, published, tmp_path):
     cfg = run_config(name, published, tmp_path)
@@ -124,6 +126,7 @@ def first_rank(cfg):
     return build_rank(cfg, shape, 0, checkpoint_layout(shape, padded_vocab_size(shape, cfg.dims)))
 
 
+@pytest.mark.long
 @of_runs_in_minutes
 def test_trainer_and_engine_fit_on_a_gpu(name, published, tmp_path, elsewhere):
     cfg = run_config(name, published, tmp_path)

@@ -101,6 +101,7 @@ def test_a_missing_package_and_an_unwritable_folder_are_exit_code_1_with_remedie
     assert "not-for-this-python" not in output
 
 
+@pytest.mark.long
 def test_two_hosts_print_one_table_with_their_clocks_though_they_take_unequally_long(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -177,6 +177,7 @@ def routes(engine) -> list[tuple[str, str]]:
     return [*listed, ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/metrics")]
 
 
+@pytest.mark.long
 def test_every_route_of_an_engine_wants_the_token(engine):
     guarded = set(routes(engine)) - {("GET", "/health")}
     needed = STATE_CHANGING & ROUTES.keys() if engine.rollout.engine != "vllm" else STATE_CHANGING

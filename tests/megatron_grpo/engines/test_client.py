@@ -21,6 +21,7 @@ from megatron_grpo.rewards.functions import load_function
 TOKEN = "0123456789abcdef"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_those_of_the_sampled_tokens_after_temperature(engine, temperature):
     samples = engine.generate(random_prompts(6), temperature=temperature)
@@ -122,6 +123,7 @@ def test_every_sample_has_its_own_seed_and_the_same_one_next_time(engine, seeds)
     assert not set(completions(seed=1)) & set(first)
 
 
+@pytest.mark.long
 def test_vllm_repeats_a_generation_to_the_last_bit(live_engine, tied_model, seeds):
     # More prompt tokens than vLLM takes in one step, so that the order of requests matters too.
     prompts = random_prompts(80, lengths=(20, 80))

@@ -84,6 +84,7 @@ def num_generated(live_engine):
         yield lambda: float(COUNTS["generated"].search(http.get("/metrics").text)[1])
 
 
+@pytest.mark.long
 def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
     live_engine, num_generated, in_flight, threads, tied_model, other_model
 ):
@@ -171,6 +172,7 @@ def test_a_completion_that_is_cut_ends_at_its_first_end_token(
         assert not {*sample.completion_ids[:-1]} & {*ends}
 
 
+@pytest.mark.long
 def test_stop_strings_are_seen_through_pushes(live_engine, in_flight, threads, tied_model):
     if live_engine.rollout.engine == "sglang":
         pytest.skip("SGLang takes 32 strings at most, too few to be seen by chance")

@@ -196,6 +196,7 @@ def serving(
             process.communicate()
 
 
+@pytest.mark.long
 def test_an_engine_leaves_on_a_signal_and_ends_when_the_run_has_dropped_it(tmp_path):
     with serving(tmp_path) as (process, file):
         process.send_signal(signal.SIGUSR1)

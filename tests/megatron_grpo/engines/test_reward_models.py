@@ -79,6 +79,7 @@ def scores(pool: RewardPool, batch: Sequence[Sample]) -> list[float]:
     return [each["reward_model"] for each in pool.score(batch, num_completions=len(batch))]
 
 
+@pytest.mark.long
 def test_scores_are_the_logits_of_transformers(tmp_path) -> None:
     folder, batch = reward_model_folder(tmp_path / "model"), samples(2)
     with served(function(folder), tmp_path / "logs") as (_, pool):

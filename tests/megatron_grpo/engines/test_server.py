@@ -53,6 +53,7 @@ def short_folder() -> Iterator[str]:
         yield folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "size", "moment"),
     [
@@ -125,6 +126,7 @@ def test_a_killed_engine_leaves_no_memory_file_or_process(
     assert not any(path.exists() for path in (*memory, folder))
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_start_is_named_with_the_cause(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": "many"}')
     with (
@@ -149,6 +151,7 @@ def test_an_engine_that_is_not_ready_in_time_is_named(tied_model, tmp_path):
     assert told == {(0, 1)}
 
 
+@pytest.mark.long
 def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_engine, tmp_path):
     servers = transformers_engine.servers
     none = tmp_path / "none"
@@ -160,6 +163,7 @@ def test_engines_given_by_address_are_used_as_they_are(tied_model, transformers_
     assert not none.exists()
 
 
+@pytest.mark.long
 def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(tied_model, tmp_path):
     prompts = random_prompts(2)
     with running_engine("transformers", tied_model, tmp_path) as engine:

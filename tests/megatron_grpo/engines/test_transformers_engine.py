@@ -17,6 +17,7 @@ from megatron_grpo.engines.transformers import engine as module
 from megatron_grpo.engines.transformers.engine import TransformersEngine, load_model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [
@@ -81,6 +82,7 @@ def chosen_experts(folder: Path, sample: Sample) -> np.ndarray:
     return torch.stack([layer.topk(topk).indices for layer in logits], dim=1).numpy()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_experts", "dtype"), [pytest.param(8, np.uint8, marks=pytest.mark.slow), (300, np.int16)]
 )

@@ -38,6 +38,7 @@ def test_after_a_push_samples_are_those_of_the_new_weights(live_engine, tied_mod
 slow = pytest.mark.slow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "overrides", "size"),
     [
@@ -108,6 +109,7 @@ def test_a_quantised_mixture_generates_as_its_dequantised_copy(tmp_path, family,
     assert differences.mean() < bound
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", [pytest.param("DeepSeek", marks=slow), "ModelOpt FP8"])
 def test_workers_load_a_quantised_folder_as_its_dequantised_copy(tmp_path, form):
     model = servable_model(tmp_path / "model", "qwen3_moe")

@@ -121,6 +121,7 @@ def test_step_gets_the_values_of_a_turn_that_its_parameters_name(tmp_path):
         assert answer == ["x: stop [5, 2] 9", 0.0, False]
 
 
+@pytest.mark.long
 def test_late_instances_are_killed_with_what_they_started_and_the_others_go_on(odd_pool):
     other, at_reset = odd(odd_pool, "go_on"), odd_pool.new_instance()
     late = [odd(odd_pool, deed).step("x") for deed in ("hang", "run_away", "spin")]

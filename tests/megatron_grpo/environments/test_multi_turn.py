@@ -134,6 +134,7 @@ def test_logprobs_are_those_of_the_dialogue_as_it_is_trained_on(engine, tmp_path
         assert (logprobs[~mask] == 0).all() and (~mask).any()
 
 
+@pytest.mark.long
 def test_turns_go_on_after_a_push_which_waits_for_no_environment(live_engine, tied_model, tmp_path):
     other = served_model(tmp_path / "other", "qwen3", tied=True, seed=1)
     versions = {tied_model: [live_engine.push(tied_model)], other: []}
@@ -168,6 +169,7 @@ def test_turns_go_on_after_a_push_which_waits_for_no_environment(live_engine, ti
     assert has_cut_turn
 
 
+@pytest.mark.long
 def test_dialogues_are_the_same_next_time_and_others_in_another_series(transformers, tmp_path):
     prompts = prompts_with(4)
 
@@ -183,6 +185,7 @@ def test_dialogues_are_the_same_next_time_and_others_in_another_series(transform
     assert len(said) == len(first) and not said & others
 
 
+@pytest.mark.long
 def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
     folder = tiny_model(tmp_path / "model", "qwen3_moe", num_experts=8)
     prompts = [*prompts_with(2), *prompts_with(1, first="x" * 1000)]
@@ -230,6 +233,7 @@ def test_every_turn_of_every_sample_has_its_own_seed():
     assert len(set(seeds)) == 3**5 and max(seeds) < 2**62
 
 
+@pytest.mark.long
 def test_dialogue_ends_when_done_at_max_turns_or_without_room(transformers, tmp_path):
     def ask(**settings) -> list[Sample]:
         return converse(transformers, tmp_path, "Echo", prompts_with(4), **settings)[0]
@@ -274,6 +278,7 @@ def test_failing_environment_fails_its_sample_and_no_other(transformers, tmp_pat
         assert len(failed) == 3 and not any(s.completion_ids for s in failed)
 
 
+@pytest.mark.long
 def test_dialogues_run_at_the_same_time(transformers, tmp_path):
     # Each step takes half a second: one after the other they would take over 48 seconds.
     start = time.monotonic()

@@ -108,6 +108,7 @@ def test_with_no_engine_left_a_set_that_is_done_is_not_sampled_again(engine, dat
         assert {name: completions(result) for name, result in broken.run().items()} == expected
 
 
+@pytest.mark.long
 def test_dialogues_are_evaluated_with_the_reward_of_their_environment(
     engine, data, tmp_path
 ) -> None:

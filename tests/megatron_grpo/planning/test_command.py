@@ -228,6 +228,7 @@ def job_of(cfg, ranks, engines, tensor):
     )
 
 
+@pytest.mark.long
 def test_a_replay_is_planned_without_engines(cfg, capsys):
     """Their size, which does not fill nodes here, does not matter either."""
     replay = ("train.replay=runs/other", "eval.data=null", "rollout.tensor_parallel_size=12")
@@ -305,6 +306,7 @@ def test_lengths_may_be_those_of_a_runs_completions(cfg, capsys, tmp_path):
         print_plan(cfg(), **DEFAULTS | {"lengths_file": file})
 
 
+@pytest.mark.long
 def test_suggestions_count_shared_prompts(cfg, capsys):
     def seconds(*overrides: str) -> dict[tuple[str, ...], float]:
         room = "train.max_tokens_per_microbatch=16384"

@@ -245,6 +245,7 @@ def cache_and_weights(model, folder, dims):
     )
 
 
+@pytest.mark.long
 def test_an_engine_caches_latents_whole_in_every_worker_and_its_projections_are_views(tmp_path):
     # To attend to latents, vLLM has two parts of the projection that makes keys and values of them
     # as parameters. Being views, they need no memory of their own.

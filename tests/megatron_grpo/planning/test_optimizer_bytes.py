@@ -64,6 +64,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "family", "dims"), CASES, ids=str)
 def test_real_ranks_keep_what_the_plan_says(tmp_path, kind, family, dims):
     folder = tiny_model(tmp_path, family, tied=family == "qwen3", num_hidden_layers=4)

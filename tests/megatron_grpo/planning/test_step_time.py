@@ -141,6 +141,7 @@ def test_block_recomputation_runs_the_first_layers_of_each_chunk_again(tmp_path)
     assert some["pipeline"] == plain["pipeline"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("modules", "tensor", "context", "expert"),
     [

@@ -36,6 +36,7 @@ def config(folder: Path, *overrides: str) -> Config:
     return load_config(CONFIGS / "grpo_70b.yaml", [*arguments, *ENGINES_ELSEWHERE, *overrides])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "num_gpus", "layout"),
     [pytest.param(*p, marks=pytest.mark.slow if p[1] > 32 else ()) for p in PUBLISHED],
@@ -58,6 +59,7 @@ def test_every_published_layout_fits_and_none_is_faster_than_the_suggestion(
         assert each.memory.total <= plan.memory_limit
 
 
+@pytest.mark.long
 def test_a_suggestion_can_be_written_behind_the_config_and_plans_as_it_says(tmp_path):
     folder = write_config(tmp_path, "Llama-3.3-70B")
     shape, path = read_shape(folder), CONFIGS / "grpo_70b.yaml"
@@ -86,6 +88,7 @@ def test_engines_on_gpus_of_their_own_keep_them(tmp_path):
 SHORT, LONG = [1100], [2000, 4096]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("lengths", "in_flight"),
     [
@@ -128,6 +131,7 @@ def test_an_engine_that_leaves_no_gpu_to_the_trainer_is_refused(tmp_path):
         suggest(cfg, read_shape(folder), CARD, [4096], 8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_gpus", "num_engines"), [(24, 1), (32, 2)])
 def test_engines_over_several_nodes_that_share_gpus_take_as_many_as_they_fill(
     num_gpus, num_engines, tmp_path

@@ -203,6 +203,7 @@ def assert_same(ranks: Sequence[Steps], others: Sequence[Steps], tolerance: floa
             torch.testing.assert_close(values, expected, rtol=tolerance, atol=tolerance, msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dims"),
     [

@@ -159,6 +159,7 @@ def resume(rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: s
     return [loaded, boxes_of(policy, policy.adapters.parameters())]
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_the_same_bits_and_over_layouts(folders, tmp_path):
     folder, dims = folders["llama"], ParallelDims(tensor=2, data=2)
     given = options("llama")

@@ -49,6 +49,7 @@ def step_of_each(
     return found
 
 
+@pytest.mark.long
 def test_shared_prompts_change_neither_loss_nor_gradients_of_adapters(tmp_path):
     case = Case(tiny_model(tmp_path, "llama", tied=True), {}, {23: 4, 1: 2, 2: 2, 40: 4})
     recipe, given = {"loss_type": "dapo", **CLIPS}, options("llama")
@@ -77,6 +78,7 @@ def numbers(rank: int, folder: Path, *overrides: str) -> dict[str, Any]:
     return {"base": policy.adapters.base, "logprobs": logprobs, "adapters": adapters}
 
 
+@pytest.mark.long
 def test_a_base_in_fp8_is_its_dequantised_copy(tmp_path):
     """Tensor ranks cut inside of its blocks."""
     form = FORMATS["DeepSeek"]

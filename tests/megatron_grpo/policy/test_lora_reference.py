@@ -64,6 +64,7 @@ def follow(rank: int, folder: Path, alpha: float) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
 def test_it_computes_with_the_mixture_of_every_second_step(folder, alpha):
     ranks = run_ranks(2, follow, folder, alpha)
@@ -125,6 +126,7 @@ def wholes(ranks: list[list[list[Boxes]]]) -> list[dict[str, Tensor]]:
     return [whole(list(each)) for each in zip(*states, strict=True)]
 
 
+@pytest.mark.long
 def test_it_resumes_with_the_same_bits_and_over_layouts(folder, tmp_path):
     saved = wholes(run_ranks(2, save, folder, TENSOR, tmp_path))
     assert any(not torch.equal(values, saved[3][name]) for name, values in saved[1].items())

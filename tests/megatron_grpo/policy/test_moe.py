@@ -111,6 +111,7 @@ def recompute(options: list[str]) -> list[str]:
     return [f"model.megatron.recompute_{option}" for option in options]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_recomputed_activations_have_the_same_gradient(cases, name):
     dims, options = ParallelDims(tensor=2, data=2, expert=2), recompute(RECOMPUTED[name])
@@ -170,6 +171,7 @@ def reported_losses(
     return {name: value for name, value in report.metrics.items() if name.startswith("moe/")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dims", "recomputed"),
     [
@@ -218,6 +220,7 @@ def changed_by_a_step(rank: int, folder: Path, dims: ParallelDims, frozen: str) 
     return {name: not torch.equal(of, before[name]) for name, of in policy.parameters().items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dims", [ParallelDims(tensor=2, expert_tensor=1), ParallelDims(data=2, expert=2)], ids=str
 )
@@ -285,6 +288,7 @@ STORED = {  # of layers, by the names and shapes that Megatron-Core has of Trans
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [
@@ -312,6 +316,7 @@ def test_a_checkpoint_loads_at_another_layout_bit_by_bit(cases, tmp_path, name):
         assert not any("expert_bias" in key for key in before)
 
 
+@pytest.mark.long
 def test_a_checkpoint_has_frozen_routers_without_moments_and_loads_at_another_layout(
     cases, tmp_path
 ):

@@ -92,6 +92,7 @@ def weights_by_torch(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     return norms, {name: parameter.detach() for name, parameter in weights.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dims",
     [ParallelDims(tensor=2, virtual_pipeline=2, pipeline=2), ParallelDims(pipeline=2, data=2)],

@@ -51,6 +51,7 @@ def summed(
     return norm, gradient_boxes(policy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dims",
     [
@@ -79,6 +80,7 @@ def test_gradients_added_up_in_bfloat16_are_rounded_once_per_sum(folder, dims):
             assert error < bound, f"{name}: {error:.1e}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dims", [pytest.param(ParallelDims(data=2), marks=pytest.mark.slow), TENSOR_PIPELINE], ids=str
 )
@@ -100,6 +102,7 @@ def test_master_weights_are_updated_as_by_default(folder, dims):
 EXPERTS = ParallelDims(data=2, expert=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [

@@ -67,6 +67,7 @@ def numbers(rank: int, folder: Path, dims: ParallelDims, scheme: str) -> Numbers
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["fp8_channel", "int8"])
 def test_loss_and_gradients_are_those_of_the_quantised_weights(folder, tmp_path, scheme):
     """Tensor ranks cut the rows of a scale, and agree on it."""

@@ -292,6 +292,7 @@ def whole(runs: Runs) -> Path:
     return run_dir
 
 
+@pytest.mark.long
 def test_it_is_used_from_the_next_generation_on(whole: Path, undisturbed: Path) -> None:
     """The other run has a frozen one."""
     ours, frozen = ([each["kl"] for each in read_metrics(run)] for run in (whole, undisturbed))

@@ -120,6 +120,7 @@ def files_of(run: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "dims", "dtype"), LAYOUTS, ids=str)
 def test_a_run_whose_state_leaves_is_the_same_run_and_holds_what_the_plan_says(
     family: str, dims: ParallelDims, dtype: str, tmp_path: Path

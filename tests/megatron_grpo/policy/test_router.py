@@ -154,6 +154,7 @@ def own_routes_on_rank(rank: int, folder: Path, *overrides: str) -> list[list[Te
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "overrides"), [("qwen3_moe", ()), ("qwen3_moe", ADAPTERS), ("glm4_moe", ())]
 )
@@ -204,6 +205,7 @@ def gaps_on_rank(
     return found
 
 
+@pytest.mark.long
 def test_the_trainer_follows_an_engine_whose_rounding_decides_between_experts(cases):
     folder = cases["qwen3_moe"].routed.folder
     samples = bfloat16_samples(folder)

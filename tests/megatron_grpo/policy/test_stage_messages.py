@@ -57,6 +57,7 @@ def messages_of_a_pass(rank: int, folder: Path, dims: ParallelDims) -> tuple[set
     return types, len(messages._from_previous) + len(messages._from_next)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dims",
     [

@@ -46,6 +46,7 @@ def axis() -> Axes:
     return Figure().subplots()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_steps", [1, 3, 200])
 def test_curves_are_a_picture_of_a_run_of_any_length(tmp_path: Path, num_steps: int) -> None:
     write_metrics(tmp_path, [record(step, kl=0.01) for step in range(1, num_steps + 1)])

@@ -129,7 +129,7 @@ def test_cosine_passes_its_arguments_to_math_answer():
         ("repetition", {"size": 3}, "'size': it has repetition_max_penalty, repetition_n_grams"),
         ("exact", {"pattern": "a"}, "no argument 'pattern': it has none"),
         ("soft_overlong", {"soft_max_length": 100, "soft_cache_length": 100}, "such as 20"),
-        ("exct", {}, "math_answer, repetition, reward_model, soft_overlong, or file.py:function"),
+        ("exct", {}, "reward_model, soft_overlong, unit_tests, or file.py:function"),
         ("no_file.py:reward", {}, "no_file.py does not exist"),
         ("{mine}:nothing", {}, "has no function 'nothing'"),
         ("{mine}:reward", {"colour": 1}, "unexpected keyword argument 'colour'"),

@@ -291,6 +291,7 @@ def test_process_that_a_function_forked_does_not_answer_for_it(pool):
         assert scored(opened, samples(2, bonus=deed)) == [{"fork": 1.0, "fork_async": 1.0}] * 4
 
 
+@pytest.mark.long
 def test_worker_that_reads_no_call_costs_that_call_and_is_replaced(pool, others):
     """The call is larger than what the kernel takes while nobody reads."""
     opened = pool("length", timeout=3, num_workers=1, max_failed_fraction=0.5)

@@ -32,6 +32,7 @@ def base(tmp_path_factory):
     return servable_model(tmp_path_factory.mktemp("model") / "base", "qwen3")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dims",
     [
@@ -91,6 +92,7 @@ def test_an_engine_without_a_module_or_of_another_rank_is_refused_by_name(engine
     assert "down_proj.lora_A.0 has shape [16, " in told(max_lora_rank=16)
 
 
+@pytest.mark.long
 def test_modules_that_vllm_fuses_may_have_adapters_in_part(tmp_path, engines, base):
     size, workers = engines
     chosen = (

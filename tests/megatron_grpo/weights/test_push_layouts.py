@@ -106,6 +106,7 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
     check_pushes(dims, [Case(folder, others["qwen3"], [TP1, TP2])], engines, transport)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [

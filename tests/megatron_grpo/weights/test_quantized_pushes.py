@@ -54,6 +54,7 @@ def check(engines, share):
 EP2 = ParallelDims(data=2, expert=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "quantization", "dims", "expert_parallel"),
     [
@@ -81,6 +82,7 @@ def test_so_does_one_of_experts_and_latents(
     check(ranks[0], share=0.51)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "name"), [("bit", "model."), ("scale", "down_proj.weight_scale")]
 )

@@ -1,0 +1,179 @@
+"""Reward `unit_tests`: whether the Python program in a completion passes the tests of its row."""
+
+import asyncio
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megatron_grpo.workers.sandbox import Kind, Sandbox, SandboxError
+
+BLOCK = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+"""A block of code in Markdown with its language; the last one may be cut off."""
+LANGUAGES = ("", "py", "python", "python3")
+CALL = """
+import json, sys
+found = globals().get({name!r}) or getattr(Solution(), {name!r})
+print({mark!r} + json.dumps(found(*json.load(sys.stdin))))
+"""
+"""Behind the program: calls its function, or the method of its class."""
+
+
+@dataclass(frozen=True)
+class UnitTest:
+    """What is run behind a program, and whether it has printed what is right."""
+
+    ending: str
+    stdin: str
+    is_right: Callable[[str], bool]
+
+
+async def unit_tests(
+    completions: list[str],
+    tests: list[Any],
+    *,
+    partial: bool = False,
+    max_tests: int | None = None,
+    timeout: float = 10.0,
+    memory_megabytes: int = 1024,
+    python: str | None = None,
+    sandbox: Kind = "bubblewrap",
+    **_: Any,
+) -> list[float | Exception]:
+    """1 if the program passes all tests, else 0; with `partial`, the share that it passes.
+
+    The program is the last block of Python in the completion; without one, the score is 0. The
+    `tests` of a row are, also as JSON in a string,
+
+    - a list of statements: each is run behind the program (MBPP's `test_list`);
+    - `{"inputs": [...], "outputs": [...]}`: what the program reads from stdin and what it has to
+      print, spaces and line breaks aside (APPS, TACO, LiveCodeBench);
+    - the same with `"fn_name"`, a function of the program or a method of its class `Solution`: an
+      input is the list of arguments, an output what is returned, in JSON.
+
+    Only the first `max_tests` are run. Other arguments are those of `Sandbox`.
+    """
+    if max_tests is not None and max_tests < 1:
+        raise ValueError(f"max_tests {max_tests} must be at least 1")
+    given = {} if python is None else {"python": python}
+    box = Sandbox(sandbox=sandbox, timeout=timeout, memory_megabytes=memory_megabytes, **given)
+    if not completions:  # when it is loaded
+        await box.check()
+
+    async def score(completion: str, told: Any) -> float | Exception:
+        program = program_in(completion)
+        if program is None:
+            return 0.0
+        try:
+            return await share_passed(box, program, read_tests(told)[:max_tests], partial)
+        except SandboxError as error:
+            return error
+
+    return await asyncio.gather(*map(score, completions, tests))
+
+
+def program_in(completion: str) -> str | None:
+    """The last block of Python in it.
+
+    >>> program_in("So: ```python\\nprint(1)\\n```")
+    'print(1)\\n'
+    """
+    blocks = [text for language, text in BLOCK.findall(completion) if language in LANGUAGES]
+    return blocks[-1] if blocks else None
+
+
+async def share_passed(
+    box: Sandbox, program: str, tests: Sequence[UnitTest], partial: bool
+) -> float:
+    """Share of the tests that a program passes; unless `partial`, 0 after the first that fails."""
+
+    async def passes(test: UnitTest) -> bool:
+        async with _free_core(asyncio.get_running_loop()):
+            outcome = await box.run(f"{program}\n{test.ending}", test.stdin)
+        return outcome.exit_code == 0 and test.is_right(outcome.stdout)
+
+    if partial:
+        return sum(await asyncio.gather(*map(passes, tests))) / len(tests)
+    for test in tests:
+        if not await passes(test):
+            return 0.0
+    return 1.0
+
+
+@cache
+def _free_core(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """Programs of all completions run at once on as many cores as there are."""
+    return asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+
+def read_tests(told: Any) -> list[UnitTest]:
+    """The tests of a row; raises ValueError if they have none of the forms of `unit_tests`."""
+    tests = json.loads(told) if isinstance(told, str) else told
+    if isinstance(tests, Mapping):
+        found = _read_pairs(tests)
+    elif isinstance(tests, list) and all(isinstance(test, str) for test in tests):
+        found = [*map(_statement, tests)]
+    else:
+        raise ValueError("neither a list of statements nor inputs and outputs")
+    if not found:
+        raise ValueError("no test")
+    return found
+
+
+def can_be_run(tests: Any) -> bool:
+    """Whether `unit_tests` can read the tests of a row."""
+    try:
+        read_tests(tests)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_pairs(tests: Mapping[str, Any]) -> list[UnitTest]:
+    inputs, outputs, name = (tests.get(key) for key in ("inputs", "outputs", "fn_name"))
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise ValueError("inputs and outputs are not lists")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
+    if name is not None:
+        return [_call(str(name), *pair) for pair in zip(inputs, outputs, strict=True)]
+    return [_printed(*map(_lines, pair)) for pair in zip(inputs, outputs, strict=True)]
+
+
+def _lines(told: Any) -> str:
+    return "\n".join(map(str, told)) if isinstance(told, list) else str(told)
+
+
+def _printed(stdin: str, expected: str) -> UnitTest:
+    return UnitTest("", stdin, lambda stdout: stdout.split() == expected.split())
+
+
+def _statement(statement: str) -> UnitTest:
+    # A program that ends itself, even with exit code 0, does not come to the end.
+    mark = secrets.token_hex(8)
+    return UnitTest(f"{statement}\nprint({mark!r})", "", lambda text: text.endswith(f"{mark}\n"))
+
+
+def _call(name: str, arguments: Any, expected: Any) -> UnitTest:
+    mark = secrets.token_hex(8)
+    # LiveCodeBench has a line of JSON for each argument.
+    is_text = isinstance(arguments, str)
+    values = [json.loads(line) for line in arguments.splitlines()] if is_text else arguments
+    value = json.loads(expected) if is_text else expected
+
+    def is_right(stdout: str) -> bool:
+        _, found, rest = stdout.rpartition(mark)
+        returned = rest.partition("\n")[0]
+        # APPS and TACO put an output into a list of its own.
+        return bool(found) and json.loads(returned) in (value, *_alone(value))
+
+    return UnitTest(CALL.format(name=name, mark=mark), json.dumps(values), is_right)
+
+
+def _alone(value: Any) -> list[Any]:
+    """The element of a list that has one."""
+    return value if isinstance(value, list) and len(value) == 1 else []

@@ -1,0 +1,149 @@
+"""What programs in the sandbox can do, and what they cannot."""
+
+import asyncio
+import os
+import shutil
+import socket
+import time
+from dataclasses import replace
+from functools import partial
+
+import psutil
+import pytest
+
+from megatron_grpo.workers.sandbox import MAX_OUTPUT, MAX_PROCESSES, Sandbox, SandboxError
+
+needs_bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+SANDBOX = Sandbox(timeout=60, memory_megabytes=256)
+SECONDS = 2.0
+
+
+def run(program, stdin="", sandbox=SANDBOX):
+    return asyncio.run(sandbox.run(program, stdin))
+
+
+@needs_bubblewrap
+def test_a_program_reads_its_input_and_may_import_what_its_interpreter_has():
+    outcome = run("import numpy; print(numpy.array(input().split(), int).sum())", "1 2\n3")
+    assert (outcome.stdout, outcome.stderr, outcome.exit_code) == ("3\n", "", 0)
+    assert run("import sys; sys.exit(3)").exit_code == 3
+    assert "ZeroDivisionError" in run("1 / 0").stderr
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("import socket; socket.create_connection(('127.0.0.1', {port}))", "ConnectionRefused"),
+        ("import socket; socket.create_connection(('192.0.2.1', 80))", "unreachable"),
+        ("open('{folder}/secret').read()", "No such file"),
+        ("import os; os.kill({pid}, 9)", "ProcessLookupError"),
+        ("import os; open(os.__file__, 'w')", "Read-only"),
+        ("open('/program', 'w')", "Read-only"),
+        ("open('/dev/program', 'w')", "Read-only"),
+        ("open('/proc/sys/kernel/hostname', 'w')", "Error"),
+        ("import os; os.unshare(os.CLONE_NEWUSER)", "No space left"),
+        ("import os; os.setuid(0)", "Invalid argument"),
+        ("bytearray(1 << 30)", "MemoryError"),
+        ("import mmap; mmap.mmap(-1, 1 << 30)", "Cannot allocate"),
+        ("open('a', 'wb').write(bytes(32 << 20))", "File too large"),
+        ("for i in range(9): open(str(i), 'wb').write(bytes(8 << 20))", "No space left"),
+        ("for i in range(9): open(f'/dev/shm/{{i}}', 'wb').write(bytes(8 << 20))", "No space left"),
+        ("print('x' * (1 << 25))", "File too large"),
+    ],
+)
+def test_the_world_outside_is_out_of_reach(program, told, tmp_path, listener):
+    (tmp_path / "secret").write_text("secret")
+    given = {"port": listener, "folder": tmp_path, "pid": os.getpid()}
+    outcome = run(program.format(**given))
+    assert outcome.exit_code != 0
+    assert told in outcome.stderr, outcome
+
+
+@pytest.fixture
+def listener():
+    """A port on which somebody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@needs_bubblewrap
+def test_its_environment_has_nothing_of_the_trainers(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert "secret" not in run("import os; print(os.environ, os.listdir('/proc/self/fd'))").stdout
+
+
+@needs_bubblewrap
+def test_programs_do_not_see_each_other():
+    assert run("import os; open('a', 'w'); print(os.listdir())").stdout == "['a']\n"
+    seen = run("import os; print(os.listdir(), [p for p in os.listdir('/proc') if p.isdigit()])")
+    assert seen.stdout.startswith("[] [")
+    assert len(seen.stdout.split()) < 5
+
+
+@needs_bubblewrap
+def test_a_bomb_of_processes_ends_at_the_limit_and_leaves_none():
+    program = """
+import os, time
+for number in range(1000):
+    try:
+        if os.fork() == 0:
+            time.sleep(1000)
+    except OSError:
+        break
+print(number)
+"""
+    assert 10 < int(run(program).stdout) < MAX_PROCESSES
+    assert not left_behind()
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(1000)"])
+def test_a_late_program_is_killed_with_what_it_has_printed(program):
+    began = time.monotonic()
+    outcome = run(
+        f"print('begun', flush=True)\n{program}", sandbox=replace(SANDBOX, timeout=SECONDS)
+    )
+    assert outcome.exit_code is None and outcome.stdout == "begun\n"
+    assert time.monotonic() - began < SECONDS + 5
+    assert not left_behind()
+
+
+def left_behind():
+    """Processes that run a program, of which those that were killed need a moment to end."""
+    deadline = time.monotonic() + 5
+    find = partial(filter, lambda process: "program.py" in " ".join(process.info["cmdline"] or ()))
+    while (found := [*find(psutil.process_iter(["cmdline"]))]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+@needs_bubblewrap
+def test_output_is_cut():
+    program = f"import os; os.write(1, b'x' * {MAX_OUTPUT}); os.write(1, b'end')"
+    outcome = run(program)
+    assert outcome.exit_code == 0 and len(outcome.stdout) == MAX_OUTPUT - 1
+
+
+def test_without_bubblewrap_code_runs_only_if_the_config_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match=r"install the package bubblewrap, or .* sandbox: none"):
+        asyncio.run(SANDBOX.check())
+    unsandboxed = replace(SANDBOX, sandbox="none", timeout=SECONDS)
+    asyncio.run(unsandboxed.check())
+    assert "MemoryError" in run("bytearray(1 << 30)", sandbox=unsandboxed).stderr
+    assert run("while True: pass", sandbox=unsandboxed).exit_code is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"sandbox": "docker"}, "use bubblewrap or none"),
+        ({"timeout": 0}, "timeout 0 must be above 0"),
+        ({"memory_megabytes": 1}, "use at least 64"),
+        ({"python": "/no/python", "sandbox": "none"}, "No such file"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments, told):
+    with pytest.raises((ValueError, OSError), match=told):
+        asyncio.run(Sandbox(**arguments).check())
