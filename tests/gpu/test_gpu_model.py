@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(600),  # the first ranks compile kernels
 ]
 LENGTHS = [[(5, 32), (3, 9), (20, 44)], [(7, 41)]]
-# Head size 64, which every attention kernel supports, unless HEADS has others; for latents the sizes of
+# Head size 64, which every attention kernel supports, unless HEADS has others; for latents those of
 # DeepSeek-V3, as their kernels support few.
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
 VARIANTS = {
