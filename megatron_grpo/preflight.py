@@ -21,8 +21,9 @@ from megatron_grpo.checkpoints.folders import checkpoint_at, instead_of, latest_
 from megatron_grpo.checkpoints.manifest import read_manifest
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS, PERFORMANCE_FIELDS
+from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments, check_cpu_kernels

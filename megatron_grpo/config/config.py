@@ -15,6 +15,7 @@ from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.lora import LoraConfig
+from megatron_grpo.config.megatron_fields import ROUTER_LOSS_FIELDS
 from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.reward import (
     ENVIRONMENT_TERM,
@@ -26,13 +27,7 @@ from megatron_grpo.config.reward import (
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.section import Section
 from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
-from megatron_grpo.config.train import (
-    ROUTER_LOSS_FIELDS,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from megatron_grpo.config.train import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from parallel import ParallelDims
 
 

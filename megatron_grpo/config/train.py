@@ -1,9 +1,4 @@
-"""The trainer: the keys of `model`, `train`, `optimizer` and `parallel`.
-
-`model.megatron` may set some fields of Megatron-Core's TransformerConfig. All others are determined
-by the model, the mesh or the trainer, would change what the model computes, have no effect, or are
-not supported here.
-"""
+"""The trainer: the keys of `model`, `train`, `optimizer` and `parallel`."""
 
 import re
 from pathlib import Path
@@ -354,46 +349,3 @@ class ParallelConfig(Section):
             num_layers_in_first_pipeline_stage=self.num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=self.num_layers_in_last_pipeline_stage,
         )
-
-
-PERFORMANCE_FIELDS = (
-    "apply_rope_fusion",
-    "attention_backend",
-    "batch_p2p_sync",
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "clone_scatter_output_in_embedding",
-    "cp_comm_type",
-    "deterministic_mode",
-    "disable_bf16_reduced_precision_matmul",
-    "gradient_accumulation_fusion",
-    "moe_flex_dispatcher_backend",
-    "moe_permute_fusion",
-    "moe_router_dtype",
-    "moe_router_fusion",
-    "moe_shared_expert_overlap",
-    "moe_token_dispatcher_type",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_modules",
-    "recompute_num_layers",
-    "transformer_impl",
-)
-"""Fields that change only speed, memory or rounding: a resumed run may change them."""
-
-ROUTER_LOSS_FIELDS = ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_z_loss_coeff")
-"""Fields of the auxiliary losses of a mixture's routers, which change what the model learns."""
-
-LEGAL_VALUES = {
-    "attention_backend": ("auto", "flash", "fused", "unfused"),
-    # Transformer Engine 2.11 has all_gather and a2a+p2p only for sequences that are not packed.
-    "cp_comm_type": ("p2p", "a2a"),
-    "moe_flex_dispatcher_backend": ("deepep", "hybridep"),
-    "moe_router_dtype": ("fp32", "fp64"),
-    # A packed microbatch is many sequences, to which seq_aux_loss would give one loss. The weight
-    # of global_aux_loss would depend on the number of data ranks.
-    "moe_router_load_balancing_type": ("aux_loss", "none"),
-    # allgather needs equally many tokens on all ranks, and packed microbatches differ in length.
-    "moe_token_dispatcher_type": ("alltoall", "flex"),
-}
-"""Legal values of fields of which Megatron accepts more, or ignores what it does not know."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from checkpoint_convert import ModelShape, padded_vocab_size
 from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
+from megatron_grpo.policy.activation_offload import offload_activations
 from megatron_grpo.policy.dynamic_context import rotate_own_tokens
 from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
 from megatron_grpo.policy.packed_params import PackedRotary
@@ -55,6 +56,8 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
             pipeline_layers(shape.num_layers, dims)[groups.coordinates.pipeline]
         )
     ]
+    if config.fine_grained_activation_offloading:
+        offload_activations(next(chunks[0].parameters()).device)
     packed_rotary = PackedRotary(_rotary(shape))
     _freeze_expert_biases(chunks)
     for chunk in chunks:

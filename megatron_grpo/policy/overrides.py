@@ -6,13 +6,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.config.train import (
+from megatron_grpo.config.megatron_fields import (
     LEGAL_VALUES,
     PERFORMANCE_FIELDS,
     ROUTER_LOSS_FIELDS,
-    ParallelConfig,
 )
-from megatron_grpo.policy.releases import HYBRIDEP_PADS
+from megatron_grpo.config.train import ParallelConfig
+from megatron_grpo.policy.releases import HYBRIDEP_PADS, NAMES_WHAT_LEAVES
 from parallel import ParallelDims
 
 WGRAD_KERNELS = "fused_weight_gradient_mlp_cuda"
@@ -85,6 +85,62 @@ def _check_layernorm() -> None:
             "model.megatron.recompute_modules has layernorm, which needs Transformer Engine, and "
             "this host lacks it: run `bash requirements/gpu.sh`, or leave layernorm out"
         )
+
+
+def check_activation_offload(
+    settings: Mapping[str, Any], shape: ModelShape, implementation: str
+) -> None:
+    """Raise ValueError for fields of `fine_grained_activation_offloading` that cannot work here."""
+    prefix, modules = "model.megatron.", settings.get("offload_modules")
+    switch = f"{prefix}fine_grained_activation_offloading"
+    if not settings.get("fine_grained_activation_offloading"):
+        for name in "offload_modules", "min_offloaded_tensor_size":
+            if name in settings:
+                raise ValueError(
+                    f"{prefix}{name} does nothing without {switch}=true: set that, or leave it out"
+                )
+        return
+    if not NAMES_WHAT_LEAVES:
+        raise ValueError(
+            f"{switch} needs Megatron-Core 0.19.2, which is for Python 3.12 and later: leave it out"
+        )
+    legal = _offloadable(shape, implementation)
+    if not isinstance(modules, list) or not modules or not {*modules} <= {*legal}:
+        raise ValueError(
+            f"{prefix}offload_modules is {modules!r}: for {switch} it lists what leaves, of "
+            f"{legal} with this model and transformer_impl {implementation}"
+        )
+    if settings.get("recompute_granularity") == "full":
+        raise ValueError(
+            f"{switch} next to {prefix}recompute_granularity full has nothing to move, as layers "
+            "keep no activations but their inputs: use selective, or leave one of the two out"
+        )
+    again = settings.get("recompute_modules") or ["core_attn"]
+    if settings.get("recompute_granularity") != "selective":
+        again = []
+    # A recomputed norm frees its output at once, and this is the input of the product after it.
+    for recomputed, left in ("core_attn", "core_attn"), ("layernorm", "qkv_linear"):
+        if recomputed in again and left in modules:
+            raise ValueError(
+                f"{prefix}offload_modules has {left}, of which {prefix}recompute_modules with "
+                f"{recomputed} leaves nothing to move: leave one of the two out"
+            )
+
+
+def _offloadable(shape: ModelShape, implementation: str) -> list[str]:
+    """The modules of a model's layers whose saved tensors Megatron marks.
+
+    Transformer Engine fuses most norms into the product after them, and only it has experts in one
+    module. The attention of latents is ours.
+    """
+    is_fused = implementation != "local"
+    modules = [] if shape.latent else ["qkv_linear", "core_attn", "attn_proj"]
+    if not shape.has_post_norms:
+        modules += ["attn_norm"] * (shape.latent is not None or not is_fused)
+        modules += ["mlp_norm"] * (shape.moe is not None or not is_fused)
+    if shape.moe is not None and is_fused:
+        modules += ["expert_fc1", "moe_act"]
+    return modules
 
 
 def check_context_exchange(

@@ -32,6 +32,12 @@ HYBRIDEP_PADS = not IS_OLD
 0.16.1 would need equally many.
 """
 
+NAMES_WHAT_LEAVES = not IS_OLD
+"""Whether layers say which module's saved tensors are to leave the GPU.
+
+0.16.1 lets its manager guess it from the order of the calls.
+"""
+
 
 def no_initialization() -> dict[str, Any]:
     """Fields of a TransformerConfig that leave weights uninitialized: they are read from files."""

@@ -30,7 +30,11 @@ from checkpoint_convert import ModelShape, MoeShape
 from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
 from megatron_grpo.policy.mla import LatentAttention, WholeLinear, yarn_scaling, yarn_softmax_scale
 from megatron_grpo.policy.norms import KeyNorm, PostNorm, QueryNorm, RMSNorm
-from megatron_grpo.policy.overrides import check_context_exchange, check_overrides
+from megatron_grpo.policy.overrides import (
+    check_activation_offload,
+    check_context_exchange,
+    check_overrides,
+)
 from megatron_grpo.policy.releases import (
     FREES_OUTPUTS_AFTER_OVERLAPPED_SENDS,
     HYBRIDEP_PADS,
@@ -88,6 +92,7 @@ def transformer_config(
         if HYBRIDEP_PADS:
             decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
     check_overrides(overrides, decided, best_implementation(dtype), _flexible_backends())
+    check_activation_offload(overrides, shape, free["transformer_impl"])
     if "cp_comm_type" in free:
         check_context_exchange(free["cp_comm_type"], shape, dims, free["transformer_impl"])
     if "attention_backend" in free:

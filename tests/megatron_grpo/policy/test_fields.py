@@ -16,7 +16,7 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
-from megatron_grpo.config.train import PERFORMANCE_FIELDS
+from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
 from megatron_grpo.policy.model import build_policy
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
@@ -34,6 +34,11 @@ SETTINGS = [
     ["moe_shared_expert_overlap=true"],
     ["moe_token_dispatcher_type=alltoall", "transformer_impl=local"],
     ["recompute_granularity=full", "recompute_method=block", "recompute_num_layers=1"],
+    [
+        "fine_grained_activation_offloading=true",
+        "offload_modules=[attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm]",
+        "min_offloaded_tensor_size=64",
+    ],
     [SELECTIVE, "recompute_modules=[core_attn,shared_experts]"],
     [SELECTIVE, "recompute_modules=[mlp,moe]", "moe_shared_expert_overlap=true"],
 ]

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 
 from checkpoint_convert import ModelShape, MoeShape
 from checkpoint_convert.shape import LatentShape
-from megatron_grpo.config.train import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
+from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
 from megatron_grpo.policy import overrides, transformer
 from megatron_grpo.policy.overrides import check_context_exchange
 from megatron_grpo.policy.releases import IS_OLD

@@ -1,0 +1,271 @@
+"""Activations wait in host memory for their backward: `fine_grained_activation_offloading`.
+
+Megatron-Core's layers mark the modules whose saved tensors leave, and ask one manager of the
+process to move them. Its own manager is replaced. That one learns from its first schedule what all
+later ones do: their number of microbatches, beyond which nothing is moved, and the shapes of their
+tensors, for each of which it keeps pinned memory for good. Here microbatches differ in number and
+length, and the first schedule may be one without gradients. In that schedule it also reads what
+left last without waiting for the copy.
+
+Here what autograd saves is a handle on a `Block` of memory, which knows where its bytes are. So
+microbatches and stages may come in any order, and only the time of a copy back depends on it.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def offload_activations(device: torch.device) -> None:
+    """Let the layers of this process move activations of their `offload_modules` to its host."""
+    if not isinstance(PipelineOffloadManager.OFFLOAD_MGR, Offloads):
+        PipelineOffloadManager.OFFLOAD_MGR = Offloads(device)
+
+
+class Block:
+    """Bytes that autograd saved: all of a storage, or those of one tensor in a larger one."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values: Tensor | None = values
+        """Bytes [n] on the device; None while they are only on the host."""
+        self._device = values.device
+        self._arrived: Any = None
+        # torch keeps and reuses freed pinned memory by its size, and only once copies are done.
+        self._host = torch.empty(len(values), dtype=torch.uint8, pin_memory=values.is_cuda)
+        self._host.copy_(values, non_blocking=True)
+
+    def bring(self, streams: Any, arriving: Any) -> None:
+        """Start to copy the bytes back, beside the current stream, unless they are there."""
+        if self.values is not None:
+            return
+        # The memory may have been freed by work that the current stream has not done yet, and that
+        # stream has waited for the copy to the host.
+        self.values = torch.empty(len(self._host), dtype=torch.uint8, device=self._device)
+        arriving.wait_stream(streams.current_stream())
+        with streams.stream(arriving):
+            self.values.copy_(self._host, non_blocking=True)
+            self._arrived = streams.Event()
+            self._arrived.record()
+
+    def on_device(self, streams: Any, arriving: Any) -> Tensor:
+        """The bytes, for further work of the current stream."""
+        self.bring(streams, arriving)
+        assert self.values is not None
+        if self._arrived is not None:
+            self._arrived.wait()
+            self._arrived = None
+        return self.values
+
+
+@dataclass(eq=False)
+class Saved:
+    """What autograd keeps in place of a tensor."""
+
+    held: Tensor | Block
+    """The tensor itself, or the block that it is in."""
+    view: tuple[torch.dtype, int, Sequence[int], Sequence[int]]
+    """Its dtype, and its offset, size and stride in its storage or block."""
+
+
+@dataclass(eq=False)
+class Group:
+    """The tensors that one call of a module saved."""
+
+    name: str
+    """Megatron's name of the module, of `offload_modules`."""
+    saved: list[Saved] = field(default_factory=list)
+    """Those that have not left."""
+    blocks: list[Block] = field(default_factory=list)
+    left: Any = None
+    """The event after which all blocks are on the host."""
+
+
+class Microbatch:
+    """The groups of one forward of a model chunk; Megatron calls this a chunk handler."""
+
+    def __init__(self, offloads: "Offloads", least: int) -> None:
+        self._offloads, self._least = offloads, least
+        self._open: dict[str, Group] = {}
+        self._left: list[Group] = []
+
+    def on_group_start_forward(self, name: str) -> None:
+        """Before a marked module."""
+        self._offloads.group = self._open[name] = Group(name)
+
+    def on_group_commit_forward(self, name: str, released: Sequence[Tensor]) -> None:
+        """After it: its tensors leave.
+
+        Those to be `released` at once lose their last reference when the layer returns.
+        """
+        group = self._open.pop(name)
+        self._offloads.send(group, self._least)
+        self._left.append(group)
+
+    def on_group_commit_backward(self, name: str) -> None:
+        """Before its backward, which is in reverse: its tensors come back, and the next ones."""
+        group = self._left.pop()
+        assert group.name == name, f"backward of {name} before that of {group.name}"
+        self._offloads.bring(group)
+        if self._left:
+            self._offloads.bring(self._left[-1])
+
+    def on_group_start_backward(self) -> None:
+        """After its backward, in which autograd has dropped its handles."""
+
+
+class Offloads:
+    """Stands in for Megatron's ``PipelineOffloadManager``; its methods are that one's.
+
+    What a module saved in the newest layer is still on the device, and the computation waits until
+    that of the layer before has left. So what is free does not depend on how far Python is ahead of
+    the device, and the first backward finds its tensors there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.group: Group | None = None
+        """That of the module whose forward is running."""
+        # torch.cpu has the streams and events of torch.cuda, where all work is done at once.
+        self._streams: Any = torch.get_device_module(device)
+        self._leaving, self._arriving = self._streams.Stream(), self._streams.Stream()
+        self._newest: dict[str, Group] = {}
+        self._microbatch: Microbatch | None = None
+        self._weights: list[weakref.ref[Tensor]] = []
+        self._of_weights: set[int] | None = None
+        self._hooks = saved_tensors_hooks(self._save, self._value)
+
+    def init_model_chunk_offload_handler(
+        self, _rank: int, _size: int | None, _stage: int | None, least: int, *_: Any, **__: Any
+    ) -> None:
+        """Before a forward of a model chunk, of which tensors of `least` elements on leave.
+
+        Without gradients none are saved.
+        """
+        self._microbatch = Microbatch(self, least) if torch.is_grad_enabled() else None
+
+    def mark_not_offload(self, tensor: Tensor) -> None:
+        """Megatron calls it with each weight of a chunk, in the chunk's first forward."""
+        self._weights.append(weakref.ref(tensor))
+        self._of_weights = None
+
+    def pop_forward_chunk(self, name: str | None = None) -> Microbatch | None:
+        """The microbatch in whose forward this is called."""
+        return self._microbatch
+
+    cur_forward_chunk = pop_forward_chunk
+
+    def __enter__(self) -> None:
+        if self._microbatch is not None:
+            self._hooks.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self._microbatch is not None:
+            self._hooks.__exit__()
+
+    def reset(self) -> None:
+        """After a schedule: nothing of it is left."""
+        self._streams.current_stream().wait_stream(self._leaving)
+        self._newest.clear()
+        self._microbatch, self._of_weights = None, None
+
+    def send(self, group: Group, least: int) -> None:
+        """Copy a group's tensors to the host, and free those of the layer before."""
+        parts = _parts(group.saved, least)
+        group.saved.clear()
+        self._leaving.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self._leaving):
+            for values, saved in parts:
+                block = self._block_of(values) or Block(values)
+                group.blocks.append(block)
+                for each in saved:
+                    each.held = block
+            group.left = self._streams.Event()
+            group.left.record()
+        before, self._newest[group.name] = self._newest.get(group.name), group
+        if before is not None:
+            before.left.wait()
+            for block in before.blocks:
+                block.values = None
+
+    def bring(self, group: Group) -> None:
+        """Start to copy a group's tensors back."""
+        for block in group.blocks:
+            block.bring(self._streams, self._arriving)
+
+    def _block_of(self, values: Tensor) -> Block | None:
+        """The block of another module that these bytes are already in, such as its output."""
+        blocks = (block for group in self._newest.values() for block in group.blocks)
+        address = values.data_ptr(), len(values)
+        for block in blocks:
+            held = block.values
+            if held is not None and (held.data_ptr(), len(held)) == address:
+                return block
+        return None
+
+    def _save(self, tensor: Tensor) -> Tensor | Saved:
+        """What autograd keeps of a tensor; of weights, which Megatron marks, the tensor."""
+        if self._of_weights is None:
+            weights = (reference() for reference in self._weights)
+            self._of_weights = {w.untyped_storage().data_ptr() for w in weights if w is not None}
+        if tensor.untyped_storage().data_ptr() in self._of_weights:
+            return tensor
+        assert self.group is not None
+        view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self.group.saved.append(saved := Saved(tensor, view))
+        return saved
+
+    def _value(self, saved: Tensor | Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if isinstance(saved.held, Tensor):
+            return saved.held
+        values = saved.held.on_device(self._streams, self._arriving)
+        dtype, offset, size, stride = saved.view
+        start = values.storage_offset() // dtype.itemsize + offset
+        empty = torch.empty(0, dtype=dtype, device=values.device)
+        return empty.set_(values.untyped_storage(), start, size, stride)
+
+
+def _parts(saved: Sequence[Saved], least: int) -> list[tuple[Tensor, list[Saved]]]:
+    """The bytes [n] that are to leave, each with the tensors in them.
+
+    A storage leaves whole if its tensors are at least half of it, such as queries, keys and values,
+    or the tokens of all experts; otherwise each tensor leaves for itself.
+    """
+    of_storage: dict[int, dict[Any, list[Saved]]] = defaultdict(lambda: defaultdict(list))
+    for each in saved:
+        of_storage[_tensor(each).untyped_storage().data_ptr()][each.view].append(each)
+    parts: list[tuple[Tensor, list[Saved]]] = []
+    for views in of_storage.values():
+        tensors = [_tensor(same[0]) for same in views.values()]
+        if sum(tensor.numel() for tensor in tensors) < max(least, 1):
+            continue
+        storage = tensors[0].untyped_storage()
+        if 2 * sum(tensor.nbytes for tensor in tensors) >= storage.nbytes():
+            whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+            whole.set_(storage, 0, (storage.nbytes(),), (1,))
+            parts.append((whole, [each for same in views.values() for each in same]))
+        else:
+            parts += [
+                _alone(tensor, same) for tensor, same in zip(tensors, views.values(), strict=True)
+            ]
+    return parts
+
+
+def _alone(tensor: Tensor, same: list[Saved]) -> tuple[Tensor, list[Saved]]:
+    """A tensor's own bytes, in the order of its elements."""
+    packed = tensor.contiguous()
+    for each in same:
+        each.view = (tensor.dtype, 0, packed.size(), packed.stride())
+    return packed.flatten().view(torch.uint8), same
+
+
+def _tensor(saved: Saved) -> Tensor:
+    assert isinstance(saved.held, Tensor), "it has not left"
+    return saved.held
