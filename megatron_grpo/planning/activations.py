@@ -54,9 +54,11 @@ class LayerBytes:
     """Bytes of one layer for its backward, per token of a context rank."""
 
     kept: float
-    """Kept from the forward on."""
+    """Kept on the GPU from the forward on."""
     recomputed: float
     """Additional bytes while the layer's backward runs; 0 without recomputation."""
+    offloaded: float = 0.0
+    """Kept in the memory of the host: `fine_grained_activation_offloading`."""
 
 
 def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
@@ -83,8 +85,11 @@ def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
             if "moe" in modules and "shared_experts" in parts:  # a part of it
                 parts["moe"] += parts.pop("shared_experts")
             again = [parts[name] - _entry_of(name, cfg, shape) for name in modules if name in parts]
-            return LayerBytes(kept=stored - sum(again), recomputed=max(again, default=0.0))
-    return LayerBytes(kept=stored, recomputed=0.0)
+            kept, recomputed = stored - sum(again), max(again, default=0.0)
+        case _:
+            kept, recomputed = stored, 0.0
+    offloaded = _offloaded(cfg, shape)
+    return LayerBytes(kept=kept - offloaded, recomputed=recomputed, offloaded=offloaded)
 
 
 def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> int:
@@ -97,16 +102,31 @@ def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: 
     tokens = cfg.train.max_tokens_per_microbatch / dims.context
     chunks = pipeline_layers(shape.num_layers, dims)[stage]
     microbatches_in_flight = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
-    kept = recomputed = 0.0
+    kept = recomputed = leaving = 0.0
     for kind in _kinds_of_stage(cfg, shape, stage):
         layer = layer_bytes(cfg, kind.shape)
-        counts = map(kind.count_in, chunks)
-        kept += layer.kept * sum(map(mul, counts, microbatches_in_flight))
+        num_layers = sum(map(mul, map(kind.count_in, chunks), microbatches_in_flight))
+        kept += layer.kept * num_layers
         recomputed = max(recomputed, layer.recomputed)
+        # What leaves in one layer is free once that of the next has left.
+        leaving = max(leaving, layer.offloaded * min(2, num_layers))
     entry = ITEMSIZE[cfg.model.dtype] * shape.hidden_size * _token_share(cfg)
     # A chunk keeps its input; its output is freed once it is sent.
     between = sum(microbatches_in_flight) * entry if dims.pipeline > 1 else 0
-    return round(tokens * (kept + recomputed + between))
+    return round(tokens * (kept + recomputed + leaving + between))
+
+
+def offloaded_bytes(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> int:
+    """Bytes that a rank of a stage holds in the memory of its host for backwards, at the peak."""
+    dims = cfg.dims
+    chunks = pipeline_layers(shape.num_layers, dims)[stage]
+    microbatches_in_flight = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
+    per_token = sum(
+        layer_bytes(cfg, kind.shape).offloaded
+        * sum(map(mul, map(kind.count_in, chunks), microbatches_in_flight))
+        for kind in layer_kinds(shape)
+    )
+    return round(cfg.train.max_tokens_per_microbatch / dims.context * per_token)
 
 
 def forward_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
@@ -116,7 +136,8 @@ def forward_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
     """
     layers = [layer_bytes(cfg, kind.shape) for kind in _kinds_of_stage(cfg, shape, stage)]
     tokens = cfg.train.max_tokens_per_microbatch / cfg.dims.context
-    return round(tokens * max(max(layer.kept, layer.recomputed) for layer in layers))
+    # Without gradients nothing leaves.
+    return round(tokens * max(max(each.kept + each.offloaded, each.recomputed) for each in layers))
 
 
 def _kinds_of_stage(cfg: Config, shape: ModelShape, stage: int) -> list[LayerKind]:
@@ -257,11 +278,16 @@ def _around_attention(cfg: Config, shape: ModelShape) -> float:
         is_copied = itemsize == 2 and not _uses_transformer_engine(cfg)
         view = 0 if is_copied else itemsize * shape.latent.rotary_dim
         return tables + (norms + view) * _token_share(cfg)
+    return tables + _norms_of_heads(cfg, shape)
+
+
+def _norms_of_heads(cfg: Config, shape: ModelShape) -> float:
+    """Norms of queries and keys, without their outputs."""
     if not shape.qk_norm:
-        return tables
+        return 0.0
     heads = shape.num_attention_heads + shape.num_key_value_heads
-    norms = heads * (_norm(cfg, shape.head_dim) - itemsize * shape.head_dim)
-    return tables + norms / cfg.dims.tensor
+    norm = _norm(cfg, shape.head_dim) - ITEMSIZE[cfg.model.dtype] * shape.head_dim
+    return heads * norm / cfg.dims.tensor
 
 
 def _gated(cfg: Config, itemsize: int) -> float:
@@ -300,6 +326,37 @@ def _entry_of(module: str, cfg: Config, shape: ModelShape) -> float:
         values += queries_and_keys
     inputs = queries_and_keys + values
     return ITEMSIZE[cfg.model.dtype] * (inputs + output) / cfg.dims.tensor
+
+
+def _offloaded(cfg: Config, shape: ModelShape) -> float:
+    """Bytes per token that `offload_modules` take from what a layer keeps."""
+    settings = cfg.model.megatron
+    if not settings.get("fine_grained_activation_offloading"):
+        return 0.0
+    itemsize, share, fused = (
+        ITEMSIZE[cfg.model.dtype],
+        _token_share(cfg),
+        _uses_transformer_engine(cfg),
+    )
+    row = itemsize * shape.hidden_size * share
+    norm = _norm(cfg, shape.hidden_size) * share
+    output = itemsize * shape.num_attention_heads * shape.value_dim / cfg.dims.tensor
+    parts = {
+        "attn_norm": norm - row,
+        # With the norm that is fused into it, and those of queries and keys.
+        "qkv_linear": (norm if fused and not shape.has_post_norms else row)
+        + _norms_of_heads(cfg, shape),
+        # The product after it keeps its output, too.
+        "core_attn": _core_attention(cfg, shape) / cfg.dims.tensor - output,
+        "attn_proj": output,
+    }
+    if shape.moe is not None or not fused:
+        parts["mlp_norm"] = norm - row
+    if shape.moe is not None:
+        chosen = shape.moe.experts_per_token * share
+        parts["expert_fc1"] = chosen * itemsize * shape.hidden_size * cfg.dims.expert_tensor
+        parts["moe_act"] = chosen * 2 * itemsize * shape.moe.intermediate_size
+    return sum(parts[name] for name in settings.get("offload_modules", ()) if name in parts)
 
 
 PARTS = frozenset({"attention", "core_attn", "layernorm", "mlp", "moe", "shared_experts"})

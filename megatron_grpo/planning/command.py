@@ -198,7 +198,7 @@ def _link_rows(cfg: Config, plan: JobPlan) -> list[str]:
 
 
 def _link_row(label: str, use: LinkUse) -> str:
-    over = "NVLink" if use.in_node else "network"
+    over = "PCIe" if use.to_host else "NVLink" if use.in_node else "network"
     size = f"{label:<18}{use.num_bytes / 1e9:>9.2f} GB  {over:<10}"
     return f"{size}{use.seconds:>8.2f} s{use.exposed:>8.2f} s"
 

@@ -6,8 +6,10 @@ Of ranks it is what `train.offload` says; of engines in sleep mode the weights t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import NOT_COPIED, Part, Phase, parts_away, parts_copied
+from megatron_grpo.planning.activations import offloaded_bytes
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.memory import RESERVE, EngineBytes, StageMemory
 from megatron_grpo.planning.state import StateBytes, part_bytes
@@ -30,6 +32,9 @@ class HostUse:
     asleep_seconds: float
     """Time in which they leave before a step, and in which they are back after it, at the full rate
     of the bus."""
+    activations: int
+    """Bytes of a node for activations that wait for their backward: at most, as torch rounds each
+    allocation up to a power of two."""
     saving: int
     """Bytes of a node for copies of what a checkpoint holds, from the first save on: at most."""
     limit: int
@@ -38,7 +43,7 @@ class HostUse:
     @property
     def total(self) -> int:
         """Bytes of a node that are needed."""
-        return self.page_locked + self.asleep + self.saving
+        return self.page_locked + self.asleep + self.activations + self.saving
 
     @property
     def fits(self) -> bool:
@@ -47,11 +52,19 @@ class HostUse:
 
 
 def host_use(
-    cfg: Config, states: Sequence[StateBytes], card: GpuSpec, colocated: EngineBytes | None
+    cfg: Config,
+    shape: ModelShape,
+    states: Sequence[StateBytes],
+    microbatches: int,
+    card: GpuSpec,
+    colocated: EngineBytes | None,
 ) -> HostUse | None:
     """What ranks and a `colocated` engine take of the nodes; None if nothing of them is moved."""
     copied, on_host = parts_copied(cfg.offload), colocated.on_host if colocated else 0
-    if not copied and not on_host:
+    activations = max(
+        offloaded_bytes(cfg, shape, stage, microbatches) for stage in range(len(states))
+    )
+    if not copied and not on_host and not activations:
         return None
     moved, state = max(((part_bytes(each, copied), each) for each in states), key=lambda m: m[0])
     saved: list[Part] = ["weights", "optimizer"]
@@ -68,6 +81,7 @@ def host_use(
         page_locked=num_ranks * moved,
         asleep=workers * on_host,
         asleep_seconds=colocated.weights / card.host_rate if colocated and on_host else 0.0,
+        activations=num_ranks * 2 * activations,
         saving=num_ranks * (part_bytes(state, saved) - state.frozen),
         limit=round((1 - RESERVE) * card.host_memory),
     )
@@ -89,9 +103,15 @@ def host_lines(cfg: Config, host: HostUse, stage: StageMemory, card: GpuSpec) ->
             "engines in sleep mode copy their weights to their hosts after a generation and back "
             f"before the next: at least {host.asleep_seconds:.2f} s each way"
         )
+    if host.activations:
+        rows.append(
+            f"activations that wait for their backward take up to {host.activations / 1e9:.1f} GB "
+            "of a node"
+        )
+    held = host.page_locked + host.asleep + host.activations
     rows.append(
         f"a node of {card.host_memory / 1e9:,.0f} GB holds "
-        f"{(host.page_locked + host.asleep) / 1e9:.1f} GB of it and, for a checkpoint that is "
+        f"{held / 1e9:.1f} GB of it and, for a checkpoint that is "
         f"being written, up to {host.saving / 1e9:.1f} GB; it may use {host.limit / 1e9:,.0f}"
     )
     return rows
@@ -108,7 +128,10 @@ def _phase_row(cfg: Config, stage: StageMemory, phase: Phase) -> str:
 
 def too_little_host_memory(cfg: Config, host: HostUse) -> str:
     """Why a plan does not fit its hosts, and what to do."""
-    if host.asleep:
+    if host.activations > host.page_locked + host.asleep:
+        what = "model.megatron.fine_grained_activation_offloading"
+        instead = "model.megatron.offload_modules to fewer of them"
+    elif host.asleep:
         what = "rollout.enable_sleep_mode true, where lora.sync adapter leaves weights to engines"
         instead = "lora.sync to merged, whose pushes bring the weights"
     else:

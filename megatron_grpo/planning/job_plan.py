@@ -161,7 +161,7 @@ def plan_job(
         push=push,
         share_prompts=partial(_shared_prompts, cfg, shape, states, card, lengths),
         not_counted=not_counted(cfg),
-        host=host_use(cfg, states, card, colocated),
+        host=host_use(cfg, shape, states, work.microbatches, card, colocated),
         loop=loop,
     )
 

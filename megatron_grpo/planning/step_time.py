@@ -16,7 +16,7 @@ from megatron_grpo.planning.activations import (
 )
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.state import StateBytes
-from megatron_grpo.planning.traffic import Cover, LinkUse, step_links
+from megatron_grpo.planning.traffic import Cover, LinkUse, activation_links, step_links
 from megatron_grpo.planning.workload import Computed, Workload, forwards_alone
 from parallel import pipeline_layers
 
@@ -84,7 +84,10 @@ def step_time(
         compute_seconds=max(flops) / rate,
         paced_seconds=max(stage_flops(cfg, shape, paced)) / rate,
         bubble=(dims.pipeline - 1) / (work.microbatches * dims.virtual_pipeline),
-        links=step_links(cfg, shape, states, work, card, cover),
+        links=[
+            *step_links(cfg, shape, states, work, card, cover),
+            *activation_links(cfg, shape, work, card, cover),
+        ],
     )
 
 

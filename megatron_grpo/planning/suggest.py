@@ -251,7 +251,7 @@ def _fitting(
     colocated: EngineBytes | None,
 ) -> list[Suggestion]:
     """`cfg` with the least recomputation with which it fits; empty if it does not fit at all."""
-    host = host_use(cfg, states, card, colocated)
+    host = host_use(cfg, shape, states, 2 * cfg.dims.pipeline, card, colocated)
     if host is not None and not host.fits:
         return []
     for settings in _recomputations(cfg):
@@ -271,13 +271,17 @@ def _fitting(
 
 
 def _recomputations(cfg: Config) -> list[dict[str, object]]:
-    """Settings of `model.megatron` without recomputation, then with full recomputation."""
+    """Settings of `model.megatron` without recomputation, then with full recomputation.
+
+    The latter leaves no activations to offload.
+    """
     others = {
         name: value
         for name, value in cfg.model.megatron.items()
         if not name.startswith("recompute_")
     }
-    return [others, others | RECOMPUTED]
+    alone = {name: value for name, value in others.items() if "offload" not in name}
+    return [others, alone | RECOMPUTED]
 
 
 def _layouts(

@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.activations import layer_kinds, recomputed_layers, recomputed_parts
+from megatron_grpo.planning.activations import (
+    layer_bytes,
+    layer_kinds,
+    recomputed_layers,
+    recomputed_parts,
+)
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.state import (
     StateBytes,
@@ -28,11 +33,13 @@ class LinkUse:
     purpose: str
     num_bytes: int
     in_node: bool
-    """Whether over NVLink; else over the network card."""
+    """Whether over NVLink, or PCIe if `to_host`; else over the network card."""
     seconds: float
     """Time at the full rate of that link."""
     hidden_seconds: float = 0.0
     """Part of the time at `ATTAINABLE_OF_LINK` in which the GPU computes something else."""
+    to_host: bool = False
+    """Whether to the memory of the node, and back."""
 
     @property
     def exposed(self) -> float:
@@ -243,6 +250,35 @@ def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
         forwards * (chunks - (stage == dims.pipeline - 1)) + chunks - (stage == 0)
         for stage in range(dims.pipeline)
     )
+
+
+def activation_links(
+    cfg: Config, shape: ModelShape, work: Workload, card: GpuSpec, cover: Cover
+) -> list[LinkUse]:
+    """The activations that leave in forwards and come back in backwards, on the stage with most.
+
+    Either way they hide behind what computes them.
+    """
+    layers = [(kind, layer_bytes(cfg, kind.shape).offloaded) for kind in layer_kinds(shape)]
+    per_token = max(
+        sum(kind.count_in(*chunks) * offloaded for kind, offloaded in layers)
+        for chunks in pipeline_layers(shape.num_layers, cfg.dims)
+    )
+    if not per_token:
+        return []
+    one_way = per_token * work.filled / cfg.dims.data / cfg.dims.context
+    seconds, forward = one_way / card.host_rate, work.microbatches * cover.microbatch
+    attainable = seconds / ATTAINABLE_OF_LINK
+    return [
+        LinkUse(
+            purpose="activations",
+            num_bytes=round(2 * one_way),
+            in_node=True,
+            seconds=2 * seconds,
+            hidden_seconds=min(attainable, forward) + min(attainable, 2 * forward),
+            to_host=True,
+        )
+    ]
 
 
 def push_link(num_bytes: int, card: GpuSpec, *, in_node: bool) -> LinkUse:

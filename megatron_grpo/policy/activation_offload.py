@@ -37,9 +37,9 @@ class Block:
         """Bytes [n] on the device; None while they are only on the host."""
         self._device = values.device
         self._arrived: Any = None
-        # torch keeps and reuses freed pinned memory by its size, and only once copies are done.
-        self._host = torch.empty(len(values), dtype=torch.uint8, pin_memory=values.is_cuda)
-        self._host.copy_(values, non_blocking=True)
+        # torch keeps freed pinned memory by its size, and reuses it only once copies are done.
+        self.host = torch.empty(len(values), dtype=torch.uint8, pin_memory=values.is_cuda)
+        self.host.copy_(values, non_blocking=True)
 
     def bring(self, streams: Any, arriving: Any) -> None:
         """Start to copy the bytes back, beside the current stream, unless they are there."""
@@ -47,10 +47,10 @@ class Block:
             return
         # The memory may have been freed by work that the current stream has not done yet, and that
         # stream has waited for the copy to the host.
-        self.values = torch.empty(len(self._host), dtype=torch.uint8, device=self._device)
+        self.values = torch.empty(len(self.host), dtype=torch.uint8, device=self._device)
         arriving.wait_stream(streams.current_stream())
         with streams.stream(arriving):
-            self.values.copy_(self._host, non_blocking=True)
+            self.values.copy_(self.host, non_blocking=True)
             self._arrived = streams.Event()
             self._arrived.record()
 
@@ -70,7 +70,7 @@ class Saved:
 
     held: Tensor | Block
     """The tensor itself, or the block that it is in."""
-    view: tuple[torch.dtype, int, Sequence[int], Sequence[int]]
+    view: tuple[torch.dtype, Any, Sequence[int], Sequence[int]]
     """Its dtype, and its offset, size and stride in its storage or block."""
 
 
@@ -93,7 +93,8 @@ class Microbatch:
     def __init__(self, offloads: "Offloads", least: int) -> None:
         self._offloads, self._least = offloads, least
         self._open: dict[str, Group] = {}
-        self._left: list[Group] = []
+        self.groups: list[Group] = []
+        """Those that have left, and whose backward is to come."""
 
     def on_group_start_forward(self, name: str) -> None:
         """Before a marked module."""
@@ -106,15 +107,15 @@ class Microbatch:
         """
         group = self._open.pop(name)
         self._offloads.send(group, self._least)
-        self._left.append(group)
+        self.groups.append(group)
 
     def on_group_commit_backward(self, name: str) -> None:
         """Before its backward, which is in reverse: its tensors come back, and the next ones."""
-        group = self._left.pop()
+        group = self.groups.pop()
         assert group.name == name, f"backward of {name} before that of {group.name}"
         self._offloads.bring(group)
-        if self._left:
-            self._offloads.bring(self._left[-1])
+        if self.groups:
+            self._offloads.bring(self.groups[-1])
 
     def on_group_start_backward(self) -> None:
         """After its backward, in which autograd has dropped its handles."""
@@ -252,9 +253,7 @@ def _parts(saved: Sequence[Saved], least: int) -> list[tuple[Tensor, list[Saved]
             whole.set_(storage, 0, (storage.nbytes(),), (1,))
             parts.append((whole, [each for same in views.values() for each in same]))
         else:
-            parts += [
-                _alone(tensor, same) for tensor, same in zip(tensors, views.values(), strict=True)
-            ]
+            parts += map(_alone, tensors, views.values())
     return parts
 
 

@@ -33,6 +33,10 @@ RECOMPUTED = (
     "model.megatron={recompute_granularity: full, recompute_method: uniform, "
     "recompute_num_layers: 1}"
 )
+OFFLOADED = (
+    "model.megatron={fine_grained_activation_offloading: true, min_offloaded_tensor_size: 0, "
+    "offload_modules: [qkv_linear, core_attn, attn_proj]}"
+)
 
 
 def step_without_waiting(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> None:
@@ -55,6 +59,7 @@ def step_without_waiting(rank: int, folder: Path, dims: ParallelDims, *overrides
     [
         (ParallelDims(), []),
         (ParallelDims(), [RECOMPUTED]),
+        (ParallelDims(), [OFFLOADED]),
         (ParallelDims(), ["grpo.shared_prompts=true"]),
         (ParallelDims(tensor=2), []),
         (ParallelDims(context=2), []),

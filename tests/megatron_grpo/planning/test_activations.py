@@ -39,6 +39,12 @@ MASK_BYTES = 4 * sum(length // 4 * length * 5 // 4 for length in map(sum, LENGTH
 """Of context rank 1 of 2: its chunks, a quarter of a sequence each, see two and three of four."""
 FULL = ["recompute_granularity: full", "recompute_method: uniform", "recompute_num_layers: 1"]
 
+OFFLOADED = [
+    "fine_grained_activation_offloading: true",
+    "offload_modules: [attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm]",
+    "min_offloaded_tensor_size: 0",
+]
+
 
 def recomputed(module: str) -> list[str]:
     return ["recompute_granularity: selective", f"recompute_modules: [{module}]"]
@@ -87,6 +93,8 @@ RUNS = {
     "latents over context": Run("deepseek_v3", ParallelDims(context=2)),
     "latents recomputed": Run("deepseek_v3", megatron=FULL),
 }
+if not IS_OLD:
+    RUNS["offloaded"] = Run("qwen3_moe", ParallelDims(tensor=2), OFFLOADED)
 
 
 class Saved:

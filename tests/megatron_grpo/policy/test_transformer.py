@@ -157,6 +157,36 @@ def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatc
         configure(ParallelDims(data=2), MIXTURE, **plain, **flex)
 
 
+ATTENTION = ["qkv_linear", "core_attn"]
+OFFLOAD = {"fine_grained_activation_offloading": True, "offload_modules": ATTENTION}
+
+
+@pytest.mark.skipif(IS_OLD, reason="refused")
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"offload_modules": None}, r"is None: .* of \['qkv_linear', 'core_attn', 'attn_proj', 'a"),
+        ({"offload_modules": []}, "lists what leaves"),
+        ({"offload_modules": ["moe_act"]}, r"\['moe_act'\]: .* transformer_impl local"),
+        ({"fine_grained_activation_offloading": False}, "offload_modules does nothing without"),
+        ({"recompute_granularity": "full"}, "full has nothing to move"),
+        ({"recompute_granularity": "selective"}, "has core_attn, of which .*_modules with core_a"),
+    ],
+    ids=str,
+)
+def test_activations_leave_only_where_there_are_some(changed, told):
+    assert configure(**OFFLOAD).offload_modules == ATTENTION
+    with pytest.raises(ValueError, match=told):
+        configure(**OFFLOAD | changed)
+
+
+def test_latent_attention_keeps_its_activations():
+    with pytest.raises(
+        ValueError, match=r"of \['attn_norm', 'mlp_norm'\] with this model|0\.19\.2"
+    ):
+        configure(shape=replace(SHAPE, latent=LATENT, head_dim=24), **OFFLOAD)
+
+
 def test_losses_of_routers_are_refused_where_they_would_miss_something():
     shape = replace(MIXTURE, moe=replace(MIXTURE.moe, score_function="sigmoid"))
     assert not configure(shape=shape, moe_aux_loss_coeff=0.0).moe_aux_loss_coeff
