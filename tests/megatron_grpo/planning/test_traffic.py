@@ -17,13 +17,13 @@ IN_FOUR = ["grpo.steps_per_generation=4", "grpo.generation_batch_size=64"]
 SHARED = ["grpo.shared_prompts=true", "data.max_prompt_length=512"]
 
 
-def plan(tmp_path, dims, *overrides, name="Llama-3.1-8B", length=1024):
+def plan(tmp_path, dims, *overrides, name="Llama-3.1-8B", length=1024, card="h100"):
     """A step of 16 sequences of a length, one in a microbatch."""
     folder = write_config(tmp_path, name)
     options = ["model.dtype=bfloat16", "grpo.beta=0.0", "rollout.tensor_parallel_size=8"]
     options += [f"train.max_tokens_per_microbatch={length}", *overrides]
     cfg = tiny_config(folder, dims, *options)
-    return plan_job(cfg, read_shape(folder), CARD, [length], num_gpus=64)
+    return plan_job(cfg, read_shape(folder), CARDS[card], [length], num_gpus=64)
 
 
 def link(found, purpose):
@@ -110,3 +110,28 @@ def test_a_plan_says_what_would_hide_more(tmp_path):
         other = glm(*way.split())
         assert gain == pytest.approx(plain.time.estimate - other.time.estimate)
         assert way not in other.overlaps
+
+
+@pytest.mark.parametrize("card", ["h100", "b200"])
+def test_activations_hide_behind_the_layers_that_compute_them(card, tmp_path):
+    modules = "offload_modules: [qkv_linear, core_attn, attn_proj]"
+    fields = f"model.megatron={{fine_grained_activation_offloading: true, {modules}}}"
+    plain, moved = (
+        plan(tmp_path, ParallelDims(data=8), *overrides, card=card) for overrides in ([], [fields])
+    )
+    # Of 32 layers: hidden states before and after a norm, queries, keys, values and output, and a
+    # float32 per row and head.
+    of_layer = 4 * 4096 + 4 + 2 * (2 * 4096 + 2 * 1024) + 4 * 32
+    one_way = 2 * 1024 * 32 * of_layer / CARDS[card].host_rate
+    work = Computed.of([1024, 1024])
+    forward = forward_flops(read_shape(tmp_path), work) / CARDS[card].flops / 0.5
+    bus = link(moved, "activations")
+    assert (bus.seconds, bus.to_host) == (pytest.approx(2 * one_way), True)
+    attainable = one_way / 0.8
+    hidden = min(attainable, forward) + min(attainable, 2 * forward)
+    assert bus.hidden_seconds == pytest.approx(hidden, rel=1e-3)
+    assert (attainable > forward) == (card == "b200")
+    # On the GPU remain those of two layers, and a node has those of eight ranks.
+    saved = plain.fullest.phases["train"] - moved.fullest.phases["train"]
+    assert saved == pytest.approx(30 * 1024 * of_layer)
+    assert (plain.host, moved.host.activations) == (None, 2 * 8 * 1024 * 32 * of_layer)
