@@ -110,12 +110,12 @@ class Microbatch:
         self.groups.append(group)
 
     def on_group_commit_backward(self, name: str) -> None:
-        """Before its backward, which is in reverse: its tensors come back, and the next ones."""
+        """Before its backward, which is in reverse: its tensors are back, and the next ones come."""
         group = self.groups.pop()
         assert group.name == name, f"backward of {name} before that of {group.name}"
-        self._offloads.bring(group)
+        self._offloads.bring(group, awaits=True)
         if self.groups:
-            self._offloads.bring(self.groups[-1])
+            self._offloads.bring(self.groups[-1], awaits=False)
 
     def on_group_start_backward(self) -> None:
         """After its backward, in which autograd has dropped its handles."""
@@ -173,7 +173,7 @@ class Offloads:
         """After a schedule: nothing of it is left."""
         self._streams.current_stream().wait_stream(self._leaving)
         self._newest.clear()
-        self._microbatch, self._of_weights = None, None
+        self.group, self._microbatch, self._of_weights = None, None, None
 
     def send(self, group: Group, least: int) -> None:
         """Copy a group's tensors to the host, and free those of the layer before."""
@@ -194,10 +194,15 @@ class Offloads:
             for block in before.blocks:
                 block.values = None
 
-    def bring(self, group: Group) -> None:
-        """Start to copy a group's tensors back."""
+    def bring(self, group: Group, *, awaits: bool) -> None:
+        """Start to copy a group's tensors back; `awaits`: further work of this stream has them.
+
+        Memory that is being copied to may not be freed before it has waited.
+        """
         for block in group.blocks:
             block.bring(self._streams, self._arriving)
+            if awaits:
+                block.on_device(self._streams, self._arriving)
 
     def _block_of(self, values: Tensor) -> Block | None:
         """The block of another module that these bytes are already in, such as its output."""
