@@ -71,7 +71,9 @@ class Saved:
     held: Tensor | Block
     """The tensor itself, or the block that it is in."""
     view: tuple[torch.dtype, Any, Sequence[int], Sequence[int]]
-    """Its dtype, and its offset, size and stride in its storage or block."""
+    """Its dtype, and its offset, size and stride in its storage."""
+    is_packed: bool = False
+    """Whether its block has nothing else, in the order of its elements."""
 
 
 @dataclass(eq=False)
@@ -110,7 +112,7 @@ class Microbatch:
         self.groups.append(group)
 
     def on_group_commit_backward(self, name: str) -> None:
-        """Before its backward, which is in reverse: its tensors are back, and the next ones come."""
+        """Before its backward, which is in reverse: it has its tensors, and the next ones come."""
         group = self.groups.pop()
         assert group.name == name, f"backward of {name} before that of {group.name}"
         self._offloads.bring(group, awaits=True)
@@ -233,9 +235,11 @@ class Offloads:
             return saved.held
         values = saved.held.on_device(self._streams, self._arriving)
         dtype, offset, size, stride = saved.view
-        start = values.storage_offset() // dtype.itemsize + offset
+        if saved.is_packed:  # kernels may ask for its stride
+            strided = torch.empty_strided(size, stride, dtype=dtype, device=values.device)
+            return strided.copy_(values.view(dtype).view(size))
         empty = torch.empty(0, dtype=dtype, device=values.device)
-        return empty.set_(values.untyped_storage(), start, size, stride)
+        return empty.set_(values.untyped_storage(), offset, size, stride)
 
 
 def _parts(saved: Sequence[Saved], least: int) -> list[tuple[Tensor, list[Saved]]]:
@@ -253,7 +257,8 @@ def _parts(saved: Sequence[Saved], least: int) -> list[tuple[Tensor, list[Saved]
         if sum(tensor.numel() for tensor in tensors) < max(least, 1):
             continue
         storage = tensors[0].untyped_storage()
-        if 2 * sum(tensor.nbytes for tensor in tensors) >= storage.nbytes():
+        repeats = any(0 in tensor.stride() for tensor in tensors)  # which cannot be written to
+        if repeats or 2 * sum(tensor.nbytes for tensor in tensors) >= storage.nbytes():
             whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
             whole.set_(storage, 0, (storage.nbytes(),), (1,))
             parts.append((whole, [each for same in views.values() for each in same]))
@@ -264,10 +269,9 @@ def _parts(saved: Sequence[Saved], least: int) -> list[tuple[Tensor, list[Saved]
 
 def _alone(tensor: Tensor, same: list[Saved]) -> tuple[Tensor, list[Saved]]:
     """A tensor's own bytes, in the order of its elements."""
-    packed = tensor.contiguous()
     for each in same:
-        each.view = (tensor.dtype, 0, packed.size(), packed.stride())
-    return packed.flatten().view(torch.uint8), same
+        each.is_packed = True
+    return tensor.contiguous().flatten().view(torch.uint8), same
 
 
 def _tensor(saved: Saved) -> Tensor:
