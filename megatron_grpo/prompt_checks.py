@@ -22,7 +22,6 @@ from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.rewards import RewardPool, RewardPools
 from megatron_grpo.rewards.builtin import reference_fault
 from megatron_grpo.rewards.functions import load_function
-from parallel.alignment import Alignment
 from parallel.microbatches import plan_microbatches
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
     """The longest prompt with the longest completion must fit into one microbatch."""
     longest = _longest_prompt(cfg, prompts)
     length = longest + cfg.rollout.max_completion_length
-    alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
+    alignment = cfg.alignment
     try:
         plan_microbatches([length], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
     except ValueError as error:

@@ -12,7 +12,8 @@ class Alignment:
     """Multiples of packed lengths that context and sequence parallelism require, in tokens.
 
     Zigzag context parallelism cuts each sequence into 2 * cp equal chunks; sequence parallelism
-    cuts what one context rank holds into tp equal parts. Nothing else needs padding.
+    cuts what one context rank holds into tp equal parts. Products in FP8 need a multiple of tokens
+    in each part. Nothing else needs padding.
     """
 
     sequence: int = 1  # every packed sequence length is a multiple of this
@@ -23,11 +24,14 @@ class Alignment:
         assert self.total % self.sequence == 0
 
     @classmethod
-    def for_mesh(cls, dims: ParallelDims, sequence_parallel: bool) -> "Alignment":
-        """The least alignment with which every rank of `dims` gets an equal part."""
+    def for_mesh(
+        cls, dims: ParallelDims, sequence_parallel: bool, multiple: int = 1
+    ) -> "Alignment":
+        """The least with which all ranks of `dims` get equal parts, of a `multiple` of tokens."""
         sequence = 2 * dims.context if dims.context > 1 else 1
-        ranks = dims.context * (dims.tensor if sequence_parallel else 1)
-        return cls(sequence=sequence, total=math.lcm(sequence, ranks), context=dims.context)
+        parts = dims.context * (dims.tensor if sequence_parallel else 1)
+        total = math.lcm(sequence, parts * multiple)
+        return cls(sequence=sequence, total=total, context=dims.context)
 
     def for_context(self, size: int) -> "Alignment":
         """That of microbatches which only `size` of the context ranks split; a divisor of them."""

@@ -106,7 +106,7 @@ def split_for_data_parallel(
     `cost` estimates the cost of a sequence by its length, to balance the data ranks. Loss weights
     are fixed here, over the whole optimizer batch, so that they do not depend on the packing.
     """
-    alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
+    alignment = cfg.alignment
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
         samples = [experience.samples[i] for i in indices]
         sequences = numbered_sequences(samples, _sequences(experience, indices, cfg))

@@ -25,7 +25,6 @@ from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.router import with_own_layers
 from megatron_grpo.policy.skipped_steps import is_so_on_all_ranks
 from megatron_grpo.timing import PhaseTimer
-from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
@@ -125,7 +124,7 @@ def packed_minibatches(
 
     Rank 0 divides the next optimizer batch while the others pack theirs.
     """
-    alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
+    alignment = cfg.alignment
     shards = split_for_data_parallel(experience, generation, cost, cfg) if experience else None
     minibatches = []
     for _ in range(cfg.grpo.steps_per_generation):

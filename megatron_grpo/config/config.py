@@ -15,7 +15,7 @@ from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.lora import LoraConfig
-from megatron_grpo.config.megatron_fields import ROUTER_LOSS_FIELDS
+from megatron_grpo.config.megatron_fields import ROUTER_LOSS_FIELDS, token_multiple
 from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.reward import (
     ENVIRONMENT_TERM,
@@ -29,6 +29,7 @@ from megatron_grpo.config.section import Section
 from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
 from megatron_grpo.config.train import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from parallel import ParallelDims
+from parallel.alignment import Alignment
 
 
 class Config(Section):
@@ -183,6 +184,7 @@ class Config(Section):
             "train.init_from": self.train.init_from,
             "parallel.overlap_param_gather": self.parallel.overlap_param_gather,
             "model.megatron.moe_shared_expert_overlap": megatron.get("moe_shared_expert_overlap"),
+            "model.megatron.fp8": megatron.get("fp8"),
         }
         if self.lora.r and (told := [key for key, value in others.items() if value]):
             raise ValueError(
@@ -212,8 +214,7 @@ class Config(Section):
         name = self.rollout.quantization
         if self.rollout.quantization_aware and self.lora.r:
             raise ValueError(
-                "rollout.quantization_aware does not go with adapters yet: leave it out, or set "
-                "lora.r=0"
+                "rollout.quantization_aware does not go with adapters yet: leave out one of the two"
             )
         if name == "none" or self.train.replay is not None:
             return self
@@ -391,3 +392,9 @@ class Config(Section):
     def dims(self) -> ParallelDims:
         """The trainer's mesh; raises ValueError when the sizes are incompatible."""
         return self.parallel.dims
+
+    @property
+    def alignment(self) -> Alignment:
+        """Multiples of the lengths of packed sequences and microbatches."""
+        multiple = token_multiple(self.model.megatron)
+        return Alignment.for_mesh(self.dims, self.parallel.sequence_parallel, multiple)

@@ -4,6 +4,9 @@ All others are determined by the model, the mesh or the trainer, would change wh
 computes, have no effect, or are not supported here.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 PERFORMANCE_FIELDS = (
     "apply_rope_fusion",
     "attention_backend",
@@ -15,6 +18,9 @@ PERFORMANCE_FIELDS = (
     "deterministic_mode",
     "disable_bf16_reduced_precision_matmul",
     "fine_grained_activation_offloading",
+    "first_last_layers_bf16",
+    "fp8",
+    "fp8_recipe",
     "gradient_accumulation_fusion",
     "min_offloaded_tensor_size",
     "moe_flex_dispatcher_backend",
@@ -23,6 +29,8 @@ PERFORMANCE_FIELDS = (
     "moe_router_fusion",
     "moe_shared_expert_overlap",
     "moe_token_dispatcher_type",
+    "num_layers_at_end_in_bf16",
+    "num_layers_at_start_in_bf16",
     "offload_modules",
     "recompute_granularity",
     "recompute_method",
@@ -39,6 +47,9 @@ LEGAL_VALUES = {
     "attention_backend": ("auto", "flash", "fused", "unfused"),
     # Transformer Engine 2.11 has all_gather and a2a+p2p only for sequences that are not packed.
     "cp_comm_type": ("p2p", "a2a"),
+    "fp8": ("e4m3", "hybrid"),
+    # The scales of `delayed` are a history of earlier products, which no checkpoint has.
+    "fp8_recipe": ("blockwise", "mxfp8", "tensorwise"),
     "moe_flex_dispatcher_backend": ("deepep", "hybridep"),
     "moe_router_dtype": ("fp32", "fp64"),
     # A packed microbatch is many sequences, to which seq_aux_loss would give one loss. The weight
@@ -48,3 +59,10 @@ LEGAL_VALUES = {
     "moe_token_dispatcher_type": ("alltoall", "flex"),
 }
 """Legal values of fields of which Megatron accepts more, or ignores what it does not know."""
+
+
+def token_multiple(megatron: Mapping[str, Any]) -> int:
+    """Of how many tokens a rank's part of a microbatch must be a multiple, by these fields."""
+    if not megatron.get("fp8"):
+        return 1
+    return 32 if megatron.get("fp8_recipe") == "mxfp8" else 16

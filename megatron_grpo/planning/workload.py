@@ -135,7 +135,7 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
         virtual_pipeline=dims.virtual_pipeline,
         expert=dims.data if dims.expert > 1 else 1,
     )
-    alignment = Alignment.for_mesh(dims, cfg.parallel.sequence_parallel)
+    alignment = cfg.alignment
     packing = tuple(chosen), limit, sizes, alignment, shape.hidden_size
     is_shared = cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None
     if is_shared:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from checkpoint_convert import ModelShape, MoeShape
+from megatron_grpo.policy.fp8 import REQUANTIZED, check_fp8
 from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
 from megatron_grpo.policy.mla import LatentAttention, WholeLinear, yarn_scaling, yarn_softmax_scale
 from megatron_grpo.policy.norms import KeyNorm, PostNorm, QueryNorm, RMSNorm
@@ -93,6 +94,9 @@ def transformer_config(
             decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
     check_overrides(overrides, decided, best_implementation(dtype), _flexible_backends())
     check_activation_offload(overrides, shape, free["transformer_impl"])
+    check_fp8(overrides, shape, dims, dtype, free["transformer_impl"])
+    if overrides.get("fp8"):
+        decided |= REQUANTIZED
     if "cp_comm_type" in free:
         check_context_exchange(free["cp_comm_type"], shape, dims, free["transformer_impl"])
     if "attention_backend" in free:
@@ -328,9 +332,6 @@ def _mesh(
         "batch_p2p_comm": dims.virtual_pipeline == 1,
         # Transformer Engine's buffers for it have a fixed length; packed microbatches vary.
         "tp_comm_overlap": False,
-        # Low-precision matrix products need multiples of 8 or 16 tokens, and keep scales that are
-        # not in checkpoints.
-        "fp8": None,
         "fp4": None,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

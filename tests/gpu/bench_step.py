@@ -1,6 +1,6 @@
 """Tokens per second and memory of an optimizer step on one GPU, next to prime-rl's on an H100.
 
-    PYTHONPATH=.:tests python tests/gpu/bench_step.py [--tokens 16384 65536] [--steps 5] [--profile]
+    PYTHONPATH=.:tests python tests/gpu/bench_step.py [--tokens 16384] [--profile] [KEY=VALUE...]
 
 A random model of Qwen3-0.6B's shape (bf16 weights, float32 gradients, masters and moments) trains
 on one packed microbatch per step. It is a single sequence: a prompt of 512 tokens and its
@@ -35,7 +35,6 @@ from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
 from parallel import ParallelDims
-from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from parallel.packing import PackedBatch, TokenSequence, pack
@@ -93,6 +92,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[*PRIME_RL])
     parser.add_argument("--steps", type=int, default=5, help="counted ones")
     parser.add_argument("--profile", action="store_true", help="kernels of one more step, too")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the config")
     arguments = parser.parse_args()
     for num_tokens in arguments.tokens:
         with tempfile.TemporaryDirectory() as name:
@@ -104,10 +104,12 @@ def main() -> None:
                 num_tokens,
                 arguments.steps,
                 arguments.profile,
+                arguments.overrides,
                 cuda=torch.cuda.is_available(),
                 timeout=1800,
             )
         told = {"model": arguments.model, "tokens": num_tokens, **this_machine(), **found}
+        told |= {"overrides": arguments.overrides} if arguments.overrides else {}
         if arguments.model == "qwen3-0.6b" and num_tokens in PRIME_RL:
             rate, memory = PRIME_RL[num_tokens]
             told["tokens_per_second_over_prime_rl_h100"] = found["tokens_per_second"] / rate
@@ -136,7 +138,7 @@ def write_model(folder: Path, shape: dict[str, Any]) -> Path:
 
 
 def measure(
-    rank: int, folder: Path, num_tokens: int, num_steps: int, profiles: bool
+    rank: int, folder: Path, num_tokens: int, num_steps: int, profiles: bool, overrides: list[str]
 ) -> dict[str, float]:
     """Speed and memory of a step; runs in its own process."""
     device = setup_device(rank)
@@ -147,6 +149,7 @@ def measure(
         "grpo.beta=0",
         f"train.max_tokens_per_microbatch={num_tokens}",
         *(f"model.megatron.recompute_{option}" for option in RECOMPUTE),
+        *overrides,
     )
     groups = init_groups(cfg.dims)
     policy = build_policy(cfg, read_shape(folder), groups)
@@ -190,7 +193,7 @@ def one_sequence(num_tokens: int, vocab_size: int, cfg: Config) -> PackedBatch:
         loss_weight=1 / (num_tokens - prompt),
         rollout_logprobs=torch.full((num_tokens - prompt,), -10.0),
     )
-    return pack([sequence], [0], Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel))
+    return pack([sequence], [0], cfg.alignment)
 
 
 def timed(work: Callable[[], None], device: torch.device) -> float:

@@ -58,12 +58,15 @@ def pack_all(
     routes: Sequence[Tensor] | None = None,
     *,
     share_prompts: bool = False,
+    multiple: int = 1,
 ) -> list[PackedBatch]:
     """The sequences of `random_sequences`, microbatch by microbatch, with `routes` if given.
 
-    With `share_prompts` the batches are of that form, but no two prompts are equal.
+    With `share_prompts` the batches are of that form, but no two prompts are equal. Each rank has a
+    `multiple` of tokens.
     """
-    sequences, alignment = random_sequences(lengths), Alignment.for_mesh(dims, dims.tensor > 1)
+    sequences = random_sequences(lengths)
+    alignment = Alignment.for_mesh(dims, dims.tensor > 1, multiple)
     if routes is not None:
         sequences = [
             replace(each, routed_experts=its) for each, its in zip(sequences, routes, strict=True)

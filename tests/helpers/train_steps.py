@@ -34,7 +34,6 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.policy.model import Policy, build_policy
 from megatron_grpo.train_step import accumulate_gradient
 from parallel import ParallelDims
-from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
 from parallel.groups import Groups, init_groups
 from parallel.microbatches import CostModel
@@ -298,7 +297,7 @@ def batches_of(
 ) -> list[PackedBatch]:
     """This rank's microbatches, as the trainer prepares them; the reference alone is made up."""
     [shares] = split_for_data_parallel(experience, 0, CostModel.transformer(64), cfg)
-    alignment = Alignment.for_mesh(cfg.dims, cfg.parallel.sequence_parallel)
+    alignment = cfg.alignment
     at = groups.coordinates
     packed = shares[at.data].pack(
         alignment, share_prompts=cfg.grpo.shared_prompts, context_rank=at.context

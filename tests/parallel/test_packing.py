@@ -126,6 +126,20 @@ def test_alignment_is_the_least_that_gives_every_rank_an_equal_part(
     assert (alignment.sequence, alignment.total) == expected
 
 
+@pytest.mark.parametrize("multiple", [16, 32])
+@pytest.mark.parametrize("tensor", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_part_has_a_multiple_of_tokens_also_of_fewer_context_ranks(multiple, tensor, size):
+    dims = ParallelDims(tensor=tensor, context=4)
+    alignment = Alignment.for_mesh(dims, True, multiple).for_context(size)
+    assert alignment.total % (size * tensor * multiple) == 0
+    assert alignment.total <= 2 * size * tensor * multiple
+    sequences = [of_prompt([1] * 5, *[2] * 9), of_prompt([1] * 5, *[3] * 30)]
+    for share_prompts in (False, True):
+        batch = pack(sequences, [0, 1], alignment, share_prompts=share_prompts)
+        assert len(batch.tokens) % (size * tensor * multiple) == 0
+
+
 def of_prompt(prompt: list[int], *response: int) -> TokenSequence:
     return TokenSequence(
         tokens=torch.tensor([*prompt, *response]),

@@ -389,6 +389,7 @@ REFUSED = [
         "rollout.quantization=int8 + rollout.quantization_aware=true + lora.r=4",
         "rollout.quantization_aware does not go with adapters yet",
     ),
+    ("model.megatron={fp8: e4m3} + lora.r=4", "model.megatron.fp8 does not go with adapters yet"),
     ("train.export_quantization=int8 + lora.r=4", "train.export_quantization does not go"),
     ("grpo.kl_target=0.1", "grpo.beta above 0"),
     ("grpo.use_bias_correction_kl=true", "grpo.beta 0"),

@@ -1,5 +1,8 @@
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 from checkpoint_convert import ModelShape, MoeShape
 from checkpoint_convert.shape import LatentShape
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
-from megatron_grpo.policy import overrides, transformer
+from megatron_grpo.policy import fp8, overrides, transformer
 from megatron_grpo.policy.overrides import check_context_exchange
 from megatron_grpo.policy.releases import IS_OLD
 from megatron_grpo.policy.transformer import transformer_config
@@ -155,6 +158,61 @@ def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatc
         assert IS_OLD or config.moe_hybridep_pad_uneven_dispatch_inputs
     with pytest.raises(ValueError, match="expert_tensor_parallel_size are 1: use alltoall"):
         configure(ParallelDims(data=2), MIXTURE, **plain, **flex)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"fp8": "e4m3"},
+            r"needs Transformer Engine's layers in bfloat16, .* transformer_impl local",
+        ),
+        ({"fp8": "e5m2"}, r"possible here: \['e4m3', 'hybrid'\]"),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, r"here: \['blockwise', 'mxfp8', 'tensorwise'\]"),
+        ({"fp8_recipe": "blockwise"}, "fp8_recipe does nothing without model.megatron.fp8"),
+        ({"first_last_layers_bf16": True}, "first_last_layers_bf16 does nothing without"),
+        ({"fp8_param": True}, "fp8_param is not supported"),
+    ],
+)
+def test_products_in_fp8_need_transformer_engine(given, told):
+    with pytest.raises(ValueError, match=told):
+        configure(**given)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Of Transformer Engine only what is asked here: whether the GPU has a recipe."""
+    answers = {
+        "is_fp8_available": (True, ""),
+        "is_fp8_block_scaling_available": (True, ""),
+        "is_mxfp8_available": (False, "it needs compute capability 10.0"),
+    }
+    functions = {name: partial(known, answer) for name, answer in answers.items()}
+    monkeypatch.setattr(fp8, "import_module", lambda name: SimpleNamespace(**functions))
+
+
+def known(answer: tuple[bool, str], *, return_reason: bool) -> tuple[bool, str]:
+    assert return_reason
+    return answer
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    ("shape", "dims", "recipe", "told"),
+    [
+        (SHAPE, ParallelDims(), None, "needs model.megatron.fp8_recipe: blockwise for Hopper"),
+        (SHAPE, ParallelDims(), "mxfp8", "mxfp8 is not for this GPU: it needs compute capability"),
+        (SHAPE, ParallelDims(tensor=4), "blockwise", r"intermediate_size on .*\(4\) ranks is 24"),
+        (replace(SHAPE, hidden_size=72), ParallelDims(), "tensorwise", "hidden_size on .* is 72"),
+        (SHAPE, ParallelDims(tensor=2), "blockwise", None),
+        (MIXTURE, ParallelDims(), "tensorwise", None),
+    ],
+)
+def test_what_a_gpu_or_a_model_cannot_multiply_in_fp8_is_refused(shape, dims, recipe, told):
+    settings = {"fp8": "e4m3"} | ({"fp8_recipe": recipe} if recipe else {})
+    refused = pytest.raises(ValueError, match=told) if told else nullcontext()
+    with refused:
+        fp8.check_fp8(settings, shape, dims, torch.bfloat16, "transformer_engine")
 
 
 ATTENTION = ["qkv_linear", "core_attn"]
