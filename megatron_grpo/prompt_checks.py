@@ -126,7 +126,7 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
 def _dialogue_pool(cfg: Config) -> EnvironmentPool | None:
     """What the environments or agents of a run are started by, if it has any."""
     if cfg.agent.is_used:
-        return actor_pool(cfg)
+        return None if cfg.agent.listen else actor_pool(cfg)
     return None if cfg.environment.name is None else EnvironmentPool(cfg.environment)
 
 

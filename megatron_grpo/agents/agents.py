@@ -12,6 +12,7 @@ from megatron_grpo.agents.chat import ChatTemplate
 from megatron_grpo.agents.endpoint import Endpoint
 from megatron_grpo.agents.generation import AgentGeneration
 from megatron_grpo.agents.session import Session, SessionOver
+from megatron_grpo.agents.task_queue import OutsideTask, TaskQueue
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import EnvironmentConfig
@@ -61,6 +62,13 @@ def actor_pool(cfg: Config) -> EnvironmentPool:
     )
 
 
+def who_acts(cfg: Config) -> EnvironmentPool | TaskQueue:
+    """Processes of this run, or agents outside of it."""
+    if cfg.agent.listen is not None:
+        return TaskQueue(cfg.train.run_dir, cfg.agent.timeout)
+    return actor_pool(cfg)
+
+
 class Agents:
     """Starts an agent for each sample, and serves its requests, until `close`."""
 
@@ -76,10 +84,11 @@ class Agents:
         self._end_tokens = end_tokens
         self._is_own = in_flight is None
         self._in_flight = in_flight or InFlight(client, self.decode)
-        self._endpoint = Endpoint(self._parse, cfg.model.path.name)
-        self._pool = actor_pool(cfg)
+        address, self._pool = cfg.agent.address, who_acts(cfg)
+        tasks = self._pool if isinstance(self._pool, TaskQueue) else None
+        self._endpoint = Endpoint(self._parse, cfg.model.path.name, tasks, address)
         self._keys: dict[Session, str] = {}
-        self._instances: dict[Session, Instance] = {}
+        self._instances: dict[Session, Instance | OutsideTask] = {}
         self._lost: EnvironmentsLost | None = None
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -22,8 +22,10 @@ from megatron_grpo.agents import anthropic_api, openai_api
 from megatron_grpo.agents.chat import BadRequest, Found, Start, Turn, digests, messages_of
 from megatron_grpo.agents.openai_api import Answer, Answered, Asked, Chunks, Json
 from megatron_grpo.agents.session import Session, SessionOver
+from megatron_grpo.agents.task_queue import TaskQueue
 from megatron_grpo.engines.choice import Choice
 
+LOOPBACK = "127.0.0.1"
 MAX_BODY = 64 << 20
 """Bytes of a request: more than the longest context has."""
 NO_SESSION = "this is no key of a session that is going on"
@@ -46,10 +48,18 @@ class Asking:
 
 
 class Endpoint:
-    """The server; it listens on loopback, where the agents run."""
+    """The server. Agents that the run starts are on its host; those outside have a queue of tasks,
+    and an address that the config names."""
 
-    def __init__(self, parse: Parse, model: str) -> None:
+    def __init__(
+        self,
+        parse: Parse,
+        model: str,
+        tasks: TaskQueue | None = None,
+        listen: tuple[str, int] = (LOOPBACK, 0),
+    ) -> None:
         self._parse, self._model = parse, model
+        self._tasks, self._listen = tasks, listen
         self._sessions: dict[str, Session] = {}
         self._loop = asyncio.new_event_loop()
         self._ready: Future[str] = Future()
@@ -89,6 +99,8 @@ class Endpoint:
         for path, handler in routes.items():
             application.router.add_post(path, handler)
             application.router.add_post(f"/{{key}}{path}", handler)
+        if self._tasks:
+            self._tasks.serve(application)
         application.router.add_get("/v1/models", self._models)
         application.router.add_get("/{key}/v1/models", self._models)
         # A client that goes away ends the wait for its answer.
@@ -97,10 +109,12 @@ class Endpoint:
         )
         try:
             await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
+            await web.TCPSite(runner, *self._listen).start()
             host, port = runner.addresses[0][:2]
-            self._ready.set_result(f"http://{host}:{port}")
+            url = f"http://{host}:{port}"
+            if self._tasks:
+                self._tasks.tell(url)
+            self._ready.set_result(url)
         except Exception as error:  # of any kind: who waits must learn of it
             self._ready.set_exception(error)
             return

@@ -14,6 +14,8 @@ PYTHON = "python"
 """The built-in tool."""
 PYTHON_ARGUMENTS = ("timeout", "memory_megabytes", "python", "sandbox")
 
+MOST_PORT = 65535
+
 LIMITS = ("context_length_exceeded", "limit_reached")
 """Codes of the endpoint's answers to requests beyond a limit, after which an agent may end well.
 The first is OpenAI's."""
@@ -38,6 +40,9 @@ class AgentConfig(Section):
     (the interpreter); with `sandbox: none` programs run unsandboxed, with your rights."""
     mcp_servers: tuple[str, ...] = Field(default=(), strict=False)
     """MCP servers whose tools it may call: commands, started for each sample, or addresses."""
+    listen: str | None = None
+    """Instead of an agent, `HOST:PORT`, where agents outside of the run take tasks over HTTP; port
+    0: any. Address and token are in `agents.json` of the run directory."""
     max_tool_characters: PositiveInt = 16384
     """Maximum characters of a tool's result; the rest is cut."""
     weight: float = 1.0
@@ -58,7 +63,23 @@ class AgentConfig(Section):
     @property
     def is_used(self) -> bool:
         """Whether samples are made by an agent."""
-        return self.command is not None or self.function is not None or self.has_tools
+        return any(self._actors.values())
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the endpoint listens."""
+        host, _, port = (self.listen or "127.0.0.1:0").rpartition(":")
+        return host, int(port)
+
+    @property
+    def _actors(self) -> dict[str, bool]:
+        """By the keys that say so, whether it is they who act."""
+        return {
+            "agent.command": self.command is not None,
+            "agent.function": self.function is not None,
+            "agent.tools or agent.mcp_servers": self.has_tools,
+            "agent.listen": self.listen is not None,
+        }
 
     @property
     def has_tools(self) -> bool:
@@ -84,6 +105,15 @@ class AgentConfig(Section):
             raise ValueError(f"agent.command {value!r}: {error}") from None
         raise ValueError("agent.command is empty: name a program, such as `python agent.py`")
 
+    @field_validator("listen")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None:
+            host, _, port = value.rpartition(":")
+            if not host or not port.isdecimal() or int(port) > MOST_PORT:
+                raise ValueError(f"agent.listen {value!r} is not of the form HOST:PORT")
+        return value
+
     @field_validator("function")
     @classmethod
     def _names_a_function(cls, value: str | None) -> str | None:
@@ -93,12 +123,7 @@ class AgentConfig(Section):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        actors = {
-            "agent.command": self.command is not None,
-            "agent.function": self.function is not None,
-            "agent.tools or agent.mcp_servers": self.has_tools,
-        }
-        used = [name for name, is_used in actors.items() if is_used]
+        used = [name for name, is_used in self._actors.items() if is_used]
         if len(used) > 1:
             raise ValueError(f"{used[0]} and {used[1]} are both set: use one of them")
         if self.has_tools and self.weight:

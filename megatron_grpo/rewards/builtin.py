@@ -151,7 +151,7 @@ def soft_overlong(
 
 def reference_fault(cfg: RewardConfig) -> Callable[[Row], Fault | None]:
     """Return a function that tells why `cfg`'s functions cannot read an `answer`, or `tests`."""
-    checks = []
+    checks: list[tuple[str, str, Callable[[Any], bool]]] = []
     mathematics = [function.name for function in cfg.functions if _reads_mathematics(function)]
     if mathematics:
         # Imported here because SymPy takes a second to import, and other functions do not need it.

@@ -127,7 +127,9 @@ class Sandbox:
         """Its exit code; None if it was late."""
         process = await asyncio.create_subprocess_exec(
             *command,
-            **dict(zip(("stdin", "stdout", "stderr"), files, strict=True)),
+            stdin=files[0],
+            stdout=files[1],
+            stderr=files[2],
             start_new_session=True,
             env=_variables(self.python),
             cwd="/",

@@ -1,0 +1,183 @@
+"""Tasks that agents outside of the run take over HTTP: `agent.listen`.
+
+    POST /tasks        {"key", "url", "row", "messages"} of a sample; 204 if none waits
+    POST /tasks/KEY    its end: {"reward": 0.5, "metrics": {"files": 3}}, or {"error": "why"}
+
+Both want the run's token (`Authorization: Bearer`), which is in `agents.json` of the run directory
+with the address, new at each start. `url` and `key` are those of the endpoint's own routes.
+"""
+
+import asyncio
+import hmac
+import json
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from aiohttp import web
+
+from megatron_grpo.agents.actors import checked
+from megatron_grpo.environments.pool import EnvironmentFailed, EnvironmentsLost
+from megatron_grpo.launch.run_dir import bearer, new_token
+
+FILE = "agents.json"
+WAIT_SECONDS = 30.0
+"""Within which a request for a task is answered, if only by saying that there is none."""
+POLL_SECONDS, WATCH_SECONDS = 0.05, 0.5
+
+
+class OutsideTask:
+    """One sample that waits for an agent, or has one."""
+
+    def __init__(self, queue: "TaskQueue") -> None:
+        self._queue = queue
+        self.columns: Mapping[str, Any] = {}
+        self.done: Future[str] = Future()
+        """Reward and metrics in JSON."""
+        self.deadline = 0.0
+
+    def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> "Future[str]":
+        """Have an agent take it; the future may raise EnvironmentFailed or EnvironmentsLost."""
+        self.columns = columns
+        self._queue.offer(self)
+        return self.done
+
+    def end(self) -> None:
+        """Have nobody take it any more."""
+        self._queue.withdraw(self)
+
+
+class TaskQueue:
+    """The samples that wait for agents outside, in place of a pool of processes."""
+
+    def __init__(self, run_dir: Path, timeout: float) -> None:
+        """An agent has `timeout` seconds for a task; so long a task waits while nobody asks."""
+        self._file, self._timeout = run_dir / FILE, timeout
+        self._token = new_token()
+        self._lock = Lock()
+        self._waiting: deque[OutsideTask] = deque()
+        self._taken: dict[str, OutsideTask] = {}
+        self._last_asked = 0.0
+        """When an agent last asked for a task, or the first of the waiting ones came."""
+
+    def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing to wait for: agents come when they like."""
+
+    def new_instance(self) -> OutsideTask:
+        """A sample's task."""
+        return OutsideTask(self)
+
+    def close(self) -> None:
+        """Remove the file that tells agents where to ask."""
+        self._file.unlink(missing_ok=True)
+
+    def offer(self, task: OutsideTask) -> None:
+        """Append it to the tasks that wait."""
+        with self._lock:
+            if not self._waiting:
+                self._last_asked = time.monotonic()
+            self._waiting.append(task)
+
+    def withdraw(self, task: OutsideTask) -> None:
+        """Forget it."""
+        with self._lock:
+            if task in self._waiting:
+                self._waiting.remove(task)
+            self._taken.pop(task.columns["key"], None)
+
+    def serve(self, application: web.Application) -> None:
+        """Add the routes."""
+        application.router.add_post("/tasks", self._take)
+        application.router.add_post("/tasks/{key}", self._finish)
+        application.cleanup_ctx.append(self._watching)
+
+    def tell(self, url: str) -> None:
+        """Write the address and the token for agents of this user, and say where."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.unlink(missing_ok=True)
+        with open(os.open(self._file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            json.dump({"url": url, "token": self._token}, file)
+        print(
+            f"agents take tasks at {url}/tasks: address and token are in {self._file}", flush=True
+        )
+
+    async def _take(self, request: web.Request) -> web.Response:
+        if refusal := self._refusal(request):
+            return refusal
+        until = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < until:
+            if task := self._next():
+                # An agent on another host reaches the endpoint as it has reached this route.
+                url = f"{request.scheme}://{request.host}"
+                body = {**task.columns, "url": url}
+                return web.json_response(text=json.dumps(body, default=str))
+            await asyncio.sleep(POLL_SECONDS)
+        return web.Response(status=204)
+
+    def _next(self) -> OutsideTask | None:
+        with self._lock:
+            self._last_asked = time.monotonic()
+            if not self._waiting:
+                return None
+            task = self._waiting.popleft()
+            task.deadline = time.monotonic() + self._timeout
+            self._taken[task.columns["key"]] = task
+            return task
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        if refusal := self._refusal(request):
+            return refusal
+        with self._lock:
+            task = self._taken.pop(request.match_info["key"], None)
+        if task is None:
+            return _told(404, "no agent has this task: it was late, or given up")
+        try:
+            told = await request.json()
+            if isinstance(told, dict) and told.get("error"):
+                raise EnvironmentFailed(str(told["error"]))
+            task.done.set_result(json.dumps(checked(told)))
+        except EnvironmentFailed as failure:
+            task.done.set_exception(failure)
+        except ValueError as error:
+            task.done.set_exception(EnvironmentFailed(str(error)))
+            return _told(400, str(error))
+        return _told(200, "")
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        given = request.headers.get("Authorization", "").encode()
+        if hmac.compare_digest(given, bearer(self._token)["Authorization"].encode()):
+            return None
+        return _told(401, f"this is not the token of this run, which is in {FILE}")
+
+    async def _watching(self, application: web.Application) -> AsyncIterator[None]:
+        watch = asyncio.create_task(self._watch())
+        yield
+        watch.cancel()
+
+    async def _watch(self) -> None:
+        """End what is late."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            with self._lock:
+                late = [task for task in self._taken.values() if task.deadline < now]
+                for task in late:
+                    del self._taken[task.columns["key"]]
+                lost = []
+                if not self._taken and now - self._last_asked > self._timeout:
+                    lost, self._waiting = [*self._waiting], deque()
+            for task in late:
+                text = f"its agent has not ended it within agent.timeout {self._timeout:g} s"
+                task.done.set_exception(EnvironmentFailed(text))
+            for task in lost:
+                text = f"agent.listen: no agent has asked for a task for {self._timeout:g} s"
+                task.done.set_exception(EnvironmentsLost(text))
+
+
+def _told(status: int, text: str) -> web.Response:
+    return web.json_response({"error": text} if text else {}, status=status)

@@ -1,0 +1,108 @@
+"""Agents outside of the run, which take its tasks over HTTP."""
+
+import json
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from helpers.agents import generation_of, running_agents
+from megatron_grpo.environments.pool import EnvironmentsLost
+
+SECONDS = 60
+
+
+@pytest.fixture
+def engine(live_engine, tied_model):
+    live_engine.push(tied_model)
+    return live_engine
+
+
+class Agent:
+    """Takes tasks and ends them, as a harness on another host would."""
+
+    def __init__(self, folder):
+        told = json.loads((folder / "agents.json").read_text())
+        self.url = told["url"]
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {told['token']}"}, timeout=SECONDS, base_url=self.url
+        )
+
+    def take(self):
+        return self._http.post("/tasks").json()
+
+    def ask(self, task):
+        body = {"messages": task["messages"]}
+        asked = self._http.post(f"{task['url']}/{task['key']}/v1/chat/completions", json=body)
+        return asked.json()["choices"][0]["message"]["content"]
+
+    def end(self, task, **told):
+        return self._http.post(f"/tasks/{task['key']}", json=told)
+
+
+@contextmanager
+def outside(engine, model, folder, num_prompts, **settings):
+    """An agent, and the future of the samples that it acts in."""
+    settings = {"listen": "127.0.0.1:0", **settings}
+    with (
+        running_agents(engine, model, folder, **settings) as agents,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        made = generation_of(agents, engine, num_prompts, num_generations=1)
+        samples = thread.submit(agents.generate, made)
+        try:
+            yield Agent(agents._cfg.train.run_dir), samples
+        finally:
+            made.abandon()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The run directory of the config lies in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_an_agent_outside_takes_tasks_and_gives_rewards(engine, tied_model, folder):
+    with outside(engine, tied_model, folder, 4) as (agent, samples):
+        first, second, third, last = tasks = [agent.take() for _ in range(4)]
+        assert len({task["key"] for task in tasks}) == 4
+        texts = [agent.ask(task) for task in tasks]
+        assert agent.end(first, reward=0.5, metrics={"files": 3}).status_code == 200
+        assert agent.end(second, error="it broke").status_code == 200
+        assert "reward 'much' is not a finite number" in agent.end(third, reward="much").text
+        assert agent.end(third, reward=1).status_code == 404  # it has ended
+        assert agent.end(last, reward=1).status_code == 200
+        found = samples.result(SECONDS)
+    assert [sample.text for sample in found] == texts
+    assert [sample.dialogue_reward for sample in found][::3] == [0.5, 1]
+    assert found[0].metrics["files"] == 3
+    assert [sample.finish_reason for sample in found][1:3] == ["failed"] * 2
+
+
+def test_a_late_agent_is_masked_and_none_at_all_ends_the_run(engine, tied_model, folder):
+    with outside(engine, tied_model, folder, 1, timeout=1) as (agent, samples):
+        task = agent.take()
+        assert [sample.finish_reason for sample in samples.result(SECONDS)] == ["failed"]
+        assert "it was late" in agent.end(task, reward=1).text
+    began = time.monotonic()
+    text = "no agent has asked for a task for 1 s"
+    with (
+        outside(engine, tied_model, folder, 1, timeout=1) as (_, samples),
+        pytest.raises(EnvironmentsLost, match=text),
+    ):
+        samples.result(SECONDS)
+    assert time.monotonic() - began < SECONDS / 2
+
+
+def test_only_who_may_read_the_file_is_given_tasks(engine, tied_model, folder):
+    with outside(engine, tied_model, folder, 1) as (agent, _):
+        [file] = folder.rglob("agents.json")
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            assert httpx.post(f"{agent.url}/tasks", headers=headers).status_code == 401
+            assert httpx.post(f"{agent.url}/tasks/key", headers=headers).status_code == 401
+    assert not file.exists()
