@@ -59,6 +59,7 @@ def check_cudnn(capability: tuple[int, int], version: tuple[int, int, int]) -> N
     raise ValueError(
         f"cuDNN {found}, which Transformer Engine has found here, computes wrong gradients of "
         f"packed sequences on Hopper; {needed} is the first that does not. It takes the system's "
-        "before that of torch: set CUDNN_HOME to the folder nvidia/cudnn in site-packages, or "
-        "remove the system's; or choose torch's layers with model.megatron.transformer_impl=local"
+        "before that of torch: remove the system's, and put the folder nvidia/cudnn/lib of "
+        "site-packages first in LD_LIBRARY_PATH; or choose torch's layers with "
+        "model.megatron.transformer_impl=local"
     )

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoint_convert import ModelShape, read_shape
 from helpers.models import mixture_of_blocks, tiny_model
-from helpers.policies import accumulate, pack_all, start_policy
+from helpers.policies import accumulate, pack_all, random_sequences, start_policy
 from helpers.ranks import run_ranks
 from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.router import with_own_layers
 from parallel import ParallelDims
 
 pytestmark = [
@@ -36,7 +38,12 @@ def numbers(
         if type(module).__name__.startswith("TE") and "Linear" in type(module).__name__:
             hook = lambda *_: seen.append(FP8GlobalStateManager.is_fp8_enabled())  # noqa: E731
             module.register_forward_hook(hook)
-    share = [batch.to("cuda") for batch in pack_all(lengths, dims, multiple=MULTIPLE)]
+    shape = read_shape(folder)
+    routes = random_routes(lengths, shape) if shape.moe else None
+    batches = pack_all(lengths, dims, routes, multiple=MULTIPLE)
+    if routes:
+        batches = [with_own_layers(batch, groups) for batch in batches]
+    share = [batch.to("cuda") for batch in batches]
     values = compute_logprobs(policy, share, 1.0, groups)
     accumulate(policy, groups, share)
     gradient = torch.cat(
@@ -46,7 +53,21 @@ def numbers(
     return torch.cat(chosen).cpu(), gradient, any(seen)
 
 
+def random_routes(lengths: list[list[tuple[int, int]]], shape: ModelShape) -> list[Tensor]:
+    """The same experts for both: a router's choice flips with the rounding of what it reads."""
+    generator, moe = torch.Generator().manual_seed(1), shape.moe
+    layers = shape.num_layers - shape.num_dense_layers
+    return [
+        torch.rand(len(each.tokens) - 1, layers, moe.num_experts, generator=generator)
+        .topk(moe.experts_per_token)
+        .indices.to(torch.uint8)
+        for each in random_sequences(lengths)
+    ]
+
+
 def run(folder, lengths, *given):
+    if read_shape(folder).moe:
+        given = ("rollout.router_replay=true", *given)
     [found] = run_ranks(1, numbers, folder, ParallelDims(), lengths, *given, cuda=True, timeout=240)
     return found
 
@@ -85,8 +106,11 @@ def test_with_scales_of_blocks_a_sequence_has_the_same_numbers_wherever_it_lies(
     folder = tiny_model(tmp_path, "qwen3", hidden_size=256, intermediate_size=512, head_dim=64)
     beside, _, _ = run(folder, [[(5, 90), (3, 60), (20, 44)]], *in_fp8("blockwise"))
     alone, _, _ = run(folder, [[(5, 90)], [(3, 60)], [(20, 44)]], *in_fp8("blockwise"))
-    print("largest difference", (beside - alone).abs().max().item())
-    assert (beside - alone).abs().max() < 0.02  # bfloat16's rounding, of other sums in attention
+    plain, _, _ = run(folder, [[(5, 90)], [(3, 60)], [(20, 44)]])
+    moved, rounded = ((x - alone).abs().mean().item() for x in (beside, plain))
+    print(f"differences: {moved:.5f} by the microbatch, {rounded:.5f} by FP8")
+    # Attention sums in another order, and now and then an activation rounds the other way.
+    assert moved < rounded / 3
 
 
 def test_what_is_recomputed_and_the_last_layers_in_bfloat16_change_nothing_else(tmp_path):

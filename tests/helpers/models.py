@@ -203,14 +203,14 @@ def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
     return tiny_model(folder, family, **(heads | overrides))
 
 
-def mixture_of_blocks(folder: Path, family: str, seed: int = 0) -> Path:
+def mixture_of_blocks(folder: Path, family: str, seed: int = 0, **sizes: Any) -> Path:
     """A mixture that two workers or tensor ranks cut between blocks of 128 rows and columns."""
     rows = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
     if family in LATENTS:
         rows |= {"q_lora_rank": 128, "qk_nope_head_dim": 64, "v_head_dim": 64}
     else:
         rows |= {"num_key_value_heads": 4, "head_dim": 64}
-    return servable_model(folder, family, seed=seed, **rows)
+    return servable_model(folder, family, seed=seed, **rows | sizes)
 
 
 def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
