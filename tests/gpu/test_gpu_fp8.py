@@ -56,9 +56,8 @@ def numbers(
 def random_routes(lengths: list[list[tuple[int, int]]], shape: ModelShape) -> list[Tensor]:
     """The same experts for both: a router's choice flips with the rounding of what it reads."""
     generator, moe = torch.Generator().manual_seed(1), shape.moe
-    layers = shape.num_layers - shape.num_dense_layers
     return [
-        torch.rand(len(each.tokens) - 1, layers, moe.num_experts, generator=generator)
+        torch.rand(len(each.tokens) - 1, shape.num_layers, moe.num_experts, generator=generator)
         .topk(moe.experts_per_token)
         .indices.to(torch.uint8)
         for each in random_sequences(lengths)
