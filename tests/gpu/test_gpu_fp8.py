@@ -47,7 +47,7 @@ def numbers(
     values = compute_logprobs(policy, share, 1.0, groups)
     accumulate(policy, groups, share)
     trained = [each for each in policy.parameters().values() if each.requires_grad]
-    gradient = torch.cat([each.main_grad.flatten().float().cpu() for each in trained])
+    gradient = torch.cat([each.main_grad.flatten().double().cpu() for each in trained])
     chosen = [whole[batch.loss_mask] for batch, (whole, _) in zip(share, values, strict=True)]
     return torch.cat(chosen).cpu(), gradient, any(seen)
 
