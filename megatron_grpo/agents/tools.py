@@ -72,7 +72,7 @@ class Tools:
         sandbox: Sandbox | None = None,
     ) -> None:
         self._names, self._servers, self._most = functions, servers, most_characters
-        self._sandbox = sandbox
+        self._sandbox = sandbox or Sandbox()
         self._calls: dict[str, Call] = {}
         self.schemas: list[Json] = []
         """How the model is told of them, in OpenAI's form."""
@@ -82,7 +82,7 @@ class Tools:
 
     async def __aenter__(self) -> "Tools":
         for name in self._names:
-            if name == PYTHON and self._sandbox:
+            if name == PYTHON:
                 function = python_tool(self._sandbox)
                 schema = schema_of(function, name)
             else:

@@ -47,6 +47,8 @@ ON_GPUS = {
     "apply_rope_fusion",
     "attention_backend",
     "cp_comm_type",
+    *("fp8", "fp8_recipe", "first_last_layers_bf16"),
+    *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
     "gradient_accumulation_fusion",
     "moe_flex_dispatcher_backend",
     "moe_permute_fusion",
