@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-import shutil
 import sys
 
 import pytest
 
+from helpers.sandboxes import needs_bubblewrap
 from megatron_grpo.agents.tools import Tools
 from megatron_grpo.workers.sandbox import Sandbox
 
@@ -77,7 +77,7 @@ def test_calls_run_at_once_are_cut_and_tell_their_errors(tmp_path):
     assert metrics["tool/unknown/calls"] == 1
 
 
-@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+@needs_bubblewrap
 def test_the_tool_python_tells_what_a_program_prints_and_how_it_fails():
     async def call_all():
         sandbox = Sandbox(timeout=5)

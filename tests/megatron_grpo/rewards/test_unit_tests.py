@@ -3,18 +3,18 @@
 import asyncio
 import json
 import math
-import shutil
 from contextlib import closing
 
 import pytest
 
 from helpers.rewards import sample_of
+from helpers.sandboxes import needs_bubblewrap
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rewards.builtin import reference_fault
 from megatron_grpo.rewards.unit_tests import program_in, unit_tests
 
-pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+pytestmark = needs_bubblewrap
 ASSERTIONS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
 SUMS = {"inputs": ["1 2\n", "2 2\n"], "outputs": ["3\n", "4"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[1, 2]]]}

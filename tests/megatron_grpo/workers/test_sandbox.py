@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import socket
 import time
 from dataclasses import replace
@@ -11,9 +10,9 @@ from functools import partial
 import psutil
 import pytest
 
+from helpers.sandboxes import needs_bubblewrap
 from megatron_grpo.workers.sandbox import MAX_OUTPUT, MAX_PROCESSES, Sandbox, SandboxError
 
-needs_bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
 SANDBOX = Sandbox(timeout=60, memory_megabytes=256)
 SECONDS = 2.0
 
