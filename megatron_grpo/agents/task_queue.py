@@ -132,18 +132,16 @@ class TaskQueue:
     async def _finish(self, request: web.Request) -> web.Response:
         if refusal := self._refusal(request):
             return refusal
+        body = await request.text()  # all of it before the task is: the agent may go away
         with self._lock:
             task = self._taken.pop(request.match_info["key"], None)
         if task is None:
             return _told(404, "no agent has this task: it was late, or given up")
         try:
-            told = await request.json()
-            if isinstance(told, dict) and told.get("error"):
-                raise EnvironmentFailed(str(told["error"]))
-            task.done.set_result(json.dumps(checked(told)))
+            task.done.set_result(_ending(body))
         except EnvironmentFailed as failure:
             task.done.set_exception(failure)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             task.done.set_exception(EnvironmentFailed(str(error)))
             return _told(400, str(error))
         return _told(200, "")
@@ -177,6 +175,14 @@ class TaskQueue:
             for task in lost:
                 text = f"agent.listen: no agent has asked for a task for {self._timeout:g} s"
                 task.done.set_exception(EnvironmentsLost(text))
+
+
+def _ending(body: str) -> str:
+    """Reward and metrics in JSON; raises EnvironmentFailed, or ValueError for what is neither."""
+    told = json.loads(body)
+    if isinstance(told, dict) and told.get("error"):
+        raise EnvironmentFailed(str(told["error"]))
+    return json.dumps(checked(told))
 
 
 def _told(status: int, text: str) -> web.Response:
