@@ -3,7 +3,6 @@
 Each section has its own file, which defines the type, default and meaning of every key. The checks
 here need the config alone; `preflight.py` also checks it against the model and the engines, and
 `prompt_checks.py` against the data. Nothing here imports torch, so mistakes are reported at once.
-`file.py` reads and writes configs as YAML.
 """
 
 from typing import Any, Self
@@ -212,9 +211,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _pushes_are_quantized(self) -> Self:
         name = self.rollout.quantization
-        if self.rollout.quantization_aware and self.lora.r:
+        if self.rollout.quantization_aware and (self.lora.r or self.model.megatron.get("fp8")):
             raise ValueError(
-                "rollout.quantization_aware does not go with adapters yet: leave out one of the two"
+                "rollout.quantization_aware true goes neither with lora.r nor with "
+                "model.megatron.fp8 yet: leave out one of the two"
             )
         if name == "none" or self.train.replay is not None:
             return self

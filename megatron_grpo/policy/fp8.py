@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from checkpoint_convert import ModelShape
+from megatron_grpo.config.megatron_fields import token_multiple
 from parallel import ParallelDims
 
 FIELDS = (
@@ -21,8 +22,8 @@ AVAILABLE = {
     "mxfp8": "is_mxfp8_available",
 }
 """Transformer Engine's functions that say whether a GPU has a recipe, and if not, why."""
-MULTIPLE = 16
-"""Of each matrix's rows and columns."""
+BLACKWELL = (10, 0)
+"""Compute capability."""
 
 REQUANTIZED = {"disable_parameter_transpose_cache": True}
 """Each microbatch quantises the weights anew. They would be kept otherwise, at two bytes for each,
@@ -39,6 +40,12 @@ def check_fp8(
 ) -> None:
     """Raise ValueError for fields of `fp8` that cannot work with this model, or on this host."""
     told, recipe = settings.get("fp8"), settings.get("fp8_recipe")
+    at_ends = [name for name in settings if name.startswith("num_layers_at_")]
+    if at_ends and not settings.get("first_last_layers_bf16"):
+        raise ValueError(
+            f"model.megatron.{at_ends[0]} does nothing without "
+            "model.megatron.first_last_layers_bf16=true: set that, or leave it out"
+        )
     if told is None:
         for name in FIELDS:
             if name in settings:
@@ -61,12 +68,15 @@ def check_fp8(
         )
     library = import_module("transformer_engine.pytorch")
     is_there, reason = getattr(library, AVAILABLE[recipe])(return_reason=True)
+    if recipe == "blockwise" and torch.cuda.get_device_capability() >= BLACKWELL:
+        is_there, reason = False, "Blackwell only emulates it: use mxfp8"
     if not is_there:
         raise ValueError(f"model.megatron.fp8_recipe {recipe} is not for this GPU: {reason}")
+    multiple = token_multiple(settings)  # of columns as well
     for name, size in _sizes(shape, dims).items():
-        if size % MULTIPLE:
+        if size % multiple:
             raise ValueError(
-                f"{prefix} multiplies matrices whose sides are multiples of {MULTIPLE}, and {name} "
+                f"{prefix} multiplies matrices whose sides are multiples of {multiple}, and {name} "
                 f"on one of tensor({dims.tensor}) ranks is {size}: leave it out"
             )
 
@@ -80,4 +90,7 @@ def _sizes(shape: ModelShape, dims: ParallelDims) -> dict[str, int]:
     }
     if shape.moe is not None:
         sizes["moe_intermediate_size"] = shape.moe.intermediate_size // dims.expert_tensor
+    if shape.latent is not None:
+        sizes["kv_lora_rank"] = shape.latent.rank
+        sizes["q_lora_rank"] = shape.latent.query_rank or 0
     return sizes

@@ -26,6 +26,9 @@ NOT_FOR_PACKED_SEQUENCES = {
     "moe_pad_expert_input_to_capacity": "tokens would be dropped depending on others",
 }
 """Why fields are refused that Megatron has for microbatches of one length."""
+WHY_NOT = {
+    "fp8_recipe=delayed": ", as its scales are a history that checkpoints do not have",
+}
 
 
 def check_overrides(
@@ -43,9 +46,8 @@ def check_overrides(
     for name, value in overrides.items():
         _check_field(name, decided)
         if value not in LEGAL_VALUES.get(name, (value,)):
-            raise ValueError(
-                f"model.megatron.{name} is {value!r}; possible here: {[*LEGAL_VALUES[name]]}"
-            )
+            possible = f"{[*LEGAL_VALUES[name]]}{WHY_NOT.get(f'{name}={value}', '')}"
+            raise ValueError(f"model.megatron.{name} is {value!r}; possible here: {possible}")
         if name == "moe_aux_loss_coeff" and value and decided.get("moe_router_enable_expert_bias"):
             raise ValueError(
                 f"model.megatron.{name} is {value!r}, but Megatron's loss would not see the biases "

@@ -30,8 +30,8 @@ MAX_PROCESSES = 32
 """Processes and threads of a program."""
 MAX_FILES = 64
 """Open files of each of its processes."""
-FOLDER = "/tmp"
-"""Where it may write, up to 1 / `SHARE` of a process's memory."""
+SCRATCH, FOLDER = "/tmp", "/tmp/program"
+"""Where it may write, up to 1 / `SHARE` of a process's memory, and where it is."""
 SHARE = 4
 SHARED_MEMORY = 16 << 20
 """Bytes of /dev/shm."""
@@ -132,7 +132,7 @@ class Sandbox:
             stderr=files[2],
             start_new_session=True,
             env=_variables(self.python),
-            cwd="/",
+            cwd=SCRATCH,
         )
         try:
             return await asyncio.wait_for(process.wait(), self.timeout)
@@ -171,10 +171,11 @@ def _bubblewrap(paths: Sequence[str], num_bytes: int) -> list[str]:
     return [
         *(_bwrap(), "--unshare-user", "--disable-userns", "--unshare-ipc", "--unshare-pid"),
         *("--unshare-net", "--unshare-uts", "--unshare-cgroup", "--die-with-parent"),
-        *("--new-session", "--cap-drop", "ALL", *_read_only(paths), "--proc", "/proc"),
-        *("--dev", "/dev", "--size", str(SHARED_MEMORY), "--tmpfs", "/dev/shm"),
-        *("--remount-ro", "/dev", "--size", str(num_bytes), "--tmpfs", FOLDER),
-        *("--chdir", FOLDER, "--remount-ro", "/"),
+        *("--new-session", "--cap-drop", "ALL", "--size", str(num_bytes), "--tmpfs", SCRATCH),
+        # Behind it, as an interpreter may be installed there.
+        *(*_read_only(paths), "--proc", "/proc", "--dev", "/dev"),
+        *("--size", str(SHARED_MEMORY), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *("--dir", FOLDER, "--chdir", FOLDER, "--remount-ro", "/"),
     ]
 
 
@@ -189,7 +190,7 @@ def _as_somebody(paths: Sequence[str]) -> list[str]:
     return [
         *(_bwrap(), "--die-with-parent", "--cap-drop", "ALL"),
         *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
-        *(word for each in sorted({*folders, "/tmp"} - {"/"}) for word in _open_folder(each)),
+        *(word for each in sorted({*folders, SCRATCH} - {"/"}) for word in _open_folder(each)),
         *(*_read_only(paths), "--bind", "/proc", "/proc", "--dev", "/dev"),
         *("setpriv", "--reuid", user, "--regid", user, "--clear-groups"),
     ]
@@ -227,7 +228,7 @@ def visible_paths(python: str) -> list[str]:
 def _variables(python: str) -> dict[str, str]:
     return {
         "PATH": f"{Path(python).parent}:/usr/bin:/bin",
-        "HOME": FOLDER,
+        "HOME": SCRATCH,
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",  # a program that prints a set has the same reward again
         "OMP_NUM_THREADS": "1",

@@ -387,7 +387,7 @@ REFUSED = [
     ("rollout.quantization_aware=true", "rollout.quantization is none: set it to fp8"),
     (
         "rollout.quantization=int8 + rollout.quantization_aware=true + lora.r=4",
-        "rollout.quantization_aware does not go with adapters yet",
+        "rollout.quantization_aware true goes neither with lora.r",
     ),
     ("model.megatron={fp8: e4m3} + lora.r=4", "model.megatron.fp8 does not go with adapters yet"),
     ("train.export_quantization=int8 + lora.r=4", "train.export_quantization does not go"),

@@ -168,7 +168,11 @@ def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatc
             r"needs Transformer Engine's layers in bfloat16, .* transformer_impl local",
         ),
         ({"fp8": "e5m2"}, r"possible here: \['e4m3', 'hybrid'\]"),
-        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, r"here: \['blockwise', 'mxfp8', 'tensorwise'\]"),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, r"'mxfp8', 'tensorwise'\], as its scales are"),
+        (
+            {"fp8": "e4m3", "num_layers_at_end_in_bf16": 2},
+            "does nothing without .*first_last_layers",
+        ),
         ({"fp8_recipe": "blockwise"}, "fp8_recipe does nothing without model.megatron.fp8"),
         ({"first_last_layers_bf16": True}, "first_last_layers_bf16 does nothing without"),
         ({"fp8_param": True}, "fp8_param is not supported"),
@@ -204,13 +208,20 @@ def known(answer: tuple[bool, str], *, return_reason: bool) -> tuple[bool, str]:
         (SHAPE, ParallelDims(), "mxfp8", "mxfp8 is not for this GPU: it needs compute capability"),
         (SHAPE, ParallelDims(tensor=4), "blockwise", r"intermediate_size on .*\(4\) ranks is 24"),
         (replace(SHAPE, hidden_size=72), ParallelDims(), "tensorwise", "hidden_size on .* is 72"),
+        (
+            replace(SHAPE, latent=replace(LATENT, rank=24)),
+            *(ParallelDims(), "tensorwise", "kv_lora_rank on .* is 24"),
+        ),
         (SHAPE, ParallelDims(tensor=2), "blockwise", None),
         (MIXTURE, ParallelDims(), "tensorwise", None),
     ],
 )
-def test_what_a_gpu_or_a_model_cannot_multiply_in_fp8_is_refused(shape, dims, recipe, told):
+def test_what_a_gpu_or_a_model_cannot_multiply_in_fp8_is_refused(
+    shape, dims, recipe, told, monkeypatch
+):
     settings = {"fp8": "e4m3"} | ({"fp8_recipe": recipe} if recipe else {})
     refused = pytest.raises(ValueError, match=told) if told else nullcontext()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with refused:
         fp8.check_fp8(settings, shape, dims, torch.bfloat16, "transformer_engine")
 
