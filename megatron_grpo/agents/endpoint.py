@@ -9,6 +9,7 @@ cannot be given one finds the same routes below `/KEY`. The server is a thread o
 import asyncio
 import json
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import TaskQueue
 from megatron_grpo.engines.choice import Choice
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, ANY_HOST = "127.0.0.1", ("0.0.0.0", "::")
 MAX_BODY = 64 << 20
 """Bytes of a request: more than the longest context has."""
 NO_SESSION = "this is no key of a session that is going on"
@@ -113,7 +114,8 @@ class Endpoint:
             host, port = runner.addresses[0][:2]
             url = f"http://{host}:{port}"
             if self._tasks:
-                self._tasks.tell(url)
+                name = socket.getfqdn() if host in ANY_HOST else host
+                self._tasks.tell(f"http://{name}:{port}")
             self._ready.set_result(url)
         except Exception as error:  # of any kind: who waits must learn of it
             self._ready.set_exception(error)

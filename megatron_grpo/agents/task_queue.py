@@ -63,7 +63,7 @@ class TaskQueue:
         self._waiting: deque[OutsideTask] = deque()
         self._taken: dict[str, OutsideTask] = {}
         self._last_asked = 0.0
-        """When an agent last asked for a task, or the first of the waiting ones came."""
+        """When an agent last asked for a task or had one, or the first of the waiting ones came."""
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Nothing to wait for: agents come when they like."""
@@ -99,9 +99,11 @@ class TaskQueue:
     def tell(self, url: str) -> None:
         """Write the address and the token for agents of this user, and say where."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.unlink(missing_ok=True)
-        with open(os.open(self._file, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+        part = self._file.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
             json.dump({"url": url, "token": self._token}, file)
+        part.replace(self._file)
         print(
             f"agents take tasks at {url}/tasks: address and token are in {self._file}", flush=True
         )
@@ -135,6 +137,7 @@ class TaskQueue:
         body = await request.text()  # all of it before the task is: the agent may go away
         with self._lock:
             task = self._taken.pop(request.match_info["key"], None)
+            self._last_asked = time.monotonic()
         if task is None:
             return _told(404, "no agent has this task: it was late, or given up")
         try:
@@ -166,6 +169,7 @@ class TaskQueue:
                 late = [task for task in self._taken.values() if task.deadline < now]
                 for task in late:
                     del self._taken[task.columns["key"]]
+                    self._last_asked = now  # its agent could not ask for another
                 lost = []
                 if not self._taken and now - self._last_asked > self._timeout:
                     lost, self._waiting = [*self._waiting], deque()

@@ -65,10 +65,17 @@ class Worker:
                 if response.status_code == httpx.codes.NO_CONTENT:
                     continue
                 task = response.raise_for_status().json()
-                end = await self._act(task)
+                end = await self._end_of(task)
                 await http.post(f"{url}/tasks/{task['key']}", headers=headers, json=end)
             except httpx.HTTPError:  # the run has ended, or starts again with another token
                 await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _end_of(self, task: Json) -> Json:
+        """What the run is told; whatever fails costs this task alone."""
+        try:
+            return await self._act(task)
+        except Exception as error:  # of any kind: an environment is somebody else's code
+            return {"error": repr(error)}
 
     def _told(self) -> Json | None:
         """The address and the token of the run; None when it is over."""

@@ -76,8 +76,8 @@ def check_fp8(
     for name, size in _sizes(shape, dims).items():
         if size % multiple:
             raise ValueError(
-                f"{prefix} multiplies matrices whose sides are multiples of {multiple}, and {name} "
-                f"on one of tensor({dims.tensor}) ranks is {size}: leave it out"
+                f"{prefix} multiplies matrices whose sides are multiples of {multiple}, and what a "
+                f"rank has of {name} is {size}: leave it out"
             )
 
 
@@ -90,6 +90,7 @@ def _sizes(shape: ModelShape, dims: ParallelDims) -> dict[str, int]:
     }
     if shape.moe is not None:
         sizes["moe_intermediate_size"] = shape.moe.intermediate_size // dims.expert_tensor
+        sizes["the shared experts"] = shape.moe.shared_intermediate_size // dims.tensor
     if shape.latent is not None:
         sizes["kv_lora_rank"] = shape.latent.rank
         sizes["q_lora_rank"] = shape.latent.query_rank or 0

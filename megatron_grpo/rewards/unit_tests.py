@@ -12,9 +12,11 @@ from typing import Any
 
 from megatron_grpo.workers.sandbox import Kind, Sandbox, SandboxError
 
-BLOCK = re.compile(r"```(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+BLOCK = re.compile(
+    r"^[ \t]*```[ \t]*([^\s`]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+)
 """A block of code in Markdown with its language; the last one may be cut off."""
-LANGUAGES = ("", "py", "python", "python3")
+LANGUAGES = ("py", "python", "python3")
 CALL = """
 import json, sys
 found = globals().get({name!r}) or getattr(Solution(), {name!r})
@@ -77,13 +79,15 @@ async def unit_tests(
 
 
 def program_in(completion: str) -> str | None:
-    """The last block of Python in it.
+    """The last block of Python in it, or of no language if none is said to be Python.
 
-    >>> program_in("So: ```python\\nprint(1)\\n```")
+    >>> program_in("So:\\n```python\\nprint(1)\\n```")
     'print(1)\\n'
     """
-    blocks = [text for language, text in BLOCK.findall(completion) if language in LANGUAGES]
-    return blocks[-1] if blocks else None
+    blocks = [(language.lower(), text) for language, text in BLOCK.findall(completion)]
+    named = [text for language, text in blocks if language in LANGUAGES]
+    unnamed = [text for language, text in blocks if not language]
+    return next(reversed(named or unnamed), None)
 
 
 async def share_passed(

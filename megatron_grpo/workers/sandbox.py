@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 Kind = Literal["bubblewrap", "none"]
-MAX_OUTPUT = 1 << 20
-"""Bytes that are read of stdout and stderr."""
 MAX_FILE = 16 << 20
-"""Bytes of a file, stdout included, beyond which a program cannot write."""
+"""Bytes of a file, stdout and stderr included, beyond which a program cannot write."""
 MAX_PROCESSES = 32
 """Processes and threads of a program."""
 MAX_FILES = 64
@@ -38,25 +36,23 @@ SHARED_MEMORY = 16 << 20
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 FIRST_USER, NUM_USERS = 1 << 30, 1 << 30
 """Numbers of users without an account, see `_as_somebody`."""
-STARTED = b"\0"
-"""What the launcher writes before the program begins: without it, there was no sandbox."""
 
 LAUNCHER = """
 import os, resource, sys
-memory, size, seconds, processes, files, length = map(int, sys.argv[1:])
+memory, size, seconds, processes, files, source_fd, started_fd = map(int, sys.argv[1:])
 for name, most in (("AS", memory), ("FSIZE", size), ("CPU", seconds), ("NPROC", processes),
                    ("NOFILE", files), ("CORE", 0)):
     if most >= 0:
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
-os.write(1, bytes(1))
-source = b""
-while len(source) < length:
-    source += os.read(0, length - len(source))
+with open(source_fd, "rb") as file:
+    source = file.read()
+os.write(started_fd, bytes(1))
+os.close(started_fd)
 sys.argv = ["program.py"]
 exec(compile(source, "program.py", "exec"), {"__name__": "__main__"})
 """
-"""Python's own first program. The model's is the first `length` bytes of stdin; the rest is what
-that one reads."""
+"""Python's own first program, which says that it runs, and becomes the model's. Both files are
+closed before, so that the model's can neither read itself nor take that word back."""
 
 
 class SandboxError(ValueError):
@@ -108,28 +104,28 @@ class Sandbox:
 
     async def run(self, program: str, stdin: str = "") -> Outcome:
         """Run it to its end; raises SandboxError if it did not begin."""
-        source = program.encode(errors="replace")
-        files = [
-            _file_in_memory(data) for data in (source + stdin.encode(errors="replace"), b"", b"")
-        ]
+        given = (stdin, "", "", program, "")
+        files = [_file_in_memory(text.encode(errors="replace")) for text in given]
         try:
-            code = await self._run(self._command(len(source)), files)
-            _, stdout, stderr = (os.pread(file, MAX_OUTPUT, 0) for file in files)
+            code = await self._run(files)
+            _, stdout, stderr, _, started = (os.pread(file, MAX_FILE, 0) for file in files)
         finally:
             for file in files:
                 os.close(file)
-        if not stdout.startswith(STARTED):
+        if not started:
             said = _text(stderr)[-300:].strip() or "it was late"
             raise SandboxError(f"no program runs under {self.sandbox} here: {said}")
-        return Outcome(_text(stdout[len(STARTED) :]), _text(stderr), code)
+        return Outcome(_text(stdout), _text(stderr), code)
 
-    async def _run(self, command: Sequence[str], files: Sequence[int]) -> int | None:
-        """Its exit code; None if it was late."""
+    async def _run(self, files: Sequence[int]) -> int | None:
+        """Its exit code; None if it was late. `files` are its stdin, stdout and stderr, itself, and
+        the launcher's word that it has begun."""
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *self._command(files[3:]),
             stdin=files[0],
             stdout=files[1],
             stderr=files[2],
+            pass_fds=files[3:],
             start_new_session=True,
             env=_variables(self.python),
             cwd=SCRATCH,
@@ -143,12 +139,12 @@ class Sandbox:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
 
-    def _command(self, length: int) -> list[str]:
+    def _command(self, files: Sequence[int]) -> list[str]:
         memory = self.memory_megabytes << 20
         # Unsandboxed, its processes would be counted together with all others of the user.
         processes = MAX_PROCESSES if self.sandbox == "bubblewrap" else -1
         limits = (memory, MAX_FILE, math.ceil(self.timeout) + 1, processes, MAX_FILES)
-        launcher = [self.python, "-B", "-P", "-s", "-c", LAUNCHER, *map(str, (*limits, length))]
+        launcher = [self.python, "-B", "-P", "-s", "-c", LAUNCHER, *map(str, (*limits, *files))]
         if self.sandbox == "none":
             return launcher
         paths = visible_paths(self.python)
@@ -161,7 +157,8 @@ def _bwrap() -> str:
     if found is None:
         raise SandboxError(
             "programs of the model run under bubblewrap, and this host has no bwrap: install the "
-            "package bubblewrap, or let them run unsandboxed, with your rights, by sandbox: none"
+            "package bubblewrap (0.8 or later), or let them run unsandboxed, with your rights, by "
+            "sandbox: none"
         )
     return found
 

@@ -64,7 +64,7 @@ def finite_number(value: Any) -> float | None:
     """What user code gave as a number; None if it is no finite one."""
     try:
         return float(value) if not isinstance(value, str) and math.isfinite(value) else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # an integer beyond every float
         return None
 
 

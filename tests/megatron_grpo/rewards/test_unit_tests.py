@@ -85,7 +85,10 @@ def test_late_and_greedy_programs_fail_and_cost_the_others_nothing():
 
 
 def test_the_last_block_of_python_is_the_program():
-    assert program_in("```py\nfirst\n```\n```\nsecond\n```\n```cpp\nthird\n```") == "second\n"
+    assert program_in("```py\nfirst\n```\n```Python\nsecond\n```\n```cpp\nthird\n```") == "second\n"
+    assert program_in("```python\nfirst\n```\nOutput:\n```\n3\n```") == "first\n"
+    assert program_in("```c++\nfirst\n```\n```python\nsecond\n```") == "second\n"
+    assert program_in("```\nfirst\n```\n```\nsecond\n```") == "second\n"
     assert program_in("```python\ncut off") == "cut off"
     assert program_in("print(1)") is None
     assert asyncio.run(unit_tests(["print(1)"], [ASSERTIONS])) == [0]
