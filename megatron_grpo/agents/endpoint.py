@@ -110,7 +110,11 @@ class Endpoint:
         )
         try:
             await runner.setup()
-            await web.TCPSite(runner, *self._listen).start()
+            try:
+                await web.TCPSite(runner, *self._listen).start()
+            except OSError as error:  # such as an address that another run has
+                host, port = self._listen
+                raise ValueError(f"agent.listen {host}:{port}: {error}") from None
             host, port = runner.addresses[0][:2]
             url = f"http://{host}:{port}"
             if self._tasks:

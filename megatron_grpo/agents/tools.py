@@ -12,7 +12,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.agents.python_tool import python_tool
 from megatron_grpo.config.agent import LIMITS, PYTHON
 from megatron_grpo.workers.sandbox import Sandbox
 from megatron_grpo.workers.user_file import load_user_file
@@ -189,3 +188,23 @@ async def _ask_server(client: Any, name: str, /, **arguments: Any) -> str:
     if result.is_error:
         raise RuntimeError(text)
     return text
+
+
+def python_tool(sandbox: Sandbox) -> Call:
+    """The tool `python`, whose programs run in `sandbox`."""
+
+    async def python(code: str) -> str:
+        """Runs a Python program and returns what it prints. Each program starts anew.
+
+        Args:
+            code: The program. It has to print its results.
+        """
+        outcome = await sandbox.run(code)
+        said = [outcome.stdout, outcome.stderr]
+        if outcome.exit_code is None:
+            said.append(f"The program was stopped after {sandbox.timeout:g} seconds.")
+        elif not any(said):
+            said.append("The program has printed nothing.")
+        return "\n".join(text.rstrip("\n") for text in said if text)
+
+    return python

@@ -126,6 +126,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="rows")
     parser.add_argument("--at-once", type=int, default=64, help="episodes at a time")
     options = parser.parse_args()
+    if options.action == "serve" and not options.file.exists():
+        parser.error(f"{options.file} does not exist: no run with agent.listen is there")
     env = load(options.taskset, options.env)
     if options.action == "rows":
         rows = rows_of(env, options.most)

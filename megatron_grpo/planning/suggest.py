@@ -251,12 +251,12 @@ def _fitting(
     colocated: EngineBytes | None,
 ) -> list[Suggestion]:
     """`cfg` with the least recomputation with which it fits; empty if it does not fit at all."""
-    host = host_use(cfg, shape, states, 2 * cfg.dims.pipeline, card, colocated)
-    if host is not None and not host.fits:
-        return []
     for settings in _recomputations(cfg):
         model = cfg.model.model_copy(update={"megatron": settings})
         cfg = cfg.model_copy(update={"model": model})
+        host = host_use(cfg, shape, states, 2 * cfg.dims.pipeline, card, colocated)
+        if host is not None and not host.fits:
+            continue
         # Packing takes longest, so first rule out what does not even fit with one microbatch.
         one = fullest_stage(stages_memory(cfg, shape, states, 1, colocated))
         if one.total > memory_limit(card):

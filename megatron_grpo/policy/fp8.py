@@ -28,7 +28,7 @@ BLACKWELL = (10, 0)
 REQUANTIZED = {"disable_parameter_transpose_cache": True}
 """Each microbatch quantises the weights anew. They would be kept otherwise, at two bytes for each,
 until Megatron's schedule says that another step begins; and whoever else changes weights would have
-to say so, too. A product over 16,384 tokens takes a hundred times as long."""
+to say so, too. It reads and writes each weight once, for products over thousands of tokens."""
 
 
 def check_fp8(

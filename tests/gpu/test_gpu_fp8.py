@@ -118,6 +118,7 @@ def test_what_is_recomputed_and_the_last_layers_in_bfloat16_change_nothing_else(
     again = [f"model.megatron.{field}" for field in full]
     _, recomputed, _ = run(folder, LENGTHS, *in_fp8("blockwise", *again))
     torch.testing.assert_close(recomputed, plain, rtol=1e-2, atol=1e-4 * plain.abs().max().item())
-    ends = ["first_last_layers_bf16=true"]
+    ends = ["first_last_layers_bf16=true", "num_layers_at_start_in_bf16=1"]
+    ends.append("num_layers_at_end_in_bf16=1")
     *_, was_fp8 = run(folder, LENGTHS, *in_fp8("blockwise", *(f"model.megatron.{e}" for e in ends)))
     assert not was_fp8  # this model has two layers

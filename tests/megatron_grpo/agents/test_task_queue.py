@@ -114,3 +114,13 @@ def test_only_who_may_read_the_file_is_given_tasks(engine, tied_model, folder):
             assert httpx.post(f"{agent.url}/tasks", headers=headers).status_code == 401
             assert httpx.post(f"{agent.url}/tasks/key", headers=headers).status_code == 401
     assert not file.exists()
+
+
+def test_an_address_that_is_taken_is_named(engine, tied_model, folder):
+    with outside(engine, tied_model, folder, 1) as (agent, _):
+        address = agent.url.removeprefix("http://")
+        with (
+            pytest.raises(ValueError, match=f"agent.listen {address}: .*in use"),
+            running_agents(engine, tied_model, folder, listen=address),
+        ):
+            pass
