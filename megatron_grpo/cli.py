@@ -36,6 +36,21 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="key.sub=value pairs, for example train.num_steps=3 grpo.beta=0.04"),
 ]
+Lengths = Annotated[
+    Path | None,
+    typer.Option(
+        help="A run's completions.jsonl, or a file with one number per line: the tokens of a "
+        "prompt and its completion. Default: every sequence has the maximum length.",
+    ),
+]
+Reshard = Annotated[
+    bool,
+    typer.Option("--reshard", help="Show how much each rank sends when weights go to the engines."),
+]
+Instantiate = Annotated[
+    bool,
+    typer.Option("--instantiate", help="Build the modules of every distinct rank, without memory."),
+]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -230,31 +245,15 @@ def plan(
     gpus: Annotated[
         int | None, typer.Option(help="Number of GPUs. Default: as few whole nodes as needed.")
     ] = None,
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            help="A run's completions.jsonl, or a file with one number per line: the tokens of a "
-            "prompt and its completion. Default: every sequence has the maximum length.",
-        ),
-    ] = None,
+    lengths: Lengths = None,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="List parallel layouts that fit, fastest first.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON, for scripts.")
     ] = False,
-    reshard: Annotated[
-        bool,
-        typer.Option(
-            "--reshard", help="Show how much each rank sends when weights go to the engines."
-        ),
-    ] = False,
-    instantiate: Annotated[
-        bool,
-        typer.Option(
-            "--instantiate", help="Build the modules of every distinct rank, without memory."
-        ),
-    ] = False,
+    reshard: Reshard = False,
+    instantiate: Instantiate = False,
 ) -> None:
     """Estimate memory, time and traffic of CONFIG; nothing is started.
 
@@ -280,10 +279,7 @@ def plan(
         "--gpus": gpus,
         "--lengths": lengths,
     }
-    for alone in ("--instantiate", "--reshard"):
-        others = [option for option, value in options.items() if value and option != alone]
-        if options[alone] and others:
-            raise typer.BadParameter(f"{alone} cannot be combined with {', '.join(others)}")
+    _refuse_combinations(options, ("--instantiate", "--reshard"))
     cfg = load_config(config, overrides or [])
     cfg.model.check_folder(only_config=True)
     if instantiate:
@@ -297,6 +293,13 @@ def plan(
 
         show = print_suggestions if suggest else print_plan
         show(cfg, gpu=gpu or "h100", num_gpus=gpus, lengths_file=lengths, as_json=as_json)
+
+
+def _refuse_combinations(options: dict[str, object], alone: tuple[str, ...]) -> None:
+    for option in alone:
+        others = [other for other, value in options.items() if value and other != option]
+        if options[option] and others:
+            raise typer.BadParameter(f"{option} cannot be combined with {', '.join(others)}")
 
 
 def _instantiate(cfg: Config) -> None:

@@ -11,6 +11,17 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.process import allow_open_files
 from megatron_grpo.launch.run_dir import check_token, take_token
 
+MasterAddr = Annotated[str, typer.Option(help="Address of node 0 for the others.")]
+MasterPort = Annotated[
+    int,
+    typer.Option(
+        help="A free port of node 0. vLLM's workers meet there, on all interfaces and without "
+        "authentication: keep others off this network.",
+        min=1,
+        max=65535,
+    ),
+]
+
 
 def serve(
     config: Annotated[Path, typer.Argument(help="YAML file of the run that the engine is for.")],
@@ -28,18 +39,8 @@ def serve(
     node_rank: Annotated[
         int, typer.Option(help="Which of them this is; node 0 answers trainers.", min=0)
     ] = 0,
-    master_addr: Annotated[
-        str, typer.Option(help="Address of node 0 for the others.")
-    ] = "127.0.0.1",
-    master_port: Annotated[
-        int,
-        typer.Option(
-            help="A free port of node 0. vLLM's workers meet there, on all interfaces and without "
-            "authentication: keep others off this network.",
-            min=1,
-            max=65535,
-        ),
-    ] = 29501,
+    master_addr: MasterAddr = "127.0.0.1",
+    master_port: MasterPort = 29501,
     join: Annotated[
         bool,
         typer.Option("--join", help="Join the run in train.run_dir while it trains."),
