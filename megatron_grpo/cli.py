@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -295,7 +296,7 @@ def plan(
         show(cfg, gpu=gpu or "h100", num_gpus=gpus, lengths_file=lengths, as_json=as_json)
 
 
-def _refuse_combinations(options: dict[str, object], alone: tuple[str, ...]) -> None:
+def _refuse_combinations(options: Mapping[str, object], alone: tuple[str, ...]) -> None:
     for option in alone:
         others = [other for other, value in options.items() if value and other != option]
         if options[option] and others:

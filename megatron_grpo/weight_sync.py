@@ -1,4 +1,6 @@
-"""A push of weights: from the trainer's shards over dedicated channels into the engines' workers.
+"""A push of weights: from the trainer's shards into the engines' workers.
+
+Over channels of its own, or by way of a folder (`WeightFolder`).
 
 A push is a transaction. After each phase, all ranks know whether it succeeded everywhere, and no
 engine serves requests until every worker is verified to hold the same weights as the ranks, by
@@ -28,6 +30,7 @@ from megatron_grpo.engines.pushed import NOTHING, sums_of_all_ranks
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_folder import WeightFolder
 from parallel import Sender, cut_shares, plan_shares
 from parallel.collectives import broadcast_text, first_failure, on_rank_0, wait_for_rank_0
 from parallel.weight_transfer import (
@@ -84,7 +87,12 @@ class WeightSync:
         self._sends = cut_shares(shares, self._bucket_bytes // max(itemsizes.values()))
         self._check_engine = partial(check_engine, held.all, dtypes=held.dtypes)
         self._num_engines, self._chain_number = 0, 0
-        self._weight_sender: WeightSender | None = None
+        self._folder = (
+            WeightFolder(cfg, shape, sender, self._workers, self._sends, self._dtypes)
+            if cfg.rollout.weight_transport == "disk"
+            else None
+        )
+        self._weight_sender: WeightSender | WeightFolder | None = None
         self._rendezvous: Rendezvous | None = None
 
     def push(
@@ -178,6 +186,8 @@ class WeightSync:
             self._rendezvous = None  # all have their channels, or have failed
             if failure is not None:
                 return failure
+            if self._folder is not None:
+                self._folder.write(parameters)  # the workers find all of it
             sent: dict[int, WorkerSums] = {}
             broken = first_failure(
                 lambda: sent.update(self._transfer(parameters, push)), ConnectionError
@@ -192,6 +202,8 @@ class WeightSync:
                 failure = self._ask_engines(
                     lambda engines: engines.finish_push(push, policy_version)
                 )
+        if failure is None and broken is None and self._folder is not None:
+            self._folder.close()
         return failure or broken
 
     def _take_caches(self, timer: PhaseTimer) -> None:
@@ -214,8 +226,12 @@ class WeightSync:
         if self._engines is not None:
             self._engines.begin_push(push)
 
-    def _open_channels(self) -> WeightSender:
+    def _open_channels(self) -> WeightSender | WeightFolder:
         """Open channels to the workers of the engines; collective over all ranks."""
+        if self._folder is not None:
+            if self._engines is not None:
+                self._engines.open_channels(self._folder.init_info, lambda: True)
+            return self._folder
         address = None
         if self._engines is not None:
             address, self._rendezvous = open_rendezvous(self._address)
@@ -253,7 +269,12 @@ class WeightSync:
     def _transfer(self, parameters: Mapping[str, Tensor], push: str) -> Mapping[int, WorkerSums]:
         """Send this rank's share; returns the checksums of what it has sent, by worker."""
         assert self._weight_sender is not None
-        with meanwhile(self._engines, lambda e, is_sending: e.receive_push(push, is_sending)):
+
+        def receive(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
+            is_reading = self._folder is not None
+            engines.receive_push(push, lambda: is_reading or is_sending())
+
+        with meanwhile(self._engines, receive):
             return self._weight_sender.send_weights(parameters)
 
     def _all_senders(self, own: set[int]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.arguments import engine_table
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineDown
@@ -44,7 +45,7 @@ ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters", 
 ALONE = -1
 """Number of a generation beside which there is no other that is made."""
 DERENDER = "/v1/chat/completions/derender"
-"""vLLM's route from the tokens of a turn to an assistant's message."""
+"""The engines' route from the tokens of a turn to an assistant's message."""
 
 
 def actor_pool(cfg: Config) -> EnvironmentPool:
@@ -188,9 +189,12 @@ class Agents:
     async def _parse(self, choice: Choice, request: Mapping[str, Any], url: str) -> Json:
         """The message that a turn is, by the engine's parsers, if it has any."""
         rollout = self._cfg.rollout
-        if not (rollout.tool_call_parser or rollout.vllm.get("reasoning_parser")):
+        if not (rollout.tool_call_parser or engine_table(rollout).get("reasoning_parser")):
             return {"role": "assistant", "content": choice.text}
-        turn = {"index": 0, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason}
+        ids = choice.token_ids
+        if ids and ids[-1] in self._end_tokens:  # parsers would leave its text in the content
+            ids = ids[:-1]
+        turn = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
         names = ("messages", "tools", "tool_choice", "parallel_tool_calls")
         body = {
             "generate_response": {"request_id": "turn", "choices": [turn]},

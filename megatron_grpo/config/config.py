@@ -196,10 +196,10 @@ class Config(Section):
         if not self.lora.is_served or self.train.replay is not None:
             return self
         instead = "set lora.sync=merged"
-        if self.rollout.engine != "vllm":
+        if self.rollout.engine != "vllm" or self.rollout.weight_transport == "disk":
             raise ValueError(
-                "lora.sync adapter needs engines into whose adapters weights can be pushed: "
-                f"use rollout.engine=vllm, or {instead}"
+                "lora.sync adapter needs engines into whose adapters weights can be pushed: use "
+                f"rollout.engine=vllm without rollout.weight_transport=disk, or {instead}"
             )
         if self.rollout.vllm.get("load_format") == "dummy":
             raise ValueError(

@@ -50,8 +50,8 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = Field(default=(), strict=False)
     """Strings that end a completion or turn, and belong to it; not with engine transformers."""
     tool_call_parser: str | None = None
-    """vLLM's parser of calls of tools in the turns of agents, such as hermes, qwen3_coder or
-    llama3_json; a parser of reasoning is vllm.reasoning_parser."""
+    """The engine's parser of calls of tools in the turns of agents, such as hermes or qwen3_coder;
+    a parser of reasoning is vllm.reasoning_parser or sglang.reasoning_parser."""
     max_staleness: NonNegativeInt = 0
     """Generations that may be made ahead while the ranks train; samples are at most that many
     pushes of weights old when training on them begins. 0: synchronous."""
@@ -94,8 +94,9 @@ class RolloutConfig(Section):
     """Fields of SGLang's ServerArgs, passed on unchanged."""
     update_weights_bucket_megabytes: PositiveInt = 512
     """Maximum megabytes of buffers per process while weights are sent to the engines."""
-    weight_transport: Literal["auto", "network"] = "auto"
-    """`auto`: host or GPU memory that both ends share, else the network; `network`: only that."""
+    weight_transport: Literal["auto", "network", "disk"] = "auto"
+    """`auto`: host or GPU memory that both ends share, else the network; `network`: only that;
+    `disk`: a folder in train.run_dir, for engines that share only a file system with the ranks."""
 
     @property
     def gpus_per_engine(self) -> int:
@@ -213,10 +214,10 @@ class RolloutConfig(Section):
                 f"rollout.python {self.python} is for rollout.engine sglang: leave it out, as "
                 f"engines of {self.engine} run in the trainer's environment"
             )
-        if self.tool_call_parser is not None and self.engine != "vllm":
+        if self.tool_call_parser is not None and self.engine == "transformers":
             raise ValueError(
-                f"rollout.tool_call_parser {self.tool_call_parser} is for rollout.engine vllm: "
-                "leave it out"
+                f"rollout.tool_call_parser {self.tool_call_parser} is for rollout.engine vllm or "
+                "sglang: leave it out"
             )
         for other, table in {"vllm": self.vllm, "sglang": self.sglang}.items():
             if table and self.engine != other:
@@ -257,6 +258,7 @@ class RolloutConfig(Section):
             "rollout.in_flight_updates true": self.in_flight_updates,
             "rollout.router_replay true": self.router_replay,
             "rollout.vllm.speculative_config": self.vllm.get("speculative_config"),
+            "rollout.weight_transport disk": self.weight_transport == "disk",
         }
         if self.quantization != "none" and (
             told := [key for key, is_on in others.items() if is_on]

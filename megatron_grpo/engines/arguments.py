@@ -34,6 +34,14 @@ def check_names(
             raise ValueError(f"rollout.{engine}.{name} is not an engine argument of {title}{hint}")
 
 
+def check_parser(title: str, parser: str | None, known: Collection[str]) -> None:
+    """Raise ValueError for a parser of calls of tools that the engine `title` does not have."""
+    if parser is not None and parser not in known:
+        raise ValueError(
+            f"rollout.tool_call_parser {parser}: {title} has {', '.join(sorted(known))}"
+        )
+
+
 def fields_of(source: Path, classes: Collection[str] | None = None) -> frozenset[str]:
     """The public fields of these classes, or of all classes, read from their source.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.engines.push_protocol import Json, PushState, parameter_table
-from parallel.weight_transfer import TransferInitInfo, WeightReceiver
+from megatron_grpo.engines.weight_receivers import Receiver, open_receiver
 
 
 class PushWorker(ABC):
@@ -23,14 +23,14 @@ class PushWorker(ABC):
     def __init__(self, number: int, device: torch.device) -> None:
         self.number, self.device = number, device
         self.state = PushState()
-        self._receiver: WeightReceiver | None = None
+        self._receiver: Receiver | None = None
         self._received: dict[str, Tensor] = {}
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """What a push fills, by name."""
 
-    def receive(self, receiver: WeightReceiver, received: dict[str, Tensor]) -> Mapping[str, int]:
+    def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Receive a push into these `tensors`; returns the checksums that the ranks expect."""
         return receiver.receive_weights(received)
 
@@ -47,12 +47,8 @@ class PushWorker(ABC):
                 self._receiver.close()
                 self._receiver = None
             self._received = self.tensors()
-            self._receiver = WeightReceiver(
-                TransferInitInfo.from_json(transfer),
-                engine=engine,
-                worker=self.number,
-                parameters=self._received,
-                device=self.device,
+            self._receiver = open_receiver(
+                transfer, engine, self.number, self._received, self.device
             )
 
     def _describe_parameters(self) -> Json:

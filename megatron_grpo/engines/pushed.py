@@ -71,15 +71,25 @@ def loaded_sums(
     if not (cfg.lora.is_served and cfg.num_engines):
         return {}
     held = holdings(cfg, shape)
+    sends = cut_shares(plan_shares(sender, held.weights), MAX_ELEMENTS)
+    dtypes = {name: getattr(torch, dtype) for name, dtype in held.dtypes.items()}
+    return sums_of_copies(weights, sends, held.weights, dtypes)
+
+
+def sums_of_copies(
+    weights: Mapping[str, Tensor],
+    sends: Mapping[int, Sequence[Copy]],
+    workers: Sequence[Layout],
+    dtypes: Mapping[str, torch.dtype],
+) -> dict[int, WorkerSums]:
+    """The checksums of copies of a rank's `weights` in the tensors of each worker."""
 
     def part(worker: int, copy: Copy) -> Tensor:
         name, box = copy.destination, copy.destination_box
         values = weights[copy.source].detach()[copy.source_box.slices]
         values = as_local(as_whole(values, copy.source_axes), copy.destination_axes, len(box.size))
-        values = values.to(getattr(torch, held.dtypes[name])).contiguous()
-        return checksum(values, box, held.weights[worker].shapes[name])
+        return checksum(values.to(dtypes[name]).contiguous(), box, workers[worker].shapes[name])
 
-    sends = cut_shares(plan_shares(sender, held.weights), MAX_ELEMENTS)
     return {
         worker: added_up((copy.destination, part(worker, copy)) for copy in copies)
         for worker, copies in sends.items()

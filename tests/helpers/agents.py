@@ -98,12 +98,16 @@ class Recorded(AgentGeneration):
 
 @contextmanager
 def running_agents(engine, model: Path, folder: Path, **agent: Any) -> Iterator[Agents]:
-    """Agents of an engine; `function` is one of `FUNCTIONS`."""
+    """Agents of an engine with this `parser`; `function` is one of `FUNCTIONS`."""
+    parser = agent.pop("parser", "null")
     if function := agent.pop("function", None):
         (folder / "agent.py").write_text(FUNCTIONS.replace("SECONDS", LONG_SLEEP))
         agent["function"] = f"{folder / 'agent.py'}:{function}"
     settings = [f"agent.{name}={value}" for name, value in agent.items()]
-    cfg = load_config(TINY_CONFIG, [*settings, "data.max_prompt_length=100", *STOPS])
+    cfg = load_config(
+        TINY_CONFIG,
+        [*settings, f"rollout.tool_call_parser={parser}", "data.max_prompt_length=100", *STOPS],
+    )
     client = engine.client()
     agents = Agents(cfg, AutoTokenizer.from_pretrained(model), END_IDS, client, None)
     try:

@@ -29,7 +29,7 @@ from parallel.weight_transfer import rendezvous_address
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 
 
-@pytest.mark.parametrize("transport", ["auto", "network"])
+@pytest.mark.parametrize("transport", ["auto", "network", "disk"])
 @pytest.mark.parametrize(
     ("dims", "num_flips"),
     [(ParallelDims(data=2), 0), (TP2_PP2, 1)],
@@ -43,6 +43,7 @@ def test_a_push_brings_the_shards_to_the_engine(
     overrides = [
         *rollout_overrides(live_engine.rollout, live_engine.servers.base_urls),
         f"rollout.weight_transport={transport}",
+        f"train.run_dir={tmp_path / 'run'}",
     ]
     token = live_engine.servers.token
     arguments = (tied_model, dims, token, overrides, live_engine.version, num_flips)
@@ -52,6 +53,23 @@ def test_a_push_brings_the_shards_to_the_engine(
     assert results[0][1] == phases
     samples = live_engine.generate(random_prompts(2))
     assert largest_logprob_error(tied_model, samples) < 1e-4
+    assert not [*tmp_path.glob("run/pushed")]
+
+
+def test_a_push_that_cannot_be_written_is_the_end_on_all_ranks(
+    live_engine: TestEngine, tied_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").write_text("not a folder")
+    overrides = [
+        *rollout_overrides(live_engine.rollout, live_engine.servers.base_urls),
+        "rollout.weight_transport=disk",
+        f"train.run_dir={tmp_path / 'run'}",
+    ]
+    live_engine.version += 1
+    arguments = (tied_model, ParallelDims(data=2), live_engine.servers.token, overrides)
+    results = run_ranks(2, push_policy, *arguments, live_engine.version)
+    assert all("weights of a push cannot be written: " in error for error, _ in results)
+    live_engine.push(tied_model)
 
 
 def test_after_two_failures_the_push_raises_and_the_engine_serves_nothing(

@@ -1,6 +1,7 @@
 """How an SGLang engine is started: its command line and environment."""
 
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -9,7 +10,12 @@ from typing import Any
 
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.arguments import check_names, command_flags, fields_of
+from megatron_grpo.engines.arguments import (
+    check_names,
+    check_parser,
+    command_flags,
+    fields_of,
+)
 
 SERVER = "megatron_grpo.engines.sglang.server"
 
@@ -51,6 +57,7 @@ RESERVED = {
     "enable_lora": "set lora.sync=merged",
     "enable_memory_saver": "rollout.enable_sleep_mode needs rollout.engine=vllm",
     "enable_return_routed_experts": "set rollout.router_replay",
+    "tool_call_parser": "set rollout.tool_call_parser",
     "speculative_algorithm": "the weights of a draft model are not pushed",
     "enable_hierarchical_cache": "keys and values outside the cache would outlive a push",
     "enable_custom_logit_processor": "the trainer would not know how it changes the distribution",
@@ -91,6 +98,7 @@ def sglang_command(
         "schedule_low_priority_values_first": True,
         "disable_priority_preemption": True,
         "log_level_http": "warning",
+        "tool_call_parser": rollout.tool_call_parser,
         "enable_return_routed_experts": rollout.router_replay or None,
         # Shared experts would be one more in the stack of the others.
         "disable_shared_experts_fusion": True,
@@ -141,16 +149,32 @@ def sglang_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
 
 
 def check_sglang_arguments(rollout: RolloutConfig) -> None:
-    """Raise ValueError for a name in `rollout.sglang` that is reserved or that SGLang lacks, or if
-    it is not installed."""
-    known = sglang_argument_names(str(rollout.python or sys.executable))
+    """Raise ValueError for a name in `rollout.sglang` that is reserved or that SGLang lacks, a
+    parser that it does not have, or if it is not installed."""
+    python = str(rollout.python or sys.executable)
     help_text = "`python -m sglang.launch_server --help` has all"
-    check_names("sglang", rollout.sglang, RESERVED, known, help_text)
+    check_names("sglang", rollout.sglang, RESERVED, sglang_argument_names(python), help_text)
+    check_parser("SGLang", rollout.tool_call_parser, tool_call_parsers(python))
+
+
+def sglang_argument_names(python: str) -> frozenset[str]:
+    """The fields of SGLang's ServerArgs, as installed for the interpreter `python`.
+
+    Raises ValueError when it is not.
+    """
+    files = (_installed(python) / "arg_groups" / "fields").glob("*.py")
+    return frozenset[str]().union(*map(fields_of, files))
+
+
+def tool_call_parsers(python: str) -> frozenset[str]:
+    """The names of its parsers of calls of tools, read from its source."""
+    source = (_installed(python) / "function_call" / "function_call_parser.py").read_text()
+    return frozenset(re.findall(r'^        "(\S+)": \w+Detector,', source, re.MULTILINE))
 
 
 @cache
-def sglang_argument_names(python: str) -> frozenset[str]:
-    """The fields of SGLang's ServerArgs, as installed for the interpreter `python`.
+def _installed(python: str) -> Path:
+    """The folder of SGLang's runtime, as installed for the interpreter `python`.
 
     Raises ValueError when it is not.
     """
@@ -163,10 +187,10 @@ def sglang_argument_names(python: str) -> frozenset[str]:
         )
     except OSError as error:
         raise ValueError(f"rollout.python {python} is not a Python interpreter: {error}") from None
-    folder = Path(found.stdout.strip()).parent / "srt" / "arg_groups" / "fields"
+    folder = Path(found.stdout.strip()).parent / "srt"
     if not found.stdout.strip() or not folder.is_dir():
         raise ValueError(
             f"SGLang 0.5.23 is not installed for {python}: run `make setup-sglang` and set "
             "rollout.python=.venv-sglang/bin/python"
         )
-    return frozenset().union(*map(fields_of, folder.glob("*.py")))
+    return folder

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from fastapi import APIRouter, HTTPException, Request, Response
 from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import (
     CheckWeightsReqInput,
     ContinueGenerationReqInput,
@@ -176,6 +177,31 @@ def npy_of(routed_experts: str) -> str:
     routes = flat.reshape(-1, config.num_hidden_layers, config.num_experts_per_tok)
     np.save(file := io.BytesIO(), routes.astype(np.uint8 if routes.max() < 256 else np.int16))
     return base64.b64encode(file.getvalue()).decode()
+
+
+@router.post("/v1/chat/completions/derender")
+async def derender(request: Request) -> Json:
+    """The assistant's message that a turn of an agent is, by SGLang's own parsers."""
+    body = await request.json()
+    [turn] = body["generate_response"]["choices"]
+    asked = ChatCompletionRequest(model="any", **body["chat_request"])
+    chat = request.app.state.openai_serving_chat
+    ids = turn["token_ids"]
+    # Marks of calls and of reasoning may be special tokens.
+    plain = not asked.tools and chat.reasoning_parser is None
+    meta = {
+        "id": "turn",
+        "finish_reason": {"type": turn["finish_reason"]},
+        "prompt_tokens": 0,
+        "completion_tokens": len(ids),
+        "weight_version": "",
+    }
+    text = manager().tokenizer.decode(ids, skip_special_tokens=plain)
+    answer = chat._build_chat_response(
+        asked, [{"text": text, "output_ids": ids, "meta_info": meta}], created=0
+    )
+    message = json.loads(answer.model_dump_json())["choices"][0]["message"]
+    return {"choices": [{"message": message | {"reasoning": message.pop("reasoning_content")}}]}
 
 
 @router.get("/load")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
-from parallel.weight_transfer import WeightReceiver
+from megatron_grpo.engines.weight_receivers import Receiver
 
 FAILED = "failed"
 """The key of an answer that is an error."""
@@ -49,7 +49,7 @@ class SchedulerWorker(PushWorker):
         """The parameters of its part of the model."""
         return own_parameters(self.runner.model)
 
-    def receive(self, receiver: WeightReceiver, received: dict[str, Tensor]) -> Mapping[str, int]:
+    def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Between what SGLang does before and after weights change: layers that rearrange theirs
         do so anew."""
         self.runner.weight_updater.begin_weight_update()

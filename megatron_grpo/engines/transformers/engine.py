@@ -21,8 +21,8 @@ from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.transformers.sampling import Completion, RouteRecorder, sample
+from megatron_grpo.engines.weight_receivers import Receiver
 from parallel.checksum import checksums
-from parallel.weight_transfer import WeightReceiver
 
 
 class Abandoned(Exception):
@@ -78,7 +78,7 @@ class ModelWorker(PushWorker):
         tensors |= {name: b for name, b in self.model.named_buffers() if name in in_files}
         return revert_weight_conversion(self.model, tensors)
 
-    def receive(self, receiver: WeightReceiver, received: dict[str, Tensor]) -> Mapping[str, int]:
+    def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Then copy what was received into the parameters that `tensors` has no view of."""
         super().receive(receiver, received)
         model = type(self.model).from_pretrained(

@@ -19,7 +19,12 @@ from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served,
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.arguments import check_names, command_flags, fields_of
+from megatron_grpo.engines.arguments import (
+    check_names,
+    check_parser,
+    command_flags,
+    fields_of,
+)
 from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.lora_targets import targets_of
 
@@ -332,10 +337,7 @@ def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) 
     parser that it does not have, or if it is not installed."""
     known = engine_argument_names()  # also without any name: it says if vLLM is missing
     check_names("vllm", table, RESERVED, known, "`vllm serve --help` has all")
-    if parser is not None and parser not in (parsers := tool_call_parsers()):
-        raise ValueError(
-            f"rollout.tool_call_parser {parser}: vLLM has {', '.join(sorted(parsers))}"
-        )
+    check_parser("vLLM", parser, tool_call_parsers())
 
 
 @cache

@@ -44,9 +44,9 @@ from megatron_grpo.engines.vllm.args import (
     QUANTIZED,
 )
 from megatron_grpo.engines.vllm.cpu_layers import compute_by_torch
+from megatron_grpo.engines.weight_receivers import Receiver, open_receiver
 from megatron_grpo.launch.parent_death import die_with_parent
 from parallel.checksum import checksums
-from parallel.weight_transfer import TransferInitInfo, WeightReceiver
 
 
 def register() -> None:
@@ -173,7 +173,7 @@ class InitInfo(WeightTransferInitInfo):
     """What the workers of one engine need to open their channels."""
 
     transfer: Json
-    """A `TransferInitInfo`."""
+    """For `open_receiver`."""
     engine: int
     channels: str
 
@@ -205,7 +205,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.state = PushState()
-        self._receiver: WeightReceiver | None = None
+        self._receiver: Receiver | None = None
         if current_platform.is_cpu():
             unlink_group_memory()
 
@@ -214,12 +214,12 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
         self.state.use_channels(init_info.channels)
         with self.state.keep_error():
             self.shutdown()
-            self._receiver = WeightReceiver(
-                TransferInitInfo.from_json(init_info.transfer),
-                engine=init_info.engine,
-                worker=number_of_worker(),
-                parameters=adapter_buffers(self.model) or own_parameters(self.model),
-                device=self.device,
+            self._receiver = open_receiver(
+                init_info.transfer,
+                init_info.engine,
+                number_of_worker(),
+                adapter_buffers(self.model) or own_parameters(self.model),
+                self.device,
             )
 
     def start_weight_update(self) -> None:

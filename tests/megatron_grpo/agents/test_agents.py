@@ -1,5 +1,6 @@
 """Agents with real clients at a real engine: what is trained on is what was sampled."""
 
+import asyncio
 import json
 import math
 import sys
@@ -13,13 +14,15 @@ import pytest
 import torch
 from anthropic import Anthropic
 from openai import OpenAI
+from transformers import AutoTokenizer
 
 from helpers.agents import act, as_plain, generation_of, running_agents, waiting_agents
 from helpers.engines import reference_logprobs, running_engine, served_model, wait_until
 from helpers.environments import LONG_SLEEP
-from helpers.models import tiny_model
+from helpers.models import EOS_ID, tiny_model
 from helpers.runs import TINY_CONFIG, marked_processes
 from megatron_grpo.config.file import load_config
+from megatron_grpo.engines.choice import Choice, Logprobs
 
 PROGRAM = """
 import http.client, json, os, urllib.parse
@@ -214,6 +217,33 @@ def test_a_request_that_cannot_be_answered_is_told_why(waiting, path, body, stat
     )
     wrong = httpx.post(f"{url}/v1/{path}", content=content, headers={"x-api-key": "wrong"})
     assert wrong.status_code == 401
+
+
+@pytest.mark.long
+def test_the_parser_of_the_engine_finds_the_calls_in_a_turn(engine_kind, tied_model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tied_model)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    tool = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    asked = {"messages": [{"role": "user", "content": "one"}]}
+    tools = {"tools": [{"type": "function", "function": tool}]}
+    hermes = {"tool_call_parser": "hermes"}
+    with (
+        running_engine(folder=tied_model, log_dir=tmp_path, **hermes, **engine_kind) as engine,
+        running_agents(engine, tied_model, tmp_path, function="wait", parser="hermes") as agents,
+    ):
+
+        def message_of(text, request):
+            ids = [*tokenizer.encode(text, add_special_tokens=False), EOS_ID]
+            turn = Choice(ids, Logprobs([]), "stop", text, [])
+            return asyncio.run(agents._parse(turn, request, engine.servers.base_urls[0]))
+
+        found, plain = message_of(f"I add.{call}", asked | tools), message_of("I cannot.", asked)
+    assert plain == {"role": "assistant", "content": "I cannot."}
+    assert (found["role"], found["content"].strip()) == ("assistant", "I add.")
+    [told] = found["tool_calls"]
+    assert (told["type"], told["function"]["name"]) == ("function", "add")
+    assert json.loads(told["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert told["id"]
 
 
 def test_pushes_in_flight_cut_turns_and_every_token_is_of_its_own_version(

@@ -1,0 +1,92 @@
+"""Pushes by way of a folder (`rollout.weight_transport: disk`): ranks export, workers read.
+
+For engines that share a file system with the ranks, but no network besides HTTP. What is verified,
+and when an engine serves, is the same as over channels.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.hf_export import create_export, shard_bytes_for, write_weights
+from megatron_grpo.config.config import Config
+from megatron_grpo.engines.http import RolloutAborted
+from megatron_grpo.engines.push_protocol import Json, WorkerSums
+from megatron_grpo.engines.pushed import sums_of_copies
+from parallel import Copy, Layout, Sender
+from parallel.collectives import raise_first_failure
+
+
+class WeightFolder:
+    """A rank's end of the folder `pushed` in the run directory, which is there during a push."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        shape: ModelShape,
+        sender: Sender,
+        workers: Sequence[Layout],
+        sends: Mapping[int, Sequence[Copy]],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        """`sends` is this rank's share of what the `workers` hold in `dtypes`."""
+        self._cfg, self._shape, self._sender = cfg, shape, sender
+        self._workers, self._sends, self._dtypes = workers, sends, dtypes
+        self._folder = cfg.train.run_dir.absolute() / "pushed"
+
+    @property
+    def init_info(self) -> Json:
+        """What workers are told instead of channels; see `open_receiver`."""
+        # What decides which part of the weights each worker holds.
+        sizes = {"tensor_parallel_size", "data_parallel_size", "vllm"}
+        fields = {"engine", "max_completion_length", *sizes}
+        rollout = self._cfg.rollout.model_dump(mode="json", include=fields)
+        model = str(self._cfg.model.path.absolute())
+        return {"folder": str(self._folder), "model": model, "rollout": rollout}
+
+    def write(self, parameters: Mapping[str, Tensor]) -> None:
+        """Write `parameters`, this rank's shard; on return all ranks have written. Collective.
+
+        Raises RolloutAborted on all ranks if one could not write, such as when the disk is full.
+        """
+        raise_first_failure(self._create, RolloutAborted)
+        raise_first_failure(lambda: self._fill(parameters), RolloutAborted)
+
+    def send_weights(self, parameters: Mapping[str, Tensor]) -> dict[int, WorkerSums]:
+        """The checksums of this rank's share of what each worker reads."""
+        return sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
+
+    def close(self) -> None:
+        """Remove the folder, which no worker reads any more."""
+        if self._sender.rank == 0:
+            self._remove()
+
+    def _create(self) -> None:
+        if self._sender.rank > 0:
+            return
+        self._remove()
+        dtype = getattr(torch, self._cfg.model.dtype)
+        shard_bytes = shard_bytes_for(dist.get_world_size(), self._shape, dtype)
+        with _naming_errors():
+            create_export(self._folder, self._cfg.model.path, self._shape, dtype, shard_bytes)
+
+    def _fill(self, parameters: Mapping[str, Tensor]) -> None:
+        rank, layout = self._sender.rank, self._sender.layout
+        with _naming_errors():
+            write_weights(self._folder, layout, parameters, first_file=rank)
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def _naming_errors() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # such as a disk that is full
+        raise RolloutAborted(f"the weights of a push cannot be written: {error}") from error
