@@ -1,5 +1,6 @@
 """Real rollout engines for tests, and the log-probabilities `transformers` gives their samples."""
 
+import asyncio
 import os
 import socket
 import threading
@@ -75,6 +76,15 @@ class TestEngine:
         client = client_of(self.servers.base_urls, self.servers.token, **rollout)
         client.pool.finish_push(self.servers.base_urls)
         return client
+
+    def num_generated(self) -> int:
+        """The tokens that its first engine has generated since the start."""
+
+        async def ask() -> float:
+            async with self.client().connect(self.servers.base_urls[0]) as connection:
+                return (await connection.counts()).generated
+
+        return int(asyncio.run(ask()))
 
     def push(self, folder: Path) -> int:
         """Push the weights in `folder`; returns the version now served."""

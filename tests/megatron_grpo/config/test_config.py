@@ -383,6 +383,11 @@ REFUSED = [
         "enable_sleep_mode true does not",
     ),
     (f"{IN_FLIGHT} + rollout.quantization=fp8", "rollout.in_flight_updates true does not"),
+    (
+        "rollout.weight_transport=disk + rollout.quantization=fp8",
+        "rollout.weight_transport disk does not",
+    ),
+    ("rollout.weight_transport=disk + lora.r=4", "without rollout.weight_transport=disk"),
     ("rollout.quantization=int8 + model.dtype=bfloat16 + lora.r=4", "set lora.sync=merged"),
     ("rollout.quantization_aware=true", "rollout.quantization is none: set it to fp8"),
     (
@@ -424,7 +429,10 @@ REFUSED = [
         )
     ),
     ("rollout.engine=sglang + rollout.enable_sleep_mode=true", "needs engines of vLLM"),
-    ("rollout.engine=sglang + lora.r=4", "use rollout.engine=vllm, or set lora.sync=merged"),
+    (
+        "rollout.engine=sglang + lora.r=4",
+        "or set lora.sync=merged",
+    ),
     ("rollout.enable_sleep_mode=true + rollout.engine=transformers", "rollout.engine transformers"),
     ("rollout.enable_sleep_mode=true + rollout.async_generate=true", "rollout.max_staleness 1"),
     ("rollout.async_generate=true + rollout.max_staleness=2", "leave out rollout.async_generate"),

@@ -145,7 +145,10 @@ def test_turns_go_on_after_a_push_which_waits_for_no_environment(live_engine, ti
         in_flight.resume(live_engine.version)
         answered, were_waiting = in_flight.submit(0, asked), set()
         for folder in itertools.cycle((other, tied_model)):
-            if wait_until(answered.done, seconds=0.3):
+            enough = live_engine.num_generated() + 20
+            while not answered.done() and live_engine.num_generated() < enough:
+                time.sleep(0.1)
+            if answered.done():
                 break
             in_flight.suspend()
             were_waiting.update(asked.waiting)
