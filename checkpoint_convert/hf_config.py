@@ -10,9 +10,10 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
-from checkpoint_convert.rope import num_positions, read_rope
+from checkpoint_convert.rope import num_positions, read_ropes
 from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape
 from checkpoint_convert.text_tower import MULTIMODAL, is_multimodal, text_config
+from checkpoint_convert.windows import read_windows
 
 # Keys with one supported value in every family, which is also the value of an absent key.
 # transformers' configs of our families declare only a few of them; code shared by all models, in
@@ -59,7 +60,8 @@ def read_shape(folder: str | Path) -> ModelShape:
     values = _with_defaults(family, config)
     _check_carried_over(path, family, values)
     _scheme(path, whole)  # refuses what cannot be read
-    rope_theta, rope_scaling = read_rope(path, values, family)
+    window, windowed_layers = read_windows(path, values, family)
+    rope_theta, rope_scaling, window_rope_theta = read_ropes(path, values, family)
     num_heads = integer(path, values, "num_attention_heads")
     hidden_size = integer(path, values, "hidden_size")
     if values["num_key_value_heads"] is None:
@@ -90,6 +92,9 @@ def read_shape(folder: str | Path) -> ModelShape:
         eos_token_ids=_eos_token_ids(path, values),
         has_post_norms=family.has_post_norms,
         partial_rotary_factor=family.partial_rotary_factor,
+        window=window,
+        windowed_layers=windowed_layers,
+        window_rope_theta=window_rope_theta if windowed_layers else None,
         moe=_moe(path, family, values),
         latent=latent,
         num_extra_layers=_count(path, values, family.num_extra_layers),
@@ -284,7 +289,7 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         for key, carried in family.explicit.items()
         if config.get(key) != carried
     ]
-    layers = config.get("layer_types") or []
+    layers = [] if family.windows else config.get("layer_types") or []
     if not isinstance(layers, list):
         refused.append(f"layer_types is {layers!r}, only a list of 'full_attention' is supported")
     elif others := sorted({str(kind) for kind in layers} - {"full_attention"}):

@@ -84,6 +84,13 @@ class ModelShape:
     are given, and `qk_norm` is over all heads together."""
     partial_rotary_factor: float = 1.0
     """Part of each head that RoPE rotates; it comes first."""
+    window: int | None = None
+    """Number of tokens, itself included, that a token attends to in `windowed_layers`."""
+    windowed_layers: tuple[int, ...] = ()
+    """In all others a token attends to all before it."""
+    window_rope_theta: float | None = None
+    """Base of the RoPE of `windowed_layers`, which is not scaled; None: all layers have one RoPE.
+    """
     moe: MoeShape | None = None
     """None for a dense model."""
     latent: LatentShape | None = None

@@ -9,6 +9,7 @@ from checkpoint_convert.families.ministral3 import MINISTRAL3
 from checkpoint_convert.families.mistral import MISTRAL
 from checkpoint_convert.families.mixtral import MIXTRAL
 from checkpoint_convert.families.olmo2 import OLMO2
+from checkpoint_convert.families.olmo3 import OLMO3
 from checkpoint_convert.families.phi3 import PHI3
 from checkpoint_convert.families.qwen2 import QWEN2
 from checkpoint_convert.families.qwen3 import QWEN3
@@ -27,6 +28,7 @@ FAMILIES = {
         MISTRAL,
         MIXTRAL,
         OLMO2,
+        OLMO3,
         PHI3,
         QWEN2,
         QWEN3,

@@ -40,6 +40,29 @@ class Experts:
     shared expert."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Which layers have a window of attention, if `sliding_window` in config.json is not null."""
+
+    switch: str | None = None
+    """Config key that must be true, too."""
+    first: str | None = None
+    """Config key of the first layer with a window; None: 0."""
+    every: int | str | None = None
+    """One layer in so many has none, the last of them, or the config key that says how many; None:
+    all have."""
+    are_by_layer_types: bool = False
+    """Whether `layer_types` in config.json says otherwise; if not, it must say the same."""
+    are_mixed_in_engine: bool = True
+    """Whether a vLLM engine serves models of which some layers have a window, and some have none.
+    """
+    rope_theta: tuple[float, float] | None = None
+    """Layers without and with a window have RoPEs of their own, with these bases where config.json
+    has none. None: all layers have one RoPE."""
+    rope_theta_key: str | None = None
+    """Config key of the base of layers with a window in older files; None: there is none."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A `model_type` of config.json, and how it differs from the other decoders."""
@@ -62,6 +85,8 @@ class Family:
     """None: every layer has a dense MLP."""
     has_mla: bool = False
     """Whether its attention is `LatentShape`'s."""
+    windows: Windows | None = None
+    """None: no layer has a window."""
     has_fused_weights: bool = False
     """Whether weight files have queries, keys and values in one matrix, and gate and up in one."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")

@@ -1,6 +1,7 @@
 """Builds this rank's GPTModels for packed sequences, and sets what their config cannot say."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     ]
     if config.fine_grained_activation_offloading:
         offload_activations(next(chunks[0].parameters()).device)
-    packed_rotary = PackedRotary(_rotary(shape))
+    packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape))
     _freeze_expert_biases(chunks)
     for chunk in chunks:
         _mark_experts(chunk)
@@ -156,6 +157,13 @@ def _rotary(shape: ModelShape) -> RotaryEmbedding:
     if yarn := yarn_scaling(shape):
         rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, yarn)
     return rotary
+
+
+def _window_rotary(shape: ModelShape) -> RotaryEmbedding | None:
+    """That of layers with a window, if it is another."""
+    if shape.window_rope_theta is None:
+        return None
+    return _rotary(replace(shape, rope_theta=shape.window_rope_theta, rope_scaling=None))
 
 
 def _rope_scaling(shape: ModelShape) -> dict[str, Any]:

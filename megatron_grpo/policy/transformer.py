@@ -42,6 +42,7 @@ from megatron_grpo.policy.releases import (
     mlp_submodules,
     no_initialization,
 )
+from megatron_grpo.policy.windows import WindowedAttention, window_fields
 from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
 
@@ -176,16 +177,19 @@ def block_spec(
 def fused_layer_spec(
     config: TransformerConfig, num_experts: int | None, shape: ModelShape, shared_prompts: bool
 ) -> ModuleSpec:
-    """Transformer Engine's layer; its attention does not know shared prompts."""
+    """Transformer Engine's layer; its attention does not know shared prompts, nor windows of
+    sequences that context ranks split."""
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=_norms_queries(shape),
         multi_latent_attention=shape.latent is not None,
     )
-    if shared_prompts:
+    is_split = config.context_parallel_size > 1
+    if shared_prompts or (is_split and shape.window is not None):
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
     _use_mla(layer, shape)
+    _use_windows(layer, shape)
     if shape.has_post_norms:
         _use_post_norms(layer, config, LayerNormImpl)
         attention = layer.submodules.self_attention.submodules
@@ -225,6 +229,7 @@ def torch_layer_spec(
             for x in ("q", "kv")
         }
     _use_mla(layer, shape)
+    _use_windows(layer, shape)
     if shape.has_post_norms:
         _use_post_norms(layer, config, RMSNorm)
         fused_norms = {}
@@ -243,6 +248,14 @@ def _use_mla(layer: ModuleSpec, shape: ModelShape) -> None:
         attention = layer.submodules.self_attention
         attention.module = LatentAttention
         attention.params |= {"latent": shape.latent, "head_dim": shape.head_dim}
+
+
+def _use_windows(layer: ModuleSpec, shape: ModelShape) -> None:
+    """Give layers with a window a RoPE of their own, if the model does."""
+    if shape.window_rope_theta is not None:
+        attention = layer.submodules.self_attention
+        attention.module = WindowedAttention
+        attention.params |= {"window_scale": None}
 
 
 def _use_post_norms(layer: ModuleSpec, config: TransformerConfig, norm: Any) -> None:
@@ -265,6 +278,7 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
         "num_query_groups": shape.num_key_value_heads,
         "kv_channels": shape.value_dim,
         "ffn_hidden_size": shape.intermediate_size,
+        **window_fields(shape),
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.rms_norm_eps,
         "qk_layernorm": shape.qk_norm,

@@ -42,6 +42,9 @@ GLM4_MOE_LITE = {
     "first_k_dense_replace": 1,
 }
 PHI3 = {"model_type": "phi3"}
+QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": None}
+OLMO3 = {"model_type": "olmo3"}
+FULL, WINDOWED = "full_attention", "sliding_attention"
 DEEPSEEK_V3 = GLM4_MOE_LITE | ROUTER | {"model_type": "deepseek_v3"}
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -72,6 +75,8 @@ def tiny_config(family):
     }
     if family in LATENTS:  # where heads are 16 + 8 wide
         tiny |= {"num_key_value_heads": 4, "head_dim": 8}
+    if family.startswith("qwen"):
+        tiny |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
     return CONFIGS[family](**(tiny | OWN_FIELDS.get(family, {})))
 
 
@@ -102,17 +107,24 @@ def shape_by_transformers(config):
             shared_intermediate_size=getattr(config, "n_shared_experts", 0) * size,
             num_dense_layers=getattr(config, "first_k_dense_replace", 0),
         )
+    window, windowed = windows_by_transformers(config)
+    own, rope = rope.get("sliding_attention", rope), rope.get("full_attention", rope)
+    window_theta = own["rope_theta"] if windowed and own != rope else None
     theta, factor = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", 1.0)
     return ModelShape(
         family=family,
         num_layers=config.num_hidden_layers,
         head_dim=head_dim,
         attention_bias=family in ("qwen2", "seed_oss") or getattr(config, "attention_bias", False),
-        qk_norm=family in ("olmo2", "qwen3", "qwen3_moe") or getattr(config, "use_qk_norm", False),
+        qk_norm=family in ("olmo2", "olmo3", "qwen3", "qwen3_moe")
+        or getattr(config, "use_qk_norm", False),
         rope_theta=theta,
         rope_scaling=None if rope["rope_type"] == "default" else rope,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        has_post_norms=family == "olmo2",
+        has_post_norms=family in ("olmo2", "olmo3"),
+        window=window,
+        windowed_layers=windowed,
+        window_rope_theta=window_theta,
         partial_rotary_factor=factor,
         moe=moe,
         latent=latent,
@@ -129,6 +141,16 @@ def shape_by_transformers(config):
     )
 
 
+def windows_by_transformers(config):
+    """The window, and the layers that have it: by their kinds, or all of them."""
+    window = getattr(config, "sliding_window", None)
+    if config.model_type in ("llama", "glm4_moe", "deepseek_v3", "seed_oss", "olmo2") or not window:
+        return None, ()
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    return (window, layers) if layers else (None, ())
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_transformers_saves_is_read_back(tmp_path, family):
     config = tiny_config(family)
@@ -139,7 +161,6 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
 # Required keys: without them transformers assumes values that we refuse.
 MUST_SAY = {
     "deepseek_v3": ROUTER | {"num_attention_heads": 128, "num_hidden_layers": 4},
-    "mistral": {"sliding_window": None},
     "glm4_moe": {"head_dim": 2},
     "glm4_moe_lite": {"num_attention_heads": 20, "first_k_dense_replace": 1},
     "ministral3": OWN_FIELDS["ministral3"],
@@ -155,7 +176,7 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
 
 
 # Published with YaRN, of which test_rope.py says what it means.
-WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B")
+WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B")
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED_MODELS if name not in WITH_YARN])
@@ -188,8 +209,8 @@ HARMLESS_FOR = {
     "other families": "chunk_size_feed_forward number_of_conv_states",
 }
 HARMLESS = set(" ".join(HARMLESS_FOR.values()).split())
-# Also harmless in families with the key `use_sliding_window`.
-BEHIND_USE_SLIDING_WINDOW = {"max_window_layers", "sliding_window"}
+# Also harmless where `layer_types`, which transformers saves, has what follows from it.
+BEHIND_LAYER_TYPES = {"max_window_layers"}
 # Also harmless in a family with latent attention: the sum of both parts of a head, as transformers
 # writes it; how exactly vLLM computes the scores of experts; and what is behind index_topk.
 OF_LATENTS = {"qk_head_dim", "moe_router_dtype", "index_topk_freq", "index_topk_pattern"}
@@ -200,7 +221,7 @@ OTHER_VALUES = {
     "head_dim": 32,
     "hidden_act": "gelu",
     "is_causal": False,
-    "layer_types": ["sliding_attention"] * 3,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     "logit_scale": 0.5,
     "mlp_only_layers": [1],
     "model_type": "gemma",
@@ -235,6 +256,7 @@ VLLM_FILES = {
     "mistral": ("mistral", "llama"),
     "ministral3": ("mistral", "llama"),
     "olmo2": (),
+    "olmo3": (),
     "phi3": ("phi3", "llama"),
     "seed_oss": (),
 }
@@ -263,7 +285,7 @@ def names_that_are_read(config):
 def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp_path, family):
     config = tiny_config(family)
     names = names_that_are_read(config)
-    harmless = HARMLESS | (BEHIND_USE_SLIDING_WINDOW if "use_sliding_window" in names else set())
+    harmless = HARMLESS | (BEHIND_LAYER_TYPES if "use_sliding_window" in names else set())
     harmless -= {"first_k_dense_replace"} if family in NEVER_TIED else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
     # Of scalings that this family's RoPE cannot have here.
@@ -350,6 +372,42 @@ def test_rope_parameters_that_compute_nothing_make_no_other_model(tmp_path, rope
     assert shape_of(tmp_path, {"rope_scaling": rope | idle}).rope_scaling == rope
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral"},
+        {"model_type": "mixtral", "sliding_window": 100},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 28},
+        {"model_type": "qwen3", "use_sliding_window": True, "layer_types": [WINDOWED, FULL] * 4},
+        {"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 3},
+        {"model_type": "olmo3"},
+        {"model_type": "olmo3", "sliding_window": 16, "layer_types": [FULL] * 8},
+        {"model_type": "olmo3", "rope_theta": 1e4},
+        {"model_type": "olmo3", "rope_scaling": LINEAR_ROPE},
+        {"model_type": "olmo3", "rope_parameters": {FULL: LINEAR_ROPE}, "rope_theta": 1e6},
+        {"model_type": "olmo3", "rope_parameters": {WINDOWED: {"rope_theta": 1e3}}},
+    ],
+    ids=str,
+)
+def test_every_way_to_write_windows_is_read_as_transformers_reads_it(tmp_path, config):
+    sizes = {"num_hidden_layers": 8, "num_attention_heads": 32}
+    shape = shape_of(tmp_path, config | sizes)
+    family = CONFIGS[shape.family].from_pretrained(tmp_path)
+    assert shape == shape_by_transformers(family)
+
+
+def test_yarn_of_layers_without_windows_leaves_the_others_unscaled(tmp_path):
+    olmo3 = OLMO3 | {"num_hidden_layers": 4, "rope_scaling": YARN, "rope_theta": 5e5}
+    shape = shape_of(tmp_path, olmo3 | {"max_position_embeddings": 2048})
+    assert shape.rope_scaling["factor"] == 8.0
+    assert (shape.rope_theta, shape.window_rope_theta) == (5e5, 5e5)
+    assert (shape.window, shape.windowed_layers) == (4096, (0, 1, 2))
+
+
 def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path):
     shape = shape_of(tmp_path, {"eos_token_id": 2}, {"eos_token_id": [5, 9]})
     assert shape.eos_token_ids == (5, 9)
@@ -386,7 +444,6 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         # Null and absent keys where these mean something else, and NaN
         ({"is_causal": None}, "is_causal is None, only True"),
         ({"attention_dropout": float("nan")}, "attention_dropout is nan"),
-        ({"model_type": "mistral"}, "sliding_window is 4096, only None"),  # as in transformers
         ({"model_type": "seed_oss"}, "attention_dropout is 0.1, only 0.0 is supported; residual_d"),
         ({"model_type": "deepseek_v3"}, "scoring_func is None, only 'sigmoid' is supported; topk_"),
         (DEEPSEEK_V3 | {"topk_method": None}, "topk_method is None, only 'noaux_tc'"),
@@ -397,6 +454,16 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"layer_types": [["full_attention"]]}, "layer_types contains "),
         (DEEPSEEK_V3 | {"first_k_dense_replace": 2}, "first_k_dense_replace(2) leaves none of num"),
         (DEEPSEEK_V3 | {"mlp_layer_types": ["sparse"] * 2}, "mlp_layer_types must have 'dense'"),
+        # Windows
+        (QWEN2 | {"use_sliding_window": "no"}, "use_sliding_window is 'no'; it must be true or"),
+        (
+            QWEN2 | {"layer_types": [WINDOWED] * 2},
+            "with sliding_window None, use_sliding_window False is supported",
+        ),
+        (QWEN2 | {"layer_types": [FULL]}, "one for each of num_hidden_layers(2)"),
+        (OLMO3 | {"sliding_window": -4}, "sliding_window is -4; it must be an integer of at least"),
+        (OLMO3 | {"layer_types": ["chunked_attention"] * 2}, "contains ['chunked_attention'], onl"),
+        (MIXTRAL | {"sliding_window": 8, "layer_types": [FULL] * 2}, "only ['sliding_attention', "),
         # Heads
         ({"num_key_value_heads": 3}, "num_key_value_heads(3) must divide num_attention_heads(4)"),
         ({"head_dim": 25}, "head_dim is 25; it must be even"),
@@ -429,6 +496,13 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "RoPE partial_rotary_factor is 0.5"),
         ({"rope_scaling": {"rope_dim": 8}}, "RoPE rope_dim is 8"),
         ({"rope_scaling": {"use_fope": True}}, "RoPE use_fope is True"),
+        (OLMO3 | {"rope_parameters": LINEAR_ROPE}, "must have an object for full_attention and"),
+        (OLMO3 | {"rope_parameters": {WINDOWED: LINEAR_ROPE}}, "'linear' of sliding_attention is"),
+        (
+            OLMO3 | {"rope_parameters": {FULL: 5}},
+            "rope_parameters is {'full_attention': 5}; it mus",
+        ),
+        (OLMO3 | {"rope_scaling": 5}, "rope_scaling is 5; it must be null or an object"),
         # Values that make no sense
         ({"hidden_size": None}, "hidden_size is None; it must be an integer of at least 1"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),

@@ -19,6 +19,7 @@ from transformers.models.ministral3 import Ministral3Config
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.olmo2 import Olmo2Config
+from transformers.models.olmo3 import Olmo3Config
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
@@ -45,6 +46,7 @@ CONFIGS = {
     "phi3": Phi3Config,
     "ministral3": Ministral3Config,
     "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
 }
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
@@ -106,6 +108,13 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         }
     },
     "mistral": {"sliding_window": None},
+    "olmo3": {
+        "sliding_window": 6,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta}
+            for kind, theta in (("full_attention", 10_000.0), ("sliding_attention", 1_000.0))
+        },
+    },
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "num_experts": 4,
