@@ -38,6 +38,16 @@ _REQUIRED = {
     "fusion_config": None,
     "transformers_weights": None,  # names another file of weights
 }
+# Fields that a shape has from its family.
+_SAME_NAMES = (
+    "has_pre_norms",
+    "has_post_norms",
+    "norms_all_heads",
+    "zero_centered_norms",
+    "scales_embeddings",
+    "activation",
+    "partial_rotary_factor",
+)
 
 
 def read_shape(folder: str | Path) -> ModelShape:
@@ -90,8 +100,10 @@ def read_shape(folder: str | Path) -> ModelShape:
         rms_norm_eps=number(path, values, "rms_norm_eps"),
         max_position_embeddings=num_positions(path, values),
         eos_token_ids=_eos_token_ids(path, values),
-        has_post_norms=family.has_post_norms,
-        partial_rotary_factor=family.partial_rotary_factor,
+        query_pre_attn_scalar=(
+            number(path, values, family.query_scale) if family.query_scale else None
+        ),
+        **{name: getattr(family, name) for name in _SAME_NAMES},
         window=window,
         windowed_layers=windowed_layers,
         window_rope_theta=window_rope_theta if windowed_layers else None,

@@ -224,7 +224,7 @@ def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
 
 def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     further = {"padded vocabulary": _padded_vocab(shape)}
-    if shape.has_post_norms:  # vLLM's norm over all heads does not know copies of them
+    if shape.norms_all_heads:  # vLLM's norm over all heads does not know copies of them
         further["num_key_value_heads"] = shape.num_key_value_heads
     obstacles = split_obstacles(shape, dims.tensor, further)
     if shape.moe is None:

@@ -1,6 +1,7 @@
 """Model families. Each is described once; conversions in every direction follow from that."""
 
 from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
+from checkpoint_convert.families.gemma3_text import GEMMA3_TEXT
 from checkpoint_convert.families.glm4_moe import GLM4_MOE
 from checkpoint_convert.families.glm4_moe_lite import GLM4_MOE_LITE
 from checkpoint_convert.families.kimi_k2 import KIMI_K2
@@ -20,6 +21,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         DEEPSEEK_V3,
+        GEMMA3_TEXT,
         GLM4_MOE,
         GLM4_MOE_LITE,
         KIMI_K2,

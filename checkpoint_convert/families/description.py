@@ -78,9 +78,16 @@ class Family:
     """Whether queries, keys and values have a bias, or the config key that says so."""
     qk_norm: bool | str = False
     """Whether query and key heads have a norm, or the config key that says so."""
+    has_pre_norms: bool = True
     has_post_norms: bool = False
-    """See `ModelShape`."""
+    norms_all_heads: bool = False
+    zero_centered_norms: bool = False
+    scales_embeddings: bool = False
+    activation: str = "silu"
     partial_rotary_factor: float = 1.0
+    """See `ModelShape` for these."""
+    query_scale: str | None = None
+    """Config key of `ModelShape.query_pre_attn_scalar`; None: `head_dim`."""
     experts: Experts | None = None
     """None: every layer has a dense MLP."""
     has_mla: bool = False

@@ -8,6 +8,8 @@ OLMO3 = Family(
     defaults={**OLMO2.defaults, "sliding_window": 4096},
     required={"attention_bias": False},
     qk_norm=True,
+    has_pre_norms=False,
     has_post_norms=True,
+    norms_all_heads=True,
     windows=Windows(every=4, are_by_layer_types=True, rope_theta=(5e5, 5e5)),
 )

@@ -70,6 +70,8 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
         chunk.rotary_pos_emb = packed_rotary
         accumulate_in_products(chunk, cfg.model.megatron)
         _pass_padding(chunk)
+        if shape.scales_embeddings and chunk.pre_process:
+            _scale_embeddings(chunk)
         if groups.is_dynamic:
             rotate_own_tokens(chunk, groups)
     return chunks
@@ -132,6 +134,13 @@ def _pass_padding(chunk: GPTModel) -> None:
     for module in chunk.modules():
         if hasattr(module, "kept_packed_seq_params"):
             module.kept_packed_seq_params.add("pad_between_seqs")
+
+
+def _scale_embeddings(chunk: GPTModel) -> None:
+    """Multiply embeddings by sqrt(hidden_size), rounded to their dtype as in transformers."""
+    exact = torch.tensor(chunk.config.hidden_size**0.5)
+    scale = exact.to(chunk.config.params_dtype).item()
+    chunk.embedding.register_forward_hook(lambda module, given, embedded: embedded * scale)
 
 
 def _mark_experts(chunk: GPTModel) -> None:

@@ -137,7 +137,7 @@ def _offloadable(shape: ModelShape, implementation: str) -> list[str]:
     """
     is_fused = implementation != "local"
     modules = [] if shape.latent else ["qkv_linear", "core_attn", "attn_proj"]
-    if not shape.has_post_norms:
+    if shape.has_pre_norms:
         modules += ["attn_norm"] * (shape.latent is not None or not is_fused)
         modules += ["mlp_norm"] * (shape.moe is not None or not is_fused)
     if shape.moe is not None and is_fused:

@@ -80,6 +80,10 @@ def tiny_config(family):
     return CONFIGS[family](**(tiny | OWN_FIELDS.get(family, {})))
 
 
+OLMO = ("olmo2", "olmo3")
+QK_NORMS = (*OLMO, "gemma3_text", "qwen3", "qwen3_moe")
+
+
 def shape_by_transformers(config):
     """The shape of the model that transformers builds from its `config`."""
     family, rope, eos = config.model_type, dict(config.rope_parameters), config.eos_token_id
@@ -110,18 +114,24 @@ def shape_by_transformers(config):
     window, windowed = windows_by_transformers(config)
     own, rope = rope.get("sliding_attention", rope), rope.get("full_attention", rope)
     window_theta = own["rope_theta"] if windowed and own != rope else None
+    is_gemma = family == "gemma3_text"
     theta, factor = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", 1.0)
     return ModelShape(
         family=family,
         num_layers=config.num_hidden_layers,
         head_dim=head_dim,
         attention_bias=family in ("qwen2", "seed_oss") or getattr(config, "attention_bias", False),
-        qk_norm=family in ("olmo2", "olmo3", "qwen3", "qwen3_moe")
-        or getattr(config, "use_qk_norm", False),
+        qk_norm=family in QK_NORMS or getattr(config, "use_qk_norm", False),
         rope_theta=theta,
         rope_scaling=None if rope["rope_type"] == "default" else rope,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        has_post_norms=family in ("olmo2", "olmo3"),
+        has_pre_norms=family not in OLMO,
+        has_post_norms=family in OLMO or is_gemma,
+        norms_all_heads=family in OLMO,
+        zero_centered_norms=is_gemma,
+        scales_embeddings=is_gemma,
+        query_pre_attn_scalar=getattr(config, "query_pre_attn_scalar", None),
+        activation=config.hidden_activation if is_gemma else config.hidden_act,
         window=window,
         windowed_layers=windowed,
         window_rope_theta=window_theta,
@@ -210,7 +220,9 @@ HARMLESS_FOR = {
 }
 HARMLESS = set(" ".join(HARMLESS_FOR.values()).split())
 # Also harmless where `layer_types`, which transformers saves, has what follows from it.
-BEHIND_LAYER_TYPES = {"max_window_layers"}
+BEHIND_LAYER_TYPES = {"max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"}
+# Also harmless in a family whose model of images and text is in the same file.
+OF_IMAGES = {"get_text_config", "image_token_id", "mm_tokens_per_image", "vision_config"}
 # Also harmless in a family with latent attention: the sum of both parts of a head, as transformers
 # writes it; how exactly vLLM computes the scores of experts; and what is behind index_topk.
 OF_LATENTS = {"qk_head_dim", "moe_router_dtype", "index_topk_freq", "index_topk_pattern"}
@@ -220,6 +232,7 @@ OTHER_VALUES = {
     "eos_token_id": 3,
     "head_dim": 32,
     "hidden_act": "gelu",
+    "hidden_activation": "gelu",
     "is_causal": False,
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     "logit_scale": 0.5,
@@ -257,6 +270,7 @@ VLLM_FILES = {
     "ministral3": ("mistral", "llama"),
     "olmo2": (),
     "olmo3": (),
+    "gemma3_text": ("gemma3",),
     "phi3": ("phi3", "llama"),
     "seed_oss": (),
 }
@@ -284,15 +298,15 @@ def names_that_are_read(config):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp_path, family):
     config = tiny_config(family)
-    names = names_that_are_read(config)
-    harmless = HARMLESS | (BEHIND_LAYER_TYPES if "use_sliding_window" in names else set())
+    names, saved = names_that_are_read(config), json.loads(config.to_json_string())
+    harmless = HARMLESS | BEHIND_LAYER_TYPES
+    harmless |= OF_IMAGES if family == "gemma3_text" else set()
     harmless -= {"first_k_dense_replace"} if family in NEVER_TIED else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
     # Of scalings that this family's RoPE cannot have here.
     harmless |= {"original_max_position_embeddings"} if family == "phi3" else set()
     # vLLM's file of this family's mixture is DeepSeek's, whose own mixture reads these.
     harmless |= set(ROUTER) if family == "glm4_moe_lite" else set()
-    saved = json.loads(config.to_json_string())
     shape = shape_of(tmp_path, saved)
     ignored = []
     for name in sorted(names - harmless):
@@ -390,6 +404,9 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
         {"model_type": "olmo3", "rope_scaling": LINEAR_ROPE},
         {"model_type": "olmo3", "rope_parameters": {FULL: LINEAR_ROPE}, "rope_theta": 1e6},
         {"model_type": "olmo3", "rope_parameters": {WINDOWED: {"rope_theta": 1e3}}},
+        {"model_type": "gemma3_text"},
+        {"model_type": "gemma3_text", "sliding_window_pattern": 2},
+        {"model_type": "gemma3_text", "rope_local_base_freq": 5e3, "rope_scaling": LINEAR_ROPE},
     ],
     ids=str,
 )

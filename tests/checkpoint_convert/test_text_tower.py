@@ -122,7 +122,7 @@ def test_a_tower_may_be_of_any_family_that_its_whole_is_published_with(folders, 
     [
         ({"model_type": "gemma"}, "text_config of a mistral3 has model_type 'gemma', supported: ["),
         ({"rms_norm_eps": None}, "rms_norm_eps is None"),
-        ({"sliding_window": 64}, "sliding_window is 64, only None is supported"),
+        ({"mlp_bias": True}, "mlp_bias is True, only False is supported"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings must be said, and be the same inside"),
     ],
     ids=str,

@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
 from transformers.models.llama import LlamaConfig
@@ -47,6 +48,7 @@ CONFIGS = {
     "ministral3": Ministral3Config,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
+    "gemma3_text": Gemma3TextConfig,
 }
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
@@ -71,6 +73,15 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "num_mtp_layers": 0,
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta}
+            for kind, theta in (("full_attention", 10_000.0), ("sliding_attention", 1_000.0))
+        },
     },
     "glm4_moe": {
         "num_hidden_layers": 3,

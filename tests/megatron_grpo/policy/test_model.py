@@ -25,6 +25,7 @@ from parallel import ParallelDims
 
 MODELS = {
     "llama": True,
+    "gemma3_text": True,
     "mistral": False,
     "qwen2": True,
     "ministral3": False,
@@ -47,6 +48,7 @@ OVERRIDES = {
             "llama_4_scaling_beta": 0.1,
         }
     },
+    "gemma3_text": {"num_key_value_heads": 1},
     # The window is shorter than most sequences here, and longer than others.
     "mistral": {"sliding_window": 11},
     "olmo3": {
