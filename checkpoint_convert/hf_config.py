@@ -301,6 +301,11 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         for key, carried in family.explicit.items()
         if config.get(key) != carried
     ]
+    if family.rotary_size is not None:
+        size, given = integer(path, config, "head_dim"), config.get(family.rotary_size)
+        if given != (own := round(family.partial_rotary_factor * size)):
+            key = f"with head_dim {size}, {family.rotary_size}"
+            refused.append(f"{key} is {given!r}, only {own} is supported")
     layers = [] if family.windows else config.get("layer_types") or []
     if not isinstance(layers, list):
         refused.append(f"layer_types is {layers!r}, only a list of 'full_attention' is supported")

@@ -6,6 +6,7 @@ from checkpoint_convert.families.glm4_moe import GLM4_MOE
 from checkpoint_convert.families.glm4_moe_lite import GLM4_MOE_LITE
 from checkpoint_convert.families.kimi_k2 import KIMI_K2
 from checkpoint_convert.families.llama import LLAMA
+from checkpoint_convert.families.minimax_m2 import MINIMAX_M2
 from checkpoint_convert.families.ministral3 import MINISTRAL3
 from checkpoint_convert.families.mistral import MISTRAL
 from checkpoint_convert.families.mixtral import MIXTRAL
@@ -26,6 +27,7 @@ FAMILIES = {
         GLM4_MOE_LITE,
         KIMI_K2,
         LLAMA,
+        MINIMAX_M2,
         MINISTRAL3,
         MISTRAL,
         MIXTRAL,

@@ -97,7 +97,7 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
 
     `source` and `target` are name prefixes in weight files and in Megatron.
     """
-    groups, hidden = shape.num_key_value_heads, shape.hidden_size
+    family, groups, hidden = FAMILIES[shape.family], shape.num_key_value_heads, shape.hidden_size
     query, key_value = shape.num_attention_heads * shape.head_dim, groups * shape.head_dim
     rows = {"q": (query, None), "k": (key_value, groups), "v": (key_value, groups)}
 
@@ -109,7 +109,7 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
         )
         return Parameter(
             f"{target}linear_qkv.{kind}",
-            in_one_tensor(fused, sources) if FAMILIES[shape.family].has_fused_weights else sources,
+            in_one_tensor(fused, sources) if family.has_fused_weights else sources,
             split=0,
             interleave_groups=groups,
             engine_name=fused,
@@ -125,6 +125,7 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
     if shape.qk_norm:
         for x in "qk":
             size = rows[x][0] if shape.norms_all_heads else shape.head_dim
-            norm = Tensor(f"{source}{x}_norm.weight", (size,))
-            parameters.append(Parameter(f"{target}{x}_layernorm.weight", (norm,)))
+            norm = Tensor(f"{source}{x}_norm.weight", (size,), rows[x][1])
+            name, is_split = f"{target}{x}_layernorm.weight", family.are_norms_split_in_engine
+            parameters.append(Parameter(name, (norm,), is_split_in_engine=is_split))
     return parameters

@@ -31,6 +31,8 @@ class Experts:
     """Config key: of how many experts' size the shared expert is; None: there is none."""
     num_dense_layers: str | None = None
     """Config key of the number of layers with a dense MLP, which come first; None: 0."""
+    bias: str = "gate.e_score_correction_bias"
+    """Name of the biases by which experts are chosen, of a router that scores by a sigmoid."""
     has_groups: bool = False
     """Whether `n_group` and `topk_group` in config.json make groups of experts."""
     is_router_float32_in_engine: bool = False
@@ -86,6 +88,9 @@ class Family:
     activation: str = "silu"
     partial_rotary_factor: float = 1.0
     """See `ModelShape` for these."""
+    rotary_size: str | None = None
+    """Config key of the size of the part that RoPE rotates, which vLLM needs; None: there is none.
+    """
     query_scale: str | None = None
     """Config key of `ModelShape.query_pre_attn_scalar`; None: `head_dim`."""
     experts: Experts | None = None
@@ -94,6 +99,8 @@ class Family:
     """Whether its attention is `LatentShape`'s."""
     windows: Windows | None = None
     """None: no layer has a window."""
+    are_norms_split_in_engine: bool = False
+    """Whether the workers of a vLLM engine split the weights of norms over all heads."""
     has_fused_weights: bool = False
     """Whether weight files have queries, keys and values in one matrix, and gate and up in one."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
@@ -149,6 +156,8 @@ class Parameter:
     sources: tuple[Tensor, ...]
     split: int | None = None
     """Dimension split into equal parts over tensor ranks; None: every rank holds the whole."""
+    is_split_in_engine: bool = False
+    """Whether the workers of a vLLM engine split its first dimension, if ranks hold the whole."""
     interleave_groups: int = 1
     is_split_by_source: bool = False
     """Whether each rank holds its share of every source, one after the other (gate and up), which

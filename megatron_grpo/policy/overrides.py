@@ -154,6 +154,11 @@ def check_context_exchange(
             f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention; torch's "
             "layers gather keys and values: leave it out"
         )
+    if shape.window is not None:
+        raise ValueError(
+            f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention, and with "
+            "the windows of this model context ranks gather keys and values: leave it out"
+        )
     heads = max(shape.num_key_value_heads // dims.tensor, 1)
     if how == "a2a" and heads % dims.context:
         raise ValueError(

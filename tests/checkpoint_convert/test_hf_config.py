@@ -36,6 +36,8 @@ LLAMA = {
 MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_MOE = {"model_type": "qwen3_moe"}
 ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+ROUTER_OF_MINIMAX = {"scoring_func": "sigmoid", "use_routing_bias": True}
+MINIMAX_M2 = {"model_type": "minimax_m2", "num_key_value_heads": 4, "rotary_dim": 64}
 GLM4_MOE_LITE = {
     "model_type": "glm4_moe_lite",
     "num_key_value_heads": 4,
@@ -77,11 +79,13 @@ def tiny_config(family):
         tiny |= {"num_key_value_heads": 4, "head_dim": 8}
     if family.startswith("qwen"):
         tiny |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+    if family == "minimax_m2":
+        tiny["rotary_dim"] = 12
     return CONFIGS[family](**(tiny | OWN_FIELDS.get(family, {})))
 
 
 OLMO = ("olmo2", "olmo3")
-QK_NORMS = (*OLMO, "gemma3_text", "qwen3", "qwen3_moe")
+QK_NORMS = (*OLMO, "gemma3_text", "minimax_m2", "qwen3", "qwen3_moe")
 
 
 def shape_by_transformers(config):
@@ -104,7 +108,7 @@ def shape_by_transformers(config):
             experts_per_token=config.num_experts_per_tok,
             intermediate_size=size,
             normalize_topk=getattr(config, "norm_topk_prob", True),
-            score_function="sigmoid" if family in NEVER_TIED else "softmax",
+            score_function="sigmoid" if family in (*NEVER_TIED, "minimax_m2") else "softmax",
             num_groups=getattr(config, "n_group", 1),
             groups_per_token=getattr(config, "topk_group", 1),
             weight_scale=getattr(config, "routed_scaling_factor", 1.0),
@@ -127,7 +131,7 @@ def shape_by_transformers(config):
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         has_pre_norms=family not in OLMO,
         has_post_norms=family in OLMO or is_gemma,
-        norms_all_heads=family in OLMO,
+        norms_all_heads=family in (*OLMO, "minimax_m2"),
         zero_centered_norms=is_gemma,
         scales_embeddings=is_gemma,
         query_pre_attn_scalar=getattr(config, "query_pre_attn_scalar", None),
@@ -173,6 +177,7 @@ MUST_SAY = {
     "deepseek_v3": ROUTER | {"num_attention_heads": 128, "num_hidden_layers": 4},
     "glm4_moe": {"head_dim": 2},
     "glm4_moe_lite": {"num_attention_heads": 20, "first_k_dense_replace": 1},
+    "minimax_m2": ROUTER_OF_MINIMAX | {"rotary_dim": 64},
     "ministral3": OWN_FIELDS["ministral3"],
     "seed_oss": OWN_FIELDS["seed_oss"],
 }
@@ -300,6 +305,8 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     config = tiny_config(family)
     names, saved = names_that_are_read(config), json.loads(config.to_json_string())
     harmless = HARMLESS | BEHIND_LAYER_TYPES
+    # vLLM writes it.
+    harmless |= {"max_model_len"} if family == "minimax_m2" else set()
     harmless |= OF_IMAGES if family == "gemma3_text" else set()
     harmless -= {"first_k_dense_replace"} if family in NEVER_TIED else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
@@ -471,6 +478,12 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"layer_types": [["full_attention"]]}, "layer_types contains "),
         (DEEPSEEK_V3 | {"first_k_dense_replace": 2}, "first_k_dense_replace(2) leaves none of num"),
         (DEEPSEEK_V3 | {"mlp_layer_types": ["sparse"] * 2}, "mlp_layer_types must have 'dense'"),
+        (MINIMAX_M2, "scoring_func is None, only 'sigmoid' is supported; use_routing_bias is None"),
+        (MINIMAX_M2 | ROUTER_OF_MINIMAX | {"rotary_dim": 32}, "rotary_dim is 32, only 64 is supp"),
+        (
+            MINIMAX_M2 | ROUTER_OF_MINIMAX | {"use_qk_norm": False},
+            "use_qk_norm is False, only True",
+        ),
         # Windows
         (QWEN2 | {"use_sliding_window": "no"}, "use_sliding_window is 'no'; it must be true or"),
         (

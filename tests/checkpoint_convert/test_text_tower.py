@@ -117,6 +117,16 @@ def test_a_tower_may_be_of_any_family_that_its_whole_is_published_with(folders, 
     assert read_shape(folder) == replace(read_shape(folders["mistral3"]), family="ministral3")
 
 
+def test_a_tower_of_its_own_family_may_leave_out_what_both_assume(folders, tmp_path):
+    def shorten(config):
+        config.pop("tie_word_embeddings")
+        for key in ("tie_word_embeddings", "rms_norm_eps", "query_pre_attn_scalar"):
+            config["text_config"].pop(key)
+
+    shape = read_shape(edited(folders["gemma3"], tmp_path / "m", shorten))
+    assert shape == replace(read_shape(folders["gemma3"]), tie_word_embeddings=True)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

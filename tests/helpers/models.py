@@ -16,6 +16,7 @@ from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
 from transformers.models.llama import LlamaConfig
+from transformers.models.minimax_m2 import MiniMaxM2Config
 from transformers.models.ministral3 import Ministral3Config
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
@@ -46,6 +47,7 @@ CONFIGS = {
     "seed_oss": SeedOssConfig,
     "phi3": Phi3Config,
     "ministral3": Ministral3Config,
+    "minimax_m2": MiniMaxM2Config,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
     "gemma3_text": Gemma3TextConfig,
@@ -110,6 +112,12 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.8,
         "num_nextn_predict_layers": 0,
     },
+    "minimax_m2": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "ministral3": {
         "rope_parameters": {
             "rope_type": "default",
@@ -170,6 +178,8 @@ def tiny_model(
     shape |= OWN_FIELDS.get(family, {}) | overrides
     if family in LATENTS:  # they have keys and values for every head
         shape["num_key_value_heads"] = shape["num_attention_heads"]
+    if family == "minimax_m2":
+        shape["rotary_dim"] = shape["head_dim"] // 2
     config = CONFIGS[family](**shape)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):

@@ -283,6 +283,9 @@ def test_what_the_kernels_of_an_engine_on_cpus_cannot_do_is_refused(config, tmp_
     latents = read_shape(tiny_model(tmp_path / "latents", "deepseek_v3"))
     with pytest.raises(ValueError, match=r"of 576 together, not \d\d: set rollout\.engine"):
         check_cpu_kernels(config().rollout, latents)
+    router = read_shape(servable_model(tmp_path / "router", "minimax_m2"))
+    with pytest.raises(ValueError, match="no kernel for the router of a minimax_m2: set rollout"):
+        check_cpu_kernels(config().rollout, router)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
     assert "needs AVX2" in refusal(config())
 
