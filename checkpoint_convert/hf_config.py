@@ -10,9 +10,10 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
-from checkpoint_convert.rope import num_positions, read_rope
+from checkpoint_convert.rope import num_positions, read_ropes
 from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape
 from checkpoint_convert.text_tower import MULTIMODAL, is_multimodal, text_config
+from checkpoint_convert.windows import read_windows
 
 # Keys with one supported value in every family, which is also the value of an absent key.
 # transformers' configs of our families declare only a few of them; code shared by all models, in
@@ -37,6 +38,16 @@ _REQUIRED = {
     "fusion_config": None,
     "transformers_weights": None,  # names another file of weights
 }
+# Fields that a shape has from its family.
+_SAME_NAMES = (
+    "has_pre_norms",
+    "has_post_norms",
+    "norms_all_heads",
+    "zero_centered_norms",
+    "scales_embeddings",
+    "activation",
+    "partial_rotary_factor",
+)
 
 
 def read_shape(folder: str | Path) -> ModelShape:
@@ -59,7 +70,8 @@ def read_shape(folder: str | Path) -> ModelShape:
     values = _with_defaults(family, config)
     _check_carried_over(path, family, values)
     _scheme(path, whole)  # refuses what cannot be read
-    rope_theta, rope_scaling = read_rope(path, values, family)
+    window, windowed_layers = read_windows(path, values, family)
+    rope_theta, rope_scaling, window_rope_theta = read_ropes(path, values, family)
     num_heads = integer(path, values, "num_attention_heads")
     hidden_size = integer(path, values, "hidden_size")
     if values["num_key_value_heads"] is None:
@@ -88,8 +100,13 @@ def read_shape(folder: str | Path) -> ModelShape:
         rms_norm_eps=number(path, values, "rms_norm_eps"),
         max_position_embeddings=num_positions(path, values),
         eos_token_ids=_eos_token_ids(path, values),
-        has_post_norms=family.has_post_norms,
-        partial_rotary_factor=family.partial_rotary_factor,
+        query_pre_attn_scalar=(
+            number(path, values, family.query_scale) if family.query_scale else None
+        ),
+        **{name: getattr(family, name) for name in _SAME_NAMES},
+        window=window,
+        windowed_layers=windowed_layers,
+        window_rope_theta=window_rope_theta if windowed_layers else None,
         moe=_moe(path, family, values),
         latent=latent,
         num_extra_layers=_count(path, values, family.num_extra_layers),
@@ -284,7 +301,12 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         for key, carried in family.explicit.items()
         if config.get(key) != carried
     ]
-    layers = config.get("layer_types") or []
+    if family.rotary_size is not None:
+        size, given = integer(path, config, "head_dim"), config.get(family.rotary_size)
+        if given != (own := round(family.partial_rotary_factor * size)):
+            key = f"with head_dim {size}, {family.rotary_size}"
+            refused.append(f"{key} is {given!r}, only {own} is supported")
+    layers = [] if family.windows else config.get("layer_types") or []
     if not isinstance(layers, list):
         refused.append(f"layer_types is {layers!r}, only a list of 'full_attention' is supported")
     elif others := sorted({str(kind) for kind in layers} - {"full_attention"}):

@@ -7,6 +7,7 @@ from typing import Any
 
 from checkpoint_convert.config_values import boolean, integer, number
 from checkpoint_convert.families.description import Family
+from checkpoint_convert.windows import FULL, WINDOWED
 
 # Parameters with one supported value for every RoPE type, which vLLM reads.
 _REQUIRED: dict[str, Any] = {"rope_dim": None, "use_fope": False}
@@ -23,6 +24,46 @@ _REQUIRED_OF_TYPE: dict[str, dict[str, Any]] = {
     "yarn": {},
 }
 _TRAINED_LENGTH = "original_max_position_embeddings"
+# Keys outside of `rope_parameters` that are read, and of the older form of these.
+_OWN = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+def read_ropes(
+    path: Path, config: Mapping[str, Any], family: Family
+) -> tuple[float, dict[str, Any] | None, float | None]:
+    """`read_rope`, and the base of the RoPE of layers with a window; None: it is the same RoPE.
+
+    Where these layers have their own, `rope_parameters` has an object for each kind of layer. The
+    older `rope_scaling` is that of layers without a window, as `rope_theta` is.
+    """
+    windows = family.windows
+    if windows is None or windows.rope_theta is None:
+        return *read_rope(path, config, family), None
+    kinds = config.get("rope_parameters") or {}
+    if not isinstance(kinds, dict) or not {*kinds} <= {FULL, WINDOWED}:
+        raise ValueError(
+            f"{path}: rope_parameters is {kinds!r}; it must have an object for {FULL} and one for "
+            f"{WINDOWED}"
+        )
+    of_full, of_windowed = (kinds.get(kind) or {} for kind in (FULL, WINDOWED))
+    if not isinstance(of_full, dict) or not isinstance(of_windowed, dict):
+        raise ValueError(f"{path}: rope_parameters is {kinds!r}; it must have objects")
+    older = config.get("rope_scaling") or {}
+    if not isinstance(older, dict):
+        raise ValueError(f"{path}: rope_scaling is {older!r}; it must be null or an object")
+    bases = windows.rope_theta
+    full = {"rope_theta": config.get("rope_theta", bases[0]), **of_full, **older}
+    alone = {key: value for key, value in config.items() if key not in _OWN}
+    theta, scaling = read_rope(path, alone | {"rope_parameters": full}, family)
+    own = {"rope_theta": config.get(windows.rope_theta_key or "", bases[1]), **of_windowed}
+    window_theta, window_scaling = read_rope(path, alone | {"rope_parameters": own}, family)
+    if window_scaling is not None:
+        raise ValueError(
+            f"{path}: RoPE scaling {window_scaling['rope_type']!r} of {WINDOWED} is not supported; "
+            f"supported: ['default'], and those of {FULL}"
+        )
+    is_same = scaling is None and window_theta == theta
+    return theta, scaling, None if is_same else window_theta
 
 
 def read_rope(

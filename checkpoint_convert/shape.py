@@ -79,11 +79,29 @@ class ModelShape:
     rms_norm_eps: float
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    has_pre_norms: bool = True
+    """Whether attention and MLP are given the norm of the hidden states."""
     has_post_norms: bool = False
-    """Whether the norms of a layer are those of what attention and MLP return, instead of what they
-    are given, and `qk_norm` is over all heads together."""
+    """Whether the norm of what attention and MLP return is added to the hidden states."""
+    norms_all_heads: bool = False
+    """Whether `qk_norm` is over all heads together."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight."""
+    scales_embeddings: bool = False
+    """Whether embeddings are multiplied by sqrt(hidden_size)."""
+    query_pre_attn_scalar: float | None = None
+    """The product of a query and a key is divided by its square root; None: `head_dim`."""
+    activation: str = "silu"
+    """Of the gate of an MLP: `silu`, or `gelu_pytorch_tanh`, which is GELU's approximation."""
     partial_rotary_factor: float = 1.0
     """Part of each head that RoPE rotates; it comes first."""
+    window: int | None = None
+    """Number of tokens, itself included, that a token attends to in `windowed_layers`."""
+    windowed_layers: tuple[int, ...] = ()
+    """In all others a token attends to all before it."""
+    window_rope_theta: float | None = None
+    """Base of the RoPE of `windowed_layers`, which is not scaled; None: all layers have one RoPE.
+    """
     moe: MoeShape | None = None
     """None for a dense model."""
     latent: LatentShape | None = None

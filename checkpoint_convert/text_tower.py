@@ -11,13 +11,16 @@ from typing import Any
 # The family of the text tower, by the `model_type` of the whole and that in its `text_config`. Of
 # text alone, the three positions of a token in Qwen's RoPE (`mrope`) are equal.
 _FAMILIES = {
+    "gemma3": {"gemma3_text": "gemma3_text"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
 }
 MULTIMODAL = [*_FAMILIES]
-# What the text tower and its family assume differently where config.json does not say it.
+# What the text tower and its family assume differently where config.json does not say it, except
+# for towers of the family's own config class.
 _EXPLICIT = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+_SAME_DEFAULTS = ("gemma3",)
 _TIED = "tie_word_embeddings"
 # Prefixes of its tensors in weight files and engines, and those of a model of text.
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
@@ -48,15 +51,18 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: text_config of a {config['model_type']} has model_type {kind!r}, "
             f"supported: {[*known]}"
         )
-    if absent := [key for key in _EXPLICIT if key not in text]:
+    is_own = config["model_type"] in _SAME_DEFAULTS
+    absent = [key for key in _EXPLICIT if key not in text]
+    if absent and not is_own:
         raise ValueError(f"{path}: text_config has no {absent[0]}")
     tied = [each[_TIED] for each in (config, text) if _TIED in each]
-    if not tied or tied[0] != tied[-1]:
+    if tied[:1] != tied[-1:] or not (tied or is_own):
         raise ValueError(
             f"{path}: {_TIED} must be said, and be the same inside and outside of text_config, and "
             f"is {tied}"
         )
-    return {**text, "model_type": known[kind], _TIED: tied[0], **_rope(text)}
+    of_text = {**text, "model_type": known[kind], **_rope(text)}
+    return of_text | {_TIED: tied[0]} if tied else of_text
 
 
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,8 @@ def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
     """Worker `rank`'s share of every source, one after the other, followed by its zero rows."""
     name = parameter.engine_name or parameter.sources[0].name
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
-    parts, zeros, whole = _cut(sources, parameter.split, parameter.zero_rows, rank, size)
+    split = 0 if parameter.is_split_in_engine else parameter.split
+    parts, zeros, whole = _cut(sources, split, parameter.zero_rows, rank, size)
     pieces = [
         ShardMapping(name, local, source.name, _from(stored, source.first_row), is_replica)
         for number, local, stored, is_replica in parts
@@ -224,7 +225,10 @@ def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
 
 def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     further = {"padded vocabulary": _padded_vocab(shape)}
-    if shape.has_post_norms:  # vLLM's norm over all heads does not know copies of them
+    is_split = FAMILIES[shape.family].are_norms_split_in_engine
+    if (
+        shape.norms_all_heads and not is_split
+    ):  # transformers norm over all heads does not know copies of them
         further["num_key_value_heads"] = shape.num_key_value_heads
     obstacles = split_obstacles(shape, dims.tensor, further)
     if shape.moe is None:

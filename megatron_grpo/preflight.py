@@ -10,6 +10,7 @@ import httpx
 import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.quantized_model import quantized_model
@@ -141,10 +142,30 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
             "rollout.router_replay true needs a mixture of experts, and this model is dense: leave "
             "it out"
         )
+    _check_windows(rollout.engine, shape)
     for url in rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
     if not rollout.base_urls:
         check_arguments(rollout)
+
+
+def _check_windows(engine: str, shape: ModelShape) -> None:
+    """Raise ValueError if an engine would leave out windows of attention, or not start by them."""
+    windows = FAMILIES[shape.family].windows
+    if shape.window is None or windows is None:
+        return
+    if engine == "sglang":
+        raise ValueError(
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
+            f"layers have a window of attention ({shape.window} tokens): use vllm"
+        )
+    is_mixed = len(shape.windowed_layers) < shape.num_layers
+    if engine == "vllm" and is_mixed and not windows.are_mixed_in_engine:
+        raise ValueError(
+            f"of the {shape.num_layers} layers of the {shape.family} in model.path, "
+            f"{len(shape.windowed_layers)} have a window of attention; vLLM serves it only with "
+            "windows in all layers or in none: use rollout.engine=transformers"
+        )
 
 
 def check_same_run(cfg: Config) -> None:

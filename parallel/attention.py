@@ -2,17 +2,20 @@
 
 Megatron-Core's own torch attention refuses packed sequences and context parallelism, so this module
 replaces it where Transformer Engine is not installed. It also replaces Transformer Engine's
-attention where completions share their prompt, which the latter does not support: on a GPU with
-torch's flex attention, one kernel for all segments. A query then sees two ranges of packed
-positions: its own segment up to itself, and the prompt that its segment continues. Keys are not
-copied, and blocks of keys that no query of a block sees are skipped.
+attention where completions share their prompt, and where context ranks split sequences whose
+tokens see windows, which the latter does not support: on a GPU with torch's flex attention, one
+kernel for all segments. A query then sees two ranges of packed positions: its own segment up to
+itself, and the prompt that its segment continues. Keys are not copied, and blocks of keys that no
+query of a block sees are skipped.
+
+In a layer with a window, a token sees the last `window` tokens of its sequence, itself included.
 
 Keys and values of the other context ranks are all-gathered (Llama 3, arXiv:2407.21783, section
 3.3.2), so every rank computes its own queries exactly, and only the order of sums depends on the
 number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol
@@ -32,7 +35,11 @@ SLAB = 64 * BLOCK
 
 
 def block_mask(
-    cu_seqlens: Tensor, prefixes: Tensor, queries: Tensor, num_tokens: int | None = None
+    cu_seqlens: Tensor,
+    prefixes: Tensor | None,
+    queries: Tensor,
+    num_tokens: int | None = None,
+    window: int | None = None,
 ) -> BlockMask:
     """The mask for `queries`, packed positions [t]; keys are in packed order.
 
@@ -40,10 +47,16 @@ def block_mask(
     reads that from `cu_seqlens`, for which the host waits if they are on a GPU. Built from the
     ranges, because torch's `create_block_mask` would evaluate all pairs of tokens.
     """
+    if prefixes is None:
+        prefixes = cu_seqlens.new_zeros(len(cu_seqlens) - 1, 2, dtype=torch.long)
     segment = torch.bucketize(queries, cu_seqlens[1:], right=True)
     first = cu_seqlens[:-1].long()[segment]
     # Two tensors: the compiler does not support views of one.
     prefix_first, prefix_end = prefixes[:, 0][segment], prefixes[:, 1][segment]
+    if window is not None:
+        unseen = queries - first + prefix_end - prefix_first - window + 1  # tokens before it
+        first = torch.maximum(first, queries - window + 1)
+        prefix_first = prefix_first + unseen.clamp(min=0)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         is_own = (key >= first[query]) & (key <= queries[query])
@@ -138,8 +151,9 @@ class PackedSequences(Protocol):
     cu_seqlens_q: Tensor
     prefixes: Tensor | None
     """As in `PackedBatch`."""
-    block_mask: BlockMask | None
-    """The mask for flex attention, which is used if this is set."""
+    block_masks: Mapping[int | None, BlockMask]
+    """For each window, or None for layers without, the mask for flex attention, which is used if
+    there are any."""
     context_order: tuple[Tensor, Tensor]
     """The result of the function `context_order`; read only with several context ranks."""
     cp_group: ProcessGroup | None
@@ -156,14 +170,15 @@ def packed_attention(
     rank: int = 0,
     size: int = 1,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal self-attention within each segment, for the queries of one context-parallel rank.
 
     `query` [T / size, heads, head_dim] is in the order of `context_indices`; `key` and `value`
     [T, key-value heads, head_dim] are complete and in packed order; grouped heads are contiguous.
     Heads of values may have another size. Each segment also attends to all of its prefix in
-    `prefixes` [n, 2], as in `PackedBatch`. `scale` defaults to ``head_dim ** -0.5``. The result is
-    [T / size, heads, size of a value].
+    `prefixes` [n, 2], as in `PackedBatch`, or to what the last `window` tokens are of both. `scale`
+    defaults to ``head_dim ** -0.5``. The result is [T / size, heads, size of a value].
     """
     bounds = [int(bound) for bound in cu_seqlens.tolist()]
     lengths = [end - start for start, end in pairwise(bounds)]
@@ -179,28 +194,46 @@ def packed_attention(
             k = torch.cat([keys[prefix][: end - start], k])
             v = torch.cat([values[prefix][: end - start], v])
         if size == 1:
-            outputs.append(_attend(q, k, v, scale))
+            outputs.append(_attend(q, k, v, scale, window))
             continue
         chunk = len(q) // 2
         early, late = q.split(chunk)
         early_end, late_end = (
             end - start + chunks * chunk for chunks in (rank + 1, 2 * size - rank)
         )
-        outputs.append(_attend(early, k[:early_end], v[:early_end], scale))
-        outputs.append(_attend(late, k[:late_end], v[:late_end], scale))
+        outputs.append(_attend(early, k[:early_end], v[:early_end], scale, window))
+        outputs.append(_attend(late, k[:late_end], v[:late_end], scale, window))
     return torch.cat(outputs)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+) -> Tensor:
     """Attention of `query` [L, heads, d], the last L of the S positions of `key` and `value`."""
+    if window is None or window >= len(key):
+        return _sdpa(query, key, value, scale, window)
+    # Block by block of queries, as most keys of a long sequence are in no window of a block.
+    outputs, position = [], len(key) - len(query)
+    for block in query.split(max(window, BLOCK)):
+        seen = slice(max(0, position - window + 1), position + len(block))
+        outputs.append(_sdpa(block, key[seen], value[seen], scale, window))
+        position += len(block)
+    return torch.cat(outputs)
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """The same by torch, which compares all queries with all keys."""
     num_queries, num_keys = len(query), len(key)
     value_dim = value.shape[-1]
     if value_dim < query.shape[-1]:  # torch's fast kernel on CPUs takes heads of one size
         value = pad(value, (0, query.shape[-1] - value_dim))
-    mask = None
-    if num_queries < num_keys:  # torch's is_causal aligns the first query with the first key
+    mask, offset = None, num_keys - num_queries
+    seen = num_keys if window is None else min(window, num_keys)
+    if offset or seen < num_keys:  # torch's is_causal aligns the first query with the first key
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
-        mask = mask.tril(num_keys - num_queries)
+        mask = mask.tril(offset).triu(offset - seen + 1)
     output = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
@@ -241,12 +274,21 @@ class PackedAttention(torch.nn.Module):
     """Core attention for Megatron-Core's ``SelfAttention``: packed, causal, context-parallel."""
 
     def __init__(
-        self, *, config: Any, softmax_scale: float | None, pg_collection: Any, **_: Any
+        self,
+        *,
+        config: Any,
+        layer_number: int,
+        softmax_scale: float | None,
+        pg_collection: Any,
+        **_: Any,
     ) -> None:
-        """`config` is Megatron's; its other arguments, such as the layer number, are ignored."""
+        """`config` is Megatron's; `layer_number` begins at 1, and further arguments are ignored."""
         super().__init__()
         assert config.attention_dropout == 0.0, "PackedAttention has no dropout"
         self.scale = softmax_scale
+        self.window: int | None = None
+        if config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]:
+            self.window = config.window_size[0] + 1  # Megatron's is without the token itself
         self.group: ProcessGroup = pg_collection.cp
 
     def forward(
@@ -268,8 +310,9 @@ class PackedAttention(torch.nn.Module):
             order, inverse = packed_seq_params.context_order
             both = _GatherPacked.apply(torch.cat([key, value], dim=-1), order, inverse, group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        if packed_seq_params.block_mask is not None:
-            return flex(query, key, value, packed_seq_params.block_mask, self.scale)
+        if packed_seq_params.block_masks:
+            mask = packed_seq_params.block_masks[self.window]
+            return flex(query, key, value, mask, self.scale)
         dtype = attention_dtype(query.dtype)
         output = packed_attention(
             query.to(dtype),
@@ -280,5 +323,6 @@ class PackedAttention(torch.nn.Module):
             rank=group.rank(),
             size=size,
             scale=self.scale,
+            window=self.window,
         )
         return output.to(query.dtype)

@@ -72,16 +72,18 @@ def layer(
         )
     moe = None if index < shape.num_dense_layers else shape.moe
     before_mlp = "mlp.linear_fc1.layer_norm_weight" if moe is None else MLP_NORM
+    of_attention, of_mlp = [], []
+    if shape.has_pre_norms:
+        name = "pre_feedforward_layernorm" if shape.has_post_norms else "post_attention_layernorm"
+        of_attention.append(norm(ATTENTION_NORM, before_attention, "input_layernorm"))
+        of_mlp.append(norm(MLP_NORM, before_mlp, name))
     if shape.has_post_norms:
-        of_attention = norm(POST_ATTENTION, POST_ATTENTION, "post_attention_layernorm")
-        of_mlp = norm(POST_MLP, POST_MLP, "post_feedforward_layernorm")
-    else:
-        of_attention = norm(ATTENTION_NORM, before_attention, "input_layernorm")
-        of_mlp = norm(MLP_NORM, before_mlp, "post_attention_layernorm")
+        of_attention.append(norm(POST_ATTENTION, POST_ATTENTION, "post_attention_layernorm"))
+        of_mlp.append(norm(POST_MLP, POST_MLP, "post_feedforward_layernorm"))
     return [
-        of_attention,
+        *of_attention,
         *attention,
-        of_mlp,
+        *of_mlp,
         *(
             dense_mlp(shape, source + "mlp.", "mlp.")
             if moe is None
@@ -95,7 +97,7 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
 
     `source` and `target` are name prefixes in weight files and in Megatron.
     """
-    groups, hidden = shape.num_key_value_heads, shape.hidden_size
+    family, groups, hidden = FAMILIES[shape.family], shape.num_key_value_heads, shape.hidden_size
     query, key_value = shape.num_attention_heads * shape.head_dim, groups * shape.head_dim
     rows = {"q": (query, None), "k": (key_value, groups), "v": (key_value, groups)}
 
@@ -107,7 +109,7 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
         )
         return Parameter(
             f"{target}linear_qkv.{kind}",
-            in_one_tensor(fused, sources) if FAMILIES[shape.family].has_fused_weights else sources,
+            in_one_tensor(fused, sources) if family.has_fused_weights else sources,
             split=0,
             interleave_groups=groups,
             engine_name=fused,
@@ -122,7 +124,8 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
         parameters.append(qkv("bias"))
     if shape.qk_norm:
         for x in "qk":
-            size = rows[x][0] if shape.has_post_norms else shape.head_dim
-            norm = Tensor(f"{source}{x}_norm.weight", (size,))
-            parameters.append(Parameter(f"{target}{x}_layernorm.weight", (norm,)))
+            size = rows[x][0] if shape.norms_all_heads else shape.head_dim
+            norm = Tensor(f"{source}{x}_norm.weight", (size,), rows[x][1])
+            name, is_split = f"{target}{x}_layernorm.weight", family.are_norms_split_in_engine
+            parameters.append(Parameter(name, (norm,), is_split_in_engine=is_split))
     return parameters

@@ -31,6 +31,8 @@ class Experts:
     """Config key: of how many experts' size the shared expert is; None: there is none."""
     num_dense_layers: str | None = None
     """Config key of the number of layers with a dense MLP, which come first; None: 0."""
+    bias: str = "gate.e_score_correction_bias"
+    """Name of the biases by which experts are chosen, of a router that scores by a sigmoid."""
     has_groups: bool = False
     """Whether `n_group` and `topk_group` in config.json make groups of experts."""
     is_router_float32_in_engine: bool = False
@@ -38,6 +40,29 @@ class Experts:
     is_shared_whole_in_engine: bool = False
     """Whether workers of a vLLM engine with several groups of several workers each hold the whole
     shared expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Which layers have a window of attention, if `sliding_window` in config.json is not null."""
+
+    switch: str | None = None
+    """Config key that must be true, too."""
+    first: str | None = None
+    """Config key of the first layer with a window; None: 0."""
+    every: int | str | None = None
+    """One layer in so many has none, the last of them, or the config key that says how many; None:
+    all have."""
+    are_by_layer_types: bool = False
+    """Whether `layer_types` in config.json says otherwise; if not, it must say the same."""
+    are_mixed_in_engine: bool = True
+    """Whether a vLLM engine serves models of which some layers have a window, and some have none.
+    """
+    rope_theta: tuple[float, float] | None = None
+    """Layers without and with a window have RoPEs of their own, with these bases where config.json
+    has none. None: all layers have one RoPE."""
+    rope_theta_key: str | None = None
+    """Config key of the base of layers with a window in older files; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +80,27 @@ class Family:
     """Whether queries, keys and values have a bias, or the config key that says so."""
     qk_norm: bool | str = False
     """Whether query and key heads have a norm, or the config key that says so."""
+    has_pre_norms: bool = True
     has_post_norms: bool = False
-    """See `ModelShape`."""
+    norms_all_heads: bool = False
+    zero_centered_norms: bool = False
+    scales_embeddings: bool = False
+    activation: str = "silu"
     partial_rotary_factor: float = 1.0
+    """See `ModelShape` for these."""
+    rotary_size: str | None = None
+    """Config key of the size of the part that RoPE rotates, which vLLM needs; None: there is none.
+    """
+    query_scale: str | None = None
+    """Config key of `ModelShape.query_pre_attn_scalar`; None: `head_dim`."""
     experts: Experts | None = None
     """None: every layer has a dense MLP."""
     has_mla: bool = False
     """Whether its attention is `LatentShape`'s."""
+    windows: Windows | None = None
+    """None: no layer has a window."""
+    are_norms_split_in_engine: bool = False
+    """Whether the workers of a vLLM engine split the weights of norms over all heads."""
     has_fused_weights: bool = False
     """Whether weight files have queries, keys and values in one matrix, and gate and up in one."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
@@ -117,6 +156,8 @@ class Parameter:
     sources: tuple[Tensor, ...]
     split: int | None = None
     """Dimension split into equal parts over tensor ranks; None: every rank holds the whole."""
+    is_split_in_engine: bool = False
+    """Whether the workers of a vLLM engine split its first dimension, if ranks hold the whole."""
     interleave_groups: int = 1
     is_split_by_source: bool = False
     """Whether each rank holds its share of every source, one after the other (gate and up), which

@@ -54,7 +54,7 @@ def moe_block(
     names = FAMILIES[shape.family].experts
     assert names is not None, f"{shape.family} names no experts"
     block = f"{source}{names.block}."
-    parameters = _router(shape, moe, names, block + "gate.")
+    parameters = _router(shape, moe, names, block)
     if moe.shared_intermediate_size:
         parameters += gated_mlp(
             (moe.shared_intermediate_size, shape.hidden_size),
@@ -72,12 +72,12 @@ def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> li
     """One that scores by a sigmoid has a bias for each expert, which vLLM keeps in float32."""
     matrix = Parameter(
         ROUTER,
-        (Tensor(source + "weight", (moe.num_experts, shape.hidden_size)),),
+        (Tensor(source + "gate.weight", (moe.num_experts, shape.hidden_size)),),
         is_float32_in_engine=names.is_router_float32_in_engine,
     )
     if moe.score_function == "softmax":
         return [matrix]
-    bias = Tensor(source + "e_score_correction_bias", (moe.num_experts,), is_float32=True)
+    bias = Tensor(source + names.bias, (moe.num_experts,), is_float32=True)
     return [matrix, Parameter(EXPERT_BIAS, (bias,), is_float32_in_engine=True)]
 
 

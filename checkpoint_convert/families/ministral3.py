@@ -4,7 +4,7 @@ From `original_max_position_embeddings` on, transformers scales queries by their
 vLLM does not for a config of transformers: see `rope.num_positions`.
 """
 
-from checkpoint_convert.families.description import Family
+from checkpoint_convert.families.description import Family, Windows
 from checkpoint_convert.families.mistral import MISTRAL
 
 MINISTRAL3 = Family(
@@ -26,4 +26,5 @@ MINISTRAL3 = Family(
         },
     },
     required=MISTRAL.required,
+    windows=Windows(),
 )

@@ -1,6 +1,6 @@
-"""Mistral, from 7B v0.2 on: Llama without sliding windows."""
+"""Mistral: Llama; 7B v0.1 has a window of attention in every layer."""
 
-from checkpoint_convert.families.description import Family
+from checkpoint_convert.families.description import Family, Windows
 
 MISTRAL = Family(
     model_type="mistral",
@@ -15,10 +15,10 @@ MISTRAL = Family(
     },
     # vLLM has one class for Llama and Mistral, with the switches of both.
     required={
-        "sliding_window": None,
         "attention_bias": False,
         "mlp_bias": False,
         "llama_4_scaling": None,
         "ada_rms_norm_t_cond": False,
     },
+    windows=Windows(),
 )

@@ -1,6 +1,6 @@
 """Mixtral: Mistral with experts."""
 
-from checkpoint_convert.families.description import Experts, Family
+from checkpoint_convert.families.description import Experts, Family, Windows
 
 MIXTRAL = Family(
     model_type="mixtral",
@@ -16,7 +16,8 @@ MIXTRAL = Family(
         "num_experts_per_tok": 2,
     },
     # The jitter is noise on the router's input during training.
-    required={"sliding_window": None, "router_jitter_noise": 0.0},
+    required={"router_jitter_noise": 0.0},
+    windows=Windows(),
     experts=Experts(
         num_experts="num_local_experts",
         intermediate_size="intermediate_size",

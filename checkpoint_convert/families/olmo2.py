@@ -15,5 +15,7 @@ OLMO2 = Family(
     # transformers puts `attention_bias` on the output projection too.
     required={"attention_bias": False, "sliding_window": None},
     qk_norm=True,
+    has_pre_norms=False,
     has_post_norms=True,
+    norms_all_heads=True,
 )

@@ -1,10 +1,10 @@
 """Phi-4 and Phi-4-reasoning, of 14B: Llama with fused matrices in the weight files.
 
-Phi-3 has sliding windows or, as Phi-4-mini, RoPE scaled by `longrope`. transformers takes `yarn`
-for that, too.
+Phi-3-mini-4k has a window of attention in every layer. Others of Phi-3, and Phi-4-mini, have RoPE
+scaled by `longrope`, for which transformers takes `yarn`, too.
 """
 
-from checkpoint_convert.families.description import Family
+from checkpoint_convert.families.description import Family, Windows
 
 PHI3 = Family(
     model_type="phi3",
@@ -20,10 +20,10 @@ PHI3 = Family(
     required={
         "attention_bias": False,
         "mlp_bias": False,
-        "sliding_window": None,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
     },
+    windows=Windows(),
     has_fused_weights=True,
     rope_types=("default",),
 )

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: Llama with a bias on the query, key and value projections."""
 
-from checkpoint_convert.families.description import Family
+from checkpoint_convert.families.description import Family, Windows
 
 QWEN2 = Family(
     model_type="qwen2",
@@ -11,8 +11,17 @@ QWEN2 = Family(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "eos_token_id": None,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
     },
     # Only vLLM reads `qk_norm`.
-    required={"use_sliding_window": False, "qk_norm": False},
+    required={"qk_norm": False},
     attention_bias=True,
+    windows=Windows(
+        switch="use_sliding_window",
+        first="max_window_layers",
+        are_by_layer_types=True,
+        are_mixed_in_engine=False,
+    ),
 )

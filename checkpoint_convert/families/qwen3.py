@@ -1,6 +1,6 @@
 """Qwen3, dense: Llama with an RMS norm on every query and key head, and an explicit head size."""
 
-from checkpoint_convert.families.description import Family
+from checkpoint_convert.families.description import Family, Windows
 
 QWEN3 = Family(
     model_type="qwen3",
@@ -11,8 +11,17 @@ QWEN3 = Family(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "eos_token_id": None,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
     },
     # transformers puts `attention_bias` on the output projection too.
-    required={"attention_bias": False, "use_sliding_window": False},
+    required={"attention_bias": False},
     qk_norm=True,
+    windows=Windows(
+        switch="use_sliding_window",
+        first="max_window_layers",
+        are_by_layer_types=True,
+        are_mixed_in_engine=False,
+    ),
 )

@@ -1,6 +1,6 @@
 """Qwen3 with experts in every layer, such as Qwen3-30B-A3B."""
 
-from checkpoint_convert.families.description import Experts, Family
+from checkpoint_convert.families.description import Experts, Family, Windows
 
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -16,17 +16,19 @@ QWEN3_MOE = Family(
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
     },
     # mlp_only_layers, and all but every decoder_sparse_step-th layer, have a dense MLP. Only vLLM
     # knows a shared expert, which sees every token.
     required={
         "attention_bias": False,
-        "use_sliding_window": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "shared_expert_intermediate_size": 0,
     },
     qk_norm=True,
+    windows=Windows(switch="use_sliding_window"),
     experts=Experts(
         num_experts="num_experts",
         intermediate_size="moe_intermediate_size",

@@ -34,6 +34,7 @@ from megatron_grpo.engines.vllm.args import (
     CPU_HEAD_SIZES,
     CPU_LATENT_SIZE,
     NO_ADAPTERS,
+    NO_ROUTER_ON_CPU,
     ONE_NODE,
     EngineNode,
     check_engine_arguments,
@@ -115,6 +116,11 @@ def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
     if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
         raise ValueError(
             f"rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: {instead}"
+        )
+    if shape.family in NO_ROUTER_ON_CPU:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU has no kernel for the router of a {shape.family}: "
+            f"{instead}"
         )
     if shape.latent is not None:
         size = shape.latent.rank + shape.latent.rotary_dim

@@ -217,7 +217,8 @@ def _norm(cfg: Config, width: float) -> float:
 def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
     """Bytes per token of a layer's parts, by Megatron-Core's names for `recompute_modules`."""
     itemsize = ITEMSIZE[cfg.model.dtype]
-    norms = 2 * _norm(cfg, shape.hidden_size) * _token_share(cfg)
+    places = 2 * (shape.has_pre_norms + shape.has_post_norms)
+    norms = places * _norm(cfg, shape.hidden_size) * _token_share(cfg)
     # Transformer Engine fuses a norm into the linear after it, which keeps its output; only the
     # norms before a mixture and before latent attention are modules of their own, whose output
     # Megatron can recompute.
@@ -344,7 +345,7 @@ def _offloaded(cfg: Config, shape: ModelShape) -> float:
     parts = {
         "attn_norm": norm - row,
         # With the norm that is fused into it, and those of queries and keys.
-        "qkv_linear": (norm if fused and not shape.has_post_norms else row)
+        "qkv_linear": (norm if fused and shape.has_pre_norms else row)
         + _norms_of_heads(cfg, shape),
         # The product after it keeps its output, too.
         "core_attn": _core_attention(cfg, shape) / cfg.dims.tensor - output,

@@ -148,7 +148,16 @@ def _part_flops(shape: ModelShape, work: Computed) -> dict[str, float]:
     """
     flops = {part: 2.0 * size * work.tokens for part, size in _part_weights(shape).items()}
     of_pair = 2.0 * shape.num_attention_heads * (shape.head_dim + shape.value_dim)
-    return flops | {"core_attn": of_pair * work.pairs}
+    return flops | {"core_attn": of_pair * _pairs(shape, work)}
+
+
+def _pairs(shape: ModelShape, work: Computed) -> float:
+    """Pairs of tokens that attend, in the mean over the model's layers: a token to a window, or to
+    all before it where that is less for the mean of them."""
+    if shape.window is None:
+        return work.pairs
+    share = len(shape.windowed_layers) / shape.num_layers
+    return (1 - share) * work.pairs + share * min(work.pairs, shape.window * work.tokens)
 
 
 def active_weights(shape: ModelShape) -> float:

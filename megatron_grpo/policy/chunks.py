@@ -1,6 +1,7 @@
 """Builds this rank's GPTModels for packed sequences, and sets what their config cannot say."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     ]
     if config.fine_grained_activation_offloading:
         offload_activations(next(chunks[0].parameters()).device)
-    packed_rotary = PackedRotary(_rotary(shape))
+    packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape))
     _freeze_expert_biases(chunks)
     for chunk in chunks:
         _mark_experts(chunk)
@@ -69,6 +70,8 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
         chunk.rotary_pos_emb = packed_rotary
         accumulate_in_products(chunk, cfg.model.megatron)
         _pass_padding(chunk)
+        if shape.scales_embeddings and chunk.pre_process:
+            _scale_embeddings(chunk)
         if groups.is_dynamic:
             rotate_own_tokens(chunk, groups)
     return chunks
@@ -133,6 +136,13 @@ def _pass_padding(chunk: GPTModel) -> None:
             module.kept_packed_seq_params.add("pad_between_seqs")
 
 
+def _scale_embeddings(chunk: GPTModel) -> None:
+    """Multiply embeddings by sqrt(hidden_size), rounded to their dtype as in transformers."""
+    exact = torch.tensor(chunk.config.hidden_size**0.5)
+    scale = exact.to(chunk.config.params_dtype).item()
+    chunk.embedding.register_forward_hook(lambda module, given, embedded: embedded * scale)
+
+
 def _mark_experts(chunk: GPTModel) -> None:
     """Make the gradients of experts be summed over the experts' own data ranks in every layout.
 
@@ -156,6 +166,13 @@ def _rotary(shape: ModelShape) -> RotaryEmbedding:
     if yarn := yarn_scaling(shape):
         rotary.inv_freq = yarn_frequencies(rotary.inv_freq, shape.rope_theta, yarn)
     return rotary
+
+
+def _window_rotary(shape: ModelShape) -> RotaryEmbedding | None:
+    """That of layers with a window, if it is another."""
+    if shape.window_rope_theta is None:
+        return None
+    return _rotary(replace(shape, rope_theta=shape.window_rope_theta, rope_scaling=None))
 
 
 def _rope_scaling(shape: ModelShape) -> dict[str, Any]:

@@ -232,10 +232,13 @@ def yarn_scaling(shape: ModelShape) -> Mapping[str, Any] | None:
     return scaling if scaling is not None and scaling["rope_type"] == "yarn" else None
 
 
-def yarn_softmax_scale(head_dim: int, scaling: Mapping[str, Any]) -> float:
-    """The scale of scores that replaces ``head_dim ** -0.5``."""
+def softmax_scale(shape: ModelShape, scaling: Mapping[str, Any] | None) -> float | None:
+    """What scores are multiplied by in layers with this scaling by YaRN; None: head_dim ** -0.5."""
+    size = shape.query_pre_attn_scalar
+    if scaling is None:
+        return size and size**-0.5
     factor: float = scaling["attention_factor"]
-    return factor**2 * head_dim**-0.5
+    return factor**2 * (size or shape.head_dim) ** -0.5
 
 
 def yarn_frequencies(inv_freq: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:

@@ -25,6 +25,7 @@ from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
+from megatron_grpo.policy.windows import attention_windows
 from parallel import Layout, Sender
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
@@ -176,7 +177,8 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     assert batch.part is not None, "set by `run_schedule`"
     local = batch.part.local
     group, rank = groups.context_of(batch.context_size)
-    params = packed_params(batch, local, rank, batch.context_size)
+    windows = attention_windows(unwrapped(chunk))
+    params = packed_params(batch, local, rank, batch.context_size, windows)
     if groups.is_dynamic:
         split_dynamically(params, batch, local, group)
     params.routed_experts = own_routes(batch, local, groups)

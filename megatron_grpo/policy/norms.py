@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -26,6 +27,15 @@ class RMSNorm(torch.nn.RMSNorm):
         # Each tensor rank sees a part of the tokens; the mark makes Megatron sum the gradient.
         weight: Any = self.weight
         weight.sequence_parallel = config.sequence_parallel
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm times the weight, or times 1 + weight: that in float32, as 1 + weight has fewer
+        digits in bfloat16 than the weight."""
+        if not self.is_zero_centered:
+            return super().forward(x)
+        scale = 1 + self.weight.float()
+        return rms_norm(x.float(), self.normalized_shape, scale, self.eps).to(x.dtype)
 
 
 class PostNorm(torch.nn.Module):

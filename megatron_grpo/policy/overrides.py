@@ -137,7 +137,7 @@ def _offloadable(shape: ModelShape, implementation: str) -> list[str]:
     """
     is_fused = implementation != "local"
     modules = [] if shape.latent else ["qkv_linear", "core_attn", "attn_proj"]
-    if not shape.has_post_norms:
+    if shape.has_pre_norms:
         modules += ["attn_norm"] * (shape.latent is not None or not is_fused)
         modules += ["mlp_norm"] * (shape.moe is not None or not is_fused)
     if shape.moe is not None and is_fused:
@@ -153,6 +153,11 @@ def check_context_exchange(
         raise ValueError(
             f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention; torch's "
             "layers gather keys and values: leave it out"
+        )
+    if shape.window is not None:
+        raise ValueError(
+            f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention, and with "
+            "the windows of this model context ranks gather keys and values: leave it out"
         )
     heads = max(shape.num_key_value_heads // dims.tensor, 1)
     if how == "a2a" and heads % dims.context:

@@ -1,6 +1,7 @@
 """The PackedSeqParams that Megatron-Core's layers get for a packed microbatch."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +36,7 @@ class PackedParams(PackedSeqParams):
     rope_length: int = 0
     """Rows of the RoPE table that are passed on; every sequence starts at row 0."""
     prefixes: Tensor | None = None
-    block_mask: BlockMask | None = None
+    block_masks: Mapping[int | None, BlockMask] = field(default_factory=dict)
     attention_cu_seqlens: Tensor | None = None
     """Padded lengths for attention, where those of RoPE differ: see `dynamic_context`."""
     rope_positions: Tensor | None = None
@@ -60,8 +61,17 @@ class PackedParams(PackedSeqParams):
         return context_order(self.cu_seqlens_q, self.context_size, self.num_tokens)
 
 
-def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> PackedParams:
-    """The params of a microbatch for context rank `rank` of `size`, which holds `local`."""
+def packed_params(
+    batch: PackedBatch,
+    local: Tensor,
+    rank: int,
+    size: int,
+    windows: Collection[int | None] = (None,),
+) -> PackedParams:
+    """The params of a microbatch for context rank `rank` of `size`, which holds `local`.
+
+    `windows` are those of the layers whose attention is `PackedAttention`.
+    """
     # Transformer Engine needs these for context parallelism only.
     padded = batch.cu_seqlens if size > 1 else None
     num_tokens, longest = len(batch.tokens), round_up(batch.max_seqlen, EVEN_LENGTH * size)
@@ -79,6 +89,11 @@ def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> Pa
         num_tokens=num_tokens,
         rope_length=batch.max_seqlen,
     )
+    if batch.tokens.is_cuda and (batch.prefixes is not None or any(windows)):
+        params.block_masks = {
+            window: block_mask(batch.cu_seqlens, batch.prefixes, local, num_tokens, window)
+            for window in windows
+        }
     if batch.prefixes is None:
         return params
     # Shared prompts: RoPE and attention need different boundaries. For a prompt of 5 tokens with
@@ -95,8 +110,6 @@ def packed_params(batch: PackedBatch, local: Tensor, rank: int, size: int) -> Pa
     as_one = context_indices(whole, rank, size, num_tokens)
     params.rope_positions[as_one] = batch.position_ids[local]
     params.prefixes = batch.prefixes
-    if batch.tokens.is_cuda:
-        params.block_mask = block_mask(batch.cu_seqlens, batch.prefixes, local, num_tokens)
     return params
 
 
@@ -104,11 +117,13 @@ class PackedRotary(torch.nn.Module):
     """Replaces a GPTModel's rotary embedding: rows of one table, shared by all model chunks.
 
     Megatron's own caches a table for each of the last 32 lengths, but lengths rarely repeat.
+    `windowed` is the RoPE of layers with a window, if it is another: then there are two tables, for
+    `WindowedAttention`.
     """
 
-    def __init__(self, rotary: Any) -> None:
+    def __init__(self, rotary: Any, windowed: Any = None) -> None:
         super().__init__()
-        self.rotary = rotary
+        self.rotary, self.windowed = rotary, windowed
         self._table: Tensor | None = None  # as long as the longest sequence so far
 
     def get_rotary_seq_len(
@@ -118,11 +133,15 @@ class PackedRotary(torch.nn.Module):
         return params
 
     def forward(self, params: PackedParams, **_: Any) -> Tensor:
-        """The rows [T or longest sequence, 1, 1, rotary_dim] of a microbatch."""
+        """The rows of a microbatch: [T or longest sequence, 1, 1, rotary_dim], of two tables
+        [2, ...].
+        """
         length = params.rope_length
-        if self._table is None or len(self._table) < length:
+        if self._table is None or self._table.shape[-4] < length:
             self._table = self.rotary.get_emb(length)
+            if self.windowed is not None:
+                self._table = torch.stack([self._table, self.windowed.get_emb(length)])
         if params.rope_positions is None:
             # Not all rows: given T rows, Megatron would read one per token, ignoring positions.
-            return self._table[:length]
-        return self._table[params.rope_positions]
+            return self._table[..., :length, :, :, :]
+        return self._table[..., params.rope_positions, :, :, :]

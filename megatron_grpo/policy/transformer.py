@@ -5,6 +5,7 @@ results.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from checkpoint_convert import ModelShape, MoeShape
 from megatron_grpo.policy.fp8 import REQUANTIZED, check_fp8
 from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
-from megatron_grpo.policy.mla import LatentAttention, WholeLinear, yarn_scaling, yarn_softmax_scale
+from megatron_grpo.policy.mla import LatentAttention, WholeLinear, softmax_scale, yarn_scaling
 from megatron_grpo.policy.norms import KeyNorm, PostNorm, QueryNorm, RMSNorm
 from megatron_grpo.policy.overrides import (
     check_activation_offload,
@@ -42,12 +43,16 @@ from megatron_grpo.policy.releases import (
     mlp_submodules,
     no_initialization,
 )
+from megatron_grpo.policy.windows import use_windows, window_fields
 from parallel import ParallelDims, pipeline_layers
 from parallel.attention import PackedAttention
 
 # Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
 # torch is told; and without it Megatron-Core 0.16.1 leaves the name undefined.
 moe_utils.te_general_gemm = None
+
+
+ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
@@ -75,7 +80,7 @@ def transformer_config(
     free = {"transformer_impl": best_implementation(dtype)} | dict(overrides)
     # Megatron's default, all-gathering, needs equal lengths, and is refused even without experts.
     free = {"moe_token_dispatcher_type": "alltoall", "batch_p2p_sync": False} | (
-        _fusions(free["transformer_impl"]) | free
+        _fusions(free["transformer_impl"], shape) | free
     )
     if free["transformer_impl"] == "transformer_engine":
         # Megatron's head, which never runs here, would refuse it: see `accumulate_in_products`.
@@ -109,14 +114,17 @@ def transformer_config(
         ) from error
 
 
-def _fusions(implementation: str) -> dict[str, Any]:
+def _fusions(implementation: str, shape: ModelShape) -> dict[str, Any]:
     """Fusions that Megatron's training script enables on GPUs, unlike TransformerConfig's defaults.
 
     Unfused RoPE synchronizes with the GPU twice per layer, to read the lengths of sequences. A
-    mixture of experts has one more, of its permutations.
+    mixture of experts has one more, of its permutations. Of activations, SiLU's is fused.
     """
     fused = implementation == "transformer_engine"
-    return {"apply_rope_fusion": fused, "bias_activation_fusion": fused}
+    return {
+        "apply_rope_fusion": fused,
+        "bias_activation_fusion": fused and shape.activation == "silu",
+    }
 
 
 def _moe_defaults(implementation: str) -> dict[str, Any]:
@@ -176,18 +184,21 @@ def block_spec(
 def fused_layer_spec(
     config: TransformerConfig, num_experts: int | None, shape: ModelShape, shared_prompts: bool
 ) -> ModuleSpec:
-    """Transformer Engine's layer; its attention does not know shared prompts."""
+    """Transformer Engine's layer; its attention does not know shared prompts, nor windows of
+    sequences that context ranks split."""
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=_norms_queries(shape),
         multi_latent_attention=shape.latent is not None,
     )
-    if shared_prompts:
+    is_split = config.context_parallel_size > 1
+    if shared_prompts or (is_split and shape.window is not None):
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
     _use_mla(layer, shape)
-    if shape.has_post_norms:
-        _use_post_norms(layer, config, LayerNormImpl)
+    use_windows(layer, shape)
+    _use_norms(layer, shape, config, LayerNormImpl)
+    if not shape.has_pre_norms:
         attention = layer.submodules.self_attention.submodules
         attention.linear_qkv = TEColumnParallelLinear  # without the norm of what it is given
         mlp_submodules(layer).linear_fc1 = TEColumnParallelLinear
@@ -225,8 +236,10 @@ def torch_layer_spec(
             for x in ("q", "kv")
         }
     _use_mla(layer, shape)
-    if shape.has_post_norms:
-        _use_post_norms(layer, config, RMSNorm)
+    use_windows(layer, shape)
+    use_windows(layer, shape)
+    _use_norms(layer, shape, config, RMSNorm)
+    if not shape.has_pre_norms:
         fused_norms = {}
     modules.sharded_state_dict_keys_map = fused_norms
     return layer
@@ -245,33 +258,36 @@ def _use_mla(layer: ModuleSpec, shape: ModelShape) -> None:
         attention.params |= {"latent": shape.latent, "head_dim": shape.head_dim}
 
 
-def _use_post_norms(layer: ModuleSpec, config: TransformerConfig, norm: Any) -> None:
-    """Put the norms of a layer behind attention and MLP, and those of heads over all of them."""
+def _use_norms(layer: ModuleSpec, shape: ModelShape, config: TransformerConfig, norm: Any) -> None:
+    """Put norms where the model has them, if not before attention and MLP and over each head."""
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
-    added = ModuleSpec(module=PostNorm, params={"config": config, "norm": norm})
-    modules.self_attn_bda = modules.mlp_bda = added
-    modules.input_layernorm = modules.pre_mlp_layernorm = IdentityOp
-    attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    if shape.has_post_norms:
+        added = ModuleSpec(module=PostNorm, params={"config": config, "norm": norm})
+        modules.self_attn_bda = modules.mlp_bda = added
+    if not shape.has_pre_norms:
+        modules.input_layernorm = modules.pre_mlp_layernorm = IdentityOp
+    if shape.norms_all_heads:
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
 
 
 def _architecture(shape: ModelShape) -> dict[str, Any]:
-    yarn = yarn_scaling(shape)
     return {
-        # None: head_dim ** -0.5
-        "softmax_scale": yarn_softmax_scale(shape.head_dim, yarn) if yarn else None,
+        "softmax_scale": softmax_scale(shape, yarn_scaling(shape)),
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "num_attention_heads": shape.num_attention_heads,
         "num_query_groups": shape.num_key_value_heads,
         "kv_channels": shape.value_dim,
         "ffn_hidden_size": shape.intermediate_size,
+        **window_fields(shape),
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.rms_norm_eps,
+        "layernorm_zero_centered_gamma": shape.zero_centered_norms,
         "qk_layernorm": shape.qk_norm,
         "add_bias_linear": False,
         "add_qkv_bias": shape.attention_bias,
         "gated_linear_unit": True,
-        "activation_func": silu,
+        "activation_func": ACTIVATIONS[shape.activation],
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }

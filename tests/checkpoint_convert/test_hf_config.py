@@ -36,12 +36,17 @@ LLAMA = {
 MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_MOE = {"model_type": "qwen3_moe"}
 ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+ROUTER_OF_MINIMAX = {"scoring_func": "sigmoid", "use_routing_bias": True}
+MINIMAX_M2 = {"model_type": "minimax_m2", "num_key_value_heads": 4, "rotary_dim": 64}
 GLM4_MOE_LITE = {
     "model_type": "glm4_moe_lite",
     "num_key_value_heads": 4,
     "first_k_dense_replace": 1,
 }
 PHI3 = {"model_type": "phi3"}
+QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": None}
+OLMO3 = {"model_type": "olmo3"}
+FULL, WINDOWED = "full_attention", "sliding_attention"
 DEEPSEEK_V3 = GLM4_MOE_LITE | ROUTER | {"model_type": "deepseek_v3"}
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -72,7 +77,15 @@ def tiny_config(family):
     }
     if family in LATENTS:  # where heads are 16 + 8 wide
         tiny |= {"num_key_value_heads": 4, "head_dim": 8}
+    if family.startswith("qwen"):
+        tiny |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+    if family == "minimax_m2":
+        tiny["rotary_dim"] = 12
     return CONFIGS[family](**(tiny | OWN_FIELDS.get(family, {})))
+
+
+OLMO = ("olmo2", "olmo3")
+QK_NORMS = (*OLMO, "gemma3_text", "minimax_m2", "qwen3", "qwen3_moe")
 
 
 def shape_by_transformers(config):
@@ -95,24 +108,37 @@ def shape_by_transformers(config):
             experts_per_token=config.num_experts_per_tok,
             intermediate_size=size,
             normalize_topk=getattr(config, "norm_topk_prob", True),
-            score_function="sigmoid" if family in NEVER_TIED else "softmax",
+            score_function="sigmoid" if family in (*NEVER_TIED, "minimax_m2") else "softmax",
             num_groups=getattr(config, "n_group", 1),
             groups_per_token=getattr(config, "topk_group", 1),
             weight_scale=getattr(config, "routed_scaling_factor", 1.0),
             shared_intermediate_size=getattr(config, "n_shared_experts", 0) * size,
             num_dense_layers=getattr(config, "first_k_dense_replace", 0),
         )
+    window, windowed = windows_by_transformers(config)
+    own, rope = rope.get("sliding_attention", rope), rope.get("full_attention", rope)
+    window_theta = own["rope_theta"] if windowed and own != rope else None
+    is_gemma = family == "gemma3_text"
     theta, factor = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", 1.0)
     return ModelShape(
         family=family,
         num_layers=config.num_hidden_layers,
         head_dim=head_dim,
         attention_bias=family in ("qwen2", "seed_oss") or getattr(config, "attention_bias", False),
-        qk_norm=family in ("olmo2", "qwen3", "qwen3_moe") or getattr(config, "use_qk_norm", False),
+        qk_norm=family in QK_NORMS or getattr(config, "use_qk_norm", False),
         rope_theta=theta,
         rope_scaling=None if rope["rope_type"] == "default" else rope,
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        has_post_norms=family == "olmo2",
+        has_pre_norms=family not in OLMO,
+        has_post_norms=family in OLMO or is_gemma,
+        norms_all_heads=family in (*OLMO, "minimax_m2"),
+        zero_centered_norms=is_gemma,
+        scales_embeddings=is_gemma,
+        query_pre_attn_scalar=getattr(config, "query_pre_attn_scalar", None),
+        activation=config.hidden_activation if is_gemma else config.hidden_act,
+        window=window,
+        windowed_layers=windowed,
+        window_rope_theta=window_theta,
         partial_rotary_factor=factor,
         moe=moe,
         latent=latent,
@@ -129,6 +155,16 @@ def shape_by_transformers(config):
     )
 
 
+def windows_by_transformers(config):
+    """The window, and the layers that have it: by their kinds, or all of them."""
+    window = getattr(config, "sliding_window", None)
+    if config.model_type in ("llama", "glm4_moe", "deepseek_v3", "seed_oss", "olmo2") or not window:
+        return None, ()
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    return (window, layers) if layers else (None, ())
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_what_transformers_saves_is_read_back(tmp_path, family):
     config = tiny_config(family)
@@ -139,9 +175,9 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
 # Required keys: without them transformers assumes values that we refuse.
 MUST_SAY = {
     "deepseek_v3": ROUTER | {"num_attention_heads": 128, "num_hidden_layers": 4},
-    "mistral": {"sliding_window": None},
     "glm4_moe": {"head_dim": 2},
     "glm4_moe_lite": {"num_attention_heads": 20, "first_k_dense_replace": 1},
+    "minimax_m2": ROUTER_OF_MINIMAX | {"rotary_dim": 64},
     "ministral3": OWN_FIELDS["ministral3"],
     "seed_oss": OWN_FIELDS["seed_oss"],
 }
@@ -155,7 +191,7 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
 
 
 # Published with YaRN, of which test_rope.py says what it means.
-WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B")
+WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B")
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED_MODELS if name not in WITH_YARN])
@@ -188,8 +224,10 @@ HARMLESS_FOR = {
     "other families": "chunk_size_feed_forward number_of_conv_states",
 }
 HARMLESS = set(" ".join(HARMLESS_FOR.values()).split())
-# Also harmless in families with the key `use_sliding_window`.
-BEHIND_USE_SLIDING_WINDOW = {"max_window_layers", "sliding_window"}
+# Also harmless where `layer_types`, which transformers saves, has what follows from it.
+BEHIND_LAYER_TYPES = {"max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"}
+# Also harmless in a family whose model of images and text is in the same file.
+OF_IMAGES = {"get_text_config", "image_token_id", "mm_tokens_per_image", "vision_config"}
 # Also harmless in a family with latent attention: the sum of both parts of a head, as transformers
 # writes it; how exactly vLLM computes the scores of experts; and what is behind index_topk.
 OF_LATENTS = {"qk_head_dim", "moe_router_dtype", "index_topk_freq", "index_topk_pattern"}
@@ -199,8 +237,9 @@ OTHER_VALUES = {
     "eos_token_id": 3,
     "head_dim": 32,
     "hidden_act": "gelu",
+    "hidden_activation": "gelu",
     "is_causal": False,
-    "layer_types": ["sliding_attention"] * 3,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     "logit_scale": 0.5,
     "mlp_only_layers": [1],
     "model_type": "gemma",
@@ -235,6 +274,8 @@ VLLM_FILES = {
     "mistral": ("mistral", "llama"),
     "ministral3": ("mistral", "llama"),
     "olmo2": (),
+    "olmo3": (),
+    "gemma3_text": ("gemma3",),
     "phi3": ("phi3", "llama"),
     "seed_oss": (),
 }
@@ -262,15 +303,17 @@ def names_that_are_read(config):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp_path, family):
     config = tiny_config(family)
-    names = names_that_are_read(config)
-    harmless = HARMLESS | (BEHIND_USE_SLIDING_WINDOW if "use_sliding_window" in names else set())
+    names, saved = names_that_are_read(config), json.loads(config.to_json_string())
+    harmless = HARMLESS | BEHIND_LAYER_TYPES
+    # vLLM writes it.
+    harmless |= {"max_model_len"} if family == "minimax_m2" else set()
+    harmless |= OF_IMAGES if family == "gemma3_text" else set()
     harmless -= {"first_k_dense_replace"} if family in NEVER_TIED else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
     # Of scalings that this family's RoPE cannot have here.
     harmless |= {"original_max_position_embeddings"} if family == "phi3" else set()
     # vLLM's file of this family's mixture is DeepSeek's, whose own mixture reads these.
     harmless |= set(ROUTER) if family == "glm4_moe_lite" else set()
-    saved = json.loads(config.to_json_string())
     shape = shape_of(tmp_path, saved)
     ignored = []
     for name in sorted(names - harmless):
@@ -350,6 +393,45 @@ def test_rope_parameters_that_compute_nothing_make_no_other_model(tmp_path, rope
     assert shape_of(tmp_path, {"rope_scaling": rope | idle}).rope_scaling == rope
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral"},
+        {"model_type": "mixtral", "sliding_window": 100},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3},
+        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 28},
+        {"model_type": "qwen3", "use_sliding_window": True, "layer_types": [WINDOWED, FULL] * 4},
+        {"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 3},
+        {"model_type": "olmo3"},
+        {"model_type": "olmo3", "sliding_window": 16, "layer_types": [FULL] * 8},
+        {"model_type": "olmo3", "rope_theta": 1e4},
+        {"model_type": "olmo3", "rope_scaling": LINEAR_ROPE},
+        {"model_type": "olmo3", "rope_parameters": {FULL: LINEAR_ROPE}, "rope_theta": 1e6},
+        {"model_type": "olmo3", "rope_parameters": {WINDOWED: {"rope_theta": 1e3}}},
+        {"model_type": "gemma3_text"},
+        {"model_type": "gemma3_text", "sliding_window_pattern": 2},
+        {"model_type": "gemma3_text", "rope_local_base_freq": 5e3, "rope_scaling": LINEAR_ROPE},
+    ],
+    ids=str,
+)
+def test_every_way_to_write_windows_is_read_as_transformers_reads_it(tmp_path, config):
+    sizes = {"num_hidden_layers": 8, "num_attention_heads": 32}
+    shape = shape_of(tmp_path, config | sizes)
+    family = CONFIGS[shape.family].from_pretrained(tmp_path)
+    assert shape == shape_by_transformers(family)
+
+
+def test_yarn_of_layers_without_windows_leaves_the_others_unscaled(tmp_path):
+    olmo3 = OLMO3 | {"num_hidden_layers": 4, "rope_scaling": YARN, "rope_theta": 5e5}
+    shape = shape_of(tmp_path, olmo3 | {"max_position_embeddings": 2048})
+    assert shape.rope_scaling["factor"] == 8.0
+    assert (shape.rope_theta, shape.window_rope_theta) == (5e5, 5e5)
+    assert (shape.window, shape.windowed_layers) == (4096, (0, 1, 2))
+
+
 def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path):
     shape = shape_of(tmp_path, {"eos_token_id": 2}, {"eos_token_id": [5, 9]})
     assert shape.eos_token_ids == (5, 9)
@@ -386,7 +468,6 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         # Null and absent keys where these mean something else, and NaN
         ({"is_causal": None}, "is_causal is None, only True"),
         ({"attention_dropout": float("nan")}, "attention_dropout is nan"),
-        ({"model_type": "mistral"}, "sliding_window is 4096, only None"),  # as in transformers
         ({"model_type": "seed_oss"}, "attention_dropout is 0.1, only 0.0 is supported; residual_d"),
         ({"model_type": "deepseek_v3"}, "scoring_func is None, only 'sigmoid' is supported; topk_"),
         (DEEPSEEK_V3 | {"topk_method": None}, "topk_method is None, only 'noaux_tc'"),
@@ -397,6 +478,22 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"layer_types": [["full_attention"]]}, "layer_types contains "),
         (DEEPSEEK_V3 | {"first_k_dense_replace": 2}, "first_k_dense_replace(2) leaves none of num"),
         (DEEPSEEK_V3 | {"mlp_layer_types": ["sparse"] * 2}, "mlp_layer_types must have 'dense'"),
+        (MINIMAX_M2, "scoring_func is None, only 'sigmoid' is supported; use_routing_bias is None"),
+        (MINIMAX_M2 | ROUTER_OF_MINIMAX | {"rotary_dim": 32}, "rotary_dim is 32, only 64 is supp"),
+        (
+            MINIMAX_M2 | ROUTER_OF_MINIMAX | {"use_qk_norm": False},
+            "use_qk_norm is False, only True",
+        ),
+        # Windows
+        (QWEN2 | {"use_sliding_window": "no"}, "use_sliding_window is 'no'; it must be true or"),
+        (
+            QWEN2 | {"layer_types": [WINDOWED] * 2},
+            "with sliding_window None, use_sliding_window False is supported",
+        ),
+        (QWEN2 | {"layer_types": [FULL]}, "one for each of num_hidden_layers(2)"),
+        (OLMO3 | {"sliding_window": -4}, "sliding_window is -4; it must be an integer of at least"),
+        (OLMO3 | {"layer_types": ["chunked_attention"] * 2}, "contains ['chunked_attention'], onl"),
+        (MIXTRAL | {"sliding_window": 8, "layer_types": [FULL] * 2}, "only ['sliding_attention', "),
         # Heads
         ({"num_key_value_heads": 3}, "num_key_value_heads(3) must divide num_attention_heads(4)"),
         ({"head_dim": 25}, "head_dim is 25; it must be even"),
@@ -429,6 +526,13 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "RoPE partial_rotary_factor is 0.5"),
         ({"rope_scaling": {"rope_dim": 8}}, "RoPE rope_dim is 8"),
         ({"rope_scaling": {"use_fope": True}}, "RoPE use_fope is True"),
+        (OLMO3 | {"rope_parameters": LINEAR_ROPE}, "must have an object for full_attention and"),
+        (OLMO3 | {"rope_parameters": {WINDOWED: LINEAR_ROPE}}, "'linear' of sliding_attention is"),
+        (
+            OLMO3 | {"rope_parameters": {FULL: 5}},
+            "rope_parameters is {'full_attention': 5}; it mus",
+        ),
+        (OLMO3 | {"rope_scaling": 5}, "rope_scaling is 5; it must be null or an object"),
         # Values that make no sense
         ({"hidden_size": None}, "hidden_size is None; it must be an integer of at least 1"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),

@@ -117,12 +117,22 @@ def test_a_tower_may_be_of_any_family_that_its_whole_is_published_with(folders, 
     assert read_shape(folder) == replace(read_shape(folders["mistral3"]), family="ministral3")
 
 
+def test_a_tower_of_its_own_family_may_leave_out_what_both_assume(folders, tmp_path):
+    def shorten(config):
+        config.pop("tie_word_embeddings")
+        for key in ("tie_word_embeddings", "rms_norm_eps", "query_pre_attn_scalar"):
+            config["text_config"].pop(key)
+
+    shape = read_shape(edited(folders["gemma3"], tmp_path / "m", shorten))
+    assert shape == replace(read_shape(folders["gemma3"]), tie_word_embeddings=True)
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         ({"model_type": "gemma"}, "text_config of a mistral3 has model_type 'gemma', supported: ["),
         ({"rms_norm_eps": None}, "rms_norm_eps is None"),
-        ({"sliding_window": 64}, "sliding_window is 64, only None is supported"),
+        ({"mlp_bias": True}, "mlp_bias is True, only False is supported"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings must be said, and be the same inside"),
     ],
     ids=str,

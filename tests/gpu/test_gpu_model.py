@@ -94,7 +94,17 @@ def transformers_logprobs(folder: Path) -> Tensor:
 
 @pytest.fixture(
     scope="module",
-    params=["llama", "qwen2", "qwen3", "olmo2", "mixtral", *OWN_SIZE],
+    params=[
+        "llama",
+        "qwen2",
+        "qwen3",
+        "olmo2",
+        "olmo3",
+        "gemma3_text",
+        "minimax_m2",
+        "mixtral",
+        *OWN_SIZE,
+    ],
 )
 def folder(request, tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), request.param)

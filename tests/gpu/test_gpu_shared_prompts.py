@@ -23,10 +23,11 @@ SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (192, 128)])
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     "segments", [[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 900], [64, 16, 8, 12]]
 )
-def test_output_and_gradients_are_those_of_the_loops(segments, size, head_dim, value_dim):
+def test_output_and_gradients_are_those_of_the_loops(segments, window, size, head_dim, value_dim):
     """Lengths change from one microbatch to the next, but the kernel stays the same.
 
     The second sizes of heads are DeepSeek-V3's.
@@ -40,10 +41,17 @@ def test_output_and_gradients_are_those_of_the_loops(segments, size, head_dim, v
     )
     for rank in range(size):
         local = context_indices(cu_seqlens, rank, size)
-        mask = block_mask(cu_seqlens, prefixes, local)
+        mask = block_mask(cu_seqlens, prefixes, local, window=window)
         got = flex(query[local], key, value, mask, None)
         want = packed_attention(
-            query[local], key, value, cu_seqlens, prefixes=prefixes, rank=rank, size=size
+            query[local],
+            key,
+            value,
+            cu_seqlens,
+            prefixes=prefixes,
+            rank=rank,
+            size=size,
+            window=window,
         )
         probe = torch.randn_like(want)
         for a, b in zip(

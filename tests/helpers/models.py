@@ -12,13 +12,16 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
 from transformers.models.llama import LlamaConfig
+from transformers.models.minimax_m2 import MiniMaxM2Config
 from transformers.models.ministral3 import Ministral3Config
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.olmo2 import Olmo2Config
+from transformers.models.olmo3 import Olmo3Config
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
@@ -44,7 +47,10 @@ CONFIGS = {
     "seed_oss": SeedOssConfig,
     "phi3": Phi3Config,
     "ministral3": Ministral3Config,
+    "minimax_m2": MiniMaxM2Config,
     "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
+    "gemma3_text": Gemma3TextConfig,
 }
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
@@ -69,6 +75,15 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "num_mtp_layers": 0,
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta}
+            for kind, theta in (("full_attention", 10_000.0), ("sliding_attention", 1_000.0))
+        },
     },
     "glm4_moe": {
         "num_hidden_layers": 3,
@@ -97,6 +112,12 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.8,
         "num_nextn_predict_layers": 0,
     },
+    "minimax_m2": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "ministral3": {
         "rope_parameters": {
             "rope_type": "default",
@@ -106,6 +127,13 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         }
     },
     "mistral": {"sliding_window": None},
+    "olmo3": {
+        "sliding_window": 6,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta}
+            for kind, theta in (("full_attention", 10_000.0), ("sliding_attention", 1_000.0))
+        },
+    },
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "num_experts": 4,
@@ -150,6 +178,8 @@ def tiny_model(
     shape |= OWN_FIELDS.get(family, {}) | overrides
     if family in LATENTS:  # they have keys and values for every head
         shape["num_key_value_heads"] = shape["num_attention_heads"]
+    if family == "minimax_m2":
+        shape["rotary_dim"] = shape["head_dim"] // 2
     config = CONFIGS[family](**shape)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):

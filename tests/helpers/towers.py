@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForImageTextToText
+from transformers.models.gemma3 import Gemma3Config
 from transformers.models.mistral3 import Mistral3Config
 from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig
 from transformers.models.qwen3_vl import Qwen3VLConfig
 
+from checkpoint_convert.windows import FULL, WINDOWED
 from helpers.models import EOS_ID, PAD_ID, character_tokenizer, make_random
 
 TEXT: dict[str, Any] = {
@@ -26,11 +28,13 @@ TEXT: dict[str, Any] = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 CONFIGS = {
+    "gemma3": Gemma3Config,
     "mistral3": Mistral3Config,
     "qwen2_5_vl": Qwen2_5_VLConfig,
     "qwen3_vl": Qwen3VLConfig,
 }
 OWN_TEXT: dict[str, dict[str, Any]] = {
+    "gemma3": {"head_dim": 32, "sliding_window": 20, "layer_types": [WINDOWED, WINDOWED, FULL]},
     "mistral3": {
         "model_type": "mistral",
         "head_dim": 32,
@@ -48,6 +52,14 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     },
 }
 VISION: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
     "mistral3": {
         "model_type": "pixtral",
         "hidden_size": 32,
@@ -83,6 +95,8 @@ def tiny_multimodal(folder: Path, model_type: str, *, tied: bool = False, seed: 
     text = {**TEXT, **OWN_TEXT[model_type], "tie_word_embeddings": tied}
     # Ids of images beyond those that tests draw.
     images = {f"{x}_token_id": 250 - n for n, x in enumerate(("video", "image"), start=1)}
+    if model_type == "gemma3":
+        images["mm_tokens_per_image"] = 4
     config = CONFIGS[model_type](
         text_config=text, vision_config=VISION[model_type], tie_word_embeddings=tied, **images
     )

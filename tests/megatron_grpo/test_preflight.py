@@ -91,6 +91,27 @@ def test_a_text_tower_is_trained_whole_and_served_by_vllm_as_it_is(config, tmp_p
         )
 
 
+@pytest.mark.parametrize(
+    ("engine", "first", "message"),
+    [
+        ("vllm", 1, "of the 2 layers of the qwen3 in model.path, 1 have a window"),
+        ("vllm", 0, None),
+        ("sglang", 0, "rollout.engine sglang is not supported for the qwen3"),
+        ("transformers", 1, None),
+    ],
+)
+def test_an_engine_that_would_leave_out_windows_is_refused(
+    config, tmp_path, engine, first, message
+):
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": first}
+    model = servable_model(tmp_path / "windows", "qwen3", **windows)
+    cfg = config(f"model.path={model}", f"rollout.engine={engine}", "rollout.vllm={}")
+    if message is None:
+        preflight(cfg, None)
+    else:
+        assert message in refusal(cfg)
+
+
 def test_the_number_of_steps_follows_from_the_epochs_when_the_data_is_read(config):
     given = "train.num_steps=null", "train.num_epochs=3", "grpo.num_iterations=2"
     cfg, sample = preflight(config(*given), None)
@@ -262,6 +283,9 @@ def test_what_the_kernels_of_an_engine_on_cpus_cannot_do_is_refused(config, tmp_
     latents = read_shape(tiny_model(tmp_path / "latents", "deepseek_v3"))
     with pytest.raises(ValueError, match=r"of 576 together, not \d\d: set rollout\.engine"):
         check_cpu_kernels(config().rollout, latents)
+    router = read_shape(servable_model(tmp_path / "router", "minimax_m2"))
+    with pytest.raises(ValueError, match="no kernel for the router of a minimax_m2: set rollout"):
+        check_cpu_kernels(config().rollout, router)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
     assert "needs AVX2" in refusal(config())
 

@@ -50,6 +50,9 @@ CASES = [
     # Latents: heads of values have another size than those of queries and keys.
     ("deepseek_v3", ParallelDims(tensor=2)),
     ("deepseek_v3", ParallelDims(context=2)),
+    # Windows shorter than a prompt, which layers see the end of, and two RoPEs.
+    ("olmo3", ParallelDims(tensor=2)),
+    ("olmo3", ParallelDims(context=2)),
 ]
 
 
@@ -63,7 +66,7 @@ def cases(tmp_path_factory: Any) -> dict[str, Case]:
             RECIPES,
             GROUPS,
         )
-        for family in ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
+        for family in ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "olmo3")
     }
 
 

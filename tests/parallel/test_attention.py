@@ -13,6 +13,8 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 VALUE_DIMS = [HEAD_DIM, 5, 12]
 """Sizes of heads of values; latent attention has others than for queries and keys."""
 LENGTHS = [16, 8, 24]
+WINDOWS = [None, 1, 5, 17]
+"""No window, one of the token alone, one shorter than a prompt, and one that reaches beyond it."""
 
 
 def random_pack(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -32,7 +34,17 @@ def output_and_gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
     return [output, *torch.autograd.grad((output * probe).sum(), inputs)]
 
 
-def context_parallel_attention(rank: int, ranks_per_group: int) -> list[Tensor]:
+def megatron_config(*windows: int | None) -> SimpleNamespace:
+    """The fields that attention reads, for layers of these windows; one size, or None."""
+    sizes = {window for window in windows if window}
+    return SimpleNamespace(
+        attention_dropout=0.0,
+        window_size=(sizes.pop() - 1, 0) if sizes else None,
+        window_attn_skip_freq=[int(window is not None) for window in windows],
+    )
+
+
+def context_parallel_attention(rank: int, ranks_per_group: int, window: int | None) -> list[Tensor]:
     """Attention of this rank's slice in a group that does not start at global rank 0."""
     world = torch.distributed.get_world_size()
     groups = [
@@ -41,10 +53,10 @@ def context_parallel_attention(rank: int, ranks_per_group: int) -> list[Tensor]:
     ]
     group = groups[rank // ranks_per_group]
     attention = PackedAttention(
-        config=SimpleNamespace(attention_dropout=0.0),
+        config=megatron_config(None, window),
         softmax_scale=None,
         pg_collection=SimpleNamespace(cp=group),
-        layer_number=1,
+        layer_number=2,
     )
     *tensors, cu_seqlens = random_pack()
     local = context_indices(cu_seqlens, group.rank(), group.size())
@@ -52,7 +64,7 @@ def context_parallel_attention(rank: int, ranks_per_group: int) -> list[Tensor]:
     params = SimpleNamespace(
         cu_seqlens_q=cu_seqlens,
         prefixes=None,
-        block_mask=None,
+        block_masks={},
         context_order=context_order(cu_seqlens, group.size()),
         cp_group=None,
     )
@@ -62,23 +74,25 @@ def context_parallel_attention(rank: int, ranks_per_group: int) -> list[Tensor]:
     return [local, output.detach(), *torch.autograd.grad(loss, (query, key, value))]
 
 
-@pytest.mark.parametrize(("world", "size"), [(4, 2), (4, 4)])
-def test_context_ranks_together_equal_one_process(world, size):
+@pytest.mark.parametrize(("world", "size", "window"), [(4, 2, None), (4, 4, None), (4, 4, 5)])
+def test_context_ranks_together_equal_one_process(world, size, window):
     query, key, value, cu_seqlens = random_pack()
-    want = output_and_gradients(packed_attention(query, key, value, cu_seqlens), query, key, value)
-    for local, *got in run_ranks(world, context_parallel_attention, size):
+    output = packed_attention(query, key, value, cu_seqlens, window=window)
+    want = output_and_gradients(output, query, key, value)
+    for local, *got in run_ranks(world, context_parallel_attention, size, window):
         for part, whole in zip(got, want, strict=True):
             torch.testing.assert_close(part, whole[local].detach())
 
 
 def bfloat16_attention(rank: int) -> tuple[Tensor, Tensor]:
     attention = PackedAttention(
-        config=SimpleNamespace(attention_dropout=0.0),
+        config=megatron_config(None),
+        layer_number=1,
         softmax_scale=None,
         pg_collection=SimpleNamespace(cp=torch.distributed.group.WORLD),
     )
     query, key, value, cu_seqlens = random_pack(torch.bfloat16)
-    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_mask=None, cp_group=None)
+    params = SimpleNamespace(cu_seqlens_q=cu_seqlens, prefixes=None, block_masks={}, cp_group=None)
     output = attention(query, key, value, None, packed_seq_params=params)
     (gradient,) = torch.autograd.grad(output.float().sum(), key)
     return output.detach(), gradient
@@ -110,14 +124,16 @@ def shared_pack(value_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     return query, key, value, cu_seqlens, torch.tensor(PREFIXES)
 
 
-def seen_keys(segments: list[int], prefixes: list[tuple[int, int]]) -> Tensor:
+def seen_keys(
+    segments: list[int], prefixes: list[tuple[int, int]], window: int | None = None
+) -> Tensor:
     """[T, T] bool: whether a packed position (row) attends to another (column)."""
     total, start = sum(segments), 0
     seen = torch.zeros(total, total, dtype=torch.bool)
     for length, (first, end) in zip(segments, prefixes, strict=True):
         for query in range(start, start + length):
-            seen[query, start : query + 1] = True
-            seen[query, first:end] = True
+            sequence = [*range(first, end), *range(start, query + 1)]
+            seen[query, sequence[-(window or total) :]] = True
         start += length
     return seen
 
@@ -131,15 +147,23 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> 
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("value_dim", VALUE_DIMS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(size, value_dim):
+def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(size, value_dim, window):
     query, key, value, cu_seqlens, prefixes = shared_pack(value_dim)
-    seen = seen_keys(SEGMENTS, PREFIXES)
+    seen = seen_keys(SEGMENTS, PREFIXES, window)
     for rank in range(size):
         local = context_indices(cu_seqlens, rank, size)
         part = packed_attention(
-            query[local], key, value, cu_seqlens, prefixes=prefixes, rank=rank, size=size
+            query[local],
+            key,
+            value,
+            cu_seqlens,
+            prefixes=prefixes,
+            rank=rank,
+            size=size,
+            window=window,
         )
         whole = dense_attention(query[local], key, value, seen[local])
         got = output_and_gradients(part, query, key, value)
@@ -147,16 +171,42 @@ def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(size, v
             torch.testing.assert_close(a, b)
 
 
+def test_a_long_sequence_is_cut_into_blocks_of_queries_that_see_their_windows():
+    length, window = 3 * BLOCK + 50, 40
+    query, key, value = (
+        torch.randn(length, heads, HEAD_DIM, dtype=torch.float64).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    cu_seqlens = torch.tensor([0, length])
+    part = packed_attention(query, key, value, cu_seqlens, window=window)
+    whole = dense_attention(query, key, value, seen_keys([length], [(0, 0)], window))
+    got, want = (output_and_gradients(each, query, key, value) for each in (part, whole))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_window_as_long_as_every_sequence_changes_no_bit():
+    query, key, value, cu_seqlens, prefixes = shared_pack(HEAD_DIM)
+    plain, windowed = (
+        packed_attention(query, key, value, cu_seqlens, prefixes=prefixes, window=window)
+        for window in (None, 35)
+    )
+    got, want = (output_and_gradients(each, query, key, value) for each in (windowed, plain))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("value_dim", VALUE_DIMS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_flex_attention_sees_the_same_keys(size, value_dim):
+def test_flex_attention_sees_the_same_keys(size, value_dim, window):
     """Forward only: flex attention has a backward pass only on GPUs, tested in tests/gpu."""
     *tensors, cu_seqlens, prefixes = shared_pack(value_dim)
     query, key, value = (tensor.detach() for tensor in tensors)
-    seen = seen_keys(SEGMENTS, PREFIXES)
+    seen = seen_keys(SEGMENTS, PREFIXES, window)
     for rank in range(size):
         local = context_indices(cu_seqlens, rank, size)
-        part = flex(query[local], key, value, block_mask(cu_seqlens, prefixes, local), None)
+        mask = block_mask(cu_seqlens, prefixes, local, window=window)
+        part = flex(query[local], key, value, mask, None)
         torch.testing.assert_close(part, dense_attention(query[local], key, value, seen[local]))
 
 
@@ -178,19 +228,20 @@ def test_flex_attention_is_compiled_once_for_all_lengths():
         torch.testing.assert_close(got[0].transpose(0, 1), want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 500])
 @pytest.mark.parametrize("slab", [BLOCK, 4 * BLOCK, SLAB])
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_block_mask_skips_blocks_that_are_not_seen_and_asks_nothing_of_whole_ones(
-    monkeypatch, size, slab
+    monkeypatch, size, slab, window
 ):
     monkeypatch.setattr("parallel.attention.SLAB", slab)
     segments = [640, 256, 384, 124]
     prefixes = [(0, 0), (0, 637), (0, 637), (0, 0)]
     cu_seqlens = torch.tensor([0, *segments]).cumsum(0).int()
-    seen = seen_keys(segments, prefixes)
+    seen = seen_keys(segments, prefixes, window)
     for rank in range(size):
         local = context_indices(cu_seqlens, rank, size)
-        mask = block_mask(cu_seqlens, torch.tensor(prefixes), local)
+        mask = block_mask(cu_seqlens, torch.tensor(prefixes), local, window=window)
         rows = torch.zeros(-(-len(local) // BLOCK) * BLOCK, -(-sum(segments) // BLOCK) * BLOCK)
         rows[: len(local), : sum(segments)] = seen[local].float()
         blocks = rows.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).mean(dim=(1, 3))

@@ -38,6 +38,9 @@ def test_after_a_push_samples_are_those_of_the_new_weights(live_engine, tied_mod
 slow = pytest.mark.slow
 
 
+QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "overrides", "size"),
@@ -51,6 +54,11 @@ slow = pytest.mark.slow
         pytest.param("qwen3", {"tied": True}, 2, marks=slow),
         pytest.param("seed_oss", {}, 1, marks=slow),
         pytest.param("olmo2", {}, 2, marks=slow),
+        # Windows shorter than the prompts, in some layers or in all.
+        pytest.param("olmo3", {"num_hidden_layers": 4}, 2, marks=slow),
+        pytest.param("mistral", {"sliding_window": 20}, 1, marks=slow),
+        pytest.param("gemma3_text", {"tied": True, "num_hidden_layers": 3}, 1, marks=slow),
+        pytest.param("qwen3", QWEN_WINDOWS, 1, marks=slow),
         pytest.param("deepseek_v3", {"q_lora_rank": None}, 2, marks=slow),
         pytest.param("glm4_moe_lite", {}, 2, marks=slow),
     ],

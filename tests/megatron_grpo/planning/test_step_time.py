@@ -223,6 +223,15 @@ def test_of_latent_attention_queries_meet_keys_and_weights_meet_values_of_anothe
     assert forward_flops(shape, Computed.of([4096])) == pytest.approx(expected, rel=1e-4)  # norms
 
 
+def test_tokens_attend_to_a_window_in_the_layers_that_have_one(tmp_path):
+    _, shape = model(tmp_path, "OLMo-3-7B")  # 24 of 32 layers, of 4,096 tokens
+    plain = replace(shape, window=None, windowed_layers=())
+    for length, pairs in (1000, 1000**2 / 2), (65536, 4096 * 65536):
+        work = Computed.of([length])
+        saved = 24 * 4 * 4096 * (work.pairs - pairs)
+        assert forward_flops(shape, work) == pytest.approx(forward_flops(plain, work) - saved)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_traffic_by_hand(tmp_path, recompute):
     folder, shape = model(tmp_path)

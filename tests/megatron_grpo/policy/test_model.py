@@ -25,10 +25,12 @@ from parallel import ParallelDims
 
 MODELS = {
     "llama": True,
+    "gemma3_text": True,
     "mistral": False,
     "qwen2": True,
     "ministral3": False,
     "olmo2": False,
+    "olmo3": False,
     "phi3": True,
     "qwen3": False,
     "seed_oss": False,
@@ -46,6 +48,18 @@ OVERRIDES = {
             "llama_4_scaling_beta": 0.1,
         }
     },
+    "gemma3_text": {"num_key_value_heads": 1},
+    # The window is shorter than most sequences here, and longer than others.
+    "mistral": {"sliding_window": 11},
+    "olmo3": {
+        "sliding_window": 5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "qwen2": {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2},
     "seed_oss": {"num_key_value_heads": 1},
 }
 LAYOUTS = [

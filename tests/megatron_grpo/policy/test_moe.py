@@ -57,6 +57,8 @@ MODELS = {
     "glm4_moe_lite": ("glm4_moe_lite", {"rms_norm_eps": 1e-6}),
     # One group of experts, and YaRN whose ramp has no width.
     KIMI: ("deepseek_v3", {"rope_parameters": KIMI_YARN, "n_group": 1, "topk_group": 1}),
+    # Norms over all heads of queries and of keys, before which is another norm.
+    "minimax_m2": ("minimax_m2", {}),
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
     # The weights of a token's experts do not sum to 1.

@@ -89,7 +89,7 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
     [
         ("recompute_granularty", "full", "recompute_granularty .*did you mean recompute_granular"),
         # What might change what the model computes, and what packed sequences do not have.
-        ("window_size", 1, r"window_size is not supported.* recompute_granularity.*_loss"),
+        ("qk_clip", True, r"qk_clip is not supported.* recompute_granularity.*_loss"),
         ("cp_comm_type", "all_gather", r"'all_gather'; possible here: \['p2p', 'a2a'\]"),
         ("cp_comm_type", "p2p", "p2p is for Transformer Engine's attention"),
         ("tp_comm_overlap", True, "packed microbatches differ in length, and each of Transformer"),
@@ -137,6 +137,12 @@ def test_context_ranks_exchange_heads_only_if_each_has_one(dims, shape, told):
     else:
         with pytest.raises(ValueError, match=told):
             check_context_exchange("a2a", shape, dims, "transformer_engine")
+
+
+def test_context_ranks_gather_keys_and_values_of_windows():
+    shape, dims = replace(SHAPE, window=8, windowed_layers=(0,)), ParallelDims(context=2)
+    with pytest.raises(ValueError, match=r"windows of this model .* leave it out"):
+        check_context_exchange("p2p", shape, dims, "transformer_engine")
 
 
 def test_a_flexible_dispatcher_needs_its_kernels_and_ranks_to_send_to(monkeypatch):
