@@ -103,6 +103,8 @@ def test_a_generation_has_completions_dialogues_and_sessions_in_the_shares_of_th
         kind = row["columns"]["kind"]
         assert [*row["rewards"]] == [labels[kind]]
         assert kind in row["prompt"]
-        assert len(row.get("turns", ())) == (0 if kind == "plain" else 3)
+        roles = [turn["role"] for turn in row.get("turns", ())]
+        observed = {"plain": None, "game": "environment", "agent": "user"}[kind]
+        assert roles == (["assistant", observed, "assistant"] if observed else [])
     prompts = [row["prompt_index"] for row in rows]
     assert all(prompts.count(index) == 4 for index in prompts)
