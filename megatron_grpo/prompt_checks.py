@@ -109,6 +109,8 @@ def _described(
     prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int], cfg: Config
 ) -> str:
     ended = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends)
+    if cfg.sources.by_name:
+        return f"{cfg.num_steps} optimizer steps on rows of {', '.join(cfg.sources.by_name)}"
     if _has_agent(cfg):
         return f"{cfg.num_steps} optimizer steps; an agent acts on each row of the data"
     observed = "" if cfg.environment.name is None else ", but for what the environment says"
