@@ -34,7 +34,7 @@ TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves test test-fast test-long test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
+.PHONY: setup demo demo-data learning-curves agent-curve test test-fast test-long test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
@@ -74,6 +74,10 @@ demo: demo-data
 learning-curves: setup
 	$(BIN)/python tests/helpers/models.py models/tiny_qwen3
 	OMP_NUM_THREADS=1 $(BIN)/python -m demo.learning_curves $(ARGS)
+
+# Draws docs/agents_curve.png: a model learns to call a tool.
+agent-curve: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m demo.calculator_curve $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

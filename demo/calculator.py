@@ -1,20 +1,30 @@
-"""A tiny model that is trained to call a calculator: the model, its data, the tool and the reward.
+"""A tiny model that is trained to call a calculator: the tool, the reward, the data and the model.
 
-    python -m demo.calculator models/tiny_calculator data/additions.jsonl
+    python -m demo.calculator models/tiny_calculator data/products.jsonl
     megatron-grpo train configs/learn_tool.yaml
 
-The model is random, and a call is a single token of its small vocabulary: with single characters it
-would hardly ever write one by chance.
+It is asked for products of four digits, which no model of two layers has in its head, and is
+rewarded for the right one alone: whether it calls, and with which numbers, is for it to find out.
+A random model would never write a call by chance. So this one is warmed up, by supervised learning
+for about a minute: it sees how calls are written, a fourth of them with other numbers than asked
+for, and then more and more answers that are guesses, up to nine of ten.
 """
 
 import argparse
 import json
-import re
+import random
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-NUMBERS = range(1, 4)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
+
+NUMBERS = range(32, 100)
+"""All products have four digits."""
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<start>")
-CHARACTERS = "\n+0123456789adeilmnorstuy"
+CALL = '<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>"
+"""What stands before, between and after the numbers of a call: tokens of their own."""
+CHARACTERS = "\n*0123456789aeilmnoprstuy"
 TEMPLATE = (
     "{% if tools %}<start>system\n{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
     "<eos>\n{% endif %}{% for message in messages %}<start>{{ message.role }}\n"
@@ -24,69 +34,79 @@ TEMPLATE = (
     "{{ message.content }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
 )
+ANSWER = "<start>assistant\n"
+"""What the template writes before a turn of the model."""
+SHARE_OF_CALLS, SHARE_OF_RIGHT_CALLS = 0.1, 0.75
+"""In the warm-up's last conversations; the first of them are all calls."""
+IGNORED = -100
+"""The label of a token without a loss, as transformers has it."""
+NUM_STEPS, BATCH_SIZE, LR = 600, 32, 3e-3
 
 
-def add(a: int, b: int) -> int:
-    """Adds two numbers.
+def multiply(a: int, b: int) -> int:
+    """Multiplies two numbers.
 
     Args:
         a: The first number.
         b: The second number.
     """
-    return a + b
+    return a * b
 
 
-def call_of(a: int, b: int) -> str:
-    """What the model writes to have two numbers added."""
-    return f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
-
-
-def called_and_answered(
-    completions: list[str], a: list[int], b: list[int], **_: object
-) -> list[float]:
-    """A quarter each for both numbers of the call, for the sum after it, and for nothing else."""
-    rewards = []
-    for text, x, y in zip(completions, a, b, strict=True):
-        call = re.match(re.escape(call_of(0, 0)).replace("0", r"(\d)"), text)
-        given = tuple(map(int, call.groups())) if call else (0, 0)
-        _, _, last = text.rpartition("<start>assistant\n")
-        rights = given[0] == x, given[1] == y, last.startswith(f"{x + y}"), last == f"{x + y}"
-        rewards.append(sum(rights) / 4)
-    return rewards
+def right_product(completions: list[str], answer: list[int], **_: object) -> list[float]:
+    """1 when the model's last turn is the product, and nothing else."""
+    return [
+        float(text.rpartition(ANSWER)[2] == str(product))
+        for text, product in zip(completions, answer, strict=True)
+    ]
 
 
 def write_data(out: Path) -> None:
-    """Write one row for each pair of numbers."""
+    """Write one row for each pair of numbers; a run of minutes sees no pair twice."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{"prompt": f"{a}+{b}", "a": a, "b": b} for a in NUMBERS for b in NUMBERS]
+    rows = [{"prompt": f"{a}*{b}", "answer": a * b} for a in NUMBERS for b in NUMBERS]
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_model(folder: Path) -> None:
-    """Save a random two-layer Qwen3 and its tokenizer."""
+    """Save a two-layer Qwen3 after its warm-up, and its tokenizer."""
+    tokenizer = make_tokenizer()
+    model = make_model(len(tokenizer))
+    warm_up(model, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_tokenizer() -> "PreTrainedTokenizerBase":
+    """A token for each character, and for each part of a call."""
     # Rewards and tools import this file, too, and need none of these.
-    import torch  # noqa: PLC0415
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers  # noqa: PLC0415
     from tokenizers.models import WordLevel  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
     names = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(WordLevel(names, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    calls = [AddedToken(call_of(a, b), normalized=False) for a in NUMBERS for b in NUMBERS]
-    tokenizer.add_tokens(calls)
-    PreTrainedTokenizerFast(
+    tokenizer.add_tokens([AddedToken(part, normalized=False) for part in CALL])
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
         additional_special_tokens=["<start>"],
         chat_template=TEMPLATE,
-    ).save_pretrained(folder)
+    )
+
+
+def make_model(vocab_size: int) -> "Qwen3ForCausalLM":
+    """A random model of two layers."""
+    import torch  # noqa: PLC0415
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(names) + len(calls),
+        vocab_size=vocab_size,
         num_hidden_layers=2,
         hidden_size=128,
         intermediate_size=256,
@@ -100,7 +120,71 @@ def write_model(folder: Path) -> None:
         bos_token_id=None,
         eos_token_id=1,
     )
-    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return Qwen3ForCausalLM(config).to(torch.float32)
+
+
+def conversation(order: random.Random, share_of_calls: float) -> list[dict[str, Any]]:
+    """What the model is warmed up with: a guess, or a call and its result."""
+    a, b = order.choices(NUMBERS, k=2)
+    question = {"role": "user", "content": f"{a}*{b}"}
+    if order.random() > share_of_calls:
+        return [question, {"role": "assistant", "content": str(order.randrange(1000, 10000))}]
+    if order.random() > SHARE_OF_RIGHT_CALLS:
+        a, b = order.choices(NUMBERS, k=2)
+    function = {"name": "multiply", "arguments": {"a": a, "b": b}}
+    return [
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": str(a * b)},
+        {"role": "assistant", "content": str(a * b)},
+    ]
+
+
+def warm_up(model: "Qwen3ForCausalLM", tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Train on conversations, on the turns of the model alone."""
+    import torch  # noqa: PLC0415
+    from torch.nn.utils.rnn import pad_sequence  # noqa: PLC0415
+
+    order, tools = random.Random(0), [{"function": {"name": "multiply"}}]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
+    for step in range(NUM_STEPS):
+        share = max(SHARE_OF_CALLS, 1.0 - step / (0.8 * NUM_STEPS))
+        encoded = []
+        for _ in range(BATCH_SIZE):
+            chat = conversation(order, share)
+            text = str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False))
+            encoded.append(tokens_and_labels(text, tokenizer))
+        tokens, labels = (
+            pad_sequence([torch.tensor(row) for row in rows], True, padding)
+            for rows, padding in zip(zip(*encoded, strict=True), (0, IGNORED), strict=True)
+        )
+        loss = model(tokens, labels=labels).loss  # what comes after a row's end has no effect
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if (step + 1) % 100 == 0:
+            print(f"warm-up, step {step + 1} of {NUM_STEPS}: loss {loss.item():.3f}", flush=True)
+
+
+def tokens_and_labels(
+    text: str, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[list[int], list[int]]:
+    """The tokens of a conversation, and the same with those of others in place of which is
+    `IGNORED`."""
+    tokens: list[int] = []
+    labels: list[int] = []
+    first, *rest = text.split(ANSWER)
+    parts = [(first, False)]
+    for part in rest:
+        turn, end, others = part.partition("<eos>")
+        parts += [(ANSWER, False), (turn + end, True), (others, False)]
+    for part, is_own in parts:
+        ids = tokenizer(part)["input_ids"]
+        tokens += ids
+        labels += ids if is_own else [IGNORED] * len(ids)
+    return tokens, labels
 
 
 def main() -> None:

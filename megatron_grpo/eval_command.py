@@ -27,6 +27,7 @@ from megatron_grpo.engines.server import EngineServers, check_cpu_kernels
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
     Evaluations,
+    as_evaluated,
     eval_metrics,
     eval_rows,
     metrics_of,
@@ -60,7 +61,8 @@ class FolderEvaluation:
             self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
             stack.enter_context(closing(self.servers))
             self._client = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
-            rewards = [held_out.reward or cfg.reward for held_out in cfg.eval.named_sets.values()]
+            sets = [as_evaluated(cfg, name) for name in cfg.eval.named_sets]
+            rewards = [view.reward for each in sets for view in each.by_source.values()]
             models = RewardModels(served_here(rewards), cfg.rollout, out / "logs")
             pools = stack.enter_context(closing(RewardPools(models)))
             ends = end_tokens(shape, tokenizer, cfg.rollout)

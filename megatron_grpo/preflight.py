@@ -1,6 +1,7 @@
 """Checks before any rank starts: sizes, weights and engines; `prompt_checks.py` checks the data."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -92,6 +93,8 @@ CHANGEABLE = (
     "trackio.",
     "swanlab.",
 )
+OF_SOURCE = re.compile(r"^sources\.by_name\..+?\.(?=(reward|environment)\.)")
+"""What keys of a source have before those of the run."""
 
 
 def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tuple[Config, str]:
@@ -183,7 +186,7 @@ def check_same_run(cfg: Config) -> None:
     differing = [
         f"{key}: {before.get(key, 'not set')} before, {now.get(key, 'not set')} now"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(CHANGEABLE)
+        if before.get(key) != now.get(key) and not OF_SOURCE.sub("", key).startswith(CHANGEABLE)
     ]
     if differing:
         raise ValueError(

@@ -11,16 +11,17 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.file import with_num_steps
-from megatron_grpo.config.reward import REWARD_MODEL, RewardConfig, served_here
+from megatron_grpo.config.reward import REWARD_MODEL, served_here
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
+from megatron_grpo.data.rows import Row
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.engines.reward_models import check_served
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.environments.turns import Turns, end_of_turn
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
-from megatron_grpo.rewards import RewardPool, RewardPools
-from megatron_grpo.rewards.builtin import reference_fault
+from megatron_grpo.rewards import RewardPools
+from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.functions import load_function
 from parallel.microbatches import plan_microbatches
 
@@ -35,44 +36,66 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
     people, as the model will see it.
     """
     with ExitStack() as stack:
-        rewards = stack.enter_context(closing(RewardPool(without_served(cfg.reward))))
+        pools = stack.enter_context(closing(RewardPools()))
+        rewards = RewardsBySource(_without_served(cfg), pools)
         tokenizer = load_tokenizer(cfg.model.path)
         ends = end_tokens(shape, tokenizer, cfg.rollout)
         prompts = load_prompts(
-            cfg, tokenizer, shape.max_position_embeddings, fault_of=reference_fault(cfg.reward)
+            cfg, tokenizer, shape.max_position_embeddings, fault_of=reference_faults(cfg)
         )
         cfg = _with_steps_of_epochs(cfg, PromptStream.of(cfg, prompts))
+        _check_sources(cfg, prompts)
         _check_vocabulary(shape, prompts)
         _check_context(cfg, shape)
         _check_engine_context(cfg, prompts, "data", "rollout")
         _check_token_budget(cfg, prompts)
-        rows = [prompt.row for prompt in prompts]
-        rewards.wait_ready(rows)
-        rewards.score_trial(prompts[0])
-        if pool := _dialogue_pool(cfg):
-            stack.callback(pool.close)
-            pool.wait_ready(() if cfg.agent.is_used else rows)
-        _check_turns(cfg, tokenizer, ends)
+        rewards.try_out(prompts)
+        for name, view in cfg.by_source.items():
+            if pool := _dialogue_pool(view):
+                stack.callback(pool.close)
+                pool.wait_ready(_rows_of(name, view, prompts))
+            _check_turns(view, tokenizer, ends)
         return cfg, _described(prompts[0], tokenizer, ends, cfg)
 
 
 def check_reward_models(cfg: Config) -> None:
     """Raise ValueError for reward models that cannot be served or asked as the config says."""
-    names = [each.name for reward in cfg.rewards.values() for each in reward.functions]
-    if cfg.dialogue_term and REWARD_MODEL in names:
-        raise ValueError(
-            "reward_model scores completions of one turn, as its chat template has one for it, and "
-            f"this run has the dialogues of an {cfg.dialogue_term}: leave one of the two out"
-        )
+    for view in cfg.by_source.values():
+        names = [each.name for reward in view.rewards.values() for each in reward.functions]
+        if view.dialogue_term and REWARD_MODEL in names:
+            raise ValueError(
+                "reward_model scores completions of one turn, as its chat template has one for it, "
+                f"and this run has the dialogues of an {view.dialogue_term}: leave one of the two "
+                "out"
+            )
     for function in served_here(cfg.rewards.values()):
         load_function(function)
     check_served(cfg)
 
 
-def without_served(reward: RewardConfig) -> RewardConfig:
-    """The functions that can be tried before the servers of reward models run."""
-    functions = tuple(each for each in reward.functions if not each.is_served_here)
-    return reward.model_copy(update={"functions": functions})
+def _without_served(cfg: Config) -> dict[str, Config]:
+    """The run by source, with the functions that can be tried before reward models are served."""
+    views = cfg.by_source
+    for name, view in views.items():
+        functions = tuple(each for each in view.reward.functions if not each.is_served_here)
+        reward = view.reward.model_copy(update={"functions": functions})
+        views[name] = view.model_copy(update={"reward": reward})
+    return views
+
+
+def _check_sources(cfg: Config, prompts: Sequence[Prompt]) -> None:
+    found = {prompt.source for prompt in prompts}
+    for name in cfg.sources.by_name:
+        if name not in found:
+            raise ValueError(
+                f"sources.by_name.{name}: no prompt of data.path has {cfg.sources.column} {name}, "
+                f"but {', '.join(sorted(found))}: correct the name, or leave it out"
+            )
+
+
+def _rows_of(source: str, cfg: Config, prompts: Sequence[Prompt]) -> list[Row]:
+    """The rows that an environment must be able to begin with; an agent gets all columns."""
+    return [] if cfg.agent.is_used else [each.row for each in prompts if each.source == source]
 
 
 def _with_steps_of_epochs(cfg: Config, stream: PromptStream) -> Config:
@@ -86,7 +109,9 @@ def _described(
     prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", ends: Sequence[int], cfg: Config
 ) -> str:
     ended = ", ".join(f"{tokenizer.convert_ids_to_tokens(end)} ({end})" for end in ends)
-    if cfg.agent.is_used:
+    if cfg.sources.by_name:
+        return f"{cfg.num_steps} optimizer steps on rows of {', '.join(cfg.sources.by_name)}"
+    if _has_agent(cfg):
         return f"{cfg.num_steps} optimizer steps; an agent acts on each row of the data"
     observed = "" if cfg.environment.name is None else ", but for what the environment says"
     return (
@@ -104,21 +129,21 @@ def check_evaluation(cfg: Config, shape: ModelShape) -> None:
     ends = end_tokens(shape, tokenizer, cfg.rollout)
     with ExitStack() as stack:
         pools = stack.enter_context(closing(RewardPools()))
-        if pool := _dialogue_pool(cfg):
-            stack.callback(pool.close)
+        dialogue_pools = {name: _dialogue_pool(view) for name, view in cfg.by_source.items()}
+        for pool in dialogue_pools.values():
+            if pool:
+                stack.callback(pool.close)
         for name in cfg.eval.named_sets:
             view, section = as_evaluated(cfg, name), section_of(name)
             prompts = load_eval_prompts(view, name, tokenizer, shape.max_position_embeddings)
             _check_engine_context(view, prompts, f"{section}.data", section)
             try:
                 _check_vocabulary(shape, prompts)
-                rewards = pools.pool_for(without_served(view.reward))
-                rewards.wait_ready([prompt.row for prompt in prompts])
-                rewards.score_trial(prompts[0])
-                if pool:
-                    rows = [prompt.row for prompt in prompts]
-                    pool.wait_ready(() if cfg.agent.is_used else rows)
-                _check_turns(view, tokenizer, ends)
+                RewardsBySource(_without_served(view), pools).try_out(prompts)
+                for source, of_source in view.by_source.items():
+                    if pool := dialogue_pools[source]:
+                        pool.wait_ready(_rows_of(source, of_source, prompts))
+                    _check_turns(of_source, tokenizer, ends)
             except ValueError as error:
                 raise ValueError(f"{section}: {error}") from None
 
@@ -142,9 +167,13 @@ def _check_turns(cfg: Config, tokenizer: "PreTrainedTokenizerBase", ends: Sequen
         _check_end_of_turn(cfg, tokenizer, ends)
 
 
+def _has_agent(cfg: Config) -> bool:
+    return any(view.agent.is_used for view in cfg.by_source.values())
+
+
 def _longest_prompt(cfg: Config, prompts: list[Prompt]) -> int:
     """Tokens of the longest prompt; an agent writes its own, up to a limit."""
-    if cfg.agent.is_used:
+    if _has_agent(cfg):
         assert cfg.data.max_prompt_length is not None
         return cfg.data.max_prompt_length
     return max(len(prompt.token_ids) for prompt in prompts)
@@ -186,7 +215,7 @@ def _check_vocabulary(shape: ModelShape, prompts: list[Prompt]) -> None:
 
 def _check_context(cfg: Config, shape: ModelShape) -> None:
     """What an agent may write, and the model answer, must fit into the model's context."""
-    if not cfg.agent.is_used:
+    if not _has_agent(cfg):
         return
     most, completion = cfg.data.max_prompt_length or 0, cfg.rollout.max_completion_length
     if most + completion > shape.max_position_embeddings:
@@ -228,7 +257,7 @@ def _check_token_budget(cfg: Config, prompts: list[Prompt]) -> None:
         plan_microbatches([length], cfg.train.max_tokens_per_microbatch, cfg.dims, alignment)
     except ValueError as error:
         of = [f"prompt {each.index} has" for each in prompts if len(each.token_ids) == longest]
-        who = "an agent's prompt may have" if cfg.agent.is_used else of[0]
+        who = "an agent's prompt may have" if _has_agent(cfg) else of[0]
         raise ValueError(
             f"{who} {longest} tokens and its completion up to "
             f"rollout.max_completion_length {cfg.rollout.max_completion_length}: {error}"

@@ -11,6 +11,7 @@ from megatron_grpo.agents import actors
 from megatron_grpo.agents.chat import ChatTemplate
 from megatron_grpo.agents.endpoint import Endpoint
 from megatron_grpo.agents.generation import AgentGeneration
+from megatron_grpo.agents.mixture import MixedDialogues
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import OutsideTask, TaskQueue
 from megatron_grpo.config.config import Config
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters", "python_arguments")
 """Keys of `agent` that say who acts."""
-ALONE = -1
-"""Number of a generation beside which there is no other that is made."""
 DERENDER = "/v1/chat/completions/derender"
 """The engines' route from the tokens of a turn to an assistant's message."""
 
@@ -105,11 +104,7 @@ class Agents:
 
     def generate(self, requests: DialogueRequests) -> list[Sample]:
         """All samples of `requests`. Turns come one by one, as in flight, but no push does."""
-        self._in_flight.resume(requests.policy_version)
-        try:
-            return self._in_flight.generate(ALONE, requests)
-        finally:
-            self._in_flight.suspend()
+        return self._in_flight.generate_alone(requests)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled tokens, without special ones."""
@@ -226,6 +221,13 @@ def open_dialogues(
     in_flight: InFlight | None,
 ) -> Dialogues | None:
     """What the config's samples are made by, if they are dialogues."""
+    if cfg.sources.by_name and cfg.has_dialogues:
+        shared = in_flight or InFlight(client, partial(tokenizer.decode, skip_special_tokens=True))
+
+        def opened(view: Config) -> Dialogues | None:
+            return open_dialogues(view, tokenizer, end_tokens, client, shared)
+
+        return MixedDialogues(cfg, opened, shared, is_own=in_flight is None)
     if cfg.agent.is_used:
         return Agents(cfg, tokenizer, end_tokens, client, in_flight)
     if cfg.environment.name is not None:

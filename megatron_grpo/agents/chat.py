@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_grpo.agents.token_tree import Place
@@ -66,6 +67,8 @@ class Turn:
     end: Place
     """Where its prompt and its last token end in the session's tree."""
     last_token: int
+    roles: tuple[str, ...] = ()
+    """Of the request's messages since the last answer in it."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,12 @@ class ChatTemplate:
         if place >= 0 and turn.last_token in self.ends:
             text_end += len(self.end)
         return answer[text_end:] + text[len(told) :]
+
+
+def roles_since_answer(messages: Sequence[Message]) -> tuple[str, ...]:
+    """The roles of the messages after the last one of the assistant."""
+    since = [*takewhile(lambda each: each["role"] != "assistant", reversed(messages))]
+    return tuple(message["role"] for message in reversed(since))
 
 
 def digests(messages: Sequence[Message], tools: Any) -> tuple[bytes, ...]:

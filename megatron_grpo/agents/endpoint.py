@@ -20,7 +20,15 @@ from uuid import uuid4
 from aiohttp import web
 
 from megatron_grpo.agents import anthropic_api, openai_api
-from megatron_grpo.agents.chat import BadRequest, Found, Start, Turn, digests, messages_of
+from megatron_grpo.agents.chat import (
+    BadRequest,
+    Found,
+    Start,
+    Turn,
+    digests,
+    messages_of,
+    roles_since_answer,
+)
 from megatron_grpo.agents.openai_api import Answer, Answered, Asked, Chunks, Json
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import TaskQueue
@@ -207,7 +215,8 @@ class Endpoint:
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
             [answer] = messages_of([message])
-            session.turns.append(replace(turn, history=digests(messages, tools), answer=answer))
+            turn = replace(turn, history=digests(messages, tools), answer=answer)
+            session.turns.append(replace(turn, roles=roles_since_answer(messages)))
             return self._answered(turn, choice, message, asking)
 
         return await asyncio.gather(*(take_turn() for _ in range(asking.asked.num)))

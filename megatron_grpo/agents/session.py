@@ -17,7 +17,7 @@ from megatron_grpo.agents.chat import BadRequest, ChatTemplate, Found, Turn
 from megatron_grpo.agents.token_tree import Place, TokenTree
 from megatron_grpo.config.agent import AgentConfig
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Heard, Sample
 from megatron_grpo.engines.choice import Choice
 
 NOTHING: Mapping[str, float] = {}
@@ -170,8 +170,9 @@ class Session:
         assert self._is_over
         steps, prompt, tree = [], self.prompt, self.tree
         branches = tree.branches
-        offset = 0
-        for branch in branches:
+        offset, heard, turns = 0, [], {turn.end: turn for turn in self.turns}
+        for number, branch in enumerate(branches):
+            heard += [_heard(turns.get(Place(number, end))) for end in branch.ends]
             steps += [(offset + end - branch.first - 1, 0.0) for end in branch.ends]
             offset += len(branch.logprobs)
         if steps and self.reward is not None:
@@ -197,6 +198,7 @@ class Session:
             loss_mask=[m for each in branches for m in each.loss_mask],
             routed_experts=self._routes(),
             step_rewards=tuple(steps),
+            heard=tuple(heard),
             branches=tree.sequences() if len(branches) > 1 else (),
             metrics=self.metrics,
         )
@@ -279,6 +281,12 @@ class Session:
     def _notify(self) -> None:
         changed, self._changed = self._changed, _signal()
         changed.set_result(None)
+
+
+def _heard(turn: Turn | None) -> Heard:
+    if turn is None:  # the session ended before it was parsed
+        return Heard((), ())
+    return Heard(turn.roles, tuple(call["name"] for call in turn.answer.get("tool_calls", ())))
 
 
 def _signal() -> "Future[None]":

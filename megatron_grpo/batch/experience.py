@@ -1,8 +1,10 @@
 """One generation of scored completions, their advantages, and metrics of their lengths."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -14,7 +16,9 @@ from megatron_grpo.algorithm.advantages import (
 )
 from megatron_grpo.config.agent import AGENT_TERM
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.reward import ENVIRONMENT_TERM
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.rewards.by_source import totals_of
 from megatron_grpo.rewards.scoring import total_rewards
 
 
@@ -48,7 +52,7 @@ def compute_advantages(
 ) -> Experience:
     """Compute the advantages of scored samples; a group is all samples of one prompt."""
     terms = cfg.reward_terms
-    totals = torch.tensor(total_rewards(rewards, terms, cfg.reward.clip_range), dtype=torch.float64)
+    totals = torch.tensor(totals_of(samples, rewards, cfg), dtype=torch.float64)
     group_ids = torch.tensor([sample.prompt.index for sample in samples])
     if cfg.grpo.multi_objective_aggregation == "normalize_then_sum":
         scores = torch.tensor(
@@ -121,24 +125,76 @@ def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dic
     }
 
 
-def dialogue_metrics(samples: Sequence[Sample], term: str) -> dict[str, float]:
+def dialogue_metrics(
+    samples: Sequence[Sample], rewards: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
     """Turns of the model, and the fractions of dialogues that reached the most that are allowed, or
-    failed. Of an agent, `term`, also what it has made of its messages, sequences to train on, and
-    the means of what agents measured.
+    failed; of an agent, also what it has made of its messages, sequences to train on, and the means
+    of what agents measured. A dialogue is what has a reward of that name in `rewards`.
     """
-    num_turns = [len(sample.step_rewards) for sample in samples]
-    reasons = [sample.finish_reason for sample in samples]
-    metrics = {
-        "num_turns/mean": sum(num_turns) / len(num_turns),
-        "num_turns/max": float(max(num_turns)),
-        "num_turns/clipped_ratio": reasons.count("max_turns") / len(reasons),
-        f"{term}/failed_ratio": reasons.count("failed") / len(reasons),
+    by_term = {
+        term: [sample for sample, scores in zip(samples, rewards, strict=True) if term in scores]
+        for term in (ENVIRONMENT_TERM, AGENT_TERM)
     }
-    if term == AGENT_TERM:
-        num_sequences = [len(sample.sequences) for sample in samples]
-        metrics["agent/branches_mean"] = sum(num_sequences) / len(num_sequences)
-        metrics["agent/branches_max"] = float(max(num_sequences))
-        for name in {name for sample in samples for name in sample.metrics}:
-            values = [sample.metrics[name] for sample in samples if name in sample.metrics]
-            metrics[f"agent/{name}"] = sum(values) / len(values)
+    metrics: dict[str, float] = {}
+    if dialogues := [sample for of_term in by_term.values() for sample in of_term]:
+        num_turns = [len(sample.step_rewards) for sample in dialogues]
+        cut = [sample.finish_reason == "max_turns" for sample in dialogues]
+        metrics |= {
+            "num_turns/mean": fmean(num_turns),
+            "num_turns/max": float(max(num_turns)),
+            "num_turns/clipped_ratio": fmean(cut),
+        }
+    for term, of_term in by_term.items():
+        if of_term:
+            failed = [sample.finish_reason == "failed" for sample in of_term]
+            metrics[f"{term}/failed_ratio"] = fmean(failed)
+    if acted := by_term[AGENT_TERM]:
+        metrics |= branch_metrics(acted)
+        for name in {name for sample in acted for name in sample.metrics}:
+            values = [sample.metrics[name] for sample in acted if name in sample.metrics]
+            metrics[f"agent/{name}"] = fmean(values)
+    return metrics
+
+
+def branch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Sequences that sessions of agents are trained on, and their lengths: sampled tokens of one,
+    and the tokens that the model read before and between them."""
+    num_sequences = [len(sample.sequences) for sample in samples]
+    sampled, read = [], []
+    for sample in samples:
+        for branch in sample.sequences:
+            is_whole = not sample.branches
+            own = (
+                sample.num_sampled if is_whole else sum(sample.loss_mask[branch.start : branch.end])
+            )
+            sampled.append(own)
+            before = sum(end - start for start, end in branch.context)
+            read.append(before + branch.end - branch.start - own)
+    return {
+        "agent/branches_mean": fmean(num_sequences),
+        "agent/branches_max": float(max(num_sequences)),
+        "agent/branch_tokens/sampled_mean": fmean(sampled),
+        "agent/branch_tokens/read_mean": fmean(read),
+        "agent/branch_tokens/max": float(max(map(add, sampled, read))),
+    }
+
+
+def source_metrics(experience: Experience) -> dict[str, float]:
+    """Of each source of the rows of a generation, its share of the completions, and the means of
+    reward, sampled tokens and turns; a failed reward is left out."""
+    totals = experience.totals.tolist()
+    metrics: dict[str, float] = {}
+    for name in sorted({sample.prompt.source for sample in experience.samples}):
+        own = [i for i, each in enumerate(experience.samples) if each.prompt.source == name]
+        of_own = [experience.samples[i] for i in own]
+        metrics |= {
+            f"source/{name}/share": len(own) / len(totals),
+            f"source/{name}/completions/mean_length": fmean(each.num_sampled for each in of_own),
+            f"source/{name}/num_turns/mean": fmean(
+                max(1, len(each.step_rewards)) for each in of_own
+            ),
+        }
+        if scored := [totals[i] for i in own if not math.isnan(totals[i])]:
+            metrics[f"source/{name}/reward"] = fmean(scored)
     return metrics

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Branch, Sample
+from megatron_grpo.data.samples import Branch, Heard, Sample
 from parallel.packing import CACHED_VALUES
 
 SAMPLES_FILE = "samples.jsonl"
@@ -63,6 +63,7 @@ def write_experience(folder: Path, experience: Experience, prefix: str = "") -> 
             "versions": sample.versions,
             "step_rewards": sample.step_rewards,
             **({"branches": sample.branches} if sample.branches else {}),
+            **({"heard": sample.heard} if sample.heard else {}),
             **({"metrics": sample.metrics} if sample.metrics else {}),
             "own_prompt": _own(sample.prompt),
             "rewards": rewards,
@@ -120,6 +121,7 @@ def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -
             loss_mask=tensors["loss_mask"][start:end].tolist(),
             step_rewards=tuple((token, reward) for token, reward in row["step_rewards"]),
             metrics=row.get("metrics", {}),
+            heard=tuple(Heard(tuple(roles), tuple(calls)) for roles, calls in row.get("heard", ())),
             branches=tuple(
                 Branch(tuple((a, b) for a, b in context), start, end)
                 for context, start, end in row.get("branches", ())

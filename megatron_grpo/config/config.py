@@ -7,14 +7,14 @@ here need the config alone; `preflight.py` also checks it against the model and 
 
 from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from megatron_grpo.config.agent import AGENT_TERM, AgentConfig, check_use
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.lora import LoraConfig
-from megatron_grpo.config.megatron_fields import ROUTER_LOSS_FIELDS, token_multiple
+from megatron_grpo.config.megatron_fields import token_multiple
 from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.reward import (
     ENVIRONMENT_TERM,
@@ -25,6 +25,7 @@ from megatron_grpo.config.reward import (
 )
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.section import Section
+from megatron_grpo.config.sources import ALONE, SourcesConfig, with_sources
 from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
 from megatron_grpo.config.train import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from parallel import ParallelDims
@@ -45,6 +46,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     agent: AgentConfig = AgentConfig()
+    sources: SourcesConfig = SourcesConfig()
     eval: EvalConfig = EvalConfig()
     wandb: WandbConfig = WandbConfig()
     trackio: TrackioConfig = TrackioConfig()
@@ -52,28 +54,18 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _eval_follows(cls, table: Any) -> Any:
-        if not isinstance(table, dict) or not isinstance(table.get("eval"), dict):
+    def _others_follow(cls, table: Any) -> Any:
+        if not isinstance(table, dict):
             return table
-        return {**table, "eval": with_defaults(table["eval"], table)}
+        table = with_sources(table)
+        if isinstance(table.get("eval"), dict):
+            table = {**table, "eval": with_defaults(table["eval"], table)}
+        return table
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> Self:
-        warmup, steps = self.optimizer.lr_warmup_steps, self.train.num_steps
-        if steps is None:
-            return self  # checked when they are known: see `with_num_steps`
-        if warmup >= steps:
-            raise ValueError(
-                f"optimizer.lr_warmup_steps {warmup} must be below train.num_steps {steps}: "
-                f"use at most {steps - 1}"
-            )
-        decay = self.optimizer.lr_wsd_decay_steps
-        if decay is not None and decay > steps - warmup:
-            raise ValueError(
-                f"optimizer.lr_wsd_decay_steps {decay} would begin before the warm-up ends, as "
-                f"train.num_steps is {steps} and optimizer.lr_warmup_steps {warmup}: use at most "
-                f"{steps - warmup}"
-            )
+        if self.train.num_steps is not None:  # else checked when known: see `with_num_steps`
+            self.optimizer.check_schedule(self.train.num_steps)
         return self
 
     @model_validator(mode="after")
@@ -166,11 +158,6 @@ class Config(Section):
                 "which rollout.router_replay true cannot tell what to choose: leave out one of "
                 "the two"
             )
-        if self.rollout.router_replay and self.rollout.vllm.get("enable_prefix_caching") is False:
-            raise ValueError(
-                "rollout.vllm.enable_prefix_caching false: vLLM keeps the experts of tokens in its "
-                "prefix cache, and rollout.router_replay true needs them: leave out one of the two"
-            )
         return self
 
     @model_validator(mode="after")
@@ -231,31 +218,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _turns_can_be_taken(self) -> Self:
-        if not self.parallel.dynamic_context_parallel:
-            return self
-        told = "parallel.dynamic_context_parallel true"
-        if self.parallel.context_parallel_size == 1:
-            raise ValueError(f"{told} needs parallel.context_parallel_size of 2 or more")
-        if self.grpo.shared_prompts:
-            raise ValueError(
-                f"{told} does not know grpo.shared_prompts true: leave out one of the two"
-            )
-        for name in ROUTER_LOSS_FIELDS:
-            if self.model.megatron.get(name) not in (None, 0, "none"):
-                raise ValueError(
-                    f"{told} would count the tokens of model.megatron.{name} by the number of "
-                    "ranks that split them: leave out one of the two"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _attention_is_transformer_engines(self) -> Self:
-        if self.grpo.shared_prompts and "cp_comm_type" in self.model.megatron:
-            raise ValueError(
-                "model.megatron.cp_comm_type is for Transformer Engine's attention, which "
-                "grpo.shared_prompts true replaces: leave out one of the two"
-            )
+    def _context_can_be_split(self) -> Self:
+        self.parallel.check_context(self.grpo.shared_prompts, self.model.megatron)
         return self
 
     @model_validator(mode="after")
@@ -288,13 +252,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _clipped_totals_are_used(self) -> Self:
-        by_parts = {"multi_objective_aggregation": "normalize_then_sum", "supervision": "process"}
-        for key, value in by_parts.items():
-            if self.reward.clip_range is not None and getattr(self.grpo, key) == value:
-                raise ValueError(
-                    f"reward.clip_range clips the total reward, and grpo.{key} {value} compares "
-                    "its parts: set reward.clip_range=null"
-                )
+        if self.reward.clip_range is not None and self.grpo.by_parts:
+            raise ValueError(
+                f"reward.clip_range clips the total reward, and grpo.{self.grpo.by_parts} compares "
+                "its parts: set reward.clip_range=null"
+            )
         for name, held_out in self.eval.named_sets.items():
             bounds, section = (held_out.reward or self.reward).clip_range, section_of(name)
             if bounds is not None and held_out.pass_threshold > bounds[1]:
@@ -306,7 +268,26 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _each_source_is_a_run(self) -> Self:
+        if not self.sources.by_name:
+            return self
+        if self.grpo.by_parts:
+            raise ValueError(
+                f"grpo.{self.grpo.by_parts} compares parts of the reward, and each of "
+                "sources.by_name has its own: leave out one of the two"
+            )
+        for name, view in self.by_source.items():
+            try:  # what is legal for a run by itself is legal for a source
+                self.model_validate(dict(view))
+            except ValidationError as error:
+                told = error.errors()[0]["ctx"]["error"]
+                raise ValueError(f"sources.by_name.{name}: {told}") from None
+        return self
+
+    @model_validator(mode="after")
     def _something_rewards(self) -> Self:
+        if self.sources.by_name:  # checked for each
+            return self
         for section, reward in self.rewards.items():
             labels = [function.label for function in reward.functions]
             if not any(term.weight for term in self._terms_of(reward)) and not labels:
@@ -324,7 +305,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _dynamic_sample_reward_is_known(self) -> Self:
         name, known = self.grpo.dynamic_sample_reward, [term.label for term in self.reward_terms]
-        if name is not None and name not in known:
+        if name is not None and name not in known and not self.sources.by_name:
             raise ValueError(
                 f"grpo.dynamic_sample_reward {name}: the reward has no such term, use "
                 f"{', '.join(known)}, or null for their weighted sum"
@@ -335,7 +316,19 @@ class Config(Section):
     def rewards(self) -> dict[str, RewardConfig]:
         """How training and held-out sets with their own reward are scored, by section."""
         own = {f"{section_of(n)}.reward": s.reward for n, s in self.eval.named_sets.items()}
-        return {"reward": self.reward} | {name: each for name, each in own.items() if each}
+        key = "sources.by_name.{}.reward" if self.sources.by_name else "reward"
+        trained = {key.format(name): view.reward for name, view in self.by_source.items()}
+        return trained | {name: each for name, each in own.items() if each}
+
+    @property
+    def by_source(self) -> dict[str, "Config"]:
+        """The run as it is for the rows of each source, by name; of a run without, itself."""
+        if not self.sources.by_name:
+            return {ALONE: self}
+        return {
+            name: self.model_copy(update={**source.own, "sources": SourcesConfig()})
+            for name, source in self.sources.by_name.items()
+        }
 
     @property
     def num_steps(self) -> int:
@@ -368,6 +361,11 @@ class Config(Section):
     def reward_terms(self) -> tuple[RewardFunction, ...]:
         """The terms of the total reward, a weighted sum: the functions, and the dialogue's own."""
         return self._terms_of(self.reward)
+
+    @property
+    def has_dialogues(self) -> bool:
+        """Whether any row is answered by an environment or an agent."""
+        return any(view.dialogue_term for view in self.by_source.values())
 
     @property
     def dialogue_term(self) -> str:

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from megatron_grpo.config.config import Config, RewardFunction
 from megatron_grpo.config.data import KINDS_OF_PATH, WeightedPath
 from megatron_grpo.config.eval import EvalSet, section_of
+from megatron_grpo.config.sources import Source
 
 # Options of other libraries, chat templates and user code, which check the names themselves;
 # held-out sets have some of them, too.
@@ -80,7 +81,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def parse_config(table: dict[str, Any]) -> Config:
     """Validate a nested table of config values; raises the errors of `load_config`."""
-    sections = {"": Config} | {f"eval.sets.{name}.": EvalSet for name in _set_names(table)}
+    sections: dict[str, type[BaseModel]] = {"": Config}
+    sections |= {f"eval.sets.{name}.": EvalSet for name in _names(table, "eval", "sets")}
+    sections |= {f"sources.by_name.{name}.": Source for name in _names(table, "sources", "by_name")}
     known = [key for start, section in sections.items() for key, _ in _known_keys(section, start)]
     unknown = [key for key in _leaves(table) if not _is_known(key, known)]
     if unknown:
@@ -187,10 +190,11 @@ def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _set_names(table: Mapping[str, Any]) -> list[Any]:
-    evaluation = table.get("eval")
-    sets = evaluation.get("sets") if isinstance(evaluation, Mapping) else None
-    return [*sets] if isinstance(sets, Mapping) else []
+def _names(table: Mapping[str, Any], section: str, key: str) -> list[Any]:
+    """The names in a table of tables."""
+    found = table.get(section)
+    named = found.get(key) if isinstance(found, Mapping) else None
+    return [*named] if isinstance(named, Mapping) else []
 
 
 def _is_known(key: str, known: Sequence[str]) -> bool:

@@ -155,6 +155,13 @@ class GRPOConfig(Section):
         return weighs or self.old_logprobs == "rollout"
 
     @property
+    def by_parts(self) -> str:
+        """The key and the value that compare parts of the rewards; empty if totals are compared."""
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            return "multi_objective_aggregation normalize_then_sum"
+        return "supervision process" if self.supervision == "process" else ""
+
+    @property
     def has_clip(self) -> bool:
         """Whether the loss type clips ratios, rather than weigh them by a smooth function."""
         return self.loss_type not in ("sapo", "vespo")

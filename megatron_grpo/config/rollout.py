@@ -242,6 +242,15 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _prefixes_have_experts(self) -> Self:
+        if self.router_replay and self.vllm.get("enable_prefix_caching") is False:
+            raise ValueError(
+                "rollout.vllm.enable_prefix_caching false: vLLM keeps the experts of tokens in its "
+                "prefix cache, and rollout.router_replay true needs them: leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _is_aware_of_something(self) -> Self:
         if self.quantization_aware and self.quantization == "none":
             raise ValueError(

@@ -1,6 +1,7 @@
 """The trainer: the keys of `model`, `train`, `optimizer` and `parallel`."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,6 +15,7 @@ from pydantic import (
 )
 
 from checkpoint_convert.quantization import Quantization
+from megatron_grpo.config.megatron_fields import ROUTER_LOSS_FIELDS
 from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.section import Section
 from parallel import ParallelDims
@@ -266,6 +268,21 @@ class OptimizerConfig(Section):
                 )
         return self
 
+    def check_schedule(self, num_steps: int) -> None:
+        """Raise ValueError if the schedule of the learning rate does not fit into so many steps."""
+        warmup, decay = self.lr_warmup_steps, self.lr_wsd_decay_steps
+        if warmup >= num_steps:
+            raise ValueError(
+                f"optimizer.lr_warmup_steps {warmup} must be below train.num_steps {num_steps}: "
+                f"use at most {num_steps - 1}"
+            )
+        if decay is not None and decay > num_steps - warmup:
+            raise ValueError(
+                f"optimizer.lr_wsd_decay_steps {decay} would begin before the warm-up ends, as "
+                f"train.num_steps is {num_steps} and optimizer.lr_warmup_steps {warmup}: use at "
+                f"most {num_steps - warmup}"
+            )
+
 
 class ParallelConfig(Section):
     """Sizes of the trainer's mesh; ranks = tensor * pipeline * context * data."""
@@ -349,3 +366,26 @@ class ParallelConfig(Section):
             num_layers_in_first_pipeline_stage=self.num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=self.num_layers_in_last_pipeline_stage,
         )
+
+    def check_context(self, shared_prompts: bool, megatron: Mapping[str, Any]) -> None:
+        """Raise ValueError if the split of sequences does not go with the rest of the config."""
+        if shared_prompts and "cp_comm_type" in megatron:
+            raise ValueError(
+                "model.megatron.cp_comm_type is for Transformer Engine's attention, which "
+                "grpo.shared_prompts true replaces: leave out one of the two"
+            )
+        if not self.dynamic_context_parallel:
+            return
+        told = "parallel.dynamic_context_parallel true"
+        if self.context_parallel_size == 1:
+            raise ValueError(f"{told} needs parallel.context_parallel_size of 2 or more")
+        if shared_prompts:
+            raise ValueError(
+                f"{told} does not know grpo.shared_prompts true: leave out one of the two"
+            )
+        for name in ROUTER_LOSS_FIELDS:
+            if megatron.get(name) not in (None, 0, "none"):
+                raise ValueError(
+                    f"{told} would count the tokens of model.megatron.{name} by the number of "
+                    "ranks that split them: leave out one of the two"
+                )

@@ -10,6 +10,7 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.sources import ALONE, SourcesConfig
 from megatron_grpo.data.encoding import Chat, Encoded, chat_of, encode_rows
 from megatron_grpo.data.rows import Fault, InvalidRows, Record, Row, read_rows
 
@@ -35,6 +36,8 @@ class Prompt:
     """The columns of the row, with the reference answer also as `answer`."""
     path: int = 0
     """Number of its path in `data.path`, if that is a list."""
+    source: str = ALONE
+    """Its source, by the name in `sources`."""
     is_own: bool = False
     """Whether it is of one sample alone: its environment has appended to it, or its agent made it.
     """
@@ -100,7 +103,7 @@ def load_prompts(
         data, invalid = cfg.data.model_copy(update={"path": each.path}), InvalidRows()
         records = read_rows(data, each.path, invalid, first_row)
         num_rows = len(records) + len(invalid)
-        found = _encoded(data, tokenizer, records, invalid, fault_of, longest)
+        found = _encoded(data, cfg.sources, tokenizer, records, invalid, fault_of, longest)
         if invalid:
             _settle(data, invalid, num_rows, longest, warns=warns)
         found = _short_ones(data, found, longest, warns=warns)
@@ -111,6 +114,7 @@ def load_prompts(
 
 def _encoded(
     data: DataConfig,
+    sources: SourcesConfig,
     tokenizer: "PreTrainedTokenizerBase",
     records: Sequence[Record],
     invalid: InvalidRows,
@@ -118,19 +122,35 @@ def _encoded(
     longest: int,
 ) -> list[Prompt]:
     """The prompts of the rows of one path; those that cannot be used are added to `invalid`."""
-    _check_columns(data, records)
+    _check_columns(data, sources, records)
     prompts = []
     for record, encoded in zip(
         records, encode_rows(data, tokenizer, [record.row for record in records]), strict=True
     ):
         row = _with_answer(data, record.row)
         if isinstance(encoded, Encoded):
-            encoded = fault_of(row) or _fitting(data, encoded, longest)
+            fault = _source_fault(sources, row) or fault_of(row)
+            encoded = fault or _fitting(data, encoded, longest)
         if isinstance(encoded, Fault):
             invalid.add(record.index, record.place, encoded)
         else:
-            prompts.append(Prompt(record.index, encoded.token_ids, encoded.text, row, data=data))
+            ids, text = encoded.token_ids, encoded.text
+            prompts.append(Prompt(record.index, ids, text, row, source=sources.of(row), data=data))
     return prompts
+
+
+def _source_fault(sources: SourcesConfig, row: Row) -> Fault | None:
+    """Why it is not known what a row is of."""
+    if sources.column is None:
+        return None
+    if row.get(sources.column) is None:
+        return Fault(f"no {sources.column}")
+    if sources.of(row) not in sources.by_name:
+        return Fault(
+            f"{sources.column} not in sources.by_name ({', '.join(sources.by_name)})",
+            repr(row[sources.column]),
+        )
+    return None
 
 
 def _with_answer(data: DataConfig, row: Row) -> Row:
@@ -139,9 +159,13 @@ def _with_answer(data: DataConfig, row: Row) -> Row:
     return {**row, "answer": row[data.answer_column]}
 
 
-def _check_columns(data: DataConfig, records: Sequence[Record]) -> None:
+def _check_columns(data: DataConfig, sources: SourcesConfig, records: Sequence[Record]) -> None:
     """Raise ValueError for a column that no row has, a mistake in the config."""
-    wanted = {"data.prompt_column": data.prompt_column, "data.answer_column": data.answer_column}
+    wanted = {
+        "data.prompt_column": data.prompt_column,
+        "data.answer_column": data.answer_column,
+        "sources.column": sources.column,
+    }
     for key, column in wanted.items():
         if column and records and not any(column in record.row for record in records):
             raise ValueError(

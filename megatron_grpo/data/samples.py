@@ -26,6 +26,15 @@ class Branch(NamedTuple):
     """Its own part of the completion."""
 
 
+class Heard(NamedTuple):
+    """What a turn of an agent's model was an answer to, and what it asked for."""
+
+    roles: tuple[str, ...]
+    """Roles of the messages since the turn before it, such as `tool`; none of a text completion."""
+    calls: tuple[str, ...]
+    """Names of the tools that it called."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One completion of one prompt: a single turn, or a dialogue with an environment or an agent.
@@ -70,6 +79,8 @@ class Sample:
     step_rewards: tuple[tuple[int, float], ...] = ()
     """For each turn that the environment answered: the index of its last token, and its reward. Of
     an agent, every turn, and the reward is the last one's."""
+    heard: tuple[Heard, ...] = ()
+    """Of an agent, for each of `step_rewards`."""
     branches: tuple[Branch, ...] = ()
     """Of an agent that did not only append to its messages: the sequences that it has made. Their
     own parts do not overlap. Default: a single one, the completion after the prompt."""

@@ -27,6 +27,8 @@ Decode = Callable[[Sequence[int]], str]
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What the first bytes of a character are decoded to."""
 
+ALONE = -1
+"""Number of a generation beside which there is no other that is made."""
 MOST_REQUESTS = 1 << 32
 """More than a generation has."""
 
@@ -246,6 +248,14 @@ class InFlight:
         """
         self.submit(generation, requests).result()
         return requests.samples()
+
+    def generate_alone(self, requests: CutRequests) -> list[Sample]:
+        """As `generate`, in a run that makes one generation at a time and pushes between them."""
+        self.resume(requests.policy_version)
+        try:
+            return self.generate(ALONE, requests)
+        finally:
+            self.suspend()
 
     def submit(
         self, generation: int, requests: CutRequests, *, together: bool = False

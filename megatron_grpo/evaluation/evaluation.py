@@ -4,15 +4,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.experience import completion_metrics, dialogue_metrics
-from megatron_grpo.config.agent import AGENT_TERM
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import EvalSet, section_of
-from megatron_grpo.config.reward import ENVIRONMENT_TERM
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.engines.client import RolloutClient
@@ -21,13 +20,10 @@ from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments.dialogues import DialogueRequests, Dialogues
 from megatron_grpo.rewards import (
     RewardError,
-    RewardPool,
     RewardPools,
-    add_dialogue_rewards,
     check_failed,
-    total_rewards,
 )
-from megatron_grpo.rewards.builtin import reference_fault
+from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults, totals_of
 from megatron_grpo.timing import PhaseTimer
 
 if TYPE_CHECKING:
@@ -87,6 +83,7 @@ def as_evaluated(cfg: Config, name: str = "") -> Config:
         update={
             "data": own.data,
             "reward": own.reward or cfg.reward,
+            "sources": cfg.sources.scored_by(own.reward),
             "rollout": rollout.model_copy(update=sampling),
             "eval": cfg.eval.model_copy(update={**dict(own), "sets": {}}),
         }
@@ -103,7 +100,7 @@ def load_eval_prompts(
 ) -> list[Prompt]:
     """The prompts of the set `name`; `view` is the run's config after `as_evaluated`."""
     try:
-        fault_of = reference_fault(view.reward)
+        fault_of = reference_faults(view)
         prompts = load_prompts(
             view,
             tokenizer,
@@ -137,7 +134,7 @@ class Evaluation:
         prompts: Sequence[Prompt],
         end_tokens: Sequence[int],
         engines: RolloutClient,
-        rewards: RewardPool,
+        rewards: RewardsBySource,
         dialogues: Dialogues | None = None,
     ) -> None:
         self.prompts = prompts
@@ -167,15 +164,12 @@ class Evaluation:
                 samples = self._generate(policy_version)
             with timer.phase("eval", "score"):
                 scores = self.rewards.score(samples, num_completions=size)
-            if self._dialogues:
-                add_dialogue_rewards(scores, samples, self._view.dialogue_term)
             self._scores += scores
             self._samples += samples
             num_failed = sum(any(map(math.isnan, scores.values())) for scores in self._scores)
             check_failed(num_failed, size, self._view.reward)
             show(len(self._samples) // num_samples, len(self.prompts))
-        clip_range = self._view.reward.clip_range
-        totals = total_rewards(self._scores, self._view.reward_terms, clip_range)
+        totals = totals_of(self._samples, self._scores, self._view)
         evaluated = Evaluated(self._samples, self._scores, totals)
         self._samples, self._scores = [], []
         return evaluated
@@ -237,9 +231,11 @@ def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str
     of_prompts[f"mean@{n}"] = [fmean(group) for group in groups if group]
     of_completions = {
         f"reward/{label}/mean": [
-            scores[label] for scores in evaluated.rewards if not math.isnan(scores[label])
+            scores[label]
+            for scores in evaluated.rewards
+            if label in scores and not math.isnan(scores[label])
         ]
-        for label in evaluated.rewards[0]
+        for label in dict.fromkeys(chain(*evaluated.rewards))
     }
     means = {
         metric: fmean(values) for metric, values in (of_prompts | of_completions).items() if values
@@ -249,8 +245,7 @@ def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str
         [sample.num_sampled for sample in evaluated.samples],
         [reason == "length" for reason in reasons],
     )
-    for term in {ENVIRONMENT_TERM, AGENT_TERM} & evaluated.rewards[0].keys():
-        lengths |= dialogue_metrics(evaluated.samples, term)
+    lengths |= dialogue_metrics(evaluated.samples, evaluated.rewards)
     counts = {
         "failed": float(sum(map(math.isnan, totals))),
         "num_prompts": float(len(groups)),
@@ -331,8 +326,8 @@ class Evaluations:
             view = as_evaluated(cfg, name)
             # Whoever checked the config has warned already.
             prompts = load_eval_prompts(view, name, tokenizer, context, warns=False)
-            pool = pools.pool_for(view.reward)
-            self._evaluations[name] = Evaluation(view, prompts, ends, engines, pool, dialogues)
+            rewards = RewardsBySource(view.by_source, pools)
+            self._evaluations[name] = Evaluation(view, prompts, ends, engines, rewards, dialogues)
         self._dialogues = dialogues
         self._done: dict[str, Evaluated] = {}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.token_log import VALUES, first_rows
-from megatron_grpo.data.samples import Columns, Sample, columns_by_prompt
+from megatron_grpo.data.samples import Columns, Heard, Sample, columns_by_prompt
 from megatron_grpo.reporting.metrics import StepReport
 
 if TYPE_CHECKING:
@@ -72,20 +72,32 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[
     """What the model and the environment said in a dialogue, special tokens included; or the steps
     of a completion that a process reward model scored.
 
-    `reward` is that of the environment's step after a turn of the model, or of the model's step;
-    null for observations.
+    `role` is `assistant`, or what is known of an observation: `environment`, or with an agent the
+    roles of its messages, such as `tool`. `reward` is that of the environment's step after a turn
+    of the model, or of the model's step; null for observations. `calls` are the tools that a turn
+    called, and `branch` counts the sequences of an agent from 0, where there are several.
     """
-    rewards = dict(sample.step_rewards)
-    parts = accumulate(len(list(tokens)) for _, tokens in groupby(sample.loss_mask))
-    turns, start = [], 0
-    for stop in sorted({*parts, *(token + 1 for token in rewards)}):
-        turns.append(
-            {
-                "role": "assistant" if sample.loss_mask[start] else "environment",
-                "text": tokenizer.decode(list(sample.completion_ids[start:stop])),
-                "reward": rewards.get(stop - 1),
-            }
-        )
+    rewards, mask = dict(sample.step_rewards), sample.loss_mask
+    heard = dict(zip(rewards, sample.heard, strict=False))
+    parts = accumulate(len(list(tokens)) for _, tokens in groupby(mask))
+    starts = {branch.start for branch in sample.branches} - {0}
+    turns: list[dict[str, Any]] = []
+    start = 0
+    for stop in sorted({*parts, *starts, *(token + 1 for token in rewards)}):
+        turn = {
+            "role": "assistant" if mask[start] else "environment",
+            "text": tokenizer.decode(list(sample.completion_ids[start:stop])),
+            "reward": rewards.get(stop - 1),
+            "num_tokens": stop - start,
+        }
+        if sample.branches:
+            turn["branch"] = sum(branch.start < stop for branch in sample.branches) - 1
+        roles, calls = heard.get(stop - 1, Heard((), ()))
+        if calls:
+            turn["calls"] = calls
+        if roles and turns and turns[-1]["role"] == "environment":
+            turns[-1]["role"] = ", ".join(dict.fromkeys(roles))
+        turns.append(turn)
         start = stop
     return turns
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -273,8 +274,9 @@ def reward_metrics(
             "reward_group_std": float(groups.std().mean()),
             "frac_reward_zero_std": float((~groups.has_reward_variance).double().mean()),
         }
-    for name in rewards[0]:
-        values = torch.tensor([scores[name] for scores in rewards], dtype=torch.float64)
+    for name in dict.fromkeys(chain(*rewards)):
+        known = [scores[name] for scores in rewards if name in scores]
+        values = torch.tensor(known, dtype=torch.float64)
         values = values[~values.isnan()]
         if len(values):
             metrics[f"reward/{name}/mean"] = float(values.mean())

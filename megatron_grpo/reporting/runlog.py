@@ -6,7 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.batch.experience import Experience, completion_metrics, dialogue_metrics
+from megatron_grpo.batch.experience import (
+    Experience,
+    completion_metrics,
+    dialogue_metrics,
+    source_metrics,
+)
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import EvalConfig
@@ -41,7 +46,7 @@ class RunLog:
         self._model, self._first_step = cfg.model.path, first_step
         self._rollout = cfg.rollout
         self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
-        self._dialogue_term = cfg.dialogue_term
+        self._has_dialogues, self._has_sources = cfg.has_dialogues, bool(cfg.sources.by_name)
         self._held_out = tuple(cfg.eval.named_sets)
         self._recent = deque[tuple[float, float]](maxlen=self.batches.updates_per_generation)
         """Tokens and seconds of each of the last steps, as many as train on a generation."""
@@ -82,8 +87,10 @@ class RunLog:
             "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
             **times,
         }
-        if self._dialogue_term:
-            metrics |= dialogue_metrics(samples, self._dialogue_term)
+        if self._has_dialogues:
+            metrics |= dialogue_metrics(samples, experience.rewards)
+        if self._has_sources:
+            metrics |= source_metrics(experience)
         indices = self.batches.minibatches(cursor.generation, self.seed)[cursor.minibatch]
         rows = []
         if cursor.iteration == 0:

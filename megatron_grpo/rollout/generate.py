@@ -29,8 +29,8 @@ from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.environments.dialogues import DialogueRequests
 from megatron_grpo.evaluation.evaluation import Evaluations
-from megatron_grpo.rewards import RewardPools, add_dialogue_rewards, check_failed, total_rewards
-from megatron_grpo.rewards.builtin import reference_fault
+from megatron_grpo.rewards import RewardPools, check_failed
+from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults, totals_of
 from megatron_grpo.rewards.scoring import with_steps
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
 from megatron_grpo.timing import PhaseTimer
@@ -67,7 +67,7 @@ def load_stream(
     cfg: Config, shape: ModelShape, tokenizer: "PreTrainedTokenizerBase"
 ) -> PromptStream:
     """The prompts of a run; the preflight has warned of rows that are left out."""
-    context, fault_of = shape.max_position_embeddings, reference_fault(cfg.reward)
+    context, fault_of = shape.max_position_embeddings, reference_faults(cfg)
     prompts = load_prompts(cfg, tokenizer, context, fault_of=fault_of, warns=False)
     return PromptStream.of(cfg, prompts)
 
@@ -94,7 +94,7 @@ class Rollouter:
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
         self.pools = RewardPools(RewardModels.of_run(cfg, logs, num_ranks))
-        self.rewards = self.pools.pool_for(cfg.reward)
+        self.rewards = RewardsBySource(cfg.by_source, self.pools)
         tokenizer = load_tokenizer(cfg.model.path)
         pool = EnginePool.of_run(self.servers, cfg)
         self.engines = RolloutClient(pool, cfg.rollout, cfg.lora)
@@ -184,9 +184,7 @@ class Rollouter:
         with self._scoring:  # of one generation after the other
             rewards = self.rewards.score(samples, num_completions=size)
         samples = with_steps(samples, rewards, self._decode)
-        if self.dialogues:
-            add_dialogue_rewards(rewards, samples, self.cfg.dialogue_term)
-        totals = total_rewards(rewards, self.cfg.reward_terms, self.cfg.reward.clip_range)
+        totals = totals_of(samples, rewards, self.cfg)
         size = self.cfg.grpo.num_generations
         return [
             ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])

@@ -32,7 +32,7 @@ def may_be_saved(cfg: Config) -> bool:
     that dynamic sampling has found so far.
     """
     one_round = cfg.rollout.over_sampling > 1 or not cfg.grpo.dynamic_sample
-    return cfg.rollout.in_flight_updates and one_round and not cfg.dialogue_term
+    return cfg.rollout.in_flight_updates and one_round and not cfg.has_dialogues
 
 
 def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | None:

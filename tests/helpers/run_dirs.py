@@ -55,7 +55,8 @@ def completions(step: int, chance: random.Random) -> list[dict]:
 def completion(
     step: int, index: int, sample: int, a: int, b: int, skill: float, chance: random.Random
 ) -> dict:
-    """Sample 3 of each step's first prompt has failed, sample 2 was cut, prompt 1 is a dialogue."""
+    """Sample 3 of each step's first prompt has failed, sample 2 was cut; prompt 1 is answered by an
+    agent, which calls a tool and begins anew."""
     said = a + b if chance.random() < skill else a + b + chance.choice([-10, -1, 1, 10])
     text = (
         f"First {a} + {b // 10 * 10} = {a + b // 10 * 10}.\nThen add {b % 10}, which gives {said}."
@@ -68,9 +69,12 @@ def completion(
     reward = None if has_failed else float(said == a + b) + 0.2 * (sample != 2)
     turns = [
         {"role": "assistant", "text": f"<tool>add({a}, {b})</tool>", "reward": 0.0},
-        {"role": "environment", "text": f"\nThe result is {a + b}.\n", "reward": None},
+        {"role": "tool", "text": f"\nThe result is {a + b}.\n", "reward": None},
         {"role": "assistant", "text": text, "reward": reward},
     ]
+    for turn, branch in zip(turns, (0, 0, 1), strict=True):
+        turn |= {"num_tokens": len(pieces(turn["text"])), "branch": branch}
+    turns[0]["calls"] = ["add"]
     said_by_policy = turns[::2] if is_dialogue else turns[2:]
     return {
         "step": step,

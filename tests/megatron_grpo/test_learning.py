@@ -2,9 +2,11 @@
 
 import pytest
 
+from demo import calculator, calculator_curve
 from demo.learning_curves import CONFIG, RECIPES, rewards
 from demo.make_kinds import write
 from helpers.jobs import Job
+from helpers.runs import finish_run
 
 CHANCE, SOLVED, LAST_STEPS, SECONDS = 0.3, 0.9, 5, 180
 
@@ -39,3 +41,22 @@ def test_the_reward_goes_from_chance_to_nearly_all_in_minutes(
     curve = rewards(run_dir)
     assert curve[0] < CHANCE
     assert sum(curve[-LAST_STEPS:]) / LAST_STEPS > SOLVED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_model_that_mostly_guesses_learns_to_call_its_calculator(tmp_path):
+    model, data, run_dir = tmp_path / "model", tmp_path / "products.jsonl", tmp_path / "run"
+    calculator.write_model(model)
+    calculator.write_data(data)
+    ended = finish_run(
+        *(f"model.path={model}", f"data.path={data}", f"train.run_dir={run_dir}"),
+        "train.num_steps=20",
+        config=calculator_curve.CONFIG,
+        timeout=600,
+    )
+    assert ended.exit_code == 0, ended.output
+    right, calls = calculator_curve.curves(run_dir).values()
+    assert right[0] < CHANCE
+    assert calls[0] < CHANCE
+    assert sum(right[-LAST_STEPS:]) / LAST_STEPS > SOLVED

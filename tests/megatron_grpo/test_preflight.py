@@ -532,6 +532,35 @@ def test_an_environment_that_cannot_be_used_is_refused(config, tmp_path, overrid
     assert told in refusal(config(*(o.replace("MINE", mine) for o in overrides)))
 
 
+@pytest.mark.long
+def test_sources_are_checked_each_with_its_own_rows(config, tmp_path):
+    data, mine = tmp_path / "kinds.jsonl", write_environments(tmp_path)
+    rows = [{"prompt": f"{i}", "answer": "1", "kind": "ab"[i % 2]} for i in range(20)]
+    rows = [row | ({"size": 1} if row["kind"] == "a" else {}) for row in rows]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = "reward: {functions: [exact]}"
+    sources = [f"data.path={data}", "sources.column=kind", f"sources.by_name.b={{{reward}}}"]
+    _, told = preflight(config(*sources, f"sources.by_name.a.environment.name={mine}:Echo"), None)
+    assert "optimizer steps on rows of b, a" in told
+    curious = f"sources.by_name.a.environment.name={mine}:Curious"
+    assert "requires 'colour': 10 of 10 rows have no such column" in refusal(
+        config(*sources, curious)
+    )
+    assert "sources.by_name.c: no prompt of data.path has kind c, but a, b" in refusal(
+        config(*sources, f"sources.by_name.a={{{reward}}}", f"sources.by_name.c={{{reward}}}")
+    )
+    assert "kind not in sources.by_name (b): 'a'" in refusal(config(*sources))
+
+
+def test_a_resumed_run_may_change_the_patience_of_a_source_but_not_its_reward(config, tmp_path):
+    sources = ["sources.column=kind", "sources.by_name={a.b/c: {reward: {functions: [exact]}}}"]
+    started_run(tmp_path / "run", config(*sources))
+    own = "sources.by_name={a.b/c: {reward: {functions: [OTHER], timeout: 5}}}"
+    check_same_run(config(sources[0], own.replace("OTHER", "exact")))
+    with pytest.raises(ValueError, match=r"reward.functions.*: .*exact.*before"):
+        check_same_run(config(sources[0], own.replace("OTHER", "math_answer")))
+
+
 def test_a_model_that_the_runs_export_would_replace_is_refused(config, model, tmp_path):
     (tmp_path / "run").mkdir()
     folder = copy_of(model, tmp_path / "run" / "hf_step_10")

@@ -179,8 +179,12 @@ def test_turns_of_a_dialogue_are_told_apart_and_observations_masked(page: Browse
     go_to(page, 5)
     page.click("#list .group:nth-child(2) .row:has(.tokens)")
     page.wait_for("document.querySelectorAll('#pane .turn').length === 3")
-    assert page.texts("#pane .turn .role") == ["assistant", "environment", "assistant"]
-    assert "The result is" in page.texts("#pane .turn.environment .text")[0]
+    said, told, answered = page.texts("#pane .turn .role")
+    assert said.startswith("assistant, calls add, reward 0")
+    assert said.endswith("branch 0")
+    assert (told, answered[:9], answered[-8:]) == ("tool, branch 0", "assistant", "branch 1")
+    assert page.texts("#pane .turn.calling .text")[0].startswith("<tool>add(")
+    assert "The result is" in page.texts("#pane .turn.tool .text")[0]
     assert page.run(
         "[...document.querySelectorAll('#pane .token')].every((t) =>"
         " t.classList.contains('masked') === Boolean(t.closest('.environment')))"

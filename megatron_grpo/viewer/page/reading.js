@@ -91,7 +91,7 @@ function factTable(row) {
 function body(row, tokens) {
   const turns = row.turns ?? [];
   if (tokens) {
-    const blocks = tokenBlocks(tokens, byId("colouring").value, turns.length > 1);
+    const blocks = tokenBlocks(tokens, byId("colouring").value, turns);
     const sampled = tokens.mask.filter((each) => each).length;
     if (!(sampled < row.num_tokens)) return blocks;
     return [...blocks, h("p", { className: "hint" },
@@ -102,7 +102,7 @@ function body(row, tokens) {
 }
 
 function plain(row, turns) {
-  if (turns.length) return turns.map((each) => turn(each.role, each.reward, [each.text]));
+  if (turns.length) return turns.map((each) => turnElement(each, [each.text]));
   return [h("div", { className: "text completion" }, row.completion)];
 }
 

@@ -42,20 +42,30 @@ function rangeOf(values, mask, centre) {
 }
 
 /* The legend, and a completion's tokens, in blocks by turn if it is a dialogue. */
-function tokenBlocks(row, colouring, isDialogue) {
+function tokenBlocks(row, colouring, turns) {
   const { centre } = COLOURINGS[colouring];
   const values = coloured(row, colouring);
   const range = rangeOf(values, row.mask, centre ?? 0);
+  const isDialogue = turns.length > 1, turnOf = isDialogue ? turnsByToken(row, turns) : [];
   const blocks = [];
   row.tokens.forEach((text, k) => {
-    const role = isDialogue && !row.mask[k] ? "environment" : "assistant";
-    if (blocks.at(-1)?.role !== role) blocks.push({ role, tokens: [] });
+    if (!blocks.length || blocks.at(-1).turn !== turnOf[k]) blocks.push({ turn: turnOf[k], tokens: [] });
     const colour = row.mask[k] ? background(values[k], centre, range) : "";
     blocks.at(-1).tokens.push(tokenElement(row, k, text, colour));
   });
-  const elements = blocks.map(({ role, tokens }) => isDialogue ? turn(role, null, tokens)
+  const elements = blocks.map(({ turn, tokens }) => isDialogue ? turnElement(turn, tokens)
     : h("div", { className: "text" }, ...tokens));
   return [legend(row, colouring, range), ...elements];
+}
+
+/* The turn of each token. Runs of older versions do not say how many tokens a turn has: then it is
+   who spoke. */
+function turnsByToken(row, turns) {
+  if (turns[0].num_tokens !== undefined) {
+    return turns.flatMap((each) => Array(each.num_tokens).fill(each));
+  }
+  const speakers = [{ role: "environment" }, { role: "assistant" }];
+  return row.mask.map((counts) => speakers[counts]);
 }
 
 function background(value, centre, range) {
@@ -74,11 +84,17 @@ function tokenElement(row, k, text, colour) {
   return token;
 }
 
-/* A turn of a dialogue: what the policy or the environment said. */
-function turn(role, reward, content) {
-  const label = reward === null || reward === undefined ? role : `${role}, reward ${short(reward)}`;
-  return h("div", { className: `turn ${role}` },
-    h("span", { className: "role" }, label), h("div", { className: "text" }, ...content));
+/* A turn of a dialogue: what the policy said, and which tools it called; or what it was told, by a
+   tool, a user or an environment. */
+function turnElement({ role, reward, calls, branch }, content) {
+  const kind = role === "assistant" ? (calls ? "assistant calling" : "assistant")
+    : role === "tool" ? "environment tool" : "environment";
+  const known = reward !== null && reward !== undefined;
+  const parts = [role, ...(calls ? [`calls ${calls.join(", ")}`] : []),
+    ...(known ? [`reward ${short(reward)}`] : []),
+    ...(branch === undefined ? [] : [`branch ${branch}`])];
+  return h("div", { className: `turn ${kind}` },
+    h("span", { className: "role" }, parts.join(", ")), h("div", { className: "text" }, ...content));
 }
 
 function legend(row, colouring, range) {

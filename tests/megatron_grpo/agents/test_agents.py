@@ -84,16 +84,16 @@ def check_exact(samples, made, model):
 
 
 @pytest.mark.parametrize(
-    ("function", "num_turns", "num_sequences", "reward"),
+    ("function", "num_turns", "num_sequences", "reward", "roles"),
     [
-        ("append", 3, 1, 0.5),
-        ("fork", 5, 3, 1.0),
-        ("rewrite", 4, 3, 0.25),
-        ("complete", 3, None, 1.0),
+        ("append", 3, 1, 0.5, {"user"}),
+        ("fork", 5, 3, 1.0, {"user"}),
+        ("rewrite", 4, 3, 0.25, {"user", "system user"}),
+        ("complete", 3, None, 1.0, {""}),
     ],
 )
 def test_every_sampled_token_is_trained_on_once(
-    engine, tied_model, tmp_path, function, num_turns, num_sequences, reward
+    engine, tied_model, tmp_path, function, num_turns, num_sequences, reward, roles
 ):
     with running_agents(engine, tied_model, tmp_path, function=function) as agents:
         samples, made = act(agents, engine)
@@ -105,6 +105,8 @@ def test_every_sampled_token_is_trained_on_once(
         assert (sample.finish_reason, sample.dialogue_reward) == ("stop", reward)
         if num_sequences:
             assert len(sample.sequences) == num_sequences
+        assert len(sample.heard) == num_turns
+        assert {" ".join(heard.roles) for heard in sample.heard} == roles
 
 
 @pytest.mark.long

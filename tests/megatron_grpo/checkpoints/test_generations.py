@@ -18,7 +18,7 @@ from megatron_grpo.batch.prepare import add_logprobs, packed_minibatches
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Heard, Sample
 from megatron_grpo.policy.reference import build_reference
 from parallel import ParallelDims
 from parallel.microbatches import CostModel
@@ -57,6 +57,7 @@ def generation() -> Experience:
             policy_version=GENERATION,
             loss_mask=(True, False, False, *[True] * (i - 2)) if i >= 3 else (),
             step_rewards=((0, 0.1), (i, 1 / 3)) if i >= 3 else (),
+            heard=(Heard(("user",), ("add",)), Heard(("tool",), ())) if i >= 3 else (),
         )
         for i in range(NUM_SAMPLES)
     ]

@@ -19,6 +19,7 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
+from megatron_grpo.rewards.by_source import reference_faults
 
 CONTEXT = 512
 TINY = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
@@ -475,3 +476,32 @@ def test_stop_tokens_of_the_config_end_completions_too():
     assert ends(9, 4, 9) == (EOS_ID, 4, 9)
     with pytest.raises(ValueError, match=r"token_ids has 128256, .*vocabulary ends at 128255"):
         ends(4, 128256)
+
+
+SOURCES = [
+    "sources.column=data_source",
+    "sources.by_name={math: {reward: {functions: [math_answer]}}, words: {}}",
+]
+
+
+def test_the_column_says_of_which_source_a_row_is_and_whose_reward_reads_it(tmp_path):
+    rows = [
+        {"prompt": "a", "answer": "1", "data_source": "math"},
+        {"prompt": "b", "answer": "no number", "data_source": "words"},
+    ]
+    cfg = config(jsonl(tmp_path, rows), *SOURCES)
+    prompts = load_prompts(cfg, character_tokenizer(250), CONTEXT, fault_of=reference_faults(cfg))
+    assert [prompt.source for prompt in prompts] == ["math", "words"]
+
+
+def test_rows_of_no_source_are_listed(tmp_path):
+    rows = [
+        {"prompt": "a", "answer": "1", "data_source": "math"},
+        {"prompt": "b", "answer": "2", "data_source": "maths"},
+        {"prompt": "c", "answer": "3"},
+    ]
+    told = refusal(config(jsonl(tmp_path, rows), *SOURCES))
+    assert "line 2: data_source not in sources.by_name (math, words): 'maths'" in told
+    assert "line 3: no data_source" in told
+    told = refusal(config(jsonl(tmp_path, rows), *SOURCES, "sources.column=kind"))
+    assert "sources.column 'kind' is not a column of" in told

@@ -23,7 +23,8 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     is_due,
 )
-from megatron_grpo.rewards import RewardError, RewardPool
+from megatron_grpo.rewards import RewardError, RewardPools
+from megatron_grpo.rewards.by_source import RewardsBySource
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 
@@ -138,12 +139,13 @@ class EvaluationOfEngine:
     def __init__(self, engine, *overrides: str) -> None:
         arguments = ["eval.data={}", "eval.num_generations=3", "eval.top_k=50", *overrides]
         self.view = as_evaluated(tiny_config(engine.folder, ParallelDims(), *arguments))
-        self.pool = RewardPool(self.view.reward)
+        self.pools = RewardPools()
+        rewards = RewardsBySource(self.view.by_source, self.pools)
         self.client = engine.client()
         self.phases: list[str] = []
         self.shown: list[tuple[int, int]] = []
         prompts = [replace(each, row={"number": each.index}) for each in random_prompts(5)]
-        self.evaluation = Evaluation(self.view, prompts, (EOS_ID,), self.client, self.pool)
+        self.evaluation = Evaluation(self.view, prompts, (EOS_ID,), self.client, rewards)
 
     def run(self, version: int) -> Evaluated:
         timer = PhaseTimer(self.phases.append)
@@ -152,7 +154,7 @@ class EvaluationOfEngine:
         return result
 
     def close(self) -> None:
-        self.pool.close()
+        self.pools.close()
 
 
 def completions(result: Evaluated) -> list[Sequence[int]]:

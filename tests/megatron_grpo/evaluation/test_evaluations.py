@@ -73,8 +73,10 @@ def test_a_set_gets_the_completions_that_it_gets_alone(engine, data) -> None:
     other = "eval.sets.other={data: {}, max_prompts: 1, reward: {functions: [exact]}}"
     with Evaluating(engine, data, FEW, MANY, other) as three:
         found = three.run()
-        few, many, own = three.evaluations._evaluations.values()
-        assert few.rewards is many.rewards is not own.rewards
+        few, many, own = (
+            each.rewards._pools[""] for each in three.evaluations._evaluations.values()
+        )
+        assert few is many is not own
     assert three.shown[:5] == [
         *(("few", done, 3) for done in (0, 2, 3)),
         *(("many", done, 5) for done in (0, 5)),

@@ -15,7 +15,7 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.token_log import VALUES
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Branch, Heard, Sample
 from megatron_grpo.reporting.completions import completion_rows, token_rows, token_texts
 from megatron_grpo.reporting.metrics import StepReport
 
@@ -103,10 +103,36 @@ def test_the_turns_of_a_dialogue_have_their_special_tokens_and_rewards(tokenizer
         step_rewards=((1, 0.25), (5, 1.0)),
     )
     assert rows(tokenizer, made)[0]["turns"] == [
-        {"role": "assistant", "text": tokenizer.decode([33, eos]), "reward": 0.25},
-        {"role": "environment", "text": tokenizer.decode([40, 41]), "reward": None},
-        {"role": "assistant", "text": tokenizer.decode([34, eos]), "reward": 1.0},
+        {"role": role, "text": tokenizer.decode(ids), "reward": reward, "num_tokens": 2}
+        for role, ids, reward in (
+            ("assistant", [33, eos], 0.25),
+            ("environment", [40, 41], None),
+            ("assistant", [34, eos], 1.0),
+        )
     ]
+
+
+def test_the_turns_of_an_agent_say_who_spoke_what_was_called_and_in_which_branch(
+    tokenizer: Any,
+) -> None:
+    eos = tokenizer.eos_token_id
+    made = experience(
+        completion_ids=(33, eos, 40, 41, 34, eos, 50, 35, eos),
+        logprobs=[0.0] * 9,
+        loss_mask=(1, 1, 0, 0, 1, 1, 0, 1, 1),
+        step_rewards=((1, 0.0), (5, 0.0), (8, 1.0)),
+        heard=(Heard(("user",), ("add",)), Heard(("tool", "tool"), ()), Heard(("user",), ())),
+        branches=(Branch(((0, 2),), 0, 6), Branch(((0, 2),), 6, 9)),
+    )
+    found = rows(tokenizer, made)[0]["turns"]
+    assert [(turn["role"], turn["branch"], turn.get("calls")) for turn in found] == [
+        ("assistant", 0, ("add",)),
+        ("tool", 0, None),
+        ("assistant", 0, None),
+        ("user", 1, None),
+        ("assistant", 1, None),
+    ]
+    assert [turn["num_tokens"] for turn in found] == [2, 2, 2, 1, 2]
 
 
 def test_the_values_of_tokens_stand_beside_their_texts_as_far_as_the_log_has_rows(

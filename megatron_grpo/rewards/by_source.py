@@ -1,0 +1,66 @@
+"""How the samples of a run are scored: by the rewards of their source; see `config/sources.py`."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.rows import Fault, Row
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.rewards.builtin import reference_fault
+from megatron_grpo.rewards.pool import RewardPools
+from megatron_grpo.rewards.scoring import Scores, add_dialogue_rewards, total_rewards
+
+
+class RewardsBySource:
+    """The reward functions of each source, and what its environment or agent gives.
+
+    `views` is the run as it is for each source: `Config.by_source`.
+    """
+
+    def __init__(self, views: Mapping[str, Config], pools: RewardPools) -> None:
+        self._views = views
+        self._pools = {name: pools.pool_for(view.reward) for name, view in views.items()}
+
+    def try_out(self, prompts: Sequence[Prompt]) -> None:
+        """Check that the data has the columns that functions need, and have made-up completions of
+        a prompt of each source scored. Raises what `RewardPool.wait_ready` and `score_trial` raise.
+        """
+        for name, pool in self._pools.items():
+            own = [prompt for prompt in prompts if prompt.source == name]
+            pool.wait_ready([prompt.row for prompt in own])
+            if own:
+                pool.score_trial(own[0])
+
+    def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
+        """The scores of every sample by label: those of its source's functions, and `environment`
+        or `agent` of a dialogue. Raises what `RewardPool.score` raises."""
+        scores: dict[int, Scores] = {}
+        for name, pool in self._pools.items():
+            places = [i for i, sample in enumerate(samples) if sample.prompt.source == name]
+            if not places:
+                continue
+            own = [samples[i] for i in places]
+            found = pool.score(own, num_completions=num_completions)
+            if term := self._views[name].dialogue_term:
+                add_dialogue_rewards(found, own, term)
+            scores |= zip(places, found, strict=True)
+        return [scores[i] for i in range(len(samples))]
+
+
+def totals_of(
+    samples: Sequence[Sample], scores: Sequence[Mapping[str, float]], cfg: Config
+) -> list[float]:
+    """The total reward of each sample, by the terms and bounds of its source."""
+    views = cfg.by_source
+    return [
+        total
+        for sample, score in zip(samples, scores, strict=True)
+        for view in [views[sample.prompt.source]]
+        for total in total_rewards([score], view.reward_terms, view.reward.clip_range)
+    ]
+
+
+def reference_faults(cfg: Config) -> Callable[[Row], Fault | None]:
+    """Return a function that tells why the functions of a row's source cannot read it."""
+    faults = {name: reference_fault(view.reward) for name, view in cfg.by_source.items()}
+    return lambda row: faults[cfg.sources.of(row)](row)

@@ -1,0 +1,41 @@
+"""A generation of several parts, each with its own way to be answered, as one."""
+
+from dataclasses import replace
+
+from helpers.engines import random_prompts, sampling_params
+from helpers.runs import TINY_CONFIG
+from megatron_grpo.agents.mixture import MixedDialogues
+from megatron_grpo.config.file import load_config
+from megatron_grpo.engines.choice import Choice, Logprobs, Token, WeightVersion
+
+CONFIG = load_config(
+    TINY_CONFIG, ["sources.column=kind", "sources.by_name={one: {}, two: {}, three: {}}"]
+)
+ORDER = ["two", "one", "two", "one", "two"]
+
+
+def answer(token: int) -> Choice:
+    return Choice([token], Logprobs([Token(-0.5)]), "stop", "", [WeightVersion("0", 0, 1)])
+
+
+def test_parts_share_no_number_or_seed_and_their_samples_are_in_the_order_of_the_prompts():
+    prompts = [
+        replace(prompt, source=name)
+        for prompt, name in zip(random_prompts(len(ORDER)), ORDER, strict=True)
+    ]
+    dialogues = MixedDialogues(CONFIG, lambda view: None, in_flight=None, is_own=False)
+    made = dialogues.generation(prompts, sampling_params(first_position=3), CONFIG)
+    asked = made.open
+    assert len(asked) == 2 * len(prompts)
+    assert len({request["sampling_params"]["seed"] for request in asked.values()}) == len(asked)
+    for number, request in asked.items():
+        assert not made.is_complete
+        made.take(number, answer(request["token_ids"][0]), "http://engine")
+    assert made.is_complete
+    assert made.open == {}
+    samples = made.samples()
+    assert [(s.prompt.index, s.sample_index) for s in samples] == [
+        (index, number) for index in range(len(prompts)) for number in range(2)
+    ]
+    # Each has the answer to its own request.
+    assert all(s.completion_ids[0] == s.prompt.token_ids[0] for s in samples)
