@@ -85,11 +85,7 @@ def read_shape(folder: str | Path) -> ModelShape:
         hidden_size=hidden_size,
         num_attention_heads=num_heads,
         num_key_value_heads=_num_key_value_heads(path, values, num_heads),
-        head_dim=(
-            even(path, values, "head_dim")
-            if latent is None
-            else integer(path, values, "qk_nope_head_dim") + latent.rotary_dim
-        ),
+        head_dim=_head_dim(path, values, latent),
         intermediate_size=integer(path, values, "intermediate_size"),
         vocab_size=integer(path, values, "vocab_size"),
         tie_word_embeddings=boolean(path, values, "tie_word_embeddings"),
@@ -111,6 +107,12 @@ def read_shape(folder: str | Path) -> ModelShape:
         latent=latent,
         num_extra_layers=_count(path, values, family.num_extra_layers),
     )
+
+
+def _head_dim(path: Path, values: Mapping[str, Any], latent: LatentShape | None) -> int:
+    if latent is None:
+        return even(path, values, "head_dim")
+    return integer(path, values, "qk_nope_head_dim") + latent.rotary_dim
 
 
 def _num_key_value_heads(path: Path, values: Mapping[str, Any], num_heads: int) -> int:

@@ -225,10 +225,8 @@ def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
 
 def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     further = {"padded vocabulary": _padded_vocab(shape)}
-    is_split = FAMILIES[shape.family].are_norms_split_in_engine
-    if (
-        shape.norms_all_heads and not is_split
-    ):  # transformers norm over all heads does not know copies of them
+    # Where a worker has all of a norm over all heads, vLLM does not know copies of heads in it.
+    if shape.norms_all_heads and not FAMILIES[shape.family].are_norms_split_in_engine:
         further["num_key_value_heads"] = shape.num_key_value_heads
     obstacles = split_obstacles(shape, dims.tensor, further)
     if shape.moe is None:
