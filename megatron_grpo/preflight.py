@@ -145,14 +145,14 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
             "rollout.router_replay true needs a mixture of experts, and this model is dense: leave "
             "it out"
         )
-    _check_windows(rollout.engine, shape)
+    check_windows(rollout.engine, shape)
     for url in rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
     if not rollout.base_urls:
         check_arguments(rollout)
 
 
-def _check_windows(engine: str, shape: ModelShape) -> None:
+def check_windows(engine: str, shape: ModelShape) -> None:
     """Raise ValueError if an engine would leave out windows of attention, or not start by them."""
     windows = FAMILIES[shape.family].windows
     if shape.window is None or windows is None:

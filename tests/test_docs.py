@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from checkpoint_convert import megatron_layout, read_shape
-from docs.make_api import PAGE, page
+from docs import make_api, make_models
 from helpers.published_models import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.cli import app
@@ -127,4 +127,9 @@ def test_the_overrides_of_quoted_commands_are_legal():
 
 
 def test_the_page_of_pieces_to_import_is_that_of_the_docstrings_and_its_examples_run():
-    assert PAGE.read_text() == page(), "run python docs/make_api.py"
+    assert make_api.PAGE.read_text() == make_api.page(), "run python docs/make_api.py"
+
+
+def test_the_page_of_models_is_what_the_checks_say_of_them():
+    told = "run PYTHONPATH=.:tests python docs/make_models.py"
+    assert make_models.PAGE.read_text() == make_models.page(), told

@@ -1,0 +1,103 @@
+"""Writes docs/models.md: what a run can do with each published model.
+
+    PYTHONPATH=.:tests python docs/make_models.py
+
+Each cell is what the checks before a run say of the model's config.json.
+"""
+
+import tempfile
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.vllm import engine_sizes
+from checkpoint_convert.vllm_lora import check_adapters_served
+from helpers.published_models import PUBLISHED_MODELS, write_config
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines.layouts import engine_dims, quantized_engine
+from megatron_grpo.preflight import check_windows
+from parallel import ParallelDims
+
+PAGE = Path(__file__).with_name("models.md")
+HEAD = """# Models
+
+What a run can do with a model, by what the checks before its start say of its config.json;
+`megatron-grpo check CONFIG` says it of another model, and why not. This page is made by
+`PYTHONPATH=.:tests python docs/make_models.py`. Where nothing is said, a family trains under
+every combination of tensor, sequence, pipeline, context, expert and data parallelism, with shared
+prompts and `lora.sync: merged`. That its log-probabilities and gradients are those of
+transformers is tested for every family (`tests/megatron_grpo/policy/test_model.py`,
+`test_moe.py`, `test_mla.py`), and that every vLLM worker holds what vLLM loads itself
+(`tests/megatron_grpo/engines/test_vllm_worker.py`).
+
+- **trainer TP**, **engine TP**: tensor-parallel sizes to 16 that can split it; of a mixture,
+  engines without `enable_expert_parallel`.
+- **adapters**: `lora.sync: adapter`, whose pushes carry adapters alone.
+- **8 bits**: the schemes of `rollout.quantization` in which vLLM serves it, at a tensor-parallel
+  size of 1.
+- **SGLang**: `rollout.engine: sglang`.
+"""
+SIZES = range(1, 17)
+RUN_WITH_SGLANG = ("glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
+"""Families of which tests/sglang compares pushed weights with loaded ones."""
+SCHEMES = ("fp8", "fp8_channel", "int8")
+
+
+def is_accepted(check: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a check raises no ValueError."""
+    try:
+        check(*arguments)
+    except ValueError:
+        return False
+    return True
+
+
+def rollout(**settings: Any) -> RolloutConfig:
+    return RolloutConfig(max_completion_length=16, **settings)
+
+
+def row(name: str, shape: ModelShape) -> list[str]:
+    """The cells of a model."""
+    billions = sum(map(prod, hf_tensors(shape).values())) / 1e9
+    sizes = [
+        size for size in SIZES if is_accepted(check_divisible, shape, ParallelDims(tensor=size))
+    ]
+    served = [size for size in engine_sizes(shape, engine_dims(rollout())) if size in SIZES]
+    schemes = [
+        scheme
+        for scheme in SCHEMES
+        if is_accepted(quantized_engine, rollout(quantization=scheme), shape, "bfloat16")
+    ]
+    sglang = "yes" if shape.family in RUN_WITH_SGLANG else "not tried"
+    return [
+        name,
+        f"`{shape.family}`",
+        f"{billions:.1f}B" if billions < 10 else f"{billions:.0f}B",
+        ", ".join(map(str, sizes)),
+        ", ".join(map(str, served)),
+        "yes" if is_accepted(check_adapters_served, shape) else "no",
+        ", ".join(schemes) or "no",
+        sglang if is_accepted(check_windows, "sglang", shape) else "no: windows",
+    ]
+
+
+def page() -> str:
+    """The text of docs/models.md."""
+    rows = [
+        ["model", "family", "parameters", "trainer TP", "engine TP", "adapters", "8 bits", "SGLang"]
+    ]
+    rows.append(["---"] * len(rows[0]))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in PUBLISHED_MODELS:
+            rows.append(row(name, read_shape(write_config(Path(folder) / name, name))))
+    seen = {cells[1] for cells in rows}
+    others = ", ".join(f"`{name}`" for name in sorted(FAMILIES) if f"`{name}`" not in seen)
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return f"{HEAD}\n{table}\n\nFurther families: {others}.\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
