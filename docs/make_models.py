@@ -56,6 +56,7 @@ def is_accepted(check: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def rollout(**settings: Any) -> RolloutConfig:
+    """A section `rollout` with these settings."""
     return RolloutConfig(max_completion_length=16, **settings)
 
 
