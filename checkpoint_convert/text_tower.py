@@ -61,7 +61,8 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: {_TIED} must be said, and be the same inside and outside of text_config, and "
             f"is {tied}"
         )
-    of_text = {**text, "model_type": known[kind], **_rope(text)}
+    ends = {key: config[key] for key in ("eos_token_id",) if config.get(key) is not None}
+    of_text = {**ends, **text, "model_type": known[kind], **_rope(text)}
     return of_text | {_TIED: tied[0]} if tied else of_text
 
 

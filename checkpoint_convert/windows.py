@@ -30,6 +30,11 @@ def read_windows(
     window = None
     if is_on and config.get("sliding_window"):
         window = integer(path, config, "sliding_window")
+    if window is None and windows.rope_theta is not None and not config.get("layer_types"):
+        raise ValueError(
+            f"{path}: sliding_window is {config.get('sliding_window')!r}; transformers reads that "
+            f"only where layer_types says {FULL} of every layer"
+        )
     own = _by_rule(path, config, windows, num_layers) if window else [FULL] * num_layers
     given = config.get("layer_types") or own
     possible = [FULL, WINDOWED] if window else [FULL]

@@ -171,8 +171,8 @@ def warm_up(model: "Qwen3ForCausalLM", tokenizer: "PreTrainedTokenizerBase") -> 
 def tokens_and_labels(
     text: str, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a conversation, and the same with those of others in place of which is
-    `IGNORED`."""
+    """The tokens of a conversation, and their labels: `IGNORED` for all that the model does not say
+    itself."""
     tokens: list[int] = []
     labels: list[int] = []
     first, *rest = text.split(ANSWER)

@@ -88,8 +88,9 @@ def _check_sources(cfg: Config, prompts: Sequence[Prompt]) -> None:
     for name in cfg.sources.by_name:
         if name not in found:
             raise ValueError(
-                f"sources.by_name.{name}: no prompt of data.path has {cfg.sources.column} {name}, "
-                f"but {', '.join(sorted(found))}: correct the name, or leave it out"
+                f"sources.by_name.{name}: no row of data.path has this value in the column "
+                f"{cfg.sources.column}, only {', '.join(sorted(found))}: correct the name, or "
+                "leave it out"
             )
 
 

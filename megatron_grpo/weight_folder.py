@@ -54,8 +54,12 @@ class WeightFolder:
 
         Raises RolloutAborted on all ranks if one could not write, such as when the disk is full.
         """
-        raise_first_failure(self._create, RolloutAborted)
-        raise_first_failure(lambda: self._fill(parameters), RolloutAborted)
+        try:
+            raise_first_failure(self._create, RolloutAborted)
+            raise_first_failure(lambda: self._fill(parameters), RolloutAborted)
+        except RolloutAborted:
+            self.close()  # the last checkpoint needs the room
+            raise
 
     def send_weights(self, parameters: Mapping[str, Tensor]) -> dict[int, WorkerSums]:
         """The checksums of this rank's share of what each worker reads."""

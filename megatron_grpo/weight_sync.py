@@ -87,11 +87,9 @@ class WeightSync:
         self._sends = cut_shares(shares, self._bucket_bytes // max(itemsizes.values()))
         self._check_engine = partial(check_engine, held.all, dtypes=held.dtypes)
         self._num_engines, self._chain_number = 0, 0
-        self._folder = (
-            WeightFolder(cfg, shape, sender, self._workers, self._sends, self._dtypes)
-            if cfg.rollout.weight_transport == "disk"
-            else None
-        )
+        folder = WeightFolder(cfg, shape, sender, self._workers, self._sends, self._dtypes)
+        folder.close()  # that of a run which was killed in a push
+        self._folder = folder if cfg.rollout.weight_transport == "disk" else None
         self._weight_sender: WeightSender | WeightFolder | None = None
         self._rendezvous: Rendezvous | None = None
 

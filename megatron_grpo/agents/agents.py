@@ -82,6 +82,8 @@ class Agents:
     ) -> None:
         self._cfg, self._client, self._tokenizer = cfg, client, tokenizer
         self._end_tokens = end_tokens
+        # Stop tokens may be what a call ends with, which parsers look for.
+        self._unparsed = {*end_tokens} - {*cfg.rollout.stop_token_ids}
         self._is_own = in_flight is None
         self._in_flight = in_flight or InFlight(client, self.decode)
         address, self._pool = cfg.agent.address, who_acts(cfg)
@@ -187,7 +189,7 @@ class Agents:
         if not (rollout.tool_call_parser or engine_table(rollout).get("reasoning_parser")):
             return {"role": "assistant", "content": choice.text}
         ids = choice.token_ids
-        if ids and ids[-1] in self._end_tokens:  # parsers would leave its text in the content
+        if ids and ids[-1] in self._unparsed:  # it would be a part of the content
             ids = ids[:-1]
         turn = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
         names = ("messages", "tools", "tool_choice", "parallel_tool_calls")

@@ -132,14 +132,25 @@ class MixedDialogues:
         """`opened` opens the dialogues of one source; they are answered through `in_flight`, which
         ends with them if it `is_own`."""
         self._cfg, self._in_flight, self._is_own = cfg, in_flight, is_own
-        self._by_source = {name: opened(view) for name, view in cfg.by_source.items()}
+        self._by_source: dict[str, Dialogues | None] = {}
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            for name, view in cfg.by_source.items():
+                self._by_source[name] = opened(view)
+            stack.pop_all()
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Wait until dialogues can begin with these rows of data; raises ValueError, and closes, if
         they cannot."""
-        for name, dialogues in self._by_source.items():
-            if dialogues:
-                dialogues.wait_ready([row for row in rows if self._cfg.sources.of(row) == name])
+        by_source: dict[str, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            by_source.setdefault(self._cfg.sources.of(row), []).append(row)
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            for name, dialogues in self._by_source.items():
+                if dialogues:
+                    dialogues.wait_ready(by_source.get(name, []))
+            stack.pop_all()
 
     def generation(
         self, prompts: Sequence[Prompt], params: SamplingParams, cfg: Config
@@ -165,7 +176,7 @@ class MixedDialogues:
         return MixedGeneration(parts, places, params)
 
     def generate(self, requests: DialogueRequests) -> list[Sample]:
-        """All samples of `requests`, while engines do nothing else."""
+        """All samples of `requests`, made while no other generation is."""
         return self._in_flight.generate_alone(requests)
 
     def close(self) -> None:

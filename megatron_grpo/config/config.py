@@ -25,7 +25,7 @@ from megatron_grpo.config.reward import (
 )
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.section import Section
-from megatron_grpo.config.sources import ALONE, SourcesConfig, with_sources
+from megatron_grpo.config.sources import ALONE, SourcesConfig, check_views, with_sources
 from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
 from megatron_grpo.config.train import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from parallel import ParallelDims
@@ -282,6 +282,7 @@ class Config(Section):
             except ValidationError as error:
                 told = error.errors()[0]["ctx"]["error"]
                 raise ValueError(f"sources.by_name.{name}: {told}") from None
+        check_views(self, self.by_source)
         return self
 
     @model_validator(mode="after")

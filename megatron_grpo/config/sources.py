@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_grpo.config.agent import AgentConfig
-from megatron_grpo.config.reward import EnvironmentConfig, RewardConfig
+from megatron_grpo.config.agent import AGENT_TERM, AgentConfig
+from megatron_grpo.config.reward import ENVIRONMENT_TERM, EnvironmentConfig, RewardConfig
 from megatron_grpo.config.section import Section
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.config import Config
 
 SOURCE_NAME = re.compile(r"[\w./-]+", re.ASCII)
 ALONE = ""
@@ -52,20 +55,15 @@ class SourcesConfig(Section):
                     f"sources.by_name has the name {name!r}, which becomes part of metrics: use "
                     "letters, digits and ./-_, such as gsm8k"
                 )
-        listening = [name for name, source in value.items() if source.agent and source.agent.listen]
-        if len(listening) > 1:
-            raise ValueError(
-                f"sources.by_name.{listening[0]} and {listening[1]} both have agent.listen, and "
-                "agents.json has one address: let one source listen"
-            )
         return value
 
     @model_validator(mode="after")
     def _column_has_names(self) -> Self:
         if bool(self.by_name) != (self.column is not None):
             raise ValueError(
-                f"sources.column {self.column} and sources.by_name ({', '.join(self.by_name)}) "
-                "need each other: name the column, and what its values mean"
+                f"sources.column {self.column or 'null'} and sources.by_name "
+                f"({', '.join(self.by_name)}) need each other: name the column, and what its "
+                "values mean"
             )
         return self
 
@@ -85,6 +83,29 @@ class SourcesConfig(Section):
                 }
             }
         )
+
+
+def check_views(run: "Config", views: Mapping[str, "Config"]) -> None:
+    """Raise ValueError for what `views`, the run as it is for each source, cannot be together."""
+    listening = [name for name, view in views.items() if view.agent.listen is not None]
+    if len(listening) > 1:
+        raise ValueError(
+            f"sources.by_name.{listening[0]} and {listening[1]} both have agent.listen, and "
+            "agents.json has one address: let one source listen"
+        )
+    limit = run.reward.max_failed_fraction
+    for name, view in views.items():
+        if view.reward.max_failed_fraction != limit:
+            raise ValueError(
+                f"sources.by_name.{name}.reward.max_failed_fraction is a limit of the whole run "
+                f"({limit:g}): set reward.max_failed_fraction"
+            )
+        labels = {function.label for function in view.reward.functions}
+        if run.has_dialogues and (told := labels & {AGENT_TERM, ENVIRONMENT_TERM}):
+            raise ValueError(
+                f"sources.by_name.{name}.reward has a function called {min(told)}, which is what "
+                "metrics call the reward of dialogues: give it another name"
+            )
 
 
 def with_sources(run: dict[str, Any]) -> dict[str, Any]:

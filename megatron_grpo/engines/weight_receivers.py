@@ -38,7 +38,6 @@ class FolderReceiver:
 
         Raises OSError or ValueError if the folder cannot be seen from here, or is not complete.
         """
-        # Read as flat as they are in the layout: engines may hold views.
         read_weights(self._folder, read_shape(self._folder), self._layout, parameters)
         return checksums(parameters)
 

@@ -237,7 +237,6 @@ def torch_layer_spec(
         }
     _use_mla(layer, shape)
     use_windows(layer, shape)
-    use_windows(layer, shape)
     _use_norms(layer, shape, config, RMSNorm)
     if not shape.has_pre_norms:
         fused_norms = {}

@@ -24,8 +24,8 @@ def window_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def attention_windows(chunk: GPTModel) -> set[int | None]:
-    """Windows for which a chunk's layers need a mask, None being that of layers without: those of
-    `PackedAttention` do."""
+    """The windows of a chunk's layers, None for those without; empty if their attention needs no
+    masks, as it is not `PackedAttention`."""
     if not isinstance(chunk.decoder.layers[0].self_attention.core_attention, PackedAttention):
         return set()
     size = chunk.config.window_size

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.token_log import VALUES, first_rows
-from megatron_grpo.data.samples import Columns, Heard, Sample, columns_by_prompt
+from megatron_grpo.data.samples import Branch, Columns, Heard, Sample, columns_by_prompt
 from megatron_grpo.reporting.metrics import StepReport
 
 if TYPE_CHECKING:
@@ -78,9 +78,11 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[
     called, and `branch` counts the sequences of an agent from 0, where there are several.
     """
     rewards, mask = dict(sample.step_rewards), sample.loss_mask
-    heard = dict(zip(rewards, sample.heard, strict=False))
+    ends = [token for token, _ in sample.step_rewards]
+    heard = dict(zip(ends, sample.heard, strict=True)) if sample.heard else {}
     parts = accumulate(len(list(tokens)) for _, tokens in groupby(mask))
-    starts = {branch.start for branch in sample.branches} - {0}
+    firsts = [_first_token(branch, len(sample.prompt.token_ids)) for branch in sample.branches]
+    starts = {*firsts} - {0}
     turns: list[dict[str, Any]] = []
     start = 0
     for stop in sorted({*parts, *starts, *(token + 1 for token in rewards)}):
@@ -91,7 +93,7 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[
             "num_tokens": stop - start,
         }
         if sample.branches:
-            turn["branch"] = sum(branch.start < stop for branch in sample.branches) - 1
+            turn["branch"] = sum(first < stop for first in firsts) - 1
         roles, calls = heard.get(stop - 1, Heard((), ()))
         if calls:
             turn["calls"] = calls
@@ -100,6 +102,15 @@ def turns_of(sample: Sample, tokenizer: "PreTrainedTokenizerBase") -> list[dict[
         turns.append(turn)
         start = stop
     return turns
+
+
+def _first_token(branch: Branch, num_prompt_tokens: int) -> int:
+    """Where the branch's own tokens begin in the completion: one that shares none with those before
+    has the first of them as its context, as a sequence has at least one."""
+    (first, end), *others = branch.context
+    if branch.start and not others and (first, end) == (end - 1, num_prompt_tokens + branch.start):
+        return first - num_prompt_tokens
+    return branch.start
 
 
 def token_rows(

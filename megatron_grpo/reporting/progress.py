@@ -128,18 +128,24 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 def completions_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A table of completions with their rewards, one row for each of `completion_rows`."""
     table = Table(show_lines=True, title=f"step {rows[0]['step']}")
-    names = list(rows[0]["rewards"])
+    names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
     for column in ("prompt", "completion"):
         table.add_column(column, overflow="fold", ratio=1)
     for column in ([*names] if len(names) > 1 else []) + ["reward", "advantage", "end"]:
         table.add_column(Text(column), justify="right", no_wrap=True)
     for row in rows:
-        scores = [row["rewards"][name] for name in names] if len(names) > 1 else []
+        scores = [row["rewards"].get(name, "") for name in names] if len(names) > 1 else []
         numbers = [*scores, row["reward"], row["advantage"]]
-        shown = ["failed" if number is None else f"{number:.3f}" for number in numbers]
         texts = [_as_it_is(row[name]) for name in ("prompt", "completion")]
-        table.add_row(*texts, *shown, row["finish_reason"])
+        table.add_row(*texts, *map(_shown, numbers), row["finish_reason"])
     return table
+
+
+def _shown(score: float | str | None) -> str:
+    """A score, or nothing where the completion's source does not have it."""
+    if isinstance(score, str):
+        return score
+    return "failed" if score is None else f"{score:.3f}"
 
 
 def _as_it_is(text: str) -> Text:

@@ -220,10 +220,14 @@ def _run_id(run_dir: Path) -> str:
 
 
 def _table(completions: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows: one column per reward function, and none of the data's own."""
+    """Columns and rows: one column per reward function, and none of the data's own.
+
+    Rows of other sources have other functions, and None in the columns of those that they lack.
+    """
     flat = [
         {name: value for name, value in row.items() if not isinstance(value, dict | list)}
         | {f"reward/{name}": value for name, value in row["rewards"].items()}
         for row in completions
     ]
-    return (list(flat[0]) if flat else []), [list(row.values()) for row in flat]
+    columns = list(dict.fromkeys(name for row in flat for name in row))
+    return columns, [[row.get(name) for name in columns] for row in flat]

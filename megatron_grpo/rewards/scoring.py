@@ -188,12 +188,14 @@ def with_steps(
         return samples
     return [
         replace(sample, step_rewards=tuple(_at_tokens(sample, score, decode)))
+        if score.steps
+        else sample
         for sample, score in zip(samples, scores, strict=True)
     ]
 
 
 def _at_tokens(sample: Sample, scores: Scores, decode: Decode) -> Sequence[tuple[int, float]]:
-    if not (sample.completion_ids and scores.steps):  # without a token, or a score
+    if not sample.completion_ids:
         return ()
     ends = token_ends(sample.completion_ids, [end for end, _ in scores.steps[:-1]], decode)
     last = len(sample.completion_ids) - 1  # with the end token

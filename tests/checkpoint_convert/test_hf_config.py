@@ -492,6 +492,7 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         ),
         (QWEN2 | {"layer_types": [FULL]}, "one for each of num_hidden_layers(2)"),
         (OLMO3 | {"sliding_window": -4}, "sliding_window is -4; it must be an integer of at least"),
+        (OLMO3 | {"sliding_window": None}, "reads that only where layer_types says full_attention"),
         (OLMO3 | {"layer_types": ["chunked_attention"] * 2}, "contains ['chunked_attention'], onl"),
         (MIXTRAL | {"sliding_window": 8, "layer_types": [FULL] * 2}, "only ['sliding_attention', "),
         # Heads

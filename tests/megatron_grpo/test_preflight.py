@@ -546,8 +546,11 @@ def test_sources_are_checked_each_with_its_own_rows(config, tmp_path):
     assert "requires 'colour': 10 of 10 rows have no such column" in refusal(
         config(*sources, curious)
     )
-    assert "sources.by_name.c: no prompt of data.path has kind c, but a, b" in refusal(
-        config(*sources, f"sources.by_name.a={{{reward}}}", f"sources.by_name.c={{{reward}}}")
+    assert (
+        "sources.by_name.c: no row of data.path has this value in the column kind, only a, b"
+        in refusal(
+            config(*sources, f"sources.by_name.a={{{reward}}}", f"sources.by_name.c={{{reward}}}")
+        )
     )
     assert "kind not in sources.by_name (b): 'a'" in refusal(config(*sources))
 

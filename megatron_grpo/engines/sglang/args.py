@@ -18,6 +18,8 @@ from megatron_grpo.engines.arguments import (
 )
 
 SERVER = "megatron_grpo.engines.sglang.server"
+PARSERS = Path("function_call", "function_call_parser.py")
+"""The file of SGLang's runtime that lists its parsers of calls of tools."""
 
 _PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
 _SPANNING = "an engine of SGLang runs on one host"
@@ -168,7 +170,7 @@ def sglang_argument_names(python: str) -> frozenset[str]:
 
 def tool_call_parsers(python: str) -> frozenset[str]:
     """The names of its parsers of calls of tools, read from its source."""
-    source = (_installed(python) / "function_call" / "function_call_parser.py").read_text()
+    source = (_installed(python) / PARSERS).read_text()
     return frozenset(re.findall(r'^        "(\S+)": \w+Detector,', source, re.MULTILINE))
 
 
@@ -188,7 +190,8 @@ def _installed(python: str) -> Path:
     except OSError as error:
         raise ValueError(f"rollout.python {python} is not a Python interpreter: {error}") from None
     folder = Path(found.stdout.strip()).parent / "srt"
-    if not found.stdout.strip() or not folder.is_dir():
+    read = (folder / "arg_groups" / "fields", folder / PARSERS)
+    if not found.stdout.strip() or not all(path.exists() for path in read):
         raise ValueError(
             f"SGLang 0.5.23 is not installed for {python}: run `make setup-sglang` and set "
             "rollout.python=.venv-sglang/bin/python"

@@ -51,13 +51,15 @@ def test_a_held_out_set_is_scored_by_its_own_reward_whatever_the_source():
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("sources.column=null", "sources.column None and sources.by_name (math, game) need each"),
+        ("sources.column=null", "sources.column null and sources.by_name (math, game) need each"),
         ("sources.by_name.math.rewards.functions=[exact]", "did you mean 'sources.by_name.math."),
         ("sources.by_name.math.reward.functions=[]", "sources.by_name.math: reward.functions is"),
         ("sources.by_name.a b={}", "sources.by_name has the name 'a b'"),
         ("sources.by_name.game.agent={command: x}", "sources.by_name.game: environment.name game"),
         ("grpo.multi_objective_aggregation=normalize_then_sum", "each of sources.by_name has its"),
         ("rollout.over_sampling=2", "sources.by_name.game: rollout.over_sampling 2"),
+        ("sources.by_name.math.reward.max_failed_fraction=0.5", "limit of the whole run (0.1)"),
+        ("sources.by_name.math.reward.functions=[m.py:environment]", "called environment, which"),
     ],
 )
 def test_what_no_source_can_be_is_refused_by_its_name(override, told):
@@ -66,8 +68,11 @@ def test_what_no_source_can_be_is_refused_by_its_name(override, told):
     assert told in refusal(*needed, correction, override)
 
 
-def test_two_sources_that_listen_at_addresses_are_refused():
+@pytest.mark.parametrize(
+    "inherited", [[], ["agent.listen=127.0.0.1:0", "sources.by_name={math: {}, other: {}}"]]
+)
+def test_two_sources_that_listen_at_addresses_are_refused(inherited):
     listening = [f"sources.by_name.{name}.agent.listen=127.0.0.1:0" for name in ("math", "other")]
     assert "by_name.math and other both have agent.listen" in refusal(
-        *listening, "data.max_prompt_length=50"
+        *(inherited or listening), "data.max_prompt_length=50"
     )

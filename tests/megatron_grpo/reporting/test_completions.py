@@ -135,6 +135,24 @@ def test_the_turns_of_an_agent_say_who_spoke_what_was_called_and_in_which_branch
     assert [turn["num_tokens"] for turn in found] == [2, 2, 2, 1, 2]
 
 
+def test_a_branch_that_shares_no_token_begins_with_what_it_reads_first(tokenizer: Any) -> None:
+    """A sequence has a context, so that this branch has the first of its own tokens as that."""
+    made = experience(
+        completion_ids=(33, 34, 40, 41, 35),
+        logprobs=[0.0] * 5,
+        loss_mask=(1, 1, 0, 0, 1),
+        step_rewards=((1, 0.0), (4, 1.0)),
+        heard=(Heard(("user",), ()), Heard(("system", "user"), ())),
+        branches=(Branch(((0, 2),), 0, 2), Branch(((4, 5),), 3, 5)),
+    )
+    found = rows(tokenizer, made)[0]["turns"]
+    assert [(turn["role"], turn["branch"], turn["num_tokens"]) for turn in found] == [
+        ("assistant", 0, 2),
+        ("system, user", 1, 2),
+        ("assistant", 1, 1),
+    ]
+
+
 def test_the_values_of_tokens_stand_beside_their_texts_as_far_as_the_log_has_rows(
     tokenizer: Any,
 ) -> None:

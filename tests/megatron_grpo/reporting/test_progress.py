@@ -156,10 +156,16 @@ def test_a_completion_is_printed_as_it_is_with_the_scores_of_each_function() -> 
         "finish_reason": "stop",
     }
     console = Console(file=io.StringIO(), width=120)
-    console.print(completions_table([row]))
+    other = row | {"rewards": {"environment": 0.5}, "reward": 0.5}  # of another source
+    console.print(completions_table([row, other]))
     assert isinstance(console.file, io.StringIO)
-    cells = [cell.strip() for cell in console.file.getvalue().splitlines()[-2].split("│")[1:-1]]
-    assert cells == [row["prompt"], "[12]", "1.000", "failed", "failed", "0.000", "stop"]
+    ours, others = (
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in console.file.getvalue().splitlines()
+        if row["prompt"] in line
+    )
+    assert ours == [row["prompt"], "[12]", "1.000", "failed", "", "failed", "0.000", "stop"]
+    assert others == [row["prompt"], "[12]", "", "", "0.500", "0.500", "0.000", "stop"]
 
 
 def test_without_a_terminal_every_step_is_one_plain_line_however_narrow() -> None:

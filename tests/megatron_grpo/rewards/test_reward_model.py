@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,9 @@ def test_the_last_step_has_the_end_token() -> None:
     samples = [sample("A\n\nB", 5), sample("", 0), sample("C", 2)]
     found = with_steps(samples, [of_two, of_none, unscored], lambda ids: "A\n\nB"[: len(ids)])
     assert [each.step_rewards for each in found] == [((2, 0.5), (4, 0.25)), (), ()]
+    dialogue = replace(samples[2], step_rewards=((1, 1.0),))  # of another source
+    [_, kept] = with_steps([samples[0], dialogue], [of_two, unscored], lambda ids: "A\n\nB")
+    assert kept is dialogue
     assert with_steps(samples, [Scores(), Scores(), Scores()], str) is samples
 
 
