@@ -74,7 +74,7 @@ def test_what_a_failed_push_has_suspended_is_not_waited_for_before_the_run_is_sa
             max_completion_length=8, max_staleness=2, in_flight_updates=True, engine="vllm"
         ),
         grpo=GRPOConfig(num_generations=2, generation_batch_size=4),
-        dialogue_term="environment",  # a checkpoint holds no dialogues
+        has_dialogues=True,  # a checkpoint holds none
         num_steps=9,
     )
     timer = PhaseTimer(lambda phase: None)
