@@ -57,7 +57,7 @@ def evaluated(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def without_evaluation_before(run_dir: Path, folder: Path) -> Path:
     """A copy of what `assert_same_run` compares, without the record of step 0."""
     (folder / "hf").mkdir(parents=True)
-    for name in ("hf/model.safetensors", "completions.jsonl"):
+    for name in ("hf/model.safetensors", "completions.jsonl", "config.yaml"):
         (folder / name).write_bytes((run_dir / name).read_bytes())
     records = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert json.loads(records[0])["step"] == 0

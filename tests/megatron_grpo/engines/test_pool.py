@@ -388,7 +388,9 @@ def shared_engine(request):
     return request.getfixturevalue(request.param)
 
 
-def test_a_generation_that_is_given_up_leaves_an_engine_for_the_next_run(shared_engine, tied_model):
+def test_a_generation_that_is_given_up_leaves_an_engine_for_the_next_run(
+    shared_engine, tied_model, seeds
+):
     url = shared_engine.servers.base_urls[0]
     shared_engine.push(tied_model)
     expected = tokens_of(shared_engine.generate(PROMPTS))
