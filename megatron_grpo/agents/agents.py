@@ -94,7 +94,7 @@ class Agents:
         self._lost: EnvironmentsLost | None = None
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until agents can be started; raises ValueError, and ends all, if they cannot."""
+        """Wait until agents can be started; raises ValueError if they cannot."""
         self._pool.wait_ready(())  # an agent gets all columns
 
     def generation(

@@ -140,17 +140,13 @@ class MixedDialogues:
             stack.pop_all()
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until dialogues can begin with these rows of data; raises ValueError, and closes, if
-        they cannot."""
+        """Wait until dialogues can begin with these rows; raises ValueError if they cannot."""
         by_source: dict[str, list[Mapping[str, Any]]] = {}
         for row in rows:
             by_source.setdefault(self._cfg.sources.of(row), []).append(row)
-        with ExitStack() as stack:
-            stack.callback(self.close)
-            for name, dialogues in self._by_source.items():
-                if dialogues:
-                    dialogues.wait_ready(by_source.get(name, []))
-            stack.pop_all()
+        for name, dialogues in self._by_source.items():
+            if dialogues:
+                dialogues.wait_ready(by_source.get(name, []))
 
     def generation(
         self, prompts: Sequence[Prompt], params: SamplingParams, cfg: Config

@@ -191,13 +191,16 @@ def source_metrics(experience: Experience) -> dict[str, float]:
         metrics |= {
             f"source/{name}/share": len(own) / len(totals),
             f"source/{name}/completions/mean_length": fmean(each.num_sampled for each in of_own),
-            f"source/{name}/num_turns/mean": fmean(map(_num_turns, of_own)),
+            f"source/{name}/num_turns/mean": fmean(
+                _num_turns(experience.samples[i], experience.rewards[i]) for i in own
+            ),
         }
         if scored := [totals[i] for i in own if not math.isnan(totals[i])]:
             metrics[f"source/{name}/reward"] = fmean(scored)
     return metrics
 
 
-def _num_turns(sample: Sample) -> int:
-    """Of the model; the rewards of steps in a single turn are those of a process reward model."""
-    return 1 if all(sample.loss_mask) else len(sample.step_rewards)
+def _num_turns(sample: Sample, scores: Mapping[str, float]) -> int:
+    """Of the model; in a single turn, rewards of steps are those of a process reward model."""
+    is_dialogue = bool({AGENT_TERM, ENVIRONMENT_TERM} & scores.keys())
+    return max(1, len(sample.step_rewards)) if is_dialogue else 1

@@ -34,8 +34,10 @@ class Dialogues(Protocol):
     """Makes dialogues, until `close`."""
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Wait until dialogues can begin with these rows of data; raises ValueError, and closes, if
-        they cannot."""
+        """Wait until dialogues can begin with these rows of data; raises ValueError if they cannot.
+
+        It is to be closed all the same.
+        """
 
     def generation(
         self, prompts: Sequence[Prompt], params: SamplingParams, cfg: Config

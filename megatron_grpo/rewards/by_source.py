@@ -51,12 +51,12 @@ def totals_of(
     samples: Sequence[Sample], scores: Sequence[Mapping[str, float]], cfg: Config
 ) -> list[float]:
     """The total reward of each sample, by the terms and bounds of its source."""
-    views = cfg.by_source
+    rules = {
+        name: (view.reward_terms, view.reward.clip_range) for name, view in cfg.by_source.items()
+    }
     return [
-        total
+        total_rewards([score], *rules[sample.prompt.source])[0]
         for sample, score in zip(samples, scores, strict=True)
-        for view in [views[sample.prompt.source]]
-        for total in total_rewards([score], view.reward_terms, view.reward.clip_range)
     ]
 
 

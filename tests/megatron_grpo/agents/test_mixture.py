@@ -1,6 +1,9 @@
 """A generation of several parts, each with its own way to be answered, as one."""
 
 from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
 
 from helpers.engines import random_prompts, sampling_params
 from helpers.runs import TINY_CONFIG
@@ -39,3 +42,32 @@ def test_parts_share_no_number_or_seed_and_their_samples_are_in_the_order_of_the
     ]
     # Each has the answer to its own request.
     assert all(s.completion_ids[0] == s.prompt.token_ids[0] for s in samples)
+
+
+def test_what_was_opened_is_closed_when_the_next_source_cannot_be_opened():
+    closed = []
+
+    def opened(view):
+        if pools:
+            raise ValueError("the address is taken")
+        pools.append(Mock(close=lambda: closed.append(view)))
+        return pools[0]
+
+    pools = []
+    with pytest.raises(ValueError, match="the address is taken"):
+        MixedDialogues(CONFIG, opened, in_flight=None, is_own=False)
+    assert len(closed) == 1
+
+
+def test_a_source_that_cannot_begin_is_told_and_all_are_closed_once_by_who_opened_them():
+    refusing = Mock(wait_ready=Mock(side_effect=ValueError("it requires 'board'")))
+    others = iter([Mock(), refusing, Mock()])
+    every = []
+    dialogues = MixedDialogues(
+        CONFIG, lambda view: every.append(next(others)) or every[-1], in_flight=None, is_own=False
+    )
+    with pytest.raises(ValueError, match="requires 'board'"):
+        dialogues.wait_ready([{"kind": name} for name in ORDER])
+    dialogues.close()
+    assert [pool.close.call_count for pool in every] == [1, 1, 1]
+    every[0].wait_ready.assert_called_once_with([{"kind": "one"}] * 2)
