@@ -3,6 +3,7 @@ import math
 import re
 import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,7 @@ COMPILED: list[str] = []
 @pytest.fixture(scope="module", autouse=True)
 def _record_what_is_compiled():
     """SymPy evaluates some formulas by Python; the interpreter reports what it is given."""
+    import_module("sympy.physics.units")  # it evaluates names of its own when it is first needed
 
     def record(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "compile" and isinstance(arguments[0], bytes | str):
