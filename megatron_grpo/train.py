@@ -295,7 +295,7 @@ class Trainer:
         starts_generation = self.schedule.cursor(self.step).starts_generation
         if not (starts_generation or is_last or is_due(self.cfg, self.step)):
             return
-        self.rollouts.before_push(self.step, self.timer)
+        self.rollouts.before_push(self.step, self.timer, cuts=is_due(self.cfg, self.step))
         self.push(self.step)
         self._evaluate()
         self.rollouts.after_push(self.step)

@@ -73,9 +73,12 @@ class Engine:
     """Whether its weights stay as they were loaded, and pushes are of an adapter."""
 
     async def complete(
-        self, request: Json, policy_version: int, is_cut: Callable[[], bool] = lambda: False
+        self,
+        request: Json,
+        versions: Callable[[], range],
+        is_cut: Callable[[], bool] = lambda: False,
     ) -> Choice:
-        """The answer to a request for a completion, made by weights of that version.
+        """The answer to a request for a completion, made by weights of these `versions`.
 
         Its `finish_reason` is CUT if the engine gave it up when `is_cut()`.
         """
@@ -95,9 +98,9 @@ class Engine:
                 f"vLLM 0.32 or 0.33: {error}"
             ) from error
         if choice.finish_reason == CUT and is_cut():
-            self._check_tokens(choice, policy_version)
+            self._check_tokens(choice, versions())
             return choice
-        self._check(choice, policy_version, request["sampling_params"]["max_tokens"])
+        self._check(choice, versions(), request["sampling_params"]["max_tokens"])
         self._check_routes(choice, request)
         return choice
 
@@ -252,9 +255,10 @@ class Engine:
         await self.post("/pause?mode=abort&clear_cache=false")
 
     async def pause(self) -> None:
-        """Hold new requests back until /resume, and drop the prefix cache."""
+        """Hold all requests until /resume, and drop all keys and values, also those of requests in
+        progress: these are computed anew, and sampling goes on."""
         await self.post("/pause?mode=keep&clear_cache=false")  # the call below reports success
-        if not (await self.post("/reset_prefix_cache"))["success"]:
+        if not (await self.post("/reset_prefix_cache?reset_running_requests=true"))["success"]:
             raise EngineError(f"rollout engine {self.url} could not reset its prefix cache")
 
     async def get(self, route: str) -> Json:
@@ -325,20 +329,21 @@ class Engine:
                 f"of {wanted}"
             )
 
-    def _check_tokens(self, choice: Choice, policy_version: int) -> None:
-        versions = [span.version for span in choice.weight_versions]
-        if versions != [str(policy_version)] and choice.token_ids:
+    def _check_tokens(self, choice: Choice, versions: range) -> None:
+        found = [span.version for span in choice.weight_versions]
+        allowed = [str(version) for version in versions]
+        if choice.token_ids and not (found and {*found} <= {*allowed}):
             raise EngineError(
                 f"rollout engine {self.url} sampled from weights of version "
-                f"{', '.join(versions)}, but version {policy_version} was requested"
+                f"{', '.join(found)}, but version {' or '.join(allowed)} was requested"
             )
         if any(logprob <= NOT_FINITE for logprob in choice.token_logprobs):
             raise EngineError(
                 f"rollout engine {self.url} returned a log-probability that is not finite"
             )
 
-    def _check(self, choice: Choice, policy_version: int, max_tokens: int) -> None:
-        self._check_tokens(choice, policy_version)
+    def _check(self, choice: Choice, versions: range, max_tokens: int) -> None:
+        self._check_tokens(choice, versions)
         if choice.finish_reason not in ("stop", "length"):
             raise EngineDown(  # such as `abort`, when the engine is shut down
                 f"rollout engine {self.url} gave up a sample: {choice.finish_reason}"

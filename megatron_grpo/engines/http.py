@@ -11,8 +11,9 @@ from megatron_grpo.launch.run_dir import bearer
 
 HEALTH_TIMEOUT = 2.0
 NUM_POOLS = 32
-LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1)
-"""Of each pool."""
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1, keepalive_expiry=2.0)
+"""Of each pool. Engines close a connection after 5 s without a request: it is not used again when
+that is about to happen."""
 
 
 class ManyPools(httpx.AsyncBaseTransport):

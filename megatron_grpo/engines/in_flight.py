@@ -1,9 +1,12 @@
 """Several generations at the engines at once, through pushes of weights.
 
-Before a push the engines give up what they work on. The tokens sampled so far stay, and the rest of
-each completion is asked for after the push, with these tokens as its prompt: the new weights
-compute them anew, so that every token has the probability that the weights of its own version give
-it after all tokens before it, as in a training forward. At a push nothing runs in an engine.
+Engines keep their requests through a push. They pause for it, drop all keys and values, and compute
+what they have sampled anew with the new weights before they go on: so every token has the
+probability that the weights of its own version give it after all tokens before it, as in a training
+forward.
+
+For a checkpoint or an evaluation, requests are cut: the engines give them up, the tokens sampled so
+far stay, and the rest of each completion is asked for later, with these tokens as its prompt.
 """
 
 import asyncio
@@ -220,7 +223,7 @@ class OpenGenerations:
 
 
 class InFlight:
-    """Has the engines answer several generations at once, but for the time of a push.
+    """Has the engines answer several generations at once, also through pushes.
 
     It begins suspended. A thread of its own talks to the engines; it lasts until `close`, since
     Linux ends an engine with the thread that has started it.
@@ -268,24 +271,32 @@ class InFlight:
         return asyncio.run_coroutine_threadsafe(asked, self._loop)
 
     def give_up(self, generations: Iterable[int]) -> None:
-        """Cancel those of these submissions that are not answered yet, between `suspend` and
-        `resume`."""
+        """Cancel those of these submissions that are not answered yet, before `resume`."""
         given_up = self._generations.give_up(generations)
         asyncio.run_coroutine_threadsafe(given_up, self._loop).result()
 
+    def hold(self, next_version: int) -> None:
+        """Return when a push of that version may begin, through which the engines keep their
+        requests."""
+        asyncio.run_coroutine_threadsafe(self._hold(next_version), self._loop).result()
+
     def suspend(self) -> None:
-        """Return when no request is at any engine; what is submitted from now on waits for
-        `resume`."""
+        """Cut all requests: return when none is at any engine. What is submitted from now on waits
+        for `resume`."""
         asyncio.run_coroutine_threadsafe(self._suspend(), self._loop).result()
 
     def resume(self, policy_version: int) -> None:
         """Go on, with weights of that version."""
+        asyncio.run_coroutine_threadsafe(self._resume(policy_version), self._loop).result()
 
-        def resume() -> None:
-            self._generations.policy_version = policy_version
-            self._may_dispatch.set()
-
-        self._loop.call_soon_threadsafe(resume)
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Suspended within the block."""
+        may_dispatch = self._may_dispatch.is_set()
+        self.suspend()
+        yield
+        if may_dispatch:
+            self.resume(self._generations.policy_version)
 
     def end(self) -> None:
         """Cancel the client, and take no notice of engines from now on."""
@@ -304,11 +315,29 @@ class InFlight:
         with self._generations.opened(generation, requests) as answered:
             if self._dispatcher:
                 self._dispatcher.add(self._generations.open_of(generation), together=together)
-            await answered
+            try:
+                await answered
+            finally:
+                if self._dispatcher:
+                    first = generation * MOST_REQUESTS
+                    self._dispatcher.forget(range(first, first + MOST_REQUESTS))
 
     def _ask(self, number: int, request: Json, url: str) -> None:
         if self._dispatcher:  # else it is among the open ones of the next
             self._dispatcher.follow_up(number, request, url)
+
+    async def _hold(self, next_version: int) -> None:
+        self._may_dispatch.clear()
+        self._lost = None
+        if self._dispatcher:
+            self._client.pool.finish_generation()  # engines that served from push to push
+            await self._dispatcher.hold(next_version)
+
+    async def _resume(self, policy_version: int) -> None:
+        self._generations.policy_version = policy_version
+        if self._dispatcher:
+            await self._dispatcher.go_on()
+        self._may_dispatch.set()
 
     async def _suspend(self) -> None:
         self._may_dispatch.clear()

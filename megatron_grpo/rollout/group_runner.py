@@ -125,6 +125,10 @@ class GroupRunner:
             self._ask()
         return batch
 
+    def hold(self, next_version: int) -> None:
+        """Let a push of weights of that version begin, through which engines keep requests."""
+        self._in_flight.hold(next_version)
+
     def suspend(self) -> None:
         """Have the engines give up their requests, before a push of weights."""
         self._in_flight.suspend()
@@ -148,11 +152,9 @@ class GroupRunner:
         self._in_flight.resume(policy_version)
 
     def open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
-        """The groups that no generation has taken, and their samples, for a checkpoint.
-
-        Requests go on: what they have sampled since the last push is not there (`open_samples`).
-        """
-        with self._changed:
+        """The groups that no generation has taken, and all that is sampled of them, for a
+        checkpoint."""
+        with self._in_flight.suspended(), self._changed:
             queue = self._queue
             each = {n: attempt.scored or attempt for n, attempt in sorted(self._attempts.items())}
             next_number, untaken, asked_at = queue.next_number, queue.untaken, queue.asked_at

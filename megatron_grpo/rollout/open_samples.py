@@ -2,9 +2,7 @@
 
 With over-sampling, those of the groups that no generation has taken; else, those of the generations
 that are not complete. They are those of an `Experience`, but may be cut: what was sampled until the
-last push. These and the ones that are not there go on from what there is, exactly as after a push.
-A checkpoint loses nothing but the tokens that the engines have not handed out: those since that
-push.
+checkpoint. In the run that goes on and in one that resumes, the rest of each is asked for.
 
 Invariants, of a checkpoint and the run that goes on from it: a group has a sample at most once; a
 whole sample is never asked for again. With over-sampling, every sample is of a group among

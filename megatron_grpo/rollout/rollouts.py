@@ -61,6 +61,8 @@ class RolloutScheduler:
         they contain."""
         rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
         self._in_flight, self._saves_open = rollout.in_flight_updates, may_be_saved(cfg)
+        # vLLM replaces the experts of tokens that it computes anew, also of those that it sampled.
+        self._always_cuts = rollout.router_replay
         self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self._runner, self._push, self._is_suspended = runner, push, False
 
@@ -81,15 +83,21 @@ class RolloutScheduler:
             self.request_ahead(step)
         self._finish(generation, step, timer)
 
-    def before_push(self, step: int, timer: PhaseTimer) -> None:
-        """Wait until no request is at the engines. Raises Preempted or RolloutAborted on all ranks,
-        which gives a generation up."""
+    def before_push(self, step: int, timer: PhaseTimer, *, cuts: bool = False) -> None:
+        """Wait until engines may be given the weights after `step` steps: when all generations in
+        progress are complete, or in flight at once; with `cuts`, engines are without requests then.
+
+        Raises Preempted or RolloutAborted on all ranks, which gives a generation up.
+        """
         if not self._in_flight:
             for generation in [*self.pending]:
                 self._finish(generation, step, timer)
         elif self._runner:
             with timer.phase("push"):
-                self._runner.suspend()
+                if cuts or self._always_cuts:
+                    self._runner.suspend()
+                else:
+                    self._runner.hold(step)
         self._is_suspended = self._in_flight
 
     def after_push(self, step: int) -> None:

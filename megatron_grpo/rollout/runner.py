@@ -11,6 +11,7 @@ from typing import Protocol
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
@@ -64,6 +65,9 @@ class Runner(Protocol):
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
         """Wait for a generation and return it."""
+
+    def hold(self, next_version: int) -> None:
+        """Let a push of weights of that version begin, through which engines keep requests."""
 
     def suspend(self) -> None:
         """Have the engines give up their requests, before a push of weights."""
@@ -124,6 +128,11 @@ class RolloutRunner:
         del self._making[generation]
         return made
 
+    def hold(self, next_version: int) -> None:
+        """Let a push of weights of that version begin, through which engines keep requests."""
+        if self._rollouter.in_flight:
+            self._rollouter.in_flight.hold(next_version)
+
     def suspend(self) -> None:
         """Have the engines give up their requests, before a push of weights."""
         if self._rollouter.in_flight:
@@ -142,18 +151,26 @@ class RolloutRunner:
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
         """What a checkpoint holds of the generations in progress: none of it if it waits for them;
         and those that are complete."""
+        rollouter = self._rollouter
+        if isinstance(rollouter, Replay) or not may_be_saved(rollouter.cfg):
+            return None, None, {}
+        assert rollouter.in_flight is not None
+        with rollouter.in_flight.suspended():
+            return self._open_groups(rollouter.stream)
+
+    def _open_groups(
+        self, stream: PromptStream
+    ) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
         complete: dict[int, RolloutBatch] = {}
         groups: dict[int, list[Sample]] = {}
         engines: dict[int, tuple[str, ...]] = {}
-        if isinstance(self._rollouter, Replay) or not may_be_saved(self._rollouter.cfg):
-            return None, None, {}
         for generation, making in self._making.items():
             rollout, made = making.rollout, making.made
             requests = rollout.open if isinstance(rollout, Rollout) else None
             if made and made.done() and not made.exception():
                 complete[generation] = made.result()
             elif isinstance(requests, Generation):
-                prompts = self._rollouter.stream.batch(generation)
+                prompts = stream.batch(generation)
                 first = generation * len(prompts)
                 places = {prompt.index: first + number for number, prompt in enumerate(prompts)}
                 for sample in requests.so_far():

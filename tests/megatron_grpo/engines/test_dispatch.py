@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
-from megatron_grpo.engines import dispatch as dispatch_module
 from megatron_grpo.engines import engine as engine_module
-from megatron_grpo.engines.dispatch import EngineQueue, RequestDispatcher, level_shares
+from megatron_grpo.engines import engine_queue as queue_module
+from megatron_grpo.engines.dispatch import RequestDispatcher, level_shares
 from megatron_grpo.engines.engine import Engine, Patience
+from megatron_grpo.engines.engine_queue import EngineQueue
 from megatron_grpo.engines.http import EngineDown
 
 URL, PROBES = "http://engine", 0.02
@@ -72,7 +73,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def frequent_probes(monkeypatch):
     monkeypatch.setattr(engine_module, "PROBE_INTERVAL", PROBES)
-    monkeypatch.setattr(dispatch_module, "POLL_INTERVAL", PROBES / 2)
+    monkeypatch.setattr(queue_module, "POLL_INTERVAL", PROBES / 2)
 
 
 def test_the_last_are_taken_back_and_then_nothing_is_known_until_the_engine_tells_it():
@@ -109,7 +110,7 @@ def test_an_engine_with_room_is_given_requests_and_gives_none_of_them():
 
 
 def test_counts_that_are_old_are_no_knowledge(monkeypatch):
-    monkeypatch.setattr(dispatch_module, "RECENT_SECONDS", 2 * PROBES)
+    monkeypatch.setattr(queue_module, "RECENT_SECONDS", 2 * PROBES)
 
     async def run() -> None:
         with pytest.raises(EngineDown, match="did not answer within"):

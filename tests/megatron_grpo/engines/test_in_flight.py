@@ -26,7 +26,7 @@ from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.generation import Generation
-from megatron_grpo.engines.http import NoServingEngine
+from megatron_grpo.engines.http import EngineError, NoServingEngine
 from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, joined
 from megatron_grpo.engines.pool import MAX_COMEBACKS
 from megatron_grpo.environments import EnvironmentsLost
@@ -91,14 +91,15 @@ def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it
     weights = {live_engine.version: tied_model}
     first = num_generated()
     in_flight.resume(live_engine.version)
-    made = [
-        threads.submit(in_flight.generate, number, generation(number, live_engine.version))
-        for number in range(2)
-    ]
+    asked = [generation(number, live_engine.version) for number in range(2)]
+    made = [threads.submit(in_flight.generate, *each) for each in enumerate(asked)]
     for folder in (other_model, tied_model):
         enough = first + 200
         assert wait_until(lambda enough=enough: num_generated() >= enough, 60, 0.005)
-        in_flight.suspend()
+        with in_flight.suspended():  # as for a checkpoint
+            parts = [sample for each in asked for sample in each.so_far()]
+            assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
+        in_flight.hold(live_engine.version + 1)
         weights[live_engine.push(folder)] = folder
         first = num_generated()
         in_flight.resume(live_engine.version)
@@ -173,7 +174,9 @@ def test_a_completion_that_is_cut_ends_at_its_first_end_token(
 
 
 @pytest.mark.long
-def test_stop_strings_are_seen_through_pushes(live_engine, in_flight, threads, tied_model):
+def test_stop_strings_are_seen_through_pushes(
+    live_engine, num_generated, in_flight, threads, tied_model
+):
     if live_engine.rollout.engine == "sglang":
         pytest.skip("SGLang takes 32 strings at most, too few to be seen by chance")
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
@@ -183,9 +186,11 @@ def test_stop_strings_are_seen_through_pushes(live_engine, in_flight, threads, t
     in_flight.resume(live_engine.version)
     made = threads.submit(in_flight.generate, 0, asked)
     for _ in range(8):
-        if wait_until(made.done, seconds=0.1):
-            break
-        in_flight.suspend()
+        enough = num_generated() + 20
+        wait_until(lambda enough=enough: made.done() or num_generated() > enough, 20, 0.005)
+        with in_flight.suspended():
+            pass
+        in_flight.hold(live_engine.version + 1)
         in_flight.resume(live_engine.push(tied_model))
     samples = made.result(timeout=60)
     assert any(sample.versions for sample in samples)
@@ -290,3 +295,40 @@ def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times
             in_flight.resume(7)
             in_flight.submit(number, generation(number, 7, 4)).result(timeout=5)
             in_flight.suspend()
+
+
+def test_a_push_decides_which_engines_go_on_with_the_requests():
+    lost, other, late = ScriptedEngine(), ScriptedEngine(), ScriptedEngine(version=8)
+    with scripted(lost=lost, other=other, late=late) as (client, in_flight):
+        client.pool.mark_dead("http://late", "it is not there yet")
+        in_flight.resume(7)
+        asked = generation(0, 7, 4), generation(1, 7, 4)
+        answered = [in_flight.submit(*each) for each in enumerate(asked)]
+        assert wait_until(lambda: len(lost.asked) == len(other.asked) == 8, seconds=5)
+        in_flight.hold(8)
+        lost.is_mute = True
+        assert wait_until(lambda: len(in_flight._dispatcher._queues) == 1, seconds=5)
+        assert client.pool.serving == ["http://lost", "http://other"]  # the push has not seen it
+        client.pool.mark_dead("http://lost", "it is mute")
+        client.pool.finish_push(["http://late"])
+        other.version = 8
+        in_flight.resume(8)
+        assert wait_until(lambda: len(other.asked) + len(late.asked) == 16, seconds=5)
+        assert len(late.asked) >= 4
+        for engine in (other, late):
+            engine.answers.set()
+        for each in answered:
+            each.result(timeout=5)
+        assert {s.spans for each in asked for s in each.samples()} == {((8, 4),)}
+
+
+def test_a_push_by_another_trainer_is_found_out_before_the_next():
+    engine = ScriptedEngine()
+    with scripted(only=engine) as (_, in_flight):
+        in_flight.resume(7)
+        answered = in_flight.submit(0, generation(0, 7, 4))
+        assert wait_until(lambda: len(engine.asked) == 8, seconds=5)
+        engine.version = 9
+        in_flight.hold(8)
+        with pytest.raises(EngineError, match="is another trainer using it"):
+            answered.result(timeout=5)

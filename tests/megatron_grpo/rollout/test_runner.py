@@ -46,7 +46,7 @@ def test_a_resumed_run_goes_on_with_generations_that_were_in_progress(rollouter,
     engine.version = 1
     engine.first_held = MOST_REQUESTS + SIZE // 2  # of generation 1, half is answered
     runner.resume(1)
-    assert wait_until(lambda: 0 in runner.open_groups()[2], seconds=10)
+    assert wait_until(lambda: runner._making[0].made.done(), seconds=10)
     half = runner._making[1].rollout.open
     assert wait_until(lambda: len(half.open) == SIZE // 2, seconds=10)
     groups, samples, complete = runner.open_groups()
