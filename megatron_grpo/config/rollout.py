@@ -168,8 +168,8 @@ class RolloutConfig(Section):
         if self.router_replay:
             raise ValueError(
                 "rollout.router_replay true replays one choice of experts for each token, and one "
-                "that a push has cut off has two: that of the weights that sampled it, and that "
-                "of those that computed it anew for the tokens after it: use "
+                "before a push has two: that of the weights that sampled it, and that of those "
+                "that computed it anew for the tokens after it: use "
                 "rollout.in_flight_updates=false"
             )
         return self

@@ -54,7 +54,7 @@ class Loop:
     token_seconds: float
     """To compute one token anew after a push."""
     start_seconds: float
-    """Until an idle engine, or one that was cut, has its requests and computes."""
+    """Until an idle engine has its requests and computes."""
     train_seconds: float
     push_seconds: float
 
@@ -127,7 +127,6 @@ class Engine:
         self._version, self._pushed_at = version, self._passes
         self.clock = max(self.clock, now) + self._loop.push_seconds
         if self._running:
-            self.clock += self._loop.start_seconds
             prompts = len(self._running) * self._loop.prompt_seconds
             self._work(again * self._loop.token_seconds + prompts)
 

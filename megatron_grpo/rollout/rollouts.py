@@ -61,8 +61,6 @@ class RolloutScheduler:
         they contain."""
         rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
         self._in_flight, self._saves_open = rollout.in_flight_updates, may_be_saved(cfg)
-        # vLLM replaces the experts of tokens that it computes anew, also of those that it sampled.
-        self._always_cuts = rollout.router_replay
         self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self._runner, self._push, self._is_suspended = runner, push, False
 
@@ -94,7 +92,7 @@ class RolloutScheduler:
                 self._finish(generation, step, timer)
         elif self._runner:
             with timer.phase("push"):
-                if cuts or self._always_cuts:
+                if cuts:
                     self._runner.suspend()
                 else:
                     self._runner.hold(step)
