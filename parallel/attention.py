@@ -4,9 +4,9 @@ Megatron-Core's own torch attention refuses packed sequences and context paralle
 replaces it where Transformer Engine is not installed. It also replaces Transformer Engine's
 attention where completions share their prompt, and where context ranks split sequences whose
 tokens see windows, which the latter does not support: on a GPU with torch's flex attention, one
-kernel for all segments. A query then sees two ranges of packed positions: its own segment up to
-itself, and the prompt that its segment continues. Keys are not copied, and blocks of keys that no
-query of a block sees are skipped.
+kernel for all segments. A query then sees some ranges of packed positions: its own segment up to
+itself, and what its segment continues, mostly a prompt. Keys are not copied, and blocks of keys
+that no query of a block sees are skipped.
 
 In a layer with a window, a token sees the last `window` tokens of its sequence, itself included.
 
@@ -43,35 +43,40 @@ def block_mask(
 ) -> BlockMask:
     """The mask for `queries`, packed positions [t]; keys are in packed order.
 
-    `cu_seqlens` [n + 1] and `prefixes` [n, 2] are those of a `PackedBatch` of `num_tokens`; None
-    reads that from `cu_seqlens`, for which the host waits if they are on a GPU. Built from the
-    ranges, because torch's `create_block_mask` would evaluate all pairs of tokens.
+    `cu_seqlens` [n + 1] and `prefixes` [n, most parts, 2] are those of a `PackedBatch` of
+    `num_tokens`; None reads that from `cu_seqlens`, for which the host waits if they are on a GPU.
+    Built from the ranges, because torch's `create_block_mask` would evaluate all pairs of tokens.
     """
     if prefixes is None:
-        prefixes = cu_seqlens.new_zeros(len(cu_seqlens) - 1, 2, dtype=torch.long)
+        prefixes = cu_seqlens.new_zeros(len(cu_seqlens) - 1, 1, 2, dtype=torch.long)
     segment = torch.bucketize(queries, cu_seqlens[1:], right=True)
     first = cu_seqlens[:-1].long()[segment]
-    # Two tensors: the compiler does not support views of one.
-    prefix_first, prefix_end = prefixes[:, 0][segment], prefixes[:, 1][segment]
+    # Tensors of their own: the compiler does not support views of one.
+    parts = [(part[:, 0][segment], part[:, 1][segment]) for part in prefixes.unbind(1)]
     if window is not None:
-        unseen = queries - first + prefix_end - prefix_first - window + 1  # tokens before it
+        lengths = [end - start for start, end in parts]
+        unseen = queries - first + sum(lengths) - window + 1  # tokens before the window
         first = torch.maximum(first, queries - window + 1)
-        prefix_first = prefix_first + unseen.clamp(min=0)
+        for number, (start, end) in enumerate(parts):
+            parts[number] = start + unseen.clamp(min=0), end
+            unseen = unseen - lengths[number]
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        is_own = (key >= first[query]) & (key <= queries[query])
-        return is_own | ((key >= prefix_first[query]) & (key < prefix_end[query]))
+        is_seen = (key >= first[query]) & (key <= queries[query])
+        for start, end in parts:
+            is_seen = is_seen | ((key >= start[query]) & (key < end[query]))
+        return is_seen
 
     total = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
     starts = torch.arange(0, total, BLOCK, device=queries.device)
     slabs = [
-        _blocks_seen([(own_first, own_end), (shared_first, shared_end)], starts)
-        for own_first, own_end, shared_first, shared_end in zip(
-            *(bound.split(SLAB) for bound in (first, queries + 1, prefix_first, prefix_end)),
+        _blocks_seen([*zip(bounds[::2], bounds[1::2], strict=True)], starts)
+        for bounds in zip(
+            *(bound.split(SLAB) for part in [(first, queries + 1), *parts] for bound in part),
             strict=True,
         )
     ]
-    some, whole = (torch.cat(parts) for parts in zip(*slabs, strict=True))
+    some, whole = (torch.cat(slab) for slab in zip(*slabs, strict=True))
     return BlockMask.from_kv_blocks(
         *_listed(some & ~whole),
         *_listed(whole),
@@ -176,30 +181,31 @@ def packed_attention(
 
     `query` [T / size, heads, head_dim] is in the order of `context_indices`; `key` and `value`
     [T, key-value heads, head_dim] are complete and in packed order; grouped heads are contiguous.
-    Heads of values may have another size. Each segment also attends to all of its prefix in
-    `prefixes` [n, 2], as in `PackedBatch`, or to what the last `window` tokens are of both. `scale`
-    defaults to ``head_dim ** -0.5``. The result is [T / size, heads, size of a value].
+    Heads of values may have another size. Each segment also attends to its `prefixes`
+    [n, most parts, 2], as in `PackedBatch`; or to the last `window` tokens of these and itself.
+    `scale` defaults to ``head_dim ** -0.5``. The result is [T / size, heads, size of a value].
     """
     bounds = [int(bound) for bound in cu_seqlens.tolist()]
     lengths = [end - start for start, end in pairwise(bounds)]
     # Split once: slicing in the loop would make the backward write T zeros per sequence.
     queries = query.split([length // size for length in lengths])
     keys, values = key.split(lengths), value.split(lengths)
-    shared = [(0, 0)] * len(lengths) if prefixes is None else prefixes.tolist()
+    shared = [[]] * len(lengths) if prefixes is None else prefixes.tolist()
     segments = {start: number for number, start in enumerate(bounds)}
     outputs = []
-    for q, k, v, (start, end) in zip(queries, keys, values, shared, strict=True):
-        if end > start:
-            prefix = segments[start]
-            k = torch.cat([keys[prefix][: end - start], k])
-            v = torch.cat([values[prefix][: end - start], v])
+    for q, k, v, parts in zip(queries, keys, values, shared, strict=True):
+        before = [(segments[start], end - start) for start, end in parts if end > start]
+        num_before = sum(length for _, length in before)
+        if before:
+            k = torch.cat([*(keys[number][:length] for number, length in before), k])
+            v = torch.cat([*(values[number][:length] for number, length in before), v])
         if size == 1:
             outputs.append(_attend(q, k, v, scale, window))
             continue
         chunk = len(q) // 2
         early, late = q.split(chunk)
         early_end, late_end = (
-            end - start + chunks * chunk for chunks in (rank + 1, 2 * size - rank)
+            num_before + chunks * chunk for chunks in (rank + 1, 2 * size - rank)
         )
         outputs.append(_attend(early, k[:early_end], v[:early_end], scale, window))
         outputs.append(_attend(late, k[:late_end], v[:late_end], scale, window))

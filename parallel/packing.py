@@ -70,6 +70,9 @@ class TokenSequence:
     # but the last, which it sampled and did not read; None: the routers choose
     routed_experts: Tensor | None = None
     log_row: int | None = None  # of its first response token in the log of tokens; None: in none
+    # Index in the optimizer batch of another one that begins with this prompt, of which the last
+    # token is one of its response; None: this prompt is that of its group
+    root: int | None = None
 
     def __post_init__(self) -> None:
         # Nothing predicts the first token of a sequence, so it cannot be a response token.
@@ -88,8 +91,10 @@ class PackedBatch:
     """One microbatch: n segments end to end, T tokens with alignment padding after each segment.
 
     A segment is a whole sequence or, where completions share their prompt, either the prompt
-    without its last token, or that last token followed by one completion. So each token is
-    predicted at the position before it in its own segment; only attention looks across segments.
+    without its last token, or that last token followed by one completion. Where a sequence parts
+    from another one in the midst of its response, what they share is in the segment of that. So
+    each token is predicted at the position before it in its own segment; only attention looks
+    across segments.
 
     Every tensor is indexed like `tokens`: position t describes ``tokens[t]``. Every rank of a model
     replica holds the complete batch, and `part` selects what is the rank's own. Padding has
@@ -115,8 +120,10 @@ class PackedBatch:
     # [T, layers, topk] uint8 or int16, the experts of each token; None: the routers choose. On the
     # rank that trains, only of its own layers.
     routed_experts: Tensor | None = None
-    # [n, 2] int64, first packed position and end of what each segment attends to besides itself: a
-    # shared prompt without its padding, or nothing (0, 0). None: prompts are never shared.
+    # [n, most parts, 2] int64, first packed position and end of what each segment attends to
+    # besides itself: the parts of its sequence that other segments have, from its beginning on,
+    # without padding; each is the beginning of a segment, or nothing (0, 0). None: prompts are
+    # never shared.
     prefixes: Tensor | None = None
     part: RankPart | None = None  # what one rank holds and predicts; None: not known yet
 
@@ -153,7 +160,8 @@ def pack(
     """Pack ``sequences[i] for i in indices`` end to end.
 
     Each of the `CACHED_VALUES` values must be set for all of them or for none. With
-    `share_prompts`, sequences with equal prompts share one copy of the prompt if that saves tokens.
+    `share_prompts`, sequences with equal prompts share one copy of the prompt if that saves tokens,
+    and one that has its `root` beside it has only its own tokens.
 
     `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
     padding, whose loss is zero; `known` then names the values that its peers have. `dtype` is that
@@ -238,10 +246,12 @@ def _segments(
     share_prompts: bool,
 ) -> list[_Segment]:
     groups = [[index] for index in indices]
+    branches: set[int] = set()
     if share_prompts:
-        groups = [
-            [indices[i] for i in group] for group in by_prompt([sequences[i] for i in indices])
-        ]
+        present = {*indices}
+        branches = {i for i in indices if sequences[i].root in present}
+        first = [i for i in indices if i not in branches]
+        groups = [[first[i] for i in group] for group in by_prompt([sequences[i] for i in first])]
     segments: list[_Segment] = []
     for group in groups:
         num_prompt_tokens = sequences[group[0]].num_prompt_tokens
@@ -255,6 +265,12 @@ def _segments(
         segments.append(_Segment.cut_from(sequences[seen], slice(position)))
         own, at = slice(position, None), {"position": position, "prefix": prefix}
         segments += [_Segment.cut_from(sequences[i], own, index=i, **at) for i in group]
+    places = {segment.index: number for number, segment in enumerate(segments)}
+    for i in sorted(branches):  # a root has a smaller index
+        position = sequences[i].num_prompt_tokens - 1
+        at = {"position": position, "prefix": places[sequences[i].root]}
+        places[i] = len(segments)
+        segments.append(_Segment.cut_from(sequences[i], slice(position, None), index=i, **at))
     return segments
 
 
@@ -299,11 +315,18 @@ def _num_routed(sequence: TokenSequence) -> int:
 
 def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
     """`PackedBatch.prefixes` for segments that begin at `starts`."""
-    found = torch.zeros(len(starts), 2, dtype=torch.int64)
-    for number, segment in enumerate(segments):
+    parts: list[list[tuple[int, int]]] = []
+    for segment in segments:
+        before: list[tuple[int, int]] = []
         if segment.prefix is not None:
             start = starts[segment.prefix]
-            found[number] = torch.tensor([start, start + segment.position])
+            own = segment.position - segments[segment.prefix].position
+            before = [*parts[segment.prefix], (start, start + own)]
+        parts.append(before)
+    found = torch.zeros(len(starts), max([1, *map(len, parts)]), 2, dtype=torch.int64)
+    for number, before in enumerate(parts):
+        if before:
+            found[number, : len(before)] = torch.tensor(before)
     return found
 
 

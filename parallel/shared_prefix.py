@@ -1,7 +1,8 @@
 """Plans microbatches in which the completions of a prompt share the computation of the prompt."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -18,17 +19,31 @@ class PromptGroup:
     num_prompt_tokens: int
     responses: dict[int, int]
     """Tokens of each completion, by its index in the batch."""
+    branches: Mapping[int, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
+    """By the index of a completion, the sequences that part from it in its midst or from one of
+    these: tokens of what they share and of their own, by index."""
 
     def length(self, members: Sequence[int], multiple: int) -> int:
         """Tokens that these completions take in one microbatch, alignment included."""
-        return packed_length(self.num_prompt_tokens, [self.responses[i] for i in members], multiple)
+        responses = [self.responses[i] for i in members]
+        branched = sum(self.branched_length(i, multiple) for i in members)
+        return packed_length(self.num_prompt_tokens, responses, multiple) + branched
+
+    def branched_length(self, member: int, multiple: int) -> int:
+        """Of that, what parts from one completion."""
+        own = (round_up(1 + own, multiple) for _, own in self._branches([member]))
+        return sum(own)
+
+    def _branches(self, members: Sequence[int]) -> Iterator[tuple[int, int]]:
+        return chain.from_iterable(self.branches[i].values() for i in members if i in self.branches)
 
     def num_tokens(self, members: Sequence[int], multiple: int) -> int:
         """The same without the tokens that alignment adds."""
         prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]
+        branched = sum(1 + own for _, own in self._branches(members))
         if is_shared(prompt, responses, multiple):
-            return prompt - 1 + sum(1 + response for response in responses)
-        return sum(prompt + response for response in responses)
+            return prompt - 1 + sum(1 + response for response in responses) + branched
+        return sum(prompt + response for response in responses) + branched
 
     def squares(self, members: Sequence[int], multiple: int) -> int:
         """Twice the pairs of tokens that attend in one microbatch, in a prompt it shares once."""
@@ -36,7 +51,9 @@ class PromptGroup:
         squares = sum((prompt + response) ** 2 for response in responses)
         if is_shared(prompt, responses, multiple):
             squares -= (len(members) - 1) * prompt**2
-        return squares
+        return squares + sum(
+            (shared + own) ** 2 - shared**2 for shared, own in self._branches(members)
+        )
 
     def cost(self, members: Sequence[int], multiple: int, cost: CostModel) -> float:
         """Compute cost of these completions."""
@@ -56,12 +73,17 @@ def plan_shared_prompts(
     An item is some completions of one prompt that take at most `max_tokens` together with it. Large
     items repeat the prompt less often; small ones can be spread more evenly. So plans are made
     with items of at most 1, 2, 4, ... completions, and the one whose slowest rank finishes first is
-    taken. Items of 1 give the plan without sharing, so the result is never slower than that.
+    taken. Items of 1 give the plan without sharing, so the result is never slower than that. What
+    parts from a completion is with it, if it all fits.
 
     Raises ValueError if a sequence does not fit.
     """
     lengths = {i: g.num_prompt_tokens + n for g in groups for i, n in g.responses.items()}
+    for group in groups:
+        for branches in group.branches.values():
+            lengths |= {i: shared + own for i, (shared, own) in branches.items()}
     capacity = microbatch_capacity([lengths[i] for i in sorted(lengths)], max_tokens, alignment)
+    groups = [part for group in groups for part in _parts(group, capacity, alignment.sequence)]
     multiple, overhead = alignment.sequence, cost.linear * cost.overhead
     largest = max((len(group.responses) for group in groups), default=1)
     plans = []
@@ -75,10 +97,30 @@ def plan_shared_prompts(
         ]
         plans.append((_time(dealt, groups, multiple, dims, cost), dealt))
     _, fastest = min(plans, key=lambda timed: timed[0])
+    with_branches = {
+        i: [i, *group.branches.get(i, ())] for group in groups for i in group.responses
+    }
     return [
-        [sorted(i for members in microbatch.values() for i in members) for microbatch in rank]
+        [
+            sorted(i for members in microbatch.values() for m in members for i in with_branches[m])
+            for microbatch in rank
+        ]
         for rank in fastest
     ]
+
+
+def _parts(group: PromptGroup, capacity: int, multiple: int) -> Iterator[PromptGroup]:
+    """The group without branches that do not fit into a microbatch with what they part from; these
+    come after it, each by itself."""
+    fits, apart = dict[int, Mapping[int, tuple[int, int]]](), dict[int, tuple[int, int]]()
+    for member, branches in group.branches.items():
+        if group.length([member], multiple) <= capacity:
+            fits[member] = branches
+        else:
+            apart |= branches
+    yield replace(group, branches=fits)
+    for i, (shared, own) in apart.items():
+        yield PromptGroup(num_prompt_tokens=shared, responses={i: own})
 
 
 Item = tuple[int, list[int]]
@@ -105,8 +147,9 @@ def _cut(group: PromptGroup, most: int, capacity: int, multiple: int) -> list[li
     open_items: list[tuple[list[int], int, int]] = []
     """Items of fewer than `most`, and their tokens with the prompt shared and with it repeated."""
     for i in sorted(group.responses, key=lambda i: -group.responses[i]):
-        own = round_up(1 + group.responses[i], multiple)
-        alone = round_up(prompt + group.responses[i], multiple)
+        branched = group.branched_length(i, multiple)
+        own = round_up(1 + group.responses[i], multiple) + branched
+        alone = round_up(prompt + group.responses[i], multiple) + branched
         for place, (members, shared, repeated) in enumerate(open_items):
             if min(shared + own, repeated + alone) <= capacity:
                 members.append(i)

@@ -25,8 +25,19 @@ def numbered_sequences(
     found = dict(enumerate(wholes))
     for i, (sample, whole) in enumerate(zip(samples, wholes, strict=True)):
         for k, branch in enumerate(sample.branches):
-            found[k * len(samples) + i] = cut_out(whole, branch)
+            root = _root(sample, branch)
+            root = None if root is None else root * len(samples) + i
+            found[k * len(samples) + i] = replace(cut_out(whole, branch), root=root)
     return found
+
+
+def _root(sample: Sample, branch: Branch) -> int | None:
+    """The branch of whose own tokens the last one before this branch is; None: it is a prompt's."""
+    _, end = branch.context[-1]
+    last = end - 1 - len(sample.prompt.token_ids)
+    return next(
+        (k for k, each in enumerate(sample.branches) if each.start <= last < each.end), None
+    )
 
 
 def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:

@@ -3,6 +3,7 @@
 A part is sent unpacked: 9 bytes per token instead of 38. Every rank packs its own.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -110,30 +111,52 @@ def split_for_data_parallel(
     for indices in BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed):
         samples = [experience.samples[i] for i in indices]
         sequences = numbered_sequences(samples, _sequences(experience, indices, cfg))
-        plan = _plan([*sequences.values()], alignment, cost, cfg)
+        plan = _plan(sequences, alignment, cost, cfg)
         numbers = [*sequences]
         yield [DataParallelShard.of(sequences, numbered(turns, numbers)) for turns in plan]
 
 
 def _plan(
-    sequences: list[TokenSequence], alignment: Alignment, cost: CostModel, cfg: Config
+    sequences: dict[int, TokenSequence], alignment: Alignment, cost: CostModel, cfg: Config
 ) -> list[list[Turn]]:
+    """The turns of each data rank, by places among the sequences."""
     max_tokens, context = cfg.train.max_tokens_per_microbatch, cfg.dims.context
     if not cfg.grpo.shared_prompts:
-        lengths = [len(sequence.tokens) for sequence in sequences]
+        lengths = [len(sequence.tokens) for sequence in sequences.values()]
         if cfg.parallel.dynamic_context_parallel:
             return plan_turns(lengths, max_tokens, cfg.dims, alignment, cost)
         plan = plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
         return fixed_turns(plan, context)
-    groups = [
-        PromptGroup(
-            num_prompt_tokens=sequences[members[0]].num_prompt_tokens,
-            responses={i: len(sequences[i].rollout_logprobs) for i in members},
-        )
-        for members in by_prompt(sequences)
-    ]
-    plan = plan_shared_prompts(groups, max_tokens, cfg.dims, alignment, cost)
+    plan = plan_shared_prompts(_groups(sequences), max_tokens, cfg.dims, alignment, cost)
     return fixed_turns(plan, context)
+
+
+def _groups(sequences: dict[int, TokenSequence]) -> list[PromptGroup]:
+    """Sequences by their prompts, and those that part from others in their midst with these."""
+    places = {number: place for place, number in enumerate(sequences)}
+    branches: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+    firsts: list[int] = []
+    for number, sequence in sequences.items():
+        first = number
+        while (root := sequences[first].root) is not None:
+            first = root
+        if first == number:
+            firsts.append(number)
+        else:
+            own = len(sequence.rollout_logprobs)
+            branches[places[first]][places[number]] = sequence.num_prompt_tokens, own
+    groups = []
+    for group in by_prompt([sequences[number] for number in firsts]):
+        members = {places[firsts[i]]: sequences[firsts[i]] for i in group}
+        [num_prompt_tokens] = {each.num_prompt_tokens for each in members.values()}
+        groups.append(
+            PromptGroup(
+                num_prompt_tokens=num_prompt_tokens,
+                responses={place: len(each.rollout_logprobs) for place, each in members.items()},
+                branches={place: branches[place] for place in members if place in branches},
+            )
+        )
+    return groups
 
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:

@@ -33,7 +33,10 @@ def test_output_and_gradients_are_those_of_the_loops(segments, window, size, hea
     The second sizes of heads are DeepSeek-V3's.
     """
     prefix = segments[0] - 3
-    prefixes = torch.tensor([(0, 0), (0, prefix), (0, prefix), (0, 0)], device="cuda")
+    none, shared = (0, 0), (0, prefix)
+    branch = segments[0] + segments[1], sum(segments[:3]) - 3  # the last parts from the third
+    prefixes = [[none, none], [shared, none], [shared, none], [shared, branch]]
+    prefixes = torch.tensor(prefixes, device="cuda")
     cu_seqlens = torch.tensor([0, *segments], device="cuda").cumsum(0).int()
     query, key, value = (
         torch.randn(sum(segments), heads, width, device="cuda").requires_grad_()

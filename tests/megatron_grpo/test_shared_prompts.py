@@ -4,13 +4,16 @@ Over layouts, microbatch budgets and recipes, against a padded, single-process c
 float64 on the `transformers` model, which repeats every prompt.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.models import tiny_model
 from helpers.train_steps import BUDGETS, Case, assert_equal, assert_logged, config, on_ranks
 from megatron_grpo.batch.distribute import split_for_data_parallel
+from megatron_grpo.data.samples import Branch, Sample
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.microbatches import CostModel
@@ -30,6 +33,13 @@ RECIPES: dict[str, dict[str, Any]] = {
         # The first tokens of a prompt's completions have equal entropies: no threshold is there.
         "top_entropy_quantile": 0.4,
         "entropy_coef": 0.3,
+    },
+}
+# Without a threshold: entropies are equal where branches part, too.
+BRANCHED = {
+    "dapo": RECIPES["dapo"],
+    "gspo": {
+        name: value for name, value in RECIPES["gspo, forking tokens"].items() if "top_" not in name
     },
 }
 DENSE = [
@@ -63,7 +73,7 @@ def cases(tmp_path_factory: Any) -> dict[str, Case]:
             tiny_model(
                 tmp_path_factory.mktemp(family), family, tied=family == "llama", num_hidden_layers=4
             ),
-            RECIPES,
+            RECIPES | BRANCHED,
             GROUPS,
         )
         for family in ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "olmo3")
@@ -92,3 +102,47 @@ def test_tokens_of_shared_prompts_are_packed_once_within_the_budget(
     assert all(len(batch.tokens) <= budget for batch in batches)
     unshared = sum(map(len, case.prompts)) + sum(map(len, case.completions))
     assert sum(len(batch.tokens) for batch in batches) < 0.9 * unshared
+
+
+def branched(sample: Sample) -> Sample:
+    """Of the tokens of the completion, some part from the first ones, and others from these."""
+    first, length = len(sample.prompt.token_ids), len(sample.completion_ids)
+    if length < 6:
+        return sample
+    one, two = length // 3, 2 * length // 3
+    root = (0, first), (first, first + one - 1)
+    branches = (
+        Branch(((0, first),), 0, one),
+        Branch(root, one, two),
+        Branch((*root, (first + one, first + two - 1)), two, length),
+    )
+    return replace(sample, branches=branches)
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [
+        ("llama", ParallelDims()),
+        ("llama", ParallelDims(tensor=2)),
+        ("qwen3", ParallelDims(context=2)),
+        ("qwen3_moe", ParallelDims(expert=2, data=2)),
+        ("olmo3", ParallelDims(context=2)),
+    ],
+    ids=str,
+)
+def test_what_branches_share_is_computed_once_without_a_change(
+    cases: dict[str, Case], family: str, dims: ParallelDims
+) -> None:
+    case = cases[family]
+    experience = case.experience()
+    experience = replace(experience, samples=[*map(branched, experience.samples)])
+    runs = [(name, budget) for name in BRANCHED for budget in BUDGETS]
+    [alone] = on_ranks(case, ParallelDims(), experience, runs[1::2])
+    answers = {}
+    for (name, _), (loss, boxes, _) in alone.items():
+        gradients = {tensor: torch.zeros_like(g) for tensor, g in case.answers[name][1].items()}
+        for tensor, box, values in boxes:
+            gradients[tensor][box.slices].copy_(values)
+        answers[name] = loss, gradients
+    # Float32 on both sides.
+    assert_equal(on_ranks(case, dims, experience, runs, SHARED), answers, tolerance=3e-5)

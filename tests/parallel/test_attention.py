@@ -101,15 +101,17 @@ def bfloat16_attention(rank: int) -> tuple[Tensor, Tensor]:
 def test_output_and_gradients_keep_the_type_of_the_model():
     ((output, gradient),) = run_ranks(1, bfloat16_attention)
     query, key, value, _ = random_pack()
-    want = dense_attention(query, key, value, seen_keys(LENGTHS, [(0, 0)] * len(LENGTHS)))
+    want = dense_attention(query, key, value, seen_keys(LENGTHS, [[]] * len(LENGTHS)))
     assert output.dtype == gradient.dtype == torch.bfloat16
     torch.testing.assert_close(output.double(), want.detach(), atol=2e-2, rtol=2e-2)
 
 
 # A prompt of 11 tokens padded to 16, two completions of it, an unrelated sequence, a prompt of 8
 # tokens and its completion.
-SEGMENTS = [16, 8, 24, 16, 8, 16]
-PREFIXES = [(0, 0), (0, 11), (0, 11), (0, 0), (0, 0), (64, 72)]
+SEGMENTS = [16, 8, 24, 16, 8, 16, 8, 8]
+PREFIXES = [[], [(0, 11)], [(0, 11)], [], [], [(64, 72)]]
+# A branch of the third segment's sequence, and one of that.
+PREFIXES += [[(0, 11), (24, 37)], [(0, 11), (24, 37), (88, 91)]]
 
 
 def shared_pack(value_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -121,18 +123,24 @@ def shared_pack(value_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
         for heads, width in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, value_dim))
     )
     cu_seqlens = torch.tensor([0, *SEGMENTS]).cumsum(0).int()
-    return query, key, value, cu_seqlens, torch.tensor(PREFIXES)
+    return query, key, value, cu_seqlens, prefixes_of(PREFIXES)
+
+
+def prefixes_of(parts: list[list[tuple[int, int]]]) -> Tensor:
+    most = max(map(len, parts))
+    return torch.tensor([[*each, *[(0, 0)] * (most - len(each))] for each in parts])
 
 
 def seen_keys(
-    segments: list[int], prefixes: list[tuple[int, int]], window: int | None = None
+    segments: list[int], prefixes: list[list[tuple[int, int]]], window: int | None = None
 ) -> Tensor:
     """[T, T] bool: whether a packed position (row) attends to another (column)."""
     total, start = sum(segments), 0
     seen = torch.zeros(total, total, dtype=torch.bool)
-    for length, (first, end) in zip(segments, prefixes, strict=True):
+    for length, parts in zip(segments, prefixes, strict=True):
+        before = [position for first, end in parts for position in range(first, end)]
         for query in range(start, start + length):
-            sequence = [*range(first, end), *range(start, query + 1)]
+            sequence = [*before, *range(start, query + 1)]
             seen[query, sequence[-(window or total) :]] = True
         start += length
     return seen
@@ -179,7 +187,7 @@ def test_a_long_sequence_is_cut_into_blocks_of_queries_that_see_their_windows():
     )
     cu_seqlens = torch.tensor([0, length])
     part = packed_attention(query, key, value, cu_seqlens, window=window)
-    whole = dense_attention(query, key, value, seen_keys([length], [(0, 0)], window))
+    whole = dense_attention(query, key, value, seen_keys([length], [[]], window))
     got, want = (output_and_gradients(each, query, key, value) for each in (part, whole))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
@@ -214,9 +222,9 @@ def test_flex_attention_sees_the_same_keys(size, value_dim, window):
 def test_flex_attention_is_compiled_once_for_all_lengths():
     attend = torch.compile(flex_attention, dynamic=True)
     for count, segments in enumerate([[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 9]]):
-        prefixes = [(0, 0), (0, segments[0] - 3), (0, segments[0] - 3), (0, 0)]
+        prefixes = [[], [(0, segments[0] - 3)], [(0, segments[0] - 3)], []]
         cu_seqlens, total = torch.tensor([0, *segments]).cumsum(0).int(), sum(segments)
-        mask = block_mask(cu_seqlens, torch.tensor(prefixes), torch.arange(total))
+        mask = block_mask(cu_seqlens, prefixes_of(prefixes), torch.arange(total))
         query, key, value = (torch.randn(total, h, 64) for h in (HEADS, KV_HEADS, KV_HEADS))
         with torch._dynamo.config.patch(error_on_recompile=count > 0), torch.no_grad():
             got = attend(
@@ -236,12 +244,12 @@ def test_the_block_mask_skips_blocks_that_are_not_seen_and_asks_nothing_of_whole
 ):
     monkeypatch.setattr("parallel.attention.SLAB", slab)
     segments = [640, 256, 384, 124]
-    prefixes = [(0, 0), (0, 637), (0, 637), (0, 0)]
+    prefixes = [[], [(0, 637)], [(0, 637)], []]
     cu_seqlens = torch.tensor([0, *segments]).cumsum(0).int()
     seen = seen_keys(segments, prefixes, window)
     for rank in range(size):
         local = context_indices(cu_seqlens, rank, size)
-        mask = block_mask(cu_seqlens, torch.tensor(prefixes), local, window=window)
+        mask = block_mask(cu_seqlens, prefixes_of(prefixes), local, window=window)
         rows = torch.zeros(-(-len(local) // BLOCK) * BLOCK, -(-sum(segments) // BLOCK) * BLOCK)
         rows[: len(local), : sum(segments)] = seen[local].float()
         blocks = rows.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).mean(dim=(1, 3))

@@ -157,7 +157,7 @@ def test_a_shared_prompt_is_packed_once_and_each_completion_begins_with_its_last
     assert batch.tokens.tolist() == [1, 2, 3, 4, 10, 11, 4, 30, 4, 1, 2, 3, 5, 20]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 3, 0, 1, 2, 3, 4]
     assert batch.cu_seqlens.tolist() == [0, 3, 6, 8, 9, 14]
-    assert batch.prefixes.tolist() == [[0, 0], [0, 3], [0, 3], [0, 3], [0, 0]]
+    assert batch.prefixes.tolist() == [[[0, 0]], [[0, 3]], [[0, 3]], [[0, 3]], [[0, 0]]]
     assert batch.sequence_index.tolist() == [-1] * 3 + [0] * 3 + [2] * 2 + [3] + [1] * 5
     assert batch.completion_mask.nonzero().flatten().tolist() == [4, 5, 7, 13]
     assert batch.rollout_logprobs[4:8].tolist() == [-1, -2, 0, -1]
@@ -169,8 +169,31 @@ def test_a_shared_prompt_ends_before_its_padding():
     sequences = [of_prompt(list(range(1, 8)), 10), of_prompt(list(range(1, 8)), 20, 21)]
     batch = pack(sequences, [0, 1], Alignment(sequence=4, total=16), share_prompts=True)
     assert batch.cu_seqlens.tolist() == [0, 8, 12, 16]
-    assert batch.prefixes.tolist() == [[0, 0], [0, 6], [0, 6]]
+    assert batch.prefixes.tolist() == [[[0, 0]], [[0, 6]], [[0, 6]]]
     assert batch.position_ids.tolist() == [*range(8), *range(6, 10), *range(6, 10)]
+
+
+def test_what_parts_from_a_response_beside_it_has_only_its_own_tokens():
+    prompt = [1, 2, 3, 4]
+    first, other = of_prompt(prompt, 10, 11, 12, 13), of_prompt(prompt, 20)
+    branch = replace(of_prompt([*prompt, 10, 11], 30, 31), root=0)
+    of_branch = replace(of_prompt([*prompt, 10, 11, 30], 40), root=2)
+    sequences = [first, other, branch, of_branch]
+    batch = pack(sequences, range(4), Alignment(), share_prompts=True)
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 10, 11, 12, 13, 4, 20, 11, 30, 31, 30, 40]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 6, 7]
+    assert batch.cu_seqlens.tolist() == [0, 3, 8, 10, 13, 15]
+    none = [0, 0]
+    assert batch.prefixes.tolist() == [
+        [none, none, none],
+        [[0, 3], none, none],
+        [[0, 3], none, none],
+        [[0, 3], [3, 5], none],
+        [[0, 3], [3, 5], [10, 11]],
+    ]
+    assert batch.completion_mask.nonzero().flatten().tolist() == [4, 5, 6, 7, 9, 11, 12, 14]
+    alone = pack(sequences, [2, 3], Alignment(), share_prompts=True)  # the root is elsewhere
+    assert alone.tokens.tolist() == [1, 2, 3, 4, 10, 11, 30, 31, 30, 40]
 
 
 @pytest.mark.parametrize("prompt", [[1], [1, 2], [1, 2, 3]])

@@ -55,6 +55,18 @@ def test_a_group_larger_than_a_microbatch_repeats_its_prompt_in_each():
     assert sorted(map(len, microbatches)) == [4, 4]
 
 
+def test_branches_are_with_what_they_part_from_if_all_fits():
+    branches = {0: {2: (150, 30), 3: (170, 10)}, 1: {4: (140, 900)}}
+    group = PromptGroup(num_prompt_tokens=100, responses={0: 80, 1: 60}, branches=branches)
+    assert group.num_tokens([0], 1) == 180 + 31 + 11
+    assert group.squares([0], 1) == 180**2 + (180**2 - 150**2) + (180**2 - 170**2)
+    assert group.length([0, 1], 8) == 104 + 88 + 64 + 32 + 16 + 904
+    ((*microbatches,),) = plan_shared_prompts([group], 1100, ParallelDims(), Alignment(), COST)
+    assert sorted(microbatches) == [[0, 2, 3], [1, 4]]
+    ((*microbatches,),) = plan_shared_prompts([group], 1050, ParallelDims(), Alignment(), COST)
+    assert sorted(microbatches) == [[0, 1, 2, 3], [4]]
+
+
 def test_ranks_without_a_group_of_their_own_share_one():
     """If the group stayed together, one rank would be idle and the other take twice as long."""
     groups = groups_of([(100, [1000] * 8)])

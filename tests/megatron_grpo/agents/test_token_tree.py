@@ -121,11 +121,32 @@ def test_values_of_branches_return_to_the_places_of_their_tokens():
         1: [1, 2, 3, 4, 5, 6, 7],
         3: [1, 2, 8, 9],
     }
+    assert {n: s.root for n, s in sequences.items()} == {0: None, 1: None, 3: None}
     assert sequences[3].log_row == 4
     values = {n: sequence.rollout_logprobs for n, sequence in sequences.items()}
     found = values_by_sample(samples, [0, 1], values)
     for of_sample in found.values():
         assert of_sample.tolist() == [1, 2, 0, 3, 0, 4]
+
+
+def test_a_branch_knows_which_other_has_the_last_token_before_it():
+    tree = TokenTree()
+    first = tree.add(None, [1, 2], "", choice([3, 4], 1.0))
+    tree.add(first, [5], "", choice([6], 3.0))
+    second = tree.add(first, [7], "", choice([8], 4.0))
+    tree.add(second, [9], "", choice([10], 5.0))
+    tree.add(second, [11], "", choice([12], 6.0))
+    sample = sample_of(tree)
+    sequences = numbered_sequences([sample, sample], [whole_of(sample)] * 2)
+    roots = {n: (s.tokens[: s.num_prompt_tokens].tolist(), s.root) for n, s in sequences.items()}
+    assert roots == {
+        0: ([1, 2], None),
+        1: ([1, 2], None),
+        2: ([1, 2, 3, 4], 0),
+        3: ([1, 2, 3, 4], 1),
+        4: ([1, 2, 3, 4, 7, 8], 2),
+        5: ([1, 2, 3, 4, 7, 8], 3),
+    }
 
 
 def test_a_history_with_no_token_in_common_has_its_first_token_as_context():

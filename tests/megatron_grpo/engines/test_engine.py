@@ -15,8 +15,8 @@ import pytest
 
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.choice import Choice
-from megatron_grpo.engines.engine_queue import EngineQueue
 from megatron_grpo.engines.engine import Engine, Patience
+from megatron_grpo.engines.engine_queue import EngineQueue
 from megatron_grpo.engines.http import EngineDown, EngineError
 
 URL = "http://engine"

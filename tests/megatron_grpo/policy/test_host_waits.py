@@ -106,7 +106,7 @@ def test_nothing_but_layers_of_torch_waits(
 
 def test_the_mask_of_shared_prompts_is_made_without_waiting() -> None:
     cu_seqlens = torch.tensor([0, 640, 896, 1280, 1404], dtype=torch.int32)
-    prefixes = torch.tensor([(0, 0), (0, 637), (0, 637), (0, 0)])
+    prefixes = torch.tensor([[(0, 0)], [(0, 637)], [(0, 637)], [(0, 0)]])
     with counted_waits() as waits:
         local = context_indices(cu_seqlens, 1, 2, 1404)
         block_mask(cu_seqlens, prefixes, local, 1404)
