@@ -264,7 +264,6 @@ class RolloutConfig(Section):
         others = {
             "rollout.engine transformers": self.engine == "transformers",
             "rollout.enable_sleep_mode true": self.enable_sleep_mode,
-            "rollout.in_flight_updates true": self.in_flight_updates,
             "rollout.router_replay true": self.router_replay,
             "rollout.vllm.speculative_config": self.vllm.get("speculative_config"),
             "rollout.weight_transport disk": self.weight_transport == "disk",

@@ -317,10 +317,11 @@ class InFlight:
                 self._dispatcher.add(self._generations.open_of(generation), together=together)
             try:
                 await answered
-            finally:
+            except BaseException:
                 if self._dispatcher:
                     first = generation * MOST_REQUESTS
                     self._dispatcher.forget(range(first, first + MOST_REQUESTS))
+                raise
 
     def _ask(self, number: int, request: Json, url: str) -> None:
         if self._dispatcher:  # else it is among the open ones of the next

@@ -382,7 +382,6 @@ REFUSED = [
         "rollout.quantization=fp8 + rollout.enable_sleep_mode=true",
         "enable_sleep_mode true does not",
     ),
-    (f"{IN_FLIGHT} + rollout.quantization=fp8", "rollout.in_flight_updates true does not"),
     (
         "rollout.weight_transport=disk + rollout.quantization=fp8",
         "rollout.weight_transport disk does not",
