@@ -70,9 +70,7 @@ class TokenSequence:
     # but the last, which it sampled and did not read; None: the routers choose
     routed_experts: Tensor | None = None
     log_row: int | None = None  # of its first response token in the log of tokens; None: in none
-    # Index in the optimizer batch of another one that begins with this prompt, of which the last
-    # token is one of its response; None: this prompt is that of its group
-    root: int | None = None
+    root: int | None = None  # index of the sequence in whose response this prompt ends; None: none
 
     def __post_init__(self) -> None:
         # Nothing predicts the first token of a sequence, so it cannot be a response token.
@@ -91,10 +89,9 @@ class PackedBatch:
     """One microbatch: n segments end to end, T tokens with alignment padding after each segment.
 
     A segment is a whole sequence or, where completions share their prompt, either the prompt
-    without its last token, or that last token followed by one completion. Where a sequence parts
-    from another one in the midst of its response, what they share is in the segment of that. So
-    each token is predicted at the position before it in its own segment; only attention looks
-    across segments.
+    without its last token, or that last token followed by one completion; what is shared may also
+    be the beginning of another completion. So each token is predicted at the position before it in
+    its own segment; only attention looks across segments.
 
     Every tensor is indexed like `tokens`: position t describes ``tokens[t]``. Every rank of a model
     replica holds the complete batch, and `part` selects what is the rank's own. Padding has
@@ -121,9 +118,8 @@ class PackedBatch:
     # rank that trains, only of its own layers.
     routed_experts: Tensor | None = None
     # [n, most parts, 2] int64, first packed position and end of what each segment attends to
-    # besides itself: the parts of its sequence that other segments have, from its beginning on,
-    # without padding; each is the beginning of a segment, or nothing (0, 0). None: prompts are
-    # never shared.
+    # besides itself: a shared prompt, and what it shares of others' responses, without padding, or
+    # nothing (0, 0). Each is the beginning of a segment. None: prompts are never shared.
     prefixes: Tensor | None = None
     part: RankPart | None = None  # what one rank holds and predicts; None: not known yet
 
@@ -160,8 +156,8 @@ def pack(
     """Pack ``sequences[i] for i in indices`` end to end.
 
     Each of the `CACHED_VALUES` values must be set for all of them or for none. With
-    `share_prompts`, sequences with equal prompts share one copy of the prompt if that saves tokens,
-    and one that has its `root` beside it has only its own tokens.
+    `share_prompts`, sequences with equal prompts share a copy of it if that saves tokens, and one
+    with its `root` beside it has none.
 
     `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
     padding, whose loss is zero; `known` then names the values that its peers have. `dtype` is that
@@ -186,7 +182,6 @@ def pack(
 
     masks = [True if each.response_mask is None else each.response_mask for each in members]
     loss_mask = of_responses.column(masks, bool)
-    sequence_indices = [-1 if s.index is None else s.index for s in segments]
     cached: dict[str, Any] = {
         name: response_column(name)
         for name in CACHED_VALUES
@@ -198,7 +193,7 @@ def pack(
         cu_seqlens=torch.tensor([*starts, total], dtype=torch.int32),
         max_seqlen=max(end for _, end in positions),
         context_size=alignment.context,
-        sequence_index=of_segments.column(sequence_indices, np.int64, -1),
+        sequence_index=of_segments.column([s.index for s in segments], np.int64, -1),
         completion_mask=of_responses.column([True] * len(members), bool),
         loss_mask=loss_mask,
         loss_weights=response_column("loss_weight") * loss_mask,
@@ -228,7 +223,7 @@ class _Segment:
     tokens: Tensor
     routed_experts: Tensor | None = None  # of its first tokens
     position: int = 0  # of its first token in the sequence
-    index: int | None = None  # of the sequence; None for a shared prompt
+    index: int = -1  # of the sequence; -1 for a shared prompt
     prefix: int | None = None  # number of the segment that it continues
 
     @classmethod
@@ -240,17 +235,12 @@ class _Segment:
 
 
 def _segments(
-    sequences: Sequences,
-    indices: Sequence[int],
-    alignment: Alignment,
-    share_prompts: bool,
+    sequences: Sequences, indices: Sequence[int], alignment: Alignment, share_prompts: bool
 ) -> list[_Segment]:
-    groups = [[index] for index in indices]
-    branches: set[int] = set()
+    present = {*indices} if share_prompts else set[int]()
+    first = [i for i in indices if sequences[i].root not in present]
+    groups = [[i] for i in first]
     if share_prompts:
-        present = {*indices}
-        branches = {i for i in indices if sequences[i].root in present}
-        first = [i for i in indices if i not in branches]
         groups = [[first[i] for i in group] for group in by_prompt([sequences[i] for i in first])]
     segments: list[_Segment] = []
     for group in groups:
@@ -266,10 +256,10 @@ def _segments(
         own, at = slice(position, None), {"position": position, "prefix": prefix}
         segments += [_Segment.cut_from(sequences[i], own, index=i, **at) for i in group]
     places = {segment.index: number for number, segment in enumerate(segments)}
-    for i in sorted(branches):  # a root has a smaller index
-        position = sequences[i].num_prompt_tokens - 1
-        at = {"position": position, "prefix": places[sequences[i].root]}
-        places[i] = len(segments)
+    for i in sorted({*indices} - {*first}):  # a root has a smaller index
+        position, root = sequences[i].num_prompt_tokens - 1, sequences[i].root
+        assert root is not None
+        at, places[i] = {"position": position, "prefix": places[root]}, len(segments)
         segments.append(_Segment.cut_from(sequences[i], slice(position, None), index=i, **at))
     return segments
 
@@ -279,7 +269,7 @@ def _responses(
 ) -> Iterator[tuple[TokenSequence, slice]]:
     """The sequences of the `segments`, which lie at `whole`, and where their responses lie."""
     for segment, place in zip(segments, whole, strict=True):
-        if segment.index is not None:
+        if segment.index >= 0:
             sequence = sequences[segment.index]
             yield sequence, slice(place.stop - len(sequence.rollout_logprobs), place.stop)
 
@@ -319,15 +309,11 @@ def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
     for segment in segments:
         before: list[tuple[int, int]] = []
         if segment.prefix is not None:
-            start = starts[segment.prefix]
-            own = segment.position - segments[segment.prefix].position
-            before = [*parts[segment.prefix], (start, start + own)]
+            start, root = starts[segment.prefix], segments[segment.prefix]
+            before = [*parts[segment.prefix], (start, start + segment.position - root.position)]
         parts.append(before)
-    found = torch.zeros(len(starts), max([1, *map(len, parts)]), 2, dtype=torch.int64)
-    for number, before in enumerate(parts):
-        if before:
-            found[number, : len(before)] = torch.tensor(before)
-    return found
+    most = max([1, *map(len, parts)])
+    return torch.tensor([each + [(0, 0)] * (most - len(each)) for each in parts or [[]]])
 
 
 def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:

@@ -4,6 +4,7 @@ Sequences have numbers, which a microbatch keeps as `sequence_index`. Those of s
 i, n + i, 2 n + i, ...: so every rank knows the sample of a sequence without being told.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.data.samples import Branch, Sample
-from parallel.packing import CACHED_VALUES, TokenSequence
+from parallel.packing import CACHED_VALUES, TokenSequence, by_prompt
+from parallel.shared_prefix import PromptGroup
 
 BY_TOKEN = ("advantage", "rollout_logprobs", "response_mask", *CACHED_VALUES)
 """Fields of a sequence with a value for each token of the completion."""
@@ -38,6 +40,34 @@ def _root(sample: Sample, branch: Branch) -> int | None:
     return next(
         (k for k, each in enumerate(sample.branches) if each.start <= last < each.end), None
     )
+
+
+def prompt_groups(sequences: Mapping[int, TokenSequence]) -> list[PromptGroup]:
+    """Sequences by their prompts, and those that part from others in their midst with these."""
+    places = {number: place for place, number in enumerate(sequences)}
+    branches: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+    firsts: list[int] = []
+    for number, sequence in sequences.items():
+        first = number
+        while (root := sequences[first].root) is not None:
+            first = root
+        if first == number:
+            firsts.append(number)
+        else:
+            own = len(sequence.rollout_logprobs)
+            branches[places[first]][places[number]] = sequence.num_prompt_tokens, own
+    groups = []
+    for group in by_prompt([sequences[number] for number in firsts]):
+        members = {places[firsts[i]]: sequences[firsts[i]] for i in group}
+        [num_prompt_tokens] = {each.num_prompt_tokens for each in members.values()}
+        groups.append(
+            PromptGroup(
+                num_prompt_tokens=num_prompt_tokens,
+                responses={place: len(each.rollout_logprobs) for place, each in members.items()},
+                branches={place: branches[place] for place in members if place in branches},
+            )
+        )
+    return groups
 
 
 def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:

@@ -3,7 +3,6 @@
 A part is sent unpacked: 9 bytes per token instead of 38. Every rank packs its own.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.loss import loss_weights
-from megatron_grpo.batch.branches import numbered_sequences
+from megatron_grpo.batch.branches import numbered_sequences, prompt_groups
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.batch.token_log import first_rows
@@ -24,8 +23,8 @@ from megatron_grpo.data.samples import Sample
 from parallel.alignment import Alignment
 from parallel.groups import Groups
 from parallel.microbatches import CostModel, plan_microbatches
-from parallel.packing import CACHED_VALUES, PackedBatch, TokenSequence, by_prompt, pack
-from parallel.shared_prefix import PromptGroup, plan_shared_prompts
+from parallel.packing import CACHED_VALUES, PackedBatch, TokenSequence, pack
+from parallel.shared_prefix import plan_shared_prompts
 from parallel.turns import Turn, fixed_turns, numbered, plan_turns
 
 
@@ -127,36 +126,8 @@ def _plan(
             return plan_turns(lengths, max_tokens, cfg.dims, alignment, cost)
         plan = plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
         return fixed_turns(plan, context)
-    plan = plan_shared_prompts(_groups(sequences), max_tokens, cfg.dims, alignment, cost)
+    plan = plan_shared_prompts(prompt_groups(sequences), max_tokens, cfg.dims, alignment, cost)
     return fixed_turns(plan, context)
-
-
-def _groups(sequences: dict[int, TokenSequence]) -> list[PromptGroup]:
-    """Sequences by their prompts, and those that part from others in their midst with these."""
-    places = {number: place for place, number in enumerate(sequences)}
-    branches: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
-    firsts: list[int] = []
-    for number, sequence in sequences.items():
-        first = number
-        while (root := sequences[first].root) is not None:
-            first = root
-        if first == number:
-            firsts.append(number)
-        else:
-            own = len(sequence.rollout_logprobs)
-            branches[places[first]][places[number]] = sequence.num_prompt_tokens, own
-    groups = []
-    for group in by_prompt([sequences[number] for number in firsts]):
-        members = {places[firsts[i]]: sequences[firsts[i]] for i in group}
-        [num_prompt_tokens] = {each.num_prompt_tokens for each in members.values()}
-        groups.append(
-            PromptGroup(
-                num_prompt_tokens=num_prompt_tokens,
-                responses={place: len(each.rollout_logprobs) for place, each in members.items()},
-                branches={place: branches[place] for place in members if place in branches},
-            )
-        )
-    return groups
 
 
 def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[TokenSequence]:

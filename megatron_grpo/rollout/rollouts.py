@@ -82,11 +82,9 @@ class RolloutScheduler:
         self._finish(generation, step, timer)
 
     def before_push(self, step: int, timer: PhaseTimer, *, cuts: bool = False) -> None:
-        """Wait until engines may be given the weights after `step` steps: when all generations in
-        progress are complete, or in flight at once; with `cuts`, engines are without requests then.
-
-        Raises Preempted or RolloutAborted on all ranks, which gives a generation up.
-        """
+        """Wait until the weights after `step` steps may be pushed; with `cuts`, until no request is
+        at the engines. Raises Preempted or RolloutAborted on all ranks, which gives a generation
+        up."""
         if not self._in_flight:
             for generation in [*self.pending]:
                 self._finish(generation, step, timer)

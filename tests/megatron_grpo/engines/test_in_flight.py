@@ -84,31 +84,48 @@ def num_generated(live_engine):
         yield lambda: float(COUNTS["generated"].search(http.get("/metrics").text)[1])
 
 
-@pytest.mark.long
-def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
-    live_engine, num_generated, in_flight, threads, tied_model, other_model
-):
-    weights = {live_engine.version: tied_model}
+async def pause(client, live_engine):
+    """What a push does first, without the seconds in which its rank starts."""
+    async with client.connect(live_engine.servers.base_urls[0]) as engine:
+        await engine.pause()
+
+
+def through_two_pushes(live_engine, num_generated, client, in_flight, threads, folders, cuts=False):
+    """Samples that were in progress while weights were pushed twice, and the weights by version."""
+    weights = {live_engine.version: folders[0]}
     first = num_generated()
     in_flight.resume(live_engine.version)
     asked = [generation(number, live_engine.version) for number in range(2)]
     made = [threads.submit(in_flight.generate, *each) for each in enumerate(asked)]
-    for folder in (other_model, tied_model):
+    for folder in folders[1:]:
         enough = first + 200
         assert wait_until(lambda enough=enough: num_generated() >= enough, 60, 0.005)
-        with in_flight.suspended():  # as for a checkpoint
-            parts = [sample for each in asked for sample in each.so_far()]
-            assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
+        if cuts:
+            with in_flight.suspended():  # as for a checkpoint
+                parts = [sample for each in asked for sample in each.so_far()]
+                assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
         in_flight.hold(live_engine.version + 1)
+        asyncio.run(pause(client, live_engine))
         weights[live_engine.push(folder)] = folder
         first = num_generated()
         in_flight.resume(live_engine.version)
     samples = [sample for each in made for sample in each.result(timeout=120)]
-
     assert len(samples) == 16
     assert {len(sample.spans) for sample in samples} >= {3}
     for sample in samples:
         assert sum(count for _, count in sample.spans) == len(sample.completion_ids) == NUM_TOKENS
+    return samples, weights
+
+
+@pytest.mark.long
+def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
+    live_engine, num_generated, client, in_flight, threads, tied_model, other_model
+):
+    folders = (tied_model, other_model, tied_model)
+    samples, weights = through_two_pushes(
+        live_engine, num_generated, client, in_flight, threads, folders, cuts=True
+    )
+    for sample in samples:
         bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
         for (version, _), (start, end) in zip(sample.spans, bounds, strict=True):
             ids, logprobs = sample.completion_ids[:end], sample.logprobs[:end]
