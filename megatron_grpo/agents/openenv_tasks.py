@@ -35,8 +35,9 @@ class Episodes:
         action = httpx.get(f"{url}/schema").raise_for_status().json()["action"]
         fields = {name: of for name, of in action["properties"].items() if name != "metadata"}
         self._has_tools = fields.get("type", {}).get("const") == "call_tool"
-        texts = [name for name in action["required"] if fields[name].get("type") == "string"]
-        is_text = not self._has_tools and texts == action["required"] and len(texts) == 1
+        needed = action.get("required", [])
+        texts = [name for name in needed if fields[name].get("type") == "string"]
+        is_text = not self._has_tools and texts == needed and len(needed) == 1
         self._text_field = texts[0] if is_text else None
         described = action.get("description", "")
         self._act = _tool(ACT, described, {**action, "properties": fields})
@@ -56,7 +57,7 @@ class Episodes:
         from openai import AsyncOpenAI, BadRequestError  # noqa: PLC0415
 
         url, key = f"{task['url']}/v1", task["key"]
-        model = AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=None)
+        model: Any = AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=None)
         async with self._session() as env, model:
             told = task["row"].get("reset") or "{}"
             result = await env.reset(**json.loads(told))
@@ -131,7 +132,8 @@ class Episodes:
         else:
             shown = {name: of for name, of in observation.items() if name not in NOT_SHOWN}
             shown = {name: of for name, of in shown.items() if of not in (None, "", [], {})}
-            found = next(iter(shown.values())) if len(shown) == 1 else shown or ""
+            texts = [of for of in shown.values() if isinstance(of, str)]
+            found = texts[0] if len(shown) == len(texts) == 1 else shown or ""
         return found if isinstance(found, str) else json.dumps(found)
 
 

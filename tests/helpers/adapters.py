@@ -1,4 +1,4 @@
-"""Runs whose agents are environments of other libraries, by adapters in environments of their own."""
+"""Runs whose agents are environments of other libraries, each in an environment of its own."""
 
 import os
 import subprocess
@@ -23,17 +23,21 @@ class Adapter:
         self._source, self._options = source, options
         self._variables = {"PYTHONPATH": str(PROJECT)} | variables
 
-    def start(self, action: str, file: Path, *options: str) -> subprocess.Popen[bytes]:
-        """`rows` or `serve`."""
-        command = [*self._command, action, self._source, str(file), *self._options, *options]
+    def start(
+        self, action: str, file: Path, *options: str, source: str = ""
+    ) -> subprocess.Popen[bytes]:
+        """`rows` or `serve`, of another source if it is given."""
+        named = source or self._source
+        command = [*self._command, action, named, str(file), *self._options, *options]
         return subprocess.Popen(command, env=os.environ | self._variables)
 
     def train(
-        self, folder: Path, num_rows: int, *arguments: str, at_once: int
+        self, folder: Path, num_rows: int, *arguments: str, at_once: int, dataset: str = ""
     ) -> list[Mapping[str, Any]]:
-        """Two steps on its first rows by vLLM; returns the metrics of each."""
+        """Two steps on its first rows, or those of `dataset`, by vLLM; returns their metrics."""
         data, run_dir = folder / "data.jsonl", folder / "run"
-        assert self.start("rows", data, "--most", str(num_rows)).wait(120) == 0
+        rows = self.start("rows", data, "--most", str(num_rows), source=dataset)
+        assert rows.wait(120) == 0
         assert len(data.read_text().splitlines()) == num_rows
         model = talkative(folder / "model", served_model(folder, "qwen3", tied=True))
         run = start_run(
