@@ -125,10 +125,12 @@ class Episodes:
     def _shown(self, observation: Json) -> str:
         """What the model is told of an observation; empty if it has nothing."""
         if self._observe:
-            return str(observation[self._observe])
-        if "tool_name" in observation:  # the result of an MCP tool
+            found = observation[self._observe]
+        elif "tool_name" in observation:  # the result of an MCP tool
             error, result = observation["error"], observation["result"]
-            found = error["message"] if error else result.get("data", result)
+            found = error["message"] if error else result
+            if isinstance(found, dict):
+                found = found.get("data", found)
         else:
             shown = {name: of for name, of in observation.items() if name not in NOT_SHOWN}
             shown = {name: of for name, of in shown.items() if of not in (None, "", [], {})}
