@@ -56,10 +56,13 @@ class Adapter:
         try:
             told = run_dir / "agents.json"
             assert wait_until(lambda: told.exists() or run.poll() is not None, 300)
-            adapter = self.start("serve", told, "--at-once", str(at_once))
-            output, _ = run.communicate(timeout=500)
-            assert run.returncode == 0, output
-            assert adapter.wait(60) == 0  # the run is over, and its file gone
+            with self.start("serve", told, "--at-once", str(at_once)) as adapter:
+                try:
+                    output, _ = run.communicate(timeout=500)
+                    assert run.returncode == 0, output
+                    assert adapter.wait(60) == 0  # the run is over, and its file gone
+                finally:
+                    adapter.kill()
         finally:
             run.kill()
         return read_metrics(run_dir)
