@@ -11,18 +11,23 @@ import os
 import reprlib
 import shlex
 import shutil
+import socket
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Thread
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from megatron_grpo.agents.tools import Tools, converse, load_tool
+from megatron_grpo.agents.tools import Tools, converse, load_tool, python_schema
 from megatron_grpo.config.agent import PYTHON
 from megatron_grpo.workers.sandbox import Sandbox
 from megatron_grpo.workers.user_file import finite_number, load_user_file
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 Message = dict[str, Any]
 NOTHING: Mapping[str, Any] = {}
@@ -53,6 +58,7 @@ class Actor:
         command: str | None,
         function: str | None,
         tools: Sequence[str],
+        mcp_servers: Sequence[str],
         python_arguments: Mapping[str, Any] = NOTHING,
         **_: Any,
     ) -> None:
@@ -61,15 +67,17 @@ class Actor:
             if shutil.which(shlex.split(command)[0]) is None:
                 raise ValueError(f"agent.command {command!r}: there is no such program")
             return
-        import openai  # noqa: F401, PLC0415
-
+        asyncio.run(_ask_nobody())
         if function is not None:
             load_function(function)
         for name in tools:
             if name == PYTHON:
+                python_schema()
                 asyncio.run(Sandbox(**python_arguments).check())
             else:
                 load_tool(name)
+        if mcp_servers:
+            import mcp  # noqa: F401, PLC0415
 
     def reset(
         self,
@@ -91,18 +99,36 @@ class Actor:
     async def _act(
         self, url: str, key: str, row: Mapping[str, Any], messages: Sequence[Message]
     ) -> Any:
-        # Only agents that are functions need this package, and it takes a second.
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415
-
-        http = DefaultAsyncHttpxClient(verify=False)  # to read certificates takes 0.1 s
-        async with AsyncOpenAI(
-            base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None, http_client=http
-        ) as client:
+        async with client_of(url, key) as client:
             if self._function is not None:
                 return await load_function(self._function)(client, row)
             async with self._tools as tools:
                 metrics = await converse(client, messages, tools)
             return {"reward": None, "metrics": metrics}
+
+
+def client_of(url: str, key: str) -> "AsyncOpenAI":
+    """A client of the endpoint at `url`, for the session with this key."""
+    # Only agents that are functions need this package, and it takes a second.
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415
+
+    http = DefaultAsyncHttpxClient(verify=False)  # to read certificates takes 0.1 s
+    return AsyncOpenAI(
+        base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None, http_client=http
+    )
+
+
+async def _ask_nobody() -> None:
+    """Import what the client imports at its first request, which takes longer than the request:
+    once, and not in the process of each sample."""
+    from openai import APIConnectionError  # noqa: PLC0415
+
+    with socket.socket() as nobody:  # does not listen
+        nobody.bind(("127.0.0.1", 0))
+        _, port = nobody.getsockname()
+        async with client_of(f"http://127.0.0.1:{port}", "none") as client:
+            with suppress(APIConnectionError):
+                await client.chat.completions.create(model="policy", messages=[])
 
 
 def variables_of(url: str, key: str) -> dict[str, str]:

@@ -82,8 +82,7 @@ class Tools:
     async def __aenter__(self) -> "Tools":
         for name in self._names:
             if name == PYTHON:
-                function = python_tool(self._sandbox)
-                schema = schema_of(function, name)
+                function, schema = python_tool(self._sandbox), python_schema()
             else:
                 function, schema = load_tool(name)
             self._add(schema, partial(_run, function))
@@ -188,6 +187,12 @@ async def _ask_server(client: Any, name: str, /, **arguments: Any) -> str:
     if result.is_error:
         raise RuntimeError(text)
     return text
+
+
+@cache
+def python_schema() -> Json:
+    """How the model is told of the tool `python`."""
+    return schema_of(python_tool(Sandbox()), PYTHON)
 
 
 def python_tool(sandbox: Sandbox) -> Call:

@@ -3,27 +3,18 @@
     python -m megatron_grpo.agents.verifiers_tasks rows TASKSET data.jsonl --most 1000
     python -m megatron_grpo.agents.verifiers_tasks serve TASKSET runs/web/agents.json
 
-It runs in an environment of its own, where verifiers 0.4 is installed and this project's folder is
-on PYTHONPATH; nothing else of the project is imported. `--env` is verifiers' config of the
+It runs where verifiers 0.4 is installed (see `task_worker`). `--env` is verifiers' config of the
 environment, in JSON, beside the name of its taskset. The first command writes the tasks as rows of
 the data; the second acts on what the run asks for, unchanged, until the run is over.
 """
 
-import argparse
 import asyncio
 import json
 from collections.abc import Iterable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-WAIT_SECONDS = 60.0
-"""Longer than the run takes to say that it has no task."""
-AGAIN_SECONDS = 2.0
-"""Between attempts to reach a run, which may be starting again."""
-Json = dict[str, Any]
+from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
 
 
 def load(taskset: str, config: str) -> Any:
@@ -36,57 +27,28 @@ def load(taskset: str, config: str) -> Any:
     return loaders.load_environment(kind.model_validate(told))
 
 
-def rows_of(env: Any, most: int | None) -> Iterable[Json]:
+def rows_of(env: Any) -> Iterable[Json]:
     """One row for each task; its prompt is for logs and limits, as the environment asks itself."""
-    for task in islice(env.taskset, most):
+    for task in env.taskset:
         data = task.data.model_dump(mode="json")
         prompt = data.get("prompt")
         text = prompt if isinstance(prompt, str) else json.dumps(prompt)
         yield {"prompt": text or task.key, "task": json.dumps(data)}
 
 
-class Worker:
-    """Takes tasks of a run, and acts on each in an episode of the environment."""
+class Episodes:
+    """Acts on tasks, each in an episode of the environment."""
 
-    def __init__(self, env: Any, file: Path) -> None:
-        self._env, self._file = env, file
-        self._task_type = type(env.taskset).task_type()
+    def __init__(self, env: Any) -> None:
+        self._env, self._task_type = env, type(env.taskset).task_type()
 
-    async def serve(self, at_once: int) -> None:
-        """Act on up to `at_once` tasks at a time until the run is over and its file is gone."""
-        async with self._env.serving(), httpx.AsyncClient(timeout=WAIT_SECONDS) as http:
-            await asyncio.gather(*(self._take_tasks(http) for _ in range(at_once)))
+    async def serve(self, file: Path, at_once: int) -> None:
+        """See `task_worker.serve`."""
+        async with self._env.serving():
+            await serve(file, self.act, at_once)
 
-    async def _take_tasks(self, http: httpx.AsyncClient) -> None:
-        while told := self._told():
-            url, headers = told["url"], {"Authorization": f"Bearer {told['token']}"}
-            try:
-                response = await http.post(f"{url}/tasks", headers=headers)
-                if response.status_code == httpx.codes.NO_CONTENT:
-                    continue
-                task = response.raise_for_status().json()
-                end = await self._end_of(task)
-                await http.post(f"{url}/tasks/{task['key']}", headers=headers, json=end)
-            except httpx.HTTPError:  # the run has ended, or starts again with another token
-                await asyncio.sleep(AGAIN_SECONDS)
-
-    async def _end_of(self, task: Json) -> Json:
-        """What the run is told; whatever fails costs this task alone."""
-        try:
-            return await self._act(task)
-        except Exception as error:  # of any kind: an environment is somebody else's code
-            return {"error": repr(error)}
-
-    def _told(self) -> Json | None:
-        """The address and the token of the run; None when it is over."""
-        try:
-            told: Json = json.loads(self._file.read_text())
-        except FileNotFoundError:
-            return None
-        return told
-
-    async def _act(self, task: Json) -> Json:
-        """An episode: the reward of the traces that the policy has sampled, or why it failed."""
+    async def act(self, task: Json) -> Json:
+        """The reward of the traces that the policy has sampled, or why the episode failed."""
         from verifiers.v1.clients import ModelContext  # noqa: PLC0415
         from verifiers.v1.configs.client import EvalClientConfig  # noqa: PLC0415
         from verifiers.v1.types import SamplingConfig  # noqa: PLC0415
@@ -116,24 +78,14 @@ def ending(episode: Any) -> Json:
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("action", choices=["rows", "serve"])
-    parser.add_argument("taskset", help="its id for verifiers")
-    parser.add_argument("file", type=Path, help="of the rows to write, or the run's agents.json")
+    parser = parser_of(__doc__, "id of a taskset for verifiers", at_once=64)
     parser.add_argument("--env", default="{}", help="config of the environment, in JSON")
-    parser.add_argument("--most", type=int, help="rows")
-    parser.add_argument("--at-once", type=int, default=64, help="episodes at a time")
-    options = parser.parse_args()
-    if options.action == "serve" and not options.file.exists():
-        parser.error(f"{options.file} does not exist: no run with agent.listen is there")
-    env = load(options.taskset, options.env)
+    options = parse(parser)
+    env = load(options.source, options.env)
     if options.action == "rows":
-        rows = rows_of(env, options.most)
-        options.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(options.file, rows_of(env), options.most)
     else:
-        asyncio.run(Worker(env, options.file).serve(options.at_once))
+        asyncio.run(Episodes(env).serve(options.file, options.at_once))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,23 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.data.samples import Sample
 
 END_IDS = (EOS_ID, *range(20, 60))  # of 250: a turn is some six tokens long
+MCP_SERVER = '''
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("numbers")
+
+@server.tool()
+def double(number: int) -> int:
+    """Doubles a number."""
+    return 2 * number
+
+@server.tool()
+def fail() -> str:
+    """Fails."""
+    raise RuntimeError("out of order")
+
+server.run()
+'''
 FUNCTIONS = '''
 import asyncio, json, os, subprocess, sys
 

@@ -1,10 +1,12 @@
 """The processes in which agents act."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
+from helpers.agents import MCP_SERVER
 from megatron_grpo.agents.actors import checked, run_command
 
 LIGHT = """
@@ -12,6 +14,37 @@ import sys
 import megatron_grpo.agents.actors, megatron_grpo.environments.worker
 heavy = {"torch", "numpy", "transformers", "aiohttp", "openai"}
 print(sorted(heavy & sys.modules.keys()))
+"""
+
+FIRST_REQUEST = """
+import json, sys, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from megatron_grpo.agents.actors import Actor
+
+class Endpoint(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        choice = {"index": 0, "message": {"role": "assistant", "content": "hi"}}
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [choice]}).encode())
+
+who = {
+    "command": None,
+    "function": None,
+    "tools": ["python"],
+    "mcp_servers": sys.argv[1:],
+    "max_tool_characters": 9,
+    "python_arguments": {"sandbox": "none"},
+}
+endpoint = HTTPServer(("127.0.0.1", 0), Endpoint)
+threading.Thread(target=endpoint.serve_forever, daemon=True).start()
+Actor.load(**who)
+known = {*sys.modules}
+url = f"http://127.0.0.1:{endpoint.server_port}"
+Actor(**who).reset(url, "key", {}, [{"role": "user", "content": "hi"}])
+print(json.dumps(sorted({*sys.modules} - known)))
 """
 
 TALKATIVE = """
@@ -24,6 +57,18 @@ print(os.environ["A"], row["b"], sep="")
 
 def test_the_process_that_agents_are_forked_from_imports_nothing_heavy():
     assert subprocess.check_output([sys.executable, "-c", LIGHT]) == b"[]\n"
+
+
+def imported_by_an_agent(*mcp_servers: str) -> list[str]:
+    told = subprocess.check_output([sys.executable, "-c", FIRST_REQUEST, *mcp_servers], text=True)
+    return json.loads(told.splitlines()[-1])
+
+
+def test_an_agent_is_forked_when_all_that_it_needs_is_imported(tmp_path):
+    assert imported_by_an_agent() == []
+    (tmp_path / "mcp_numbers.py").write_text(MCP_SERVER)
+    with_server = imported_by_an_agent(f"{sys.executable} {tmp_path / 'mcp_numbers.py'}")
+    assert with_server in ([], ["anyio._core._subprocesses"])  # which starts it
 
 
 def test_a_program_gets_its_row_and_tells_its_reward_in_its_last_line():

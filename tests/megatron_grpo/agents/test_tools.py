@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from helpers.agents import MCP_SERVER
 from helpers.sandboxes import needs_bubblewrap
 from megatron_grpo.agents.tools import Tools
 from megatron_grpo.workers.sandbox import Sandbox
@@ -33,23 +34,6 @@ async def repeat(text: str, times: int) -> str:
     return text * times
 
 def bare(a): return a
-'''
-SERVER = '''
-from mcp.server.mcpserver import MCPServer
-
-server = MCPServer("numbers")
-
-@server.tool()
-def double(number: int) -> int:
-    """Doubles a number."""
-    return 2 * number
-
-@server.tool()
-def fail() -> str:
-    """Fails."""
-    raise RuntimeError("out of order")
-
-server.run()
 '''
 
 
@@ -97,7 +81,7 @@ def test_the_tool_python_tells_what_a_program_prints_and_how_it_fails():
 
 def test_the_tools_of_an_mcp_server_are_called(tmp_path):
     file = tmp_path / "server.py"
-    file.write_text(SERVER)
+    file.write_text(MCP_SERVER)
 
     async def call_all():
         async with Tools([], [f"{sys.executable} {file}"], most_characters=100) as tools:

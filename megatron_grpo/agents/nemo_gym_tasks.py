@@ -1,0 +1,110 @@
+"""Environments of NeMo Gym as agents outside of a run, which has `agent.listen`.
+
+    python -m megatron_grpo.agents.nemo_gym_tasks rows DATASET.jsonl data.jsonl --most 1000
+    python -m megatron_grpo.agents.nemo_gym_tasks serve AGENT runs/web/agents.json --port 8701
+
+It runs where the package nemo-gym is installed (see `task_worker`), beside Gym's servers, of which
+AGENT is one. Their policy model is Gym's own `vllm_model`, and its `policy_base_url` is
+http://127.0.0.1:8701/v1: this process, which sends each request on to the session that it is of.
+It knows that by the request's metadata, where Gym's agents leave what a task has in its
+`responses_create_params`.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import httpx
+from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
+
+from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
+
+LOOPBACK = "127.0.0.1"
+MAX_BODY = 64 << 20
+PARAMS = "responses_create_params"
+SESSION = "megatron_grpo_session"
+"""Name of the metadata that is the key of a session."""
+NO_SESSION = f"no task has this metadata.{SESSION}: the agent must send on what {PARAMS} has"
+
+
+def rows_of(dataset: Path) -> Iterable[Json]:
+    """One row for each of a dataset of Gym; its prompt is for logs and limits."""
+    with dataset.open() as lines:
+        for line in lines:
+            asked = json.loads(line)[PARAMS]["input"]
+            text = asked if isinstance(asked, str) else json.dumps(asked)
+            yield {"prompt": text, "task": line.strip()}
+
+
+def url_of(agent: str, head: str) -> str:
+    """Where an agent's server is, by Gym's head server; KeyError if it has no such agent."""
+    import yaml  # noqa: PLC0415
+
+    config = yaml.safe_load(httpx.get(f"{head}/global_config_dict_yaml").json())
+    [server] = config[agent]["responses_api_agents"].values()
+    return f"http://{server['host']}:{server['port']}"
+
+
+class Episodes:
+    """Has an agent of Gym act on tasks, and answers its policy model."""
+
+    def __init__(self, agent_url: str) -> None:
+        self._agent_url = agent_url
+        self._urls: dict[str, str] = {}
+        """Of the run, by the key of each session that is going on."""
+
+    async def serve(self, file: Path, port: int, at_once: int) -> None:
+        """See `task_worker.serve`."""
+        application = web.Application(client_max_size=MAX_BODY)
+        application.router.add_post("/v1/chat/completions", self._send_on)
+        runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, LOOPBACK, port).start()
+        connector, forever = TCPConnector(limit=0), ClientTimeout(total=None)
+        async with ClientSession(connector=connector, timeout=forever) as self._http:
+            await serve(file, self.act, at_once)
+        await runner.cleanup()
+
+    async def act(self, task: Json) -> Json:
+        """The reward of an episode, and the other numbers that the environment gives it."""
+        row, key = json.loads(task["row"]["task"]), task["key"]
+        metadata = row[PARAMS].get("metadata") or {}
+        row[PARAMS]["metadata"] = {**metadata, SESSION: key}
+        self._urls[key] = task["url"]
+        try:
+            async with self._http.post(f"{self._agent_url}/run", json=row) as answer:
+                if not answer.ok:
+                    return {"error": await answer.text()}
+                told: Json = await answer.json()
+        finally:
+            del self._urls[key]
+        new = {name: value for name, value in told.items() if name not in row}
+        metrics = {name: value for name, value in new.items() if isinstance(value, int | float)}
+        return {"reward": metrics.pop("reward"), "metrics": metrics}
+
+    async def _send_on(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        key = (body.get("metadata") or {}).get(SESSION)
+        if key not in self._urls:
+            return web.json_response({"error": {"message": NO_SESSION}}, status=400)
+        url = f"{self._urls[key]}/{key}{request.path}"
+        async with self._http.post(url, json=body) as answer:
+            return web.json_response(body=await answer.read(), status=answer.status)
+
+
+def main() -> None:
+    """See the module."""
+    parser = parser_of(__doc__, "file of a dataset of Gym, or name of its agent", at_once=64)
+    parser.add_argument("--port", type=int, default=8701, help="of this process's endpoint")
+    parser.add_argument("--head", default=f"http://{LOOPBACK}:11000", help="Gym's head server")
+    options = parse(parser)
+    if options.action == "rows":
+        write_rows(options.file, rows_of(Path(options.source)), options.most)
+    else:
+        episodes = Episodes(url_of(options.source, options.head))
+        asyncio.run(episodes.serve(options.file, options.port, options.at_once))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Environments of OpenEnv as agents outside of a run, which has `agent.listen`.
+
+    python -m megatron_grpo.agents.openenv_tasks rows http://127.0.0.1:8000 data.jsonl --most 1000
+    python -m megatron_grpo.agents.openenv_tasks serve http://127.0.0.1:8000 runs/web/agents.json
+
+It runs where the package openenv is installed (see `task_worker`), beside the environment's server.
+The model is told each observation: as it is if that is one text, else in JSON. Its answer is the
+action if that needs one text and nothing else. Any other action is a call of a tool: of one of the
+environment's own (MCP), or of `act`, whose arguments are the fields of the action. The first
+command writes one row for each seed; the second acts until the run is over.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
+
+ACT = "act"
+INVALID = "VALIDATION_ERROR"
+"""Code of a server's answer to a call with wrong arguments, of which the model is told."""
+NOT_SHOWN = ("done", "reward", "metadata")
+"""Fields of each observation that are not what the environment shows."""
+
+
+class Episodes:
+    """Acts on tasks, each in a session with the server of an environment."""
+
+    def __init__(self, url: str, observe: str | None) -> None:
+        """`observe` is the field of observations that the model is told; None: all of them."""
+        self._url, self._observe = url, observe
+        action = httpx.get(f"{url}/schema").raise_for_status().json()["action"]
+        fields = {name: of for name, of in action["properties"].items() if name != "metadata"}
+        self._has_tools = fields.get("type", {}).get("const") == "call_tool"
+        needed = action.get("required", [])
+        texts = [name for name in needed if fields[name].get("type") == "string"]
+        is_text = not self._has_tools and texts == needed and len(needed) == 1
+        self._text_field = texts[0] if is_text else None
+        described = action.get("description", "")
+        self._act = _tool(ACT, described, {**action, "properties": fields})
+
+    async def rows(self, most: int, arguments: Json) -> list[Json]:
+        """For each seed what `reset` gets; the prompt is what it shows then."""
+        rows = []
+        async with self._session() as env:
+            for seed in range(most):
+                told = {"seed": seed, **arguments}
+                shown = self._shown((await env.reset(**told)).observation)
+                rows.append({"prompt": shown or f"seed {seed}", "reset": json.dumps(told)})
+        return rows
+
+    async def act(self, task: Json) -> Json:
+        """Play until the environment or the model is done, or at a limit; rewards add up."""
+        from openai import AsyncOpenAI, BadRequestError  # noqa: PLC0415
+
+        url, key = f"{task['url']}/v1", task["key"]
+        model: Any = AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=None)
+        async with self._session() as env, model:
+            told = task["row"].get("reset") or "{}"
+            result = await env.reset(**json.loads(told))
+            rewards, messages = [result.reward], self._opening(task, result.observation)
+            tools = {} if self._text_field else {"tools": await self._tools(env)}
+            while not result.done:
+                try:
+                    answer = await model.chat.completions.create(
+                        model="policy", messages=messages, **tools
+                    )
+                except BadRequestError as error:
+                    if error.code is None:  # the request is wrong; else a limit is reached
+                        raise
+                    break
+                message = answer.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not (actions := self._actions(message)):
+                    break
+                for action, reply in actions:
+                    try:
+                        result = await env.step(action)
+                    except RuntimeError as error:
+                        if INVALID not in str(error) or self._text_field:
+                            raise
+                        messages.append({**reply, "content": str(error)})
+                        continue
+                    messages.append({**reply, "content": self._shown(result.observation)})
+                    rewards.append(result.reward)
+                    if result.done:
+                        break
+        given = [reward for reward in rewards if reward is not None]
+        return {"reward": sum(given) if given else None}
+
+    def _session(self) -> Any:
+        from openenv.core.generic_client import GenericEnvClient  # noqa: PLC0415
+
+        return GenericEnvClient(self._url)
+
+    def _opening(self, task: Json, observation: Json) -> list[Json]:
+        """What the environment shows first, in place of the row's prompt if it shows anything."""
+        messages: Sequence[Json] = task["messages"]
+        if not (text := self._shown(observation)):
+            return [*messages]
+        system = [message for message in messages if message["role"] == "system"]
+        return [*system, {"role": "user", "content": text}]
+
+    async def _tools(self, env: Any) -> list[Json]:
+        if not self._has_tools:
+            return [self._act]
+        listed = (await env.step({"type": "list_tools"})).observation["tools"]
+        return [_tool(each["name"], each["description"], each["input_schema"]) for each in listed]
+
+    def _actions(self, message: Any) -> list[tuple[Json, Json]]:
+        """The actions that an answer is, each with the beginning of the message that replies."""
+        if self._text_field:
+            return [({self._text_field: message.content or ""}, {"role": "user"})]
+        found = []
+        for call in message.tool_calls or ():
+            action = _parsed(call.function.arguments)
+            if self._has_tools:
+                action = {"type": "call_tool", "tool_name": call.function.name, "arguments": action}
+            found.append((action, {"role": "tool", "tool_call_id": call.id}))
+        return found
+
+    def _shown(self, observation: Json) -> str:
+        """What the model is told of an observation; empty if it has nothing."""
+        if self._observe:
+            found = observation[self._observe]
+        elif "tool_name" in observation:  # the result of an MCP tool
+            error, result = observation["error"], observation["result"]
+            found = error["message"] if error else result
+            if isinstance(found, dict):
+                found = found.get("data", found)
+        else:
+            shown = {name: of for name, of in observation.items() if name not in NOT_SHOWN}
+            shown = {name: of for name, of in shown.items() if of not in (None, "", [], {})}
+            texts = [of for of in shown.values() if isinstance(of, str)]
+            found = texts[0] if len(shown) == len(texts) == 1 else shown or ""
+        return found if isinstance(found, str) else json.dumps(found)
+
+
+def _parsed(arguments: str) -> Json:
+    """Of a call; what the model wrote that is no object is refused by the environment."""
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        parsed = arguments
+    return parsed if isinstance(parsed, dict) else {"arguments": parsed}
+
+
+def _tool(name: str, description: str, parameters: Json) -> Json:
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def main() -> None:
+    """See the module."""
+    parser = parser_of(__doc__, "address of the environment's server", at_once=1)
+    parser.add_argument("--reset", default="{}", help="arguments of reset beside seed, in JSON")
+    parser.add_argument("--observe", help="field of observations that the model is told")
+    parser.set_defaults(most=1000)
+    options = parse(parser)
+    episodes = Episodes(options.source.rstrip("/"), options.observe)
+    if options.action == "rows":
+        rows = asyncio.run(episodes.rows(options.most, json.loads(options.reset)))
+        write_rows(options.file, rows, options.most)
+    else:
+        asyncio.run(serve(options.file, episodes.act, options.at_once))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""An environment of NeMo Gym, unchanged, is trained: see docs/agents.md."""
+
+import signal
+import socket
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from helpers.adapters import PROJECT, Adapter, assert_token_for_token
+from helpers.engines import wait_until
+
+VENV = PROJECT / ".venv-nemo-gym"
+PYTHON = VENV / "bin" / "python"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-nemo-gym: see docs/agents.md"),
+]
+NAME = "example_single_tool_call"
+"""An environment of the package, with a tool; whatever the model does is worth 1."""
+AGENT = f"{NAME}_simple_agent"
+SERVERS = (
+    f"resources_servers/{NAME}",
+    "responses_api_agents/simple_agent",
+    "responses_api_models/vllm_model",
+)
+
+
+def free_ports(count: int) -> list[int]:
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in taken]
+    for each in taken:
+        each.close()
+    return ports
+
+
+@contextmanager
+def gym_servers(folder: Path, port: int, head_port: int):
+    """The address of Gym's head server; the policy model of its servers asks at `port`."""
+    for server in SERVERS:  # all are installed in one environment, so that none is made for each
+        (folder / server).mkdir(parents=True)
+        (folder / server / ".venv").symlink_to(VENV.resolve())
+    model = {"--model-type": "vllm_model", "--model": "policy", "--model-api-key": "none"}
+    model["--model-url"] = f"http://127.0.0.1:{port}/v1"
+    settings = (
+        f"+head_server={{host:127.0.0.1,port:{head_port}}}",
+        f"+uv_venv_dir={folder}",
+        "+skip_venv_if_present=true",
+        "++policy_model.responses_api_models.vllm_model.replace_developer_role_with_system=true",
+    )
+    gym = [PYTHON.with_name("gym"), "env", "start", "--resources-server", NAME]
+    command = [*gym, *(word for pair in model.items() for word in pair), *settings]
+    with (
+        (folder / "servers.log").open("w+") as log,
+        subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as servers,
+    ):
+        ready = f"All {len(SERVERS)} / {len(SERVERS)} servers ready"
+        try:
+            assert wait_until(
+                lambda: ready in Path(log.name).read_text() or servers.poll() is not None, 240
+            )
+            assert servers.poll() is None, Path(log.name).read_text()
+            yield f"http://127.0.0.1:{head_port}"
+        finally:
+            servers.send_signal(signal.SIGTERM)
+
+
+def test_its_episodes_are_trained_on_token_for_token(tmp_path):
+    dataset = next((VENV / "lib").glob(f"python*/site-packages/{SERVERS[0]}/data/example.jsonl"))
+    port, head_port = free_ports(2)
+    with gym_servers(tmp_path, port, head_port) as head:
+        adapter = Adapter(PYTHON, "nemo_gym_tasks", AGENT, "--port", str(port), "--head", head)
+        records = adapter.train(
+            tmp_path, 5, "data.max_prompt_length=440", at_once=8, dataset=str(dataset)
+        )
+    assert_token_for_token(records)
+    assert [record["reward"] for record in records] == [1.0, 1.0]
