@@ -45,6 +45,8 @@ _SAME_NAMES = (
     "norms_all_heads",
     "zero_centered_norms",
     "scales_embeddings",
+    "has_linear_biases",
+    "has_sinks",
     "activation",
     "partial_rotary_factor",
 )

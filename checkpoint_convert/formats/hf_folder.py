@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
 from checkpoint_convert.hf_config import check_folder, has_other_towers, read_json, read_scheme
-from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.megatron import file_tensors
 from checkpoint_convert.quantization import Scheme, with_scales
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.text_tower import is_of_text, text_name
@@ -124,7 +124,7 @@ def check_weights(
             f"{folder} has a LoRA adapter, which would be left out: merge it into the weights "
             f"(checkpoint-convert merge), or remove {ADAPTER_FILE}"
         )
-    wanted = _chosen(hf_tensors(shape), names)
+    wanted = _chosen(file_tensors(shape), names)
     scheme, has_others = read_scheme(Path(folder)), has_other_towers(Path(folder))
     places, faults = _with_scales(folder, names, scheme)
     readable = {*ITEM_SIZES} if scheme is None else {*ITEM_SIZES, scheme.dtype}

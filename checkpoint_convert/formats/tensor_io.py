@@ -74,8 +74,27 @@ class StoredTensors:
         return self._descriptors[path]
 
 
+_PAGE_BYTES = 4096
+
+
+def whole_rows(place: TensorPlace, box: Box, itemsize: int) -> Box:
+    """The rows of a stored tensor that `box` is a part of, if a row is at most a page; or `box`."""
+    if not place.shape or place.shape[-1] * itemsize > _PAGE_BYTES:
+        return box
+    return Box((*box.start[:-1], 0), (*box.size[:-1], place.shape[-1]))
+
+
 def read_box(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> None:
-    """Read `box` of a stored tensor into `target`; directly if that is contiguous."""
+    """Read `box` of a stored tensor into `target`; directly if that is contiguous.
+
+    Of short rows all columns are read, as a read of a few bytes costs as much.
+    """
+    rows = whole_rows(place, box, target.itemsize)
+    if rows != box:
+        values = torch.empty(rows.size, dtype=target.dtype)
+        read_box(descriptor, place, rows, values)
+        target.copy_(values[..., box.start[-1] : box.end[-1]])
+        return
     values = target if target.is_contiguous() else torch.empty(box.size, dtype=target.dtype)
     with errors_named(place.file):
         for part, position in _runs(values, place, box):

@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_te_version
 from torch import Tensor
@@ -63,6 +64,8 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     _freeze_expert_biases(chunks)
     for chunk in chunks:
         _mark_experts(chunk)
+        if shape.has_linear_biases:
+            _add_expert_biases(chunk)
         if cfg.model.freeze_moe_router:
             _freeze_routers(chunk)
         if chunk.post_process:
@@ -153,6 +156,19 @@ def _mark_experts(chunk: GPTModel) -> None:
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
+
+
+def _add_expert_biases(chunk: GPTModel) -> None:
+    """Let torch's experts add the bias of their output in place, as Megatron does.
+
+    Autograd refuses that for the view which Megatron's sum over a single tensor rank returns. With
+    biases, no more ranks share an expert, and there is nothing to sum.
+    """
+    module: Any
+    for module in chunk.modules():
+        if isinstance(module, SequentialMLP):
+            for expert in module.local_experts:
+                expert.linear_fc2.explicit_expert_comm = True
 
 
 def _rotary(shape: ModelShape) -> RotaryEmbedding:

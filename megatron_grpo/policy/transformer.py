@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -52,7 +53,12 @@ from parallel.attention import PackedAttention
 moe_utils.te_general_gemm = None
 
 
-ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
+ACTIVATIONS = {
+    "silu": silu,
+    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
+    "swigluoai": quick_gelu,
+}
+_FUSED_ACTIVATIONS = ("silu", "swigluoai")
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
@@ -118,12 +124,12 @@ def _fusions(implementation: str, shape: ModelShape) -> dict[str, Any]:
     """Fusions that Megatron's training script enables on GPUs, unlike TransformerConfig's defaults.
 
     Unfused RoPE synchronizes with the GPU twice per layer, to read the lengths of sequences. A
-    mixture of experts has one more, of its permutations. Of activations, SiLU's is fused.
+    mixture of experts has one more, of its permutations. Some activations are fused.
     """
     fused = implementation == "transformer_engine"
     return {
         "apply_rope_fusion": fused,
-        "bias_activation_fusion": fused and shape.activation == "silu",
+        "bias_activation_fusion": fused and shape.activation in _FUSED_ACTIVATIONS,
     }
 
 
@@ -185,7 +191,7 @@ def fused_layer_spec(
     config: TransformerConfig, num_experts: int | None, shape: ModelShape, shared_prompts: bool
 ) -> ModuleSpec:
     """Transformer Engine's layer; its attention does not know shared prompts, nor windows of
-    sequences that context ranks split."""
+    sequences that context ranks split, nor sinks of packed sequences."""
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -193,7 +199,7 @@ def fused_layer_spec(
         multi_latent_attention=shape.latent is not None,
     )
     is_split = config.context_parallel_size > 1
-    if shared_prompts or (is_split and shape.window is not None):
+    if shared_prompts or shape.has_sinks or (is_split and shape.window is not None):
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
     _use_mla(layer, shape)
     use_windows(layer, shape)
@@ -283,10 +289,13 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": shape.rms_norm_eps,
         "layernorm_zero_centered_gamma": shape.zero_centered_norms,
         "qk_layernorm": shape.qk_norm,
-        "add_bias_linear": False,
+        "add_bias_linear": shape.has_linear_biases,
         "add_qkv_bias": shape.attention_bias,
+        "softmax_type": "learnable" if shape.has_sinks else "vanilla",
         "gated_linear_unit": True,
         "activation_func": ACTIVATIONS[shape.activation],
+        "activation_func_clamp_value": 7.0 if shape.activation == "swigluoai" else None,
+        "glu_linear_offset": 1.0 if shape.activation == "swigluoai" else 0.0,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }

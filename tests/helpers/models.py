@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
+from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.minimax_m2 import MiniMaxM2Config
 from transformers.models.ministral3 import Ministral3Config
@@ -43,6 +44,7 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
+    "gpt_oss": GptOssConfig,
     "deepseek_v3": DeepseekV3Config,
     "seed_oss": SeedOssConfig,
     "phi3": Phi3Config,
@@ -54,7 +56,7 @@ CONFIGS = {
 }
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
-NEVER_TIED = (*LATENTS, "glm4_moe")
+NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss")
 # Fields that only this family has, or names differently.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -111,6 +113,20 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.8,
         "num_nextn_predict_layers": 0,
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
     },
     "minimax_m2": {
         "num_local_experts": 4,
