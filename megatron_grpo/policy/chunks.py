@@ -152,10 +152,14 @@ def _mark_experts(chunk: GPTModel) -> None:
     Megatron marks expert parameters only if expert > 1. Unmarked, their gradients would be summed
     over the data ranks of the other weights, which are too few when expert_tensor < tensor; and
     whether experts have an optimizer of their own, also in checkpoints, would depend on the layout.
+    It takes the bias of their output for a copy of that on other tensor ranks, which are of other
+    experts.
     """
+    parameter: Any
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
-            parameter.allreduce = False
+            parameter.allreduce, parameter.sequence_parallel = False, False
+            parameter.tensor_model_parallel = True
 
 
 def _add_expert_biases(chunk: GPTModel) -> None:

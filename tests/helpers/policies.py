@@ -209,6 +209,7 @@ def unstacked(stored: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]
             piece.axes,
         )
         for piece in files.pieces
+        if piece.local in stored
     }
 
 
