@@ -324,6 +324,9 @@ class _GatherPacked(torch.autograd.Function):
 class PackedAttention(torch.nn.Module):
     """Core attention for Megatron-Core's ``SelfAttention``: packed, causal, context-parallel."""
 
+    softmax_offset: Tensor | None = None
+    """Sinks of this rank's heads."""
+
     def __init__(
         self,
         *,
@@ -340,9 +343,6 @@ class PackedAttention(torch.nn.Module):
         self.window: int | None = None
         if config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]:
             self.window = config.window_size[0] + 1  # Megatron's is without the token itself
-        self.softmax_offset: Any = None
-        if config.softmax_type == "learnable":
-            self.softmax_offset = _sinks(config)
         self.group: ProcessGroup = pg_collection.cp
 
     def forward(
@@ -382,16 +382,3 @@ class PackedAttention(torch.nn.Module):
         )
         return output.to(query.dtype)
 
-
-def _sinks(config: Any) -> torch.nn.Parameter:
-    """Those of a tensor rank's heads."""
-    sinks: Any = torch.nn.Parameter(
-        torch.empty(
-            config.num_attention_heads // config.tensor_model_parallel_size,
-            dtype=config.params_dtype,
-            device=torch.cuda.current_device(),
-        )
-    )
-    # Else the gradient norm would count those of one rank only.
-    sinks.tensor_model_parallel, sinks.partition_dim, sinks.partition_stride = True, 0, 1
-    return sinks

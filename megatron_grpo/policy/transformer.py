@@ -44,9 +44,9 @@ from megatron_grpo.policy.releases import (
     mlp_submodules,
     no_initialization,
 )
+from megatron_grpo.policy.sinks import packed_attention_of
 from megatron_grpo.policy.windows import use_windows, window_fields
 from parallel import ParallelDims, pipeline_layers
-from parallel.attention import PackedAttention
 
 # Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
 # torch is told; and without it Megatron-Core 0.16.1 leaves the name undefined.
@@ -200,7 +200,7 @@ def fused_layer_spec(
     )
     is_split = config.context_parallel_size > 1
     if shared_prompts or shape.has_sinks or (is_split and shape.window is not None):
-        layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        layer.submodules.self_attention.submodules.core_attention = packed_attention_of(shape)
     _use_mla(layer, shape)
     use_windows(layer, shape)
     _use_norms(layer, shape, config, LayerNormImpl)
@@ -226,7 +226,7 @@ def torch_layer_spec(
     )
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
+    attention.core_attention = packed_attention_of(shape)
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     # Checkpoints use Transformer Engine's names, and a norm has one of its own where it is not

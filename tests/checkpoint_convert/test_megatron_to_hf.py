@@ -13,7 +13,7 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files
 from helpers.conversions import assert_same, weights_of
-from helpers.models import CONFIGS, tiny_model, train
+from helpers.models import CONFIGS, mesh_for, tiny_model, train
 from helpers.policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
 from helpers.ranks import run_ranks
 from parallel import ParallelDims
@@ -41,7 +41,7 @@ def imported(llama, tmp_path_factory):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_comes_back_bit_by_bit(models, tmp_path, family):
-    dims = EXPERT_MESH if FAMILIES[family].experts else MESH
+    dims = mesh_for(family, EXPERT_MESH if FAMILIES[family].experts else MESH)
     import_checkpoint(models[family], tmp_path / "megatron", dims, num_workers=2)
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", num_workers=2)
     assert_same(weights_of(tmp_path / "hf"), weights_of(models[family]))
@@ -66,6 +66,7 @@ def train_and_save(rank, model, dims, run):
 
 TRAINED = {
     "deepseek_v3": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
+    "gpt_oss": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
     "qwen3": ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     "qwen3_moe": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
 }

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.seed_oss import SeedOssConfig
 
+from parallel import ParallelDims
+
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<start>")
 PAD_ID, EOS_ID = 0, 1
 CHAT_TEMPLATE = (
@@ -54,6 +57,8 @@ CONFIGS = {
     "olmo3": Olmo3Config,
     "gemma3_text": Gemma3TextConfig,
 }
+WHOLE_EXPERTS = ("gpt_oss",)
+"""Families whose experts are not split over tensor ranks."""
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
 NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss")
@@ -205,6 +210,11 @@ def tiny_model(
     model.save_pretrained(folder)
     character_tokenizer(config.vocab_size).save_pretrained(folder)
     return Path(folder)
+
+
+def mesh_for(family: str, dims: ParallelDims) -> ParallelDims:
+    """`dims`, with whole experts where a family has no others."""
+    return replace(dims, expert_tensor=1) if family in WHOLE_EXPERTS else dims
 
 
 def talkative(folder: Path, model: Path) -> Path:
