@@ -92,9 +92,9 @@ def write_weights(
     by_file: dict[Path, list[Copy]] = defaultdict(list)
     for copy in copies:
         by_file[places[copy.destination].file].append(copy)
-    files = deque(by_file.items())
-    files.rotate(-first_file)
-    for file, file_copies in files:
+    in_turn = deque(by_file.items())
+    in_turn.rotate(-first_file)
+    for file, file_copies in in_turn:
         with errors_named(file), file.open("r+b", buffering=0) as opened:
             for box, together in _by_rows(file_copies, places):
                 place = places[together[0].destination]

@@ -193,7 +193,7 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
     if shape.has_linear_biases and dims.expert_tensor > 1:
         raise ValueError(
             f"expert_tensor({dims.expert_tensor}) cannot split the experts: Megatron-Core adds "
-            f"their biases only where they are whole; legal values are [1]"
+            "their biases only where they are whole; legal values are [1]"
         )
     for axis, size, split in (
         ("expert", dims.expert, "num_experts"),

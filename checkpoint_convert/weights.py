@@ -27,6 +27,7 @@ from checkpoint_convert.megatron import (
     checkpoint_boxes,
     checkpoint_layout,
     file_layout,
+    file_tensors,
     hf_tensors,
 )
 from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
@@ -99,12 +100,13 @@ def as_laid_out(places: Mapping[str, TensorPlace], layout: Layout) -> dict[str, 
 
 
 def whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and values of every tensor of the model in a Hugging Face folder, one at a time."""
+    """Name and values of every tensor of a Hugging Face folder, dequantised, one at a time."""
     with closing(open_weights(folder, read_shape(folder))) as weights:
-        for name, size in weights.layout.shapes.items():
+        for name, stored in file_tensors(weights.shape).items():
+            size = weights.layout.shapes[name]
             values = torch.empty(size, dtype=DTYPES[weights.tensors.dtypes[name]])
             weights.tensors.read_into(name, Box.whole(size), values)
-            yield name, values
+            yield name, values.view(stored)
 
 
 def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:

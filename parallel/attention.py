@@ -324,9 +324,6 @@ class _GatherPacked(torch.autograd.Function):
 class PackedAttention(torch.nn.Module):
     """Core attention for Megatron-Core's ``SelfAttention``: packed, causal, context-parallel."""
 
-    softmax_offset: Tensor | None = None
-    """Sinks of this rank's heads."""
-
     def __init__(
         self,
         *,
@@ -343,6 +340,7 @@ class PackedAttention(torch.nn.Module):
         self.window: int | None = None
         if config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]:
             self.window = config.window_size[0] + 1  # Megatron's is without the token itself
+        self.softmax_offset: Tensor | None = None  # sinks of this rank's heads
         self.group: ProcessGroup = pg_collection.cp
 
     def forward(
@@ -381,4 +379,3 @@ class PackedAttention(torch.nn.Module):
             sinks=None if self.softmax_offset is None else self.softmax_offset.to(dtype),
         )
         return output.to(query.dtype)
-

@@ -112,6 +112,8 @@ class Family:
     """Whether weight files have queries, keys and values in one matrix, and gate and up in one."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """How its RoPE may be scaled."""
+    rope_required: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of RoPE, each with the only supported value."""
     num_extra_layers: str | None = None
     """Config key of `ModelShape.num_extra_layers`; None: 0."""
     engine_names: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""gpt-oss: Qwen3-MoE with a sink for each head, biases everywhere, and windows in every other layer.
+"""gpt-oss: Mixtral with sinks, biases everywhere, and a window in every other layer.
 
 Weight files stack the experts of a layer; those that OpenAI publishes hold them in MXFP4.
 """
@@ -45,7 +45,8 @@ GPT_OSS = Family(
     has_sinks=True,
     activation="swigluoai",
     windows=Windows(every=2),
-    rope_types=("default", "yarn"),  # vLLM always scales by yarn
+    rope_types=("default", "yarn"),  # vLLM always scales by yarn, and has the factor that follows
+    rope_required={"attention_factor": None, "mscale": None, "mscale_all_dim": None},
     engine_names={".self_attn.": ".attn.", "embed_tokens": "embedding"},
     experts=Experts(
         num_experts="num_local_experts",

@@ -28,8 +28,11 @@ class DequantizedTensors(StoredTensors):
         super().__init__(places)
         self._quantized = {n: p for n, p in places.items() if isinstance(p, QuantizedPlace)}
         self._blocks = {n: p for n, p in places.items() if isinstance(p, Mxfp4Place)}
-        read_as = {n: p.read_as for n, p in (*self._quantized.items(), *self._blocks.items())}
-        self.dtypes = {**self.dtypes, **read_as}
+        self.dtypes = {
+            **self.dtypes,
+            **{name: place.read_as for name, place in self._quantized.items()},
+            **{name: place.read_as for name, place in self._blocks.items()},
+        }
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
         """See `TensorSource`; raises ValueError for a scale that is no finite number above 0."""

@@ -114,10 +114,10 @@ def check_weights(
     """Places of exactly the tensors that `shape` requires; reads headers, not weights.
 
     The one exception is a tied model that also stores its head: both tables are read and compared.
-    Quantised weights are `QuantizedPlace` or `Mxfp4Place`, and tensors that only they need are left out.
-    `names` limits the check and the result to those tensors. Raises ValueError that lists every
-    tensor that is missing or unexpected or has the wrong shape or an unsupported dtype, and for a
-    folder with an adapter, which would change the weights. Other towers than that of text are not
+    Quantised weights are `QuantizedPlace` or `Mxfp4Place`, and tensors that only they need are left
+    out. `names` limits the check and the result to those tensors. Raises ValueError that lists all
+    tensors that are missing or unexpected or have the wrong shape or an unsupported dtype, and for
+    a folder with an adapter, which would change the weights. Other towers than that of text are not
     checked.
     """
     if (Path(folder) / ADAPTER_FILE).is_file():

@@ -54,10 +54,11 @@ moe_utils.te_general_gemm = None
 
 
 ACTIVATIONS = {
-    "silu": silu,
-    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
-    "swigluoai": quick_gelu,
+    "silu": (silu, None, 0.0),
+    "gelu_pytorch_tanh": (partial(gelu, approximate="tanh"), None, 0.0),
+    "swigluoai": (quick_gelu, 7.0, 1.0),
 }
+"""Of the gate; the limit of both factors, None: they have none; and what is added to the other."""
 _FUSED_ACTIVATIONS = ("silu", "swigluoai")
 
 
@@ -160,12 +161,6 @@ def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any])
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):  # read in each forward
             module.fuse_wgrad_accumulation = True
-
-
-def balances_experts(config: TransformerConfig) -> bool:
-    """Whether routers add auxiliary losses; by default they do not."""
-    coefficients = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
-    return config.num_moe_experts is not None and any(coefficients)
 
 
 def block_spec(
@@ -276,6 +271,7 @@ def _use_norms(layer: ModuleSpec, shape: ModelShape, config: TransformerConfig, 
 
 
 def _architecture(shape: ModelShape) -> dict[str, Any]:
+    function, limit, offset = ACTIVATIONS[shape.activation]
     return {
         "softmax_scale": softmax_scale(shape, yarn_scaling(shape)),
         "num_layers": shape.num_layers,
@@ -293,9 +289,9 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
         "add_qkv_bias": shape.attention_bias,
         "softmax_type": "learnable" if shape.has_sinks else "vanilla",
         "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS[shape.activation],
-        "activation_func_clamp_value": 7.0 if shape.activation == "swigluoai" else None,
-        "glu_linear_offset": 1.0 if shape.activation == "swigluoai" else 0.0,
+        "activation_func": function,
+        "activation_func_clamp_value": limit,
+        "glu_linear_offset": offset,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }

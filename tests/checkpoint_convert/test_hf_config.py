@@ -36,6 +36,8 @@ LLAMA = {
 }
 MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_MOE = {"model_type": "qwen3_moe"}
+GPT_OSS = {"model_type": "gpt_oss", "num_key_value_heads": 4}
+GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 ROUTER_OF_MINIMAX = {"scoring_func": "sigmoid", "use_routing_bias": True}
 MINIMAX_M2 = {"model_type": "minimax_m2", "num_key_value_heads": 4, "rotary_dim": 64}
@@ -131,7 +133,9 @@ def shape_by_transformers(config):
         attention_bias=family in ("qwen2", "seed_oss") or getattr(config, "attention_bias", False),
         qk_norm=family in QK_NORMS or getattr(config, "use_qk_norm", False),
         rope_theta=theta,
-        rope_scaling=None if rope["rope_type"] == "default" else rope | yarn_by_transformers(config),
+        rope_scaling=None
+        if rope["rope_type"] == "default"
+        else rope | yarn_by_transformers(config),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         has_pre_norms=family not in OLMO,
         has_post_norms=family in OLMO or is_gemma,
@@ -210,8 +214,9 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
     assert shape == shape_by_transformers(CONFIGS[family].from_pretrained(tmp_path))
 
 
+GPT_OSS_SIZES = ("gpt-oss-20b", "gpt-oss-120b")
 # Published with YaRN, of which test_rope.py says what it means.
-WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B")
+WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B", *GPT_OSS_SIZES)
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED_MODELS if name not in WITH_YARN])
@@ -503,6 +508,12 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         (
             MINIMAX_M2 | ROUTER_OF_MINIMAX | {"use_qk_norm": False},
             "use_qk_norm is False, only True",
+        ),
+        (GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_limit is 5.0, only 7.0 is supported"),
+        (GPT_OSS | {"layer_types": ["full_attention"] * 2}, "layer_types is ['full_attention', 'f"),
+        (
+            GPT_OSS | {"rope_scaling": GPT_OSS_YARN | {"mscale": 2.0}},
+            "RoPE mscale is 2.0, only None",
         ),
         # Windows
         (QWEN2 | {"use_sliding_window": "no"}, "use_sliding_window is 'no'; it must be true or"),

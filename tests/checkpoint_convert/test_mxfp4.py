@@ -11,10 +11,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoint_convert import megatron_layout, read_shape
 from checkpoint_convert.formats.dequantized import DequantizedTensors
+from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.mxfp4 import Mxfp4Scheme, with_blocks
-from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same, read_tensor, weights_of
 from helpers.models import tiny_model

@@ -102,7 +102,9 @@ def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor
         for num_experts in (4, 5, 6):
             folder = tmp_path / f"{num_experts} experts"
             servable_model(folder, family, **ungrouped, **{keys.num_experts: num_experts})
-            cases.append((folder, EngineDims(tensor=tensor, expert_parallel=True)))
+            dims = EngineDims(tensor=tensor, expert_parallel=True)
+            if tensor in engine_sizes(read_shape(folder), dims):  # stacks are in equal shares
+                cases.append((folder, dims))
     assert_workers_hold_what_the_layouts_say(cases)
 
 

@@ -87,7 +87,13 @@ def context_parallel_attention(
 
 @pytest.mark.parametrize(
     ("world", "size", "window", "has_sinks"),
-    [(4, 2, None, False), (4, 4, None, False), (4, 4, 5, False), (4, 2, None, True), (4, 4, 5, True)],
+    [
+        (4, 2, None, False),
+        (4, 4, None, False),
+        (4, 4, 5, False),
+        (4, 2, None, True),
+        (4, 4, 5, True),
+    ],
 )
 def test_context_ranks_together_equal_one_process(world, size, window, has_sinks):
     query, key, value, cu_seqlens = random_pack()
