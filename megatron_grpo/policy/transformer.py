@@ -102,6 +102,8 @@ def transformer_config(
         _check_sequence_parallel(dims, sequence_parallel)
         decided |= _moe(shape, shape.moe, free["transformer_impl"])
         free = _moe_defaults(free["transformer_impl"]) | free
+        if shape.has_linear_biases:  # with which Megatron's grouped experts refuse it
+            decided["bias_dropout_fusion"] = False
         if HYBRIDEP_PADS:
             decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
     check_overrides(overrides, decided, best_implementation(dtype), _flexible_backends())
