@@ -256,8 +256,10 @@ def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
 
 def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     further = {"padded vocabulary": _padded_vocab(shape)}
-    # Where a worker has all of a norm over all heads, vLLM does not know copies of heads in it.
-    if shape.norms_all_heads and not FAMILIES[shape.family].are_norms_split_in_engine:
+    # Where a worker has all of a norm over all heads, vLLM does not know copies of heads in it; nor
+    # does its gpt-oss know any.
+    has_whole_norms = not FAMILIES[shape.family].are_norms_split_in_engine
+    if shape.has_sinks or (shape.norms_all_heads and has_whole_norms):
         further["num_key_value_heads"] = shape.num_key_value_heads
     obstacles = split_obstacles(shape, dims.tensor, further)
     if shape.moe is None:

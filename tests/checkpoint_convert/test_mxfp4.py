@@ -2,12 +2,9 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoint_convert import megatron_layout, read_shape
 from checkpoint_convert.formats.dequantized import DequantizedTensors
@@ -18,6 +15,7 @@ from checkpoint_convert.mxfp4 import Mxfp4Scheme, with_blocks
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same, read_tensor, weights_of
 from helpers.models import tiny_model
+from helpers.mxfp4 import mxfp4_copies
 from parallel import Box, ParallelDims
 
 CUTS = [
@@ -26,35 +24,11 @@ CUTS = [
     ParallelDims(pipeline=2, data=4, expert=4),
     ParallelDims(tensor=2, pipeline=2, context=2, expert=2, expert_tensor=1),
 ]
-STACKS = ("gate_up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"), "gpt_oss")
-
-
-def copies(model, folder, edit=lambda weights: None):
-    """The model with random experts in MXFP4, and dequantised by transformers, in bfloat16."""
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: each.bfloat16() for name, each in weights_of(model).items()}
-    plain = dict(weights)
-    for name in [name for name in weights if name.endswith(STACKS)]:
-        experts, inputs, outputs = weights.pop(name).shape
-        sizes = (experts, outputs, inputs // 32)
-        blocks = torch.randint(0, 256, (*sizes, 16), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(100, 130, sizes, dtype=torch.uint8, generator=generator)
-        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        plain[name] = convert_moe_packed_tensors(blocks, scales)
-    edit(weights)
-    for name, tensors in {"quantized": weights, "plain": plain}.items():
-        shutil.copytree(model, folder / name)
-        save_file(tensors, folder / name / "model.safetensors")
-    file = folder / "quantized" / "config.json"
-    table = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    config = json.loads(file.read_text()) | {"quantization_config": table, "dtype": "bfloat16"}
-    file.write_text(json.dumps(config))
-    return folder / "quantized", folder / "plain"
 
 
 def parameters_of(folder, dims, rank):
@@ -69,13 +43,13 @@ def parameters_of(folder, dims, rank):
 
 @pytest.mark.parametrize("dims", CUTS, ids=str)
 def test_ranks_read_what_they_would_of_the_copy_by_transformers(model, tmp_path, dims):
-    quantized, plain = copies(model, tmp_path)
+    quantized, plain = mxfp4_copies(model, tmp_path)
     for rank in range(dims.world_size):
         assert_same(parameters_of(quantized, dims, rank), parameters_of(plain, dims, rank))
 
 
 def test_any_box_is_that_box_of_the_dequantised_stack(model, tmp_path, monkeypatch):
-    quantized, plain = copies(model, tmp_path)
+    quantized, plain = mxfp4_copies(model, tmp_path)
     places, faults = with_blocks(locate_tensors(quantized), Mxfp4Scheme("BF16"))
     assert faults == []
     whole = weights_of(plain)["model.layers.0.mlp.experts.down_proj"]  # [4, 96, 64]
@@ -94,7 +68,7 @@ def test_any_box_is_that_box_of_the_dequantised_stack(model, tmp_path, monkeypat
 
 
 def test_a_model_comes_back_in_bfloat16(model, tmp_path):
-    quantized, plain = copies(model, tmp_path)
+    quantized, plain = mxfp4_copies(model, tmp_path)
     import_checkpoint(quantized, tmp_path / "megatron", ParallelDims(pipeline=2), num_workers=2)
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", num_workers=2)
     assert_same(weights_of(tmp_path / "hf"), weights_of(plain))
@@ -124,6 +98,6 @@ def cut_blocks(weights):
     ],
 )
 def test_what_cannot_be_read_is_refused(model, tmp_path, edit, message):
-    quantized, _ = copies(model, tmp_path, edit)
+    quantized, _ = mxfp4_copies(model, tmp_path, edit)
     with pytest.raises(ValueError, match=re.escape(message)):
         parameters_of(quantized, ParallelDims(), 0)

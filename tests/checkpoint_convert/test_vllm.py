@@ -25,6 +25,7 @@ from checkpoint_convert.vllm import (
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same
 from helpers.models import servable_model
+from helpers.mxfp4 import mxfp4_copies
 from helpers.shapes import LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
 from helpers.towers import tiny_multimodal
 from helpers.vllm_workers import loaded_parameters
@@ -63,7 +64,8 @@ def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path):
     cases = []
     for number, family in enumerate(sorted({*FAMILIES} - {"kimi_k2"})):  # as deepseek_v3
         kv_heads, tied = (1, 2, 4)[number % 3], number % 2 == 0
-        if FAMILIES[family].norms_all_heads:  # of which transformers' code knows no copies
+        knows_copies = not (FAMILIES[family].norms_all_heads or FAMILIES[family].has_sinks)
+        if not knows_copies:  # of heads: transformers' code for norms of all, vLLM's for sinks
             kv_heads = max(kv_heads, 2)
         folder = servable_model(tmp_path / family, family, num_key_value_heads=kv_heads, tied=tied)
         cases.append((folder, EngineDims(tensor=2, expert_parallel=family in MIXTURES)))
@@ -116,6 +118,14 @@ def test_so_it_does_where_groups_of_workers_share_the_experts(tmp_path):
         for expert_parallel in (False, True):
             cases.append((folder, EngineDims(tensor=2, data=2, expert_parallel=expert_parallel)))
     assert_workers_hold_what_the_layouts_say(cases)
+
+
+@pytest.mark.slow
+def test_so_it_does_of_mxfp4_which_workers_hold_as_it_is_read(tmp_path):
+    model = servable_model(tmp_path / "model", "gpt_oss")
+    quantized, _ = mxfp4_copies(model, tmp_path)
+    cases = [(quantized, EngineDims(tensor=2, expert_parallel=each)) for each in (False, True)]
+    assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)
 
 
 @given(shapes(), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3]), st.booleans())

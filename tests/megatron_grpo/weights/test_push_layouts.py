@@ -83,7 +83,7 @@ def others(tmp_path_factory):
     folder = tmp_path_factory.mktemp("others")
     return {
         family: uneven_model(folder / family, family, tied=family == "qwen3", seed=99)
-        for family in ("qwen3", "qwen3_moe", "deepseek_v3")
+        for family in ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
     }
 
 
