@@ -154,7 +154,7 @@ def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | mxfp4.Mxfp4Scheme
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in list(NAMES):  # a list, as a JSON value may be unhashable
         raise ValueError(f"{path}: dtype is {dtype!r}, supported: {sorted(NAMES)}")
-    if tables[0].get("quant_method") == mxfp4.METHOD:
+    if mxfp4.is_method_of(config):
         return mxfp4.Mxfp4Scheme(NAMES[dtype])
     return scheme_of(path, tables[0], NAMES[dtype])
 
@@ -313,6 +313,8 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         if given != (own := round(family.partial_rotary_factor * size)):
             key = f"with head_dim {size}, {family.rotary_size}"
             refused.append(f"{key} is {given!r}, only {own} is supported")
+    if mxfp4.is_method_of(config) and not (family.experts and family.experts.are_stacked):
+        refused.append("weights are quantised with quant_method 'mxfp4', which is of stacks only")
     layers = [] if family.windows else config.get("layer_types") or []
     if not isinstance(layers, list):
         refused.append(f"layer_types is {layers!r}, only a list of 'full_attention' is supported")

@@ -7,15 +7,20 @@ exponents plus 127. `formats/dequantized.py` computes.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from checkpoint_convert.formats.safetensors_file import TensorPlace
 from parallel import Box, Shape
 
-METHOD = "mxfp4"
-"""quant_method in config.json."""
 BLOCK = 32
 """Numbers with one scale."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+def is_method_of(config: Mapping[str, Any]) -> bool:
+    """Whether config.json says that its weights are in MXFP4."""
+    table = config.get("quantization_config")
+    return isinstance(table, dict) and table.get("quant_method") == "mxfp4"
 
 
 @dataclass(frozen=True)

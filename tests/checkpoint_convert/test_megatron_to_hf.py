@@ -14,7 +14,14 @@ from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files
 from helpers.conversions import assert_same, weights_of
 from helpers.models import CONFIGS, mesh_for, tiny_model, train
-from helpers.policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
+from helpers.policies import (
+    LENGTHS,
+    accumulate,
+    pack_all,
+    save_checkpoint,
+    start_policy,
+    unstacked,
+)
 from helpers.ranks import run_ranks
 from parallel import ParallelDims
 
@@ -79,9 +86,10 @@ def trained(models, tmp_path_factory):
     for family, dims in TRAINED.items():
         run, model = tmp_path_factory.mktemp(family), models[family]
         weights = {name: torch.full_like(t, torch.nan) for name, t in weights_of(model).items()}
+        parts = unstacked(weights, read_shape(model))  # views
         for boxes in run_ranks(dims.world_size, train_and_save, model, dims, run):
             for name, box, values in boxes:
-                weights[name][box.slices] = values
+                parts[name][box.slices] = values
         found[family] = run / "checkpoints" / "step_1", weights
     return found
 
