@@ -228,7 +228,7 @@ def _alternating(part: Shard) -> Shard:
 def _in_stack(piece: ShardMapping, index: int) -> ShardMapping:
     box = Box((index, *piece.local_box.start), (1, *piece.local_box.size))
     axes = tuple(axis + 1 for axis in piece.axes or range(len(piece.box.start)))
-    return replace(piece, local_box=box, axes=axes)
+    return ShardMapping(piece.local, box, piece.tensor, piece.box, piece.is_replica, axes)
 
 
 def check_engine_dims(shape: ModelShape, dims: EngineDims) -> None:

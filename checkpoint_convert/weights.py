@@ -87,7 +87,8 @@ def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = 
         return _open_torch_dist(path, shape)
     layout = file_layout(shape)
     if names is not None:
-        pieces = tuple(piece for piece in layout.pieces if piece.tensor in {*names})
+        wanted = {*names}
+        pieces = tuple(piece for piece in layout.pieces if piece.tensor in wanted)
         layout = Layout({p.local: layout.shapes[p.local] for p in pieces}, pieces)
     places = as_laid_out(check_weights(path, shape, layout.shapes), layout)
     formats = {place.file.suffix.lstrip(".") for place in places.values()}

@@ -74,12 +74,15 @@ class StoredTensors:
         return self._descriptors[path]
 
 
-_PAGE_BYTES = 4096
+_SHORT_ROW_BYTES = 16
 
 
 def whole_rows(place: TensorPlace, box: Box, itemsize: int) -> Box:
-    """The rows of a stored tensor that `box` is a part of, if a row is at most a page; or `box`."""
-    if not place.shape or place.shape[-1] * itemsize > _PAGE_BYTES:
+    """The rows of a stored tensor that `box` is a part of, if rows are short; or `box`.
+
+    Gate and up may alternate in a file: each is one element of every row of two.
+    """
+    if not place.shape or place.shape[-1] * itemsize > _SHORT_ROW_BYTES:
         return box
     return Box((*box.start[:-1], 0), (*box.size[:-1], place.shape[-1]))
 
@@ -87,7 +90,7 @@ def whole_rows(place: TensorPlace, box: Box, itemsize: int) -> Box:
 def read_box(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> None:
     """Read `box` of a stored tensor into `target`; directly if that is contiguous.
 
-    Of short rows all columns are read, as a read of a few bytes costs as much.
+    Of short rows all columns are read, as the elements of one would be reads of their own.
     """
     rows = whole_rows(place, box, target.itemsize)
     if rows != box:
