@@ -122,7 +122,7 @@ def test_so_it_does_where_groups_of_workers_share_the_experts(tmp_path):
 
 @pytest.mark.slow
 def test_so_it_does_of_mxfp4_which_workers_hold_as_it_is_read(tmp_path):
-    model = servable_model(tmp_path / "model", "gpt_oss", intermediate_size=128)
+    model = servable_model(tmp_path / "model", "gpt_oss")
     quantized, _ = mxfp4_copies(model, tmp_path)
     cases = [(quantized, EngineDims(tensor=2, expert_parallel=each)) for each in (False, True)]
     assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)

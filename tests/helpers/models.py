@@ -254,6 +254,8 @@ def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
     Of latents vLLM serves a single size on CPUs.
     """
     heads = {"qwen2": {"hidden_size": 128}}.get(family, {"head_dim": 32})
+    if family == "gpt_oss":  # a multiple of 32 for each of four workers
+        heads["intermediate_size"] = 128
     if family in LATENTS:
         heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     return tiny_model(folder, family, **(heads | overrides))

@@ -54,7 +54,6 @@ CASES = [
     ("olmo3", ParallelDims(tensor=2)),
     ("olmo3", ParallelDims(context=2)),
     # Sinks.
-    ("gpt_oss", ParallelDims(tensor=2, expert_tensor=1)),
     ("gpt_oss", ParallelDims(context=2)),
 ]
 
