@@ -188,7 +188,7 @@ def fused_layer_spec(
     config: TransformerConfig, num_experts: int | None, shape: ModelShape, shared_prompts: bool
 ) -> ModuleSpec:
     """Transformer Engine's layer; its attention does not know shared prompts, nor windows of
-    sequences that context ranks split, nor sinks of packed sequences."""
+    sequences that context ranks split, nor, before 2.12, sinks of packed sequences."""
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
