@@ -230,8 +230,9 @@ def talkative(folder: Path, model: Path) -> Path:
 @torch.no_grad()
 def make_random(model: torch.nn.Module, scale: float, generator: torch.Generator) -> None:
     """Give what transformers initializes to constants other values, all different."""
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms start at 1, biases at 0: a mix-up would go unnoticed
+    for name, parameter in model.named_parameters():
+        # Norms start at 1, biases at 0: a mix-up would go unnoticed.
+        if parameter.dim() == 1 or name.endswith("_bias"):
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     for name, values in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
