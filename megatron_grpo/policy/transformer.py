@@ -59,7 +59,6 @@ ACTIVATIONS = {
     "swigluoai": (quick_gelu, 7.0, 1.0),
 }
 """Of the gate; the limit of both factors, None: they have none; and what is added to the other."""
-_FUSED_ACTIVATIONS = ("silu", "swigluoai")
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
@@ -132,7 +131,7 @@ def _fusions(implementation: str, shape: ModelShape) -> dict[str, Any]:
     fused = implementation == "transformer_engine"
     return {
         "apply_rope_fusion": fused,
-        "bias_activation_fusion": fused and shape.activation in _FUSED_ACTIVATIONS,
+        "bias_activation_fusion": fused and shape.activation in ("silu", "swigluoai"),
     }
 
 
