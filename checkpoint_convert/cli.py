@@ -73,7 +73,10 @@ TensorSize = Annotated[int, _size("--tp", "Tensor parallel size.")]
 PipelineSize = Annotated[int, _size("--pp", "Pipeline parallel size.")]
 VirtualSize = Annotated[int, _size("--vpp", "Model chunks per pipeline rank (interleaved 1F1B).")]
 ExpertSize = Annotated[int, _size("--ep", "Expert parallel size.")]
-# For an import, only --tp matters: each layer and expert is a separate chunk at any --pp and --ep.
+ExpertTensorSize = Annotated[
+    int | None, typer.Option("--etp", min=1, help="Expert tensor parallel size. Default: --tp.")
+]
+# For an import, only --tp and --etp matter: each layer and expert is a separate chunk.
 CutTensorSize = Annotated[int, _size("--tp", "Tensor parallel size for which chunks are cut.")]
 CheckedPipelineSize = Annotated[
     int, _size("--pp", "Pipeline parallel size; only checked, changes nothing.")
@@ -98,6 +101,7 @@ def import_(
     pp: CheckedPipelineSize = 1,
     vpp: CheckedVirtualSize = 1,
     ep: CheckedExpertSize = 1,
+    etp: ExpertTensorSize = None,
     hf_config: HfConfig = None,
     dtype: Dtype = None,
     workers: Workers = NUM_WORKERS,
@@ -106,7 +110,7 @@ def import_(
 
     The checkpoint (torch_dist) loads at any parallel sizes. When it is loaded with the same --tp,
     each rank reads exactly its own bytes, at any --pp, --vpp and --ep: these are only checked to be
-    able to split the model. Weights in FP8 and INT8 are dequantised.
+    able to split the model. Weights in FP8, INT8 and MXFP4 are dequantised.
 
     \b
     Example:
@@ -116,7 +120,7 @@ def import_(
         import_checkpoint(
             hf,
             out,
-            _dims(tp, pp, vpp, ep),
+            _dims(tp, pp, vpp, ep, etp),
             hf_config=hf_config,
             dtype=DTYPES[dtype],
             num_workers=workers,
@@ -237,6 +241,7 @@ def inspect(
     pp: PipelineSize = 1,
     vpp: VirtualSize = 1,
     ep: ExpertSize = 1,
+    etp: ExpertTensorSize = None,
 ) -> None:
     """Show what PATH holds, and how its tensors are split.
 
@@ -250,12 +255,14 @@ def inspect(
     Example:
       checkpoint-convert inspect Qwen3-8B --tp 8
     """
-    print_inspection(Console(), path, hf_config, _dims(tp, pp, vpp, ep))
+    print_inspection(Console(), path, hf_config, _dims(tp, pp, vpp, ep, etp))
 
 
-def _dims(tp: int, pp: int, vpp: int, ep: int) -> ParallelDims:
+def _dims(tp: int, pp: int, vpp: int, ep: int, etp: int | None) -> ParallelDims:
     """The smallest mesh with these sizes; data = ep, as experts are split over data ranks."""
-    return ParallelDims(tensor=tp, pipeline=pp, virtual_pipeline=vpp, expert=ep, data=ep)
+    return ParallelDims(
+        tensor=tp, pipeline=pp, virtual_pipeline=vpp, expert=ep, expert_tensor=etp or tp, data=ep
+    )
 
 
 def _num_bytes(size: str) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoint_convert import mxfp4
 from checkpoint_convert.config_values import boolean, even, integer, number, token_ids
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
@@ -45,6 +46,8 @@ _SAME_NAMES = (
     "norms_all_heads",
     "zero_centered_norms",
     "scales_embeddings",
+    "has_linear_biases",
+    "has_sinks",
     "activation",
     "partial_rotary_factor",
 )
@@ -130,7 +133,7 @@ def has_other_towers(folder: Path) -> bool:
     return path.is_file() and is_multimodal(read_json(path))
 
 
-def read_scheme(folder: Path) -> Scheme | None:
+def read_scheme(folder: Path) -> Scheme | mxfp4.Mxfp4Scheme | None:
     """How the weights in `folder` are quantised; None if they are not, or it has no config.json.
 
     Raises ValueError for a way that is not supported.
@@ -139,7 +142,7 @@ def read_scheme(folder: Path) -> Scheme | None:
     return _scheme(path, read_json(path)) if path.is_file() else None
 
 
-def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | None:
+def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | mxfp4.Mxfp4Scheme | None:
     tables = [config[key] for key in CONFIG_KEYS if config.get(key)]
     if not all(isinstance(table, dict) for table in tables):
         raise ValueError(f"{path}: quantization_config must be an object")
@@ -151,6 +154,8 @@ def _scheme(path: Path, config: Mapping[str, Any]) -> Scheme | None:
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in list(NAMES):  # a list, as a JSON value may be unhashable
         raise ValueError(f"{path}: dtype is {dtype!r}, supported: {sorted(NAMES)}")
+    if mxfp4.is_method_of(config):
+        return mxfp4.Mxfp4Scheme(NAMES[dtype])
     return scheme_of(path, tables[0], NAMES[dtype])
 
 
@@ -308,6 +313,8 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         if given != (own := round(family.partial_rotary_factor * size)):
             key = f"with head_dim {size}, {family.rotary_size}"
             refused.append(f"{key} is {given!r}, only {own} is supported")
+    if mxfp4.is_method_of(config) and not (family.experts and family.experts.are_stacked):
+        refused.append("weights are quantised with quant_method 'mxfp4', which is of stacks only")
     layers = [] if family.windows else config.get("layer_types") or []
     if not isinstance(layers, list):
         refused.append(f"layer_types is {layers!r}, only a list of 'full_attention' is supported")

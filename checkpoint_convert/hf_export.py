@@ -7,7 +7,7 @@ offsets; finally one process gives the folder its name.
 import os
 import shutil
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -16,15 +16,17 @@ from torch import Tensor
 
 from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.hf_folder import locate_tensors
-from checkpoint_convert.formats.tensor_io import write_box
+from checkpoint_convert.formats.safetensors_file import STORED_SIZES, TensorPlace
+from checkpoint_convert.formats.tensor_io import whole_rows, write_box
 from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, STORED_DTYPES
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.new_folder import sync, sync_tree
 from checkpoint_convert.quantized_model import QuantizedModel
 from checkpoint_convert.shape import ModelShape
-from parallel import Copy, Layout, intersect
-from parallel.views import as_whole
+from checkpoint_convert.weights import as_laid_out
+from parallel import Box, Copy, Layout, intersect
+from parallel.views import as_local, as_whole
 
 MIN_SHARD_BYTES = 10**9
 """Lower limit at any number of ranks, so that a model of a few GB is not split into tiny files."""
@@ -58,7 +60,11 @@ def shard_bytes_for(num_writers: int, shape: ModelShape, dtype: torch.dtype) -> 
 
 
 def write_weights(
-    folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor], first_file: int = 0
+    folder: str | Path,
+    layout: Layout,
+    parameters: Mapping[str, Tensor],
+    first_file: int = 0,
+    files: Layout | None = None,
 ) -> int:
     """Write the part of `parameters` (local tensors of `layout`) that this rank owns to an export.
 
@@ -66,31 +72,72 @@ def write_weights(
     return the data is on disk. Values are converted to the dtype of the export.
 
     Ranks that write to the same file at the same time wait for each other. So that they start with
-    different files, a rank cycles through its files from number `first_file` on.
+    different files, a rank cycles through its files from number `first_file` on. `files` is the
+    `file_layout` of the model; None: no tensor of the files is a stack.
 
     Returns the number of elements written; the sum over all ranks is that of the model.
     """
     layout.check_shapes({name: tuple(tensor.shape) for name, tensor in parameters.items()})
-    places = locate_tensors(folder, {p.tensor for p in layout.pieces if not p.is_replica})
-    copies = intersect(layout, Layout.of_whole_tensors({n: p.shape for n, p in places.items()}))
+    names = {piece.tensor for piece in layout.pieces if not piece.is_replica}
+    if files is None:
+        places = locate_tensors(folder, names)
+        files = Layout.of_whole_tensors({name: place.shape for name, place in places.items()})
+    else:
+        stored = {piece.local for piece in files.pieces if piece.tensor in names}
+        places = as_laid_out(locate_tensors(folder, stored), files)
+    copies = intersect(layout, files)
     owned = sum(piece.box.num_elements for piece in layout.pieces if not piece.is_replica)
     written = sum(copy.source_box.num_elements for copy in copies)
     assert written == owned, f"{folder} has room for {written} of {owned} elements of this rank"
     by_file: dict[Path, list[Copy]] = defaultdict(list)
     for copy in copies:
         by_file[places[copy.destination].file].append(copy)
-    files = deque(by_file.items())
-    files.rotate(-first_file)
-    for file, file_copies in files:
+    in_turn = deque(by_file.items())
+    in_turn.rotate(-first_file)
+    for file, file_copies in in_turn:
         with errors_named(file), file.open("r+b", buffering=0) as opened:
-            for copy in file_copies:
-                values = parameters[copy.source].detach()[copy.source_box.slices]
-                values = as_whole(values, copy.source_axes)
-                place = places[copy.destination]
-                values = values.to("cpu", STORED_DTYPES[place.dtype])
-                write_box(opened.fileno(), place, copy.destination_box, values)
+            for box, together in _by_rows(file_copies, places):
+                place = places[together[0].destination]
+                values = _assembled(parameters, together, box, STORED_DTYPES[place.dtype])
+                write_box(opened.fileno(), place, box, values)
             os.fsync(opened)
     return written
+
+
+def _by_rows(
+    copies: Sequence[Copy], places: Mapping[str, TensorPlace]
+) -> Iterator[tuple[Box, list[Copy]]]:
+    """The boxes to write, and what is in each: whole rows where these are short and complete.
+
+    So gate and up, of which every element is between two of the other, are written as one.
+    """
+    groups: dict[tuple[str, Box], list[Copy]] = defaultdict(list)
+    for copy in copies:
+        place, box = places[copy.destination], copy.destination_box
+        rows = whole_rows(place, box, STORED_SIZES[place.dtype])
+        groups[copy.destination, rows].append(copy)
+    for (_, rows), together in groups.items():
+        if sum(copy.destination_box.num_elements for copy in together) == rows.num_elements:
+            yield rows, together
+        else:
+            yield from ((copy.destination_box, [copy]) for copy in together)
+
+
+def _assembled(
+    parameters: Mapping[str, Tensor], copies: Sequence[Copy], box: Box, dtype: torch.dtype
+) -> Tensor:
+    """What `copies` put into a box that they fill, on the CPU."""
+    parts = []
+    for copy in copies:
+        values = parameters[copy.source].detach()[copy.source_box.slices]
+        values = as_whole(values, copy.source_axes)
+        parts.append(as_local(values, copy.destination_axes, len(box.size)).to("cpu", dtype))
+    if len(parts) == 1:
+        return parts[0]
+    whole = torch.empty(box.size, dtype=dtype)
+    for copy, part in zip(copies, parts, strict=True):
+        whole[copy.destination_box.moved(box.start, (0,) * len(box.start)).slices] = part
+    return whole
 
 
 def finish_export(partial: str | Path, folder: str | Path) -> None:

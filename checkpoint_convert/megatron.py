@@ -19,9 +19,41 @@ from parallel import (
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, Shape]:
-    """Name and shape of every tensor of the weight files."""
+    """Name and shape of every tensor of the model, as weight files have it, if not stacked."""
     (chunk,) = _whole_model(shape, shape.vocab_size)
     return {each.name: each.whole_shape for parameter in chunk for each in parameter.sources}
+
+
+def file_tensors(shape: ModelShape) -> dict[str, Shape]:
+    """Name and shape of every tensor of the weight files, some of which may be stacks."""
+    (chunk,) = _whole_model(shape, shape.vocab_size)
+    return {
+        each.stack.name if each.stack else each.name: (
+            each.stack.stored_shape if each.stack else each.whole_shape
+        )
+        for parameter in chunk
+        for each in parameter.sources
+    }
+
+
+def file_layout(shape: ModelShape) -> Layout:
+    """Which boxes of the tensors of the weight files are those of the model.
+
+    Shapes are those of `file_tensors`, but for stacks: see `StackPlace`.
+    """
+    (chunk,) = _whole_model(shape, shape.vocab_size)
+    sources = {each.name: each for parameter in chunk for each in parameter.sources}
+    shapes, pieces = {}, []
+    for name, each in sources.items():
+        whole = Box.whole(each.whole_shape)
+        if each.stack is None:
+            shapes[name] = whole.size
+            pieces.append(ShardMapping(name, whole, name, whole))
+        else:
+            shapes[each.stack.name] = each.stack.shape
+            box, axes = each.stack.box(whole.size), each.stack.axes
+            pieces.append(ShardMapping(each.stack.name, box, name, whole, axes=axes))
+    return Layout(shapes, tuple(pieces))
 
 
 def float32_tensors(shape: ModelShape) -> set[str]:
@@ -174,7 +206,7 @@ def extra_states(shape: ModelShape) -> list[str]:
                 shape, index, experts, transformer_engine=transformer_engine
             ):
                 name = parameter.key if parameter.is_expert else parameter.name
-                if not name.startswith("mlp.router."):
+                if not name.startswith("mlp.router.") and not name.endswith(decoder.SINKS):
                     module = prefix + name.rpartition(".")[0]
                     names.append(_extra_state(module, [*stack, *parameter.stack_axes]))
     return list(dict.fromkeys(names))

@@ -24,14 +24,14 @@ from checkpoint_convert.formats.safetensors_file import (
     create_file,
 )
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.megatron import hf_dtypes, hf_tensors
+from checkpoint_convert.megatron import file_layout, file_tensors, hf_dtypes, hf_tensors
 from checkpoint_convert.new_folder import check_space, new_folder
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.sidecar import copy_sidecar_files, main_dtype, model_config
 from checkpoint_convert.transfer import transfer
-from checkpoint_convert.weights import Progress, in_groups, open_weights
-from parallel import Layout, Shape
+from checkpoint_convert.weights import Progress, as_laid_out, in_groups, open_weights
+from parallel import Shape
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -48,8 +48,9 @@ def stored_tensors(
     `dtypes` are those of all tensors of the model if nothing is quantised.
     """
     stored: dict[str, tuple[str, Shape]] = {}
-    for name, size in hf_tensors(shape).items():
-        stored[name] = dtypes[name], size
+    of_files = {piece.local: dtypes[piece.tensor] for piece in file_layout(shape).pieces}
+    for name, size in file_tensors(shape).items():
+        stored[name] = of_files[name], size
         if quantized is not None and name in quantized.matrices:
             stored[name] = quantized.scheme.dtype, size
             stored[quantized.scale_name(name)] = "F32", quantized.scheme.grid(size)
@@ -150,5 +151,6 @@ def export_checkpoint(
         num_bytes = num_bytes_of(stored_tensors(shape, dtypes, quantized))
         with new_folder(out, num_bytes) as folder:
             create_folder(folder, config, shape, dtypes, max_shard_bytes, quantized)
-            whole = Layout.of_whole_tensors(shapes)
-            transfer(weights, whole, check_weights(folder, shape), num_workers, progress)
+            layout = file_layout(shape)
+            places = as_laid_out(check_weights(folder, shape), layout)
+            transfer(weights, layout, places, num_workers, progress)

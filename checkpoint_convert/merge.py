@@ -13,13 +13,13 @@ from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.megatron import hf_dtypes, hf_tensors
+from checkpoint_convert.megatron import file_layout, hf_dtypes, hf_tensors
 from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.new_folder import new_folder
 from checkpoint_convert.peft import WEIGHT, StoredAdapter, a_name, b_name, read_adapter
 from checkpoint_convert.transfer import transfer
-from checkpoint_convert.weights import Progress, open_weights
-from parallel import Box, Layout
+from checkpoint_convert.weights import Progress, as_laid_out, open_weights
+from parallel import Box
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -87,5 +87,6 @@ def merge_adapter(
         together = replace(weights, tensors=MergedTensors(weights.tensors, stored))
         with closing(together), new_folder(out, num_bytes) as folder:
             create_folder(folder, base, shape, dtypes, max_shard_bytes)
-            whole = Layout.of_whole_tensors(shapes)
-            transfer(together, whole, locate_tensors(folder), num_workers, progress)
+            layout = file_layout(shape)
+            places = as_laid_out(locate_tensors(folder, layout.shapes), layout)
+            transfer(together, layout, places, num_workers, progress)

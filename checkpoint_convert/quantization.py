@@ -4,7 +4,7 @@ A quantised matrix holds 8-bit numbers; each is multiplied by the scale of its b
 torch: `formats/dequantized.py` computes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -43,6 +43,10 @@ class Scheme:
     """Added to the name of a weight, it is the name of its scales."""
     read_as: str
     """The dtype to which products are rounded: that of the model in config.json."""
+
+    def stored_names(self, names: Collection[str]) -> set[str]:
+        """The names in the files of tensors with these names, and of their scales."""
+        return {*names, *(name + self.suffix for name in names)}
 
     def block_in(self, shape: Shape) -> Shape:
         """The extents of a block of a matrix of this shape."""
@@ -135,7 +139,8 @@ def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
             block = _STRATEGIES[_MODELOPT[inner["quant_algo"]]]
             return Scheme("F8_E4M3", block, "_scale", read_as)
         case method:
-            _check(path, "quant_method", method, ("fp8", "compressed-tensors", "modelopt"))
+            supported = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
+            _check(path, "quant_method", method, supported)
             raise AssertionError(method)
 
 

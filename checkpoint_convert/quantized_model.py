@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Parameter
 from checkpoint_convert.families.ffn import ROUTER
 from checkpoint_convert.peft import WEIGHT
@@ -54,6 +55,12 @@ def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> Quantiz
     """
     if quantization == "none":
         return None
+    experts = FAMILIES[shape.family].experts
+    if experts is not None and experts.are_stacked:
+        raise ValueError(
+            f"quantization {quantization} is not supported for {shape.family}, whose weight files "
+            "stack experts: leave it out"
+        )
     parameters = [*engine_parameters(shape)]
     linear = [each for each in parameters if is_quantized(each)]
     routers = [each.sources[0].name for each in parameters if each.name == ROUTER]
@@ -64,8 +71,8 @@ def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> Quantiz
     matrices = {source.name: source.whole_shape for each in linear for source in each.sources}
     names = [tuple({source.name: None for source in each.sources}) for each in linear]
     fused = {name: together for together in names for name in together}
-    experts = [source.name for each in linear if each.is_expert for source in each.sources]
-    return QuantizedModel(scheme, config, matrices, fused, frozenset(experts))
+    of_experts = [source.name for each in linear if each.is_expert for source in each.sources]
+    return QuantizedModel(scheme, config, matrices, fused, frozenset(of_experts))
 
 
 def is_quantized(parameter: Parameter) -> bool:

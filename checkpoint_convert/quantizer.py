@@ -65,6 +65,21 @@ def dequantized(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> 
     return values.float().mul_(_spread(scales, tuple(values.shape), block, offset))
 
 
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three bits of a number of 4 bits (E2M1) stand for; the fourth is its sign."""
+
+
+def dequantized_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers [..., n * 32] of blocks [..., n, 16] with scales [..., n], both bytes.
+
+    The lower half of a byte is the first of its two numbers; a scale s stands for 2 ** (s - 127).
+    """
+    table = torch.tensor([*FP4, *(-each for each in FP4)])
+    numbers = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2)
+    exponents = scales.int()[..., None] - 127
+    return torch.ldexp(table[numbers.int()], exponents).flatten(-2).to(dtype)
+
+
 def _spread(scales: Tensor, shape: Shape, block: Shape, offset: Shape) -> Tensor:
     """The scales of all elements, or what is broadcast to those."""
     for dim in range(2):

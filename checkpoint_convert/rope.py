@@ -74,7 +74,8 @@ def read_rope(
     `config` holds the values of the file at `path`. Raises ValueError for unsupported settings.
     """
     rope, partial_rotary_factor = _parameters(path, config), family.partial_rotary_factor
-    _check(path, rope, {"partial_rotary_factor": partial_rotary_factor, **_REQUIRED})
+    required = {"partial_rotary_factor": partial_rotary_factor, **family.rope_required}
+    _check(path, rope, _REQUIRED | required)
     theta = number(path, rope, "rope_theta")
     if rope["rope_type"] == "default":
         return theta, None

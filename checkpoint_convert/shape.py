@@ -70,7 +70,7 @@ class ModelShape:
     """Rows of the embedding in the weight files, without padding."""
     tie_word_embeddings: bool
     attention_bias: bool
-    """Whether the query, key and value projections have a bias; the output projection never has."""
+    """Whether the query, key and value projections have a bias."""
     qk_norm: bool
     """Whether every query and key head has an RMS norm over `head_dim`."""
     rope_theta: float
@@ -91,8 +91,15 @@ class ModelShape:
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
     query_pre_attn_scalar: float | None = None
     """The product of a query and a key is divided by its square root; None: `head_dim`."""
+    has_linear_biases: bool = False
+    """Whether attention's output projection, routers and experts have biases, too."""
+    has_sinks: bool = False
+    """Whether every head has a sink: a trained score that softmax counts with those of the keys, of
+    a value of zeros."""
     activation: str = "silu"
-    """Of the gate of an MLP: `silu`, or `gelu_pytorch_tanh`, which is GELU's approximation."""
+    """Of the gate of an MLP: `silu`, or `gelu_pytorch_tanh`, which is GELU's approximation; or of
+    gate g and its other factor u, `swigluoai`: (u + 1) g sigmoid(1.702 g), of g up to 7 and u from
+    -7 to 7."""
     partial_rotary_factor: float = 1.0
     """Part of each head that RoPE rotates; it comes first."""
     window: int | None = None
@@ -183,6 +190,11 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
                 f"expert({dims.expert}) splits experts, but {shape.family} has none: set 1"
             )
         return
+    if shape.has_linear_biases and dims.expert_tensor > 1:
+        raise ValueError(
+            f"expert_tensor({dims.expert_tensor}) cannot split the experts: Megatron-Core adds "
+            "their biases only where they are whole; legal values are [1]"
+        )
     for axis, size, split in (
         ("expert", dims.expert, "num_experts"),
         ("expert_tensor", dims.expert_tensor, "intermediate_size"),

@@ -39,9 +39,10 @@ class EngineDims:
 def engine_layouts(shape: ModelShape, dims: EngineDims) -> list[Layout]:
     """What each worker of one engine holds, in the coordinates of the weight files, by rank.
 
-    Local names are those of the worker's `named_parameters()`, such as
-    ``model.layers.3.self_attn.qkv_proj.weight``, without a tied head. `ShardMapping.is_replica`
-    marks what a worker of lower rank also holds. Raises the ValueError of `check_engine_dims`.
+    Local names are those of the worker's `own_parameters`, such as
+    ``model.layers.3.self_attn.qkv_proj.weight``, without a tied head; shapes, too.
+    `ShardMapping.is_replica` marks what a worker of lower rank also holds. Raises the ValueError of
+    `check_engine_dims`.
     """
     check_engine_dims(shape, dims)
     parameters = engine_parameters(shape)
@@ -61,7 +62,17 @@ def engine_parameters(shape: ModelShape) -> list[Parameter]:
     experts = range(shape.moe.num_experts if shape.moe else 0)
     for index in range(shape.num_layers):
         parameters += decoder.layer(shape, index, experts, transformer_engine=True)
-    return parameters + decoder.head(shape, padded_vocab, shares_embedding=True)
+    parameters += decoder.head(shape, padded_vocab, shares_embedding=True)
+    if names := FAMILIES[shape.family].engine_names:
+        return [replace(each, engine_name=_renamed(each, names)) for each in parameters]
+    return parameters
+
+
+def _renamed(parameter: Parameter, names: Mapping[str, str]) -> str:
+    name = parameter.engine_name or parameter.sources[0].name
+    for part, own in names.items():
+        name = name.replace(part, own)
+    return name
 
 
 def _padded_vocab(shape: ModelShape) -> int:
@@ -92,9 +103,14 @@ def worker_layout(
         elif parameter.stack_axes[0][0] in experts:
             # The experts of a worker are stacked in one tensor with an additional first dimension.
             part = worker_shard(parameter, number, size)
-            shapes[name] = (len(experts), *part.shape)
             index = parameter.stack_axes[0][0] - experts.start
-            pieces += [_in_stack(piece, index) for piece in part.pieces]
+            if parameter.alternates_in_engine:
+                part = _alternating(part)
+            shapes[name] = (len(experts), *part.shape)
+            if number > 0 and parameter.is_added_once_in_engine:
+                zeros.append((name, Box((index, 0), (1, *part.shape))))
+            else:
+                pieces += [_in_stack(piece, index) for piece in part.pieces]
     return Layout(shapes, tuple(pieces), tuple(zeros))
 
 
@@ -195,9 +211,24 @@ def _from(box: Box, row: int) -> Box:
     return Box((box.start[0] + row, *box.start[1:]), box.size) if row else box
 
 
+def _alternating(part: Shard) -> Shard:
+    """The same rows of two sources in turn: [rows of each, 2, columns]."""
+    rows, *columns = part.shape
+    rows //= 2
+    axes = (0, *range(2, len(part.shape) + 1))
+
+    def moved(piece: ShardMapping) -> ShardMapping:
+        (start, *others), (size, *extents) = piece.local_box.start, piece.local_box.size
+        box = Box((start % rows, start // rows, *others), (size, 1, *extents))
+        return replace(piece, local_box=box, axes=axes)
+
+    return Shard((rows, 2, *columns), tuple(map(moved, part.pieces)), part.zeros)
+
+
 def _in_stack(piece: ShardMapping, index: int) -> ShardMapping:
     box = Box((index, *piece.local_box.start), (1, *piece.local_box.size))
-    return ShardMapping(piece.local, box, piece.tensor, piece.box, piece.is_replica, axes=(1, 2))
+    axes = tuple(axis + 1 for axis in piece.axes or range(len(piece.box.start)))
+    return ShardMapping(piece.local, box, piece.tensor, piece.box, piece.is_replica, axes)
 
 
 def check_engine_dims(shape: ModelShape, dims: EngineDims) -> None:
@@ -225,8 +256,10 @@ def engine_sizes(shape: ModelShape, dims: EngineDims) -> list[int]:
 
 def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     further = {"padded vocabulary": _padded_vocab(shape)}
-    # Where a worker has all of a norm over all heads, vLLM does not know copies of heads in it.
-    if shape.norms_all_heads and not FAMILIES[shape.family].are_norms_split_in_engine:
+    # Where a worker has all of a norm over all heads, vLLM does not know copies of heads in it; nor
+    # does its gpt-oss know any.
+    has_whole_norms = not FAMILIES[shape.family].are_norms_split_in_engine
+    if shape.has_sinks or (shape.norms_all_heads and has_whole_norms):
         further["num_key_value_heads"] = shape.num_key_value_heads
     obstacles = split_obstacles(shape, dims.tensor, further)
     if shape.moe is None:
@@ -234,9 +267,13 @@ def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     workers = "" if dims.data == 1 else f"with {dims.num_workers} workers "
     if dims.expert_parallel and dims.num_workers > shape.moe.num_experts:
         obstacles.append(f"{workers}is more than num_experts({shape.moe.num_experts})")
-    size = shape.moe.intermediate_size
-    if not dims.expert_parallel and size % dims.num_workers:
+    size, names = shape.moe.intermediate_size, FAMILIES[shape.family].experts
+    # vLLM asks for both of stacks, however the workers share experts.
+    is_stacked = names is not None and names.are_stacked
+    if (is_stacked or not dims.expert_parallel) and size % dims.num_workers:
         obstacles.append(f"{workers}does not divide intermediate_size of the experts({size})")
+    if is_stacked and dims.expert_parallel and shape.moe.num_experts % dims.num_workers:
+        obstacles.append(f"{workers}does not divide num_experts({shape.moe.num_experts})")
     return obstacles
 
 

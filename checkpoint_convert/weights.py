@@ -7,7 +7,7 @@ the model is cut into the chunks and files of a checkpoint, without reading a we
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,15 +17,32 @@ from torch import Tensor
 from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.hf_folder import check_weights
-from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_dist_writer import Chunk
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, hf_tensors
+from checkpoint_convert.megatron import (
+    checkpoint_boxes,
+    checkpoint_layout,
+    file_layout,
+    file_tensors,
+    hf_tensors,
+)
 from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
-from parallel import Box, Copy, Layout, ParallelDims, Shape, ShardMapping, cover_exactly, intersect
+from parallel import (
+    Axes,
+    Box,
+    Copy,
+    Layout,
+    ParallelDims,
+    Shape,
+    ShardMapping,
+    cover_exactly,
+    intersect,
+)
+from parallel.views import as_whole
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _TENSOR_SIZES = range(1, 65)
@@ -68,19 +85,29 @@ def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = 
     """
     if is_torch_dist(path):
         return _open_torch_dist(path, shape)
-    places = check_weights(path, shape, names)
-    whole = Layout.of_whole_tensors({name: place.shape for name, place in places.items()})
+    layout = file_layout(shape)
+    if names is not None:
+        wanted = {*names}
+        pieces = tuple(piece for piece in layout.pieces if piece.tensor in wanted)
+        layout = Layout({p.local: layout.shapes[p.local] for p in pieces}, pieces)
+    places = as_laid_out(check_weights(path, shape, layout.shapes), layout)
     formats = {place.file.suffix.lstrip(".") for place in places.values()}
-    return Weights(shape, whole, DequantizedTensors(places), " and ".join(sorted(formats)))
+    return Weights(shape, layout, DequantizedTensors(places), " and ".join(sorted(formats)))
+
+
+def as_laid_out(places: Mapping[str, TensorPlace], layout: Layout) -> dict[str, TensorPlace]:
+    """The places of some tensors of `file_layout`, with the dimensions that they have in it."""
+    return {name: replace(place, shape=layout.shapes[name]) for name, place in places.items()}
 
 
 def whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and values of every tensor of the model in a Hugging Face folder, one at a time."""
+    """Name and values of every tensor of a Hugging Face folder, dequantised, one at a time."""
     with closing(open_weights(folder, read_shape(folder))) as weights:
-        for name, size in weights.layout.shapes.items():
+        for name, stored in file_tensors(weights.shape).items():
+            size = weights.layout.shapes[name]
             values = torch.empty(size, dtype=DTYPES[weights.tensors.dtypes[name]])
             weights.tensors.read_into(name, Box.whole(size), values)
-            yield name, values
+            yield name, values.view(stored)
 
 
 def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
@@ -253,17 +280,23 @@ class ShardLoader:
         """Write every element of the local tensor `name` into `target`, converted to its dtype."""
         target = target.detach()
         for copy in self._copies[name]:
-            # Files stack tensors but never transpose them: only dimensions of size 1 differ.
-            part = target[copy.destination_box.slices].view(copy.source_box.size)
+            part = target[copy.destination_box.slices]
             dtype = DTYPES[self._source.dtypes[copy.source]]
-            if dtype == part.dtype:
+            # Without transposition, only dimensions of size 1 differ.
+            if dtype == part.dtype and _are_in_order(copy.source_axes, copy.destination_axes):
+                part = part.view(copy.source_box.size)
                 self._source.read_into(copy.source, copy.source_box, part)
             else:
                 stored = torch.empty(copy.source_box.size, dtype=dtype)
                 self._source.read_into(copy.source, copy.source_box, stored)
-                part.copy_(stored)
+                whole = as_whole(stored, copy.source_axes)
+                as_whole(part, copy.destination_axes).copy_(whole)
         for box in self._zeros[name]:
             target[box.slices] = 0
+
+
+def _are_in_order(*axes: Axes) -> bool:
+    return all([*each] == sorted(each) for each in axes)
 
 
 # Limit for the rows that are kept. If they are larger, only the columns are read.

@@ -33,8 +33,9 @@ transformers is tested for every family (`tests/megatron_grpo/policy/test_model.
 `test_moe.py`, `test_mla.py`), and that every vLLM worker holds what vLLM loads itself
 (`tests/megatron_grpo/engines/test_vllm_worker.py`).
 
-- **trainer TP**, **engine TP**: tensor-parallel sizes to 16 that can split it; of a mixture,
-  engines without `enable_expert_parallel`.
+- **trainer TP**, **engine TP**: tensor-parallel sizes to 16 that can split it; of a mixture, with
+  `expert_tensor_parallel_size` 1, which `gpt_oss` needs, and engines without
+  `enable_expert_parallel`.
 - **adapters**: `lora.sync: adapter`, whose pushes carry adapters alone.
 - **8 bits**: the schemes of `rollout.quantization` in which vLLM serves it, at a tensor-parallel
   size of 1.
@@ -64,7 +65,9 @@ def row(name: str, shape: ModelShape) -> list[str]:
     """The cells of a model."""
     billions = sum(map(prod, hf_tensors(shape).values())) / 1e9
     sizes = [
-        size for size in SIZES if is_accepted(check_divisible, shape, ParallelDims(tensor=size))
+        size
+        for size in SIZES
+        if is_accepted(check_divisible, shape, ParallelDims(tensor=size, expert_tensor=1))
     ]
     served = [size for size in engine_sizes(shape, engine_dims(rollout())) if size in SIZES]
     schemes = [

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.hf_export import create_export, shard_bytes_for, write_weights
+from checkpoint_convert.megatron import file_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.push_protocol import Json, WorkerSums
@@ -82,7 +83,8 @@ class WeightFolder:
     def _fill(self, parameters: Mapping[str, Tensor]) -> None:
         rank, layout = self._sender.rank, self._sender.layout
         with _naming_errors():
-            write_weights(self._folder, layout, parameters, first_file=rank)
+            files = file_layout(self._shape)
+            write_weights(self._folder, layout, parameters, first_file=rank, files=files)
 
     def _remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

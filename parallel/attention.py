@@ -9,6 +9,9 @@ itself, and what its segment continues, mostly a prompt. Keys are not copied, an
 that no query of a block sees are skipped.
 
 In a layer with a window, a token sees the last `window` tokens of its sequence, itself included.
+With sinks, softmax counts one more score for every query, a parameter of its head, whose value is
+zero (gpt-oss, arXiv:2508.10925): the output is that without it, times sigmoid(l - sink), where l is
+the logarithm of the sum of exponentials of the other scores.
 
 Keys and values of the other context ranks are all-gathered (Llama 3, arXiv:2407.21783, section
 3.3.2), so every rank computes its own queries exactly, and only the order of sums depends on the
@@ -23,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from parallel.dtypes import attention_dtype
@@ -86,10 +89,20 @@ def block_mask(
     )
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None) -> Tensor:
-    """Attention of `query` [t, heads, d] to `key` and `value` [T, kv heads, d] under `mask`."""
+def flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    scale: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of `query` [t, heads, d] to `key` and `value` [T, kv heads, d] under `mask`.
+
+    `sinks` is [heads].
+    """
     attend = _compiled() if query.is_cuda else flex_attention
-    output: Tensor = attend(
+    found: Any = attend(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
         value.transpose(0, 1).unsqueeze(0),
@@ -97,7 +110,13 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: floa
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
         kernel_options=_kernel_options(query) if query.is_cuda else None,
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
+    if sinks is None:
+        output: Tensor = found
+    else:
+        output, aux = found
+        output = output * torch.sigmoid(aux.lse - sinks[:, None]).to(output.dtype).unsqueeze(-1)
     return output.squeeze(0).transpose(0, 1)
 
 
@@ -176,6 +195,7 @@ def packed_attention(
     size: int = 1,
     scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal self-attention within each segment, for the queries of one context-parallel rank.
 
@@ -183,7 +203,8 @@ def packed_attention(
     [T, key-value heads, head_dim] are complete and in packed order; grouped heads are contiguous.
     Heads of values may have another size. Each segment also attends to its `prefixes`
     [n, most parts, 2], as in `PackedBatch`; or to the last `window` tokens of these and itself.
-    `scale` defaults to ``head_dim ** -0.5``. The result is [T / size, heads, size of a value].
+    `scale` defaults to ``head_dim ** -0.5``; `sinks` is [heads]. The result is
+    [T / size, heads, size of a value].
     """
     bounds = [int(bound) for bound in cu_seqlens.tolist()]
     lengths = [end - start for start, end in pairwise(bounds)]
@@ -200,39 +221,51 @@ def packed_attention(
             k = torch.cat([*(keys[number][:length] for number, length in before), k])
             v = torch.cat([*(values[number][:length] for number, length in before), v])
         if size == 1:
-            outputs.append(_attend(q, k, v, scale, window))
+            outputs.append(_attend(q, k, v, scale, window, sinks))
             continue
         chunk = len(q) // 2
         early, late = q.split(chunk)
         early_end, late_end = (
             num_before + chunks * chunk for chunks in (rank + 1, 2 * size - rank)
         )
-        outputs.append(_attend(early, k[:early_end], v[:early_end], scale, window))
-        outputs.append(_attend(late, k[:late_end], v[:late_end], scale, window))
+        outputs.append(_attend(early, k[:early_end], v[:early_end], scale, window, sinks))
+        outputs.append(_attend(late, k[:late_end], v[:late_end], scale, window, sinks))
     return torch.cat(outputs)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of `query` [L, heads, d], the last L of the S positions of `key` and `value`."""
     if window is None or window >= len(key):
-        return _sdpa(query, key, value, scale, window)
+        return _sdpa(query, key, value, scale, window, sinks)
     # Block by block of queries, as most keys of a long sequence are in no window of a block.
     outputs, position = [], len(key) - len(query)
     for block in query.split(max(window, BLOCK)):
         seen = slice(max(0, position - window + 1), position + len(block))
-        outputs.append(_sdpa(block, key[seen], value[seen], scale, window))
+        outputs.append(_sdpa(block, key[seen], value[seen], scale, window, sinks))
         position += len(block)
     return torch.cat(outputs)
 
 
 def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The same by torch, which compares all queries with all keys."""
-    num_queries, num_keys = len(query), len(key)
-    value_dim = value.shape[-1]
+    num_queries, num_keys, value_dim = len(query), len(key), value.shape[-1]
+    if sinks is not None:
+        scale = scale or query.shape[-1] ** -0.5
+        query, key, value = _with_sinks(query, key, value, sinks / scale)
     if value_dim < query.shape[-1]:  # torch's fast kernel on CPUs takes heads of one size
         value = pad(value, (0, query.shape[-1] - value_dim))
     mask, offset = None, num_keys - num_queries
@@ -240,6 +273,10 @@ def _sdpa(
     if offset or seen < num_keys:  # torch's is_causal aligns the first query with the first key
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         mask = mask.tril(offset).triu(offset - seen + 1)
+    if sinks is not None:
+        if mask is None:
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
+        mask = pad(mask, (0, 1), value=True)
     output = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
@@ -250,6 +287,20 @@ def _sdpa(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.squeeze(0).transpose(0, 1)[..., :value_dim]
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One more key, of value zero, whose product with a query is the sink of the query's head.
+
+    Queries have the sink as one more element, of which that key has 1 and the others 0: so torch's
+    kernel counts it as any score, and computes its gradient.
+    """
+    query = torch.cat([query, sinks[:, None].expand(len(query), -1, 1)], dim=-1)
+    key = pad(key, (0, 1, 0, 0, 0, 1))
+    key[-1, :, -1] = 1
+    return query, key, pad(value, (0, 0, 0, 0, 0, 1))
 
 
 class _GatherPacked(torch.autograd.Function):
@@ -295,6 +346,7 @@ class PackedAttention(torch.nn.Module):
         self.window: int | None = None
         if config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]:
             self.window = config.window_size[0] + 1  # Megatron's is without the token itself
+        self.softmax_offset: Tensor | None = None  # sinks of this rank's heads
         self.group: ProcessGroup = pg_collection.cp
 
     def forward(
@@ -318,7 +370,7 @@ class PackedAttention(torch.nn.Module):
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         if packed_seq_params.block_masks:
             mask = packed_seq_params.block_masks[self.window]
-            return flex(query, key, value, mask, self.scale)
+            return flex(query, key, value, mask, self.scale, self.softmax_offset)
         dtype = attention_dtype(query.dtype)
         output = packed_attention(
             query.to(dtype),
@@ -330,5 +382,6 @@ class PackedAttention(torch.nn.Module):
             size=size,
             scale=self.scale,
             window=self.window,
+            sinks=None if self.softmax_offset is None else self.softmax_offset.to(dtype),
         )
         return output.to(query.dtype)

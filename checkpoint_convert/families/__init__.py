@@ -4,6 +4,7 @@ from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
 from checkpoint_convert.families.gemma3_text import GEMMA3_TEXT
 from checkpoint_convert.families.glm4_moe import GLM4_MOE
 from checkpoint_convert.families.glm4_moe_lite import GLM4_MOE_LITE
+from checkpoint_convert.families.gpt_oss import GPT_OSS
 from checkpoint_convert.families.kimi_k2 import KIMI_K2
 from checkpoint_convert.families.llama import LLAMA
 from checkpoint_convert.families.minimax_m2 import MINIMAX_M2
@@ -25,6 +26,7 @@ FAMILIES = {
         GEMMA3_TEXT,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        GPT_OSS,
         KIMI_K2,
         LLAMA,
         MINIMAX_M2,

@@ -12,6 +12,7 @@ from checkpoint_convert.shape import ModelShape
 
 ATTENTION_NORM = "input_layernorm.weight"
 MLP_NORM = "pre_mlp_layernorm.weight"
+SINKS = "core_attention.softmax_offset"
 POST_ATTENTION, POST_MLP = "self_attn_bda.norm.weight", "mlp_bda.norm.weight"
 
 
@@ -122,6 +123,12 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
     ]
     if shape.attention_bias:
         parameters.append(qkv("bias"))
+    if shape.has_linear_biases:
+        bias = Tensor(source + "o_proj.bias", (hidden,))
+        parameters.append(Parameter(target + "linear_proj.bias", (bias,)))
+    if shape.has_sinks:
+        sinks = Tensor(source + "sinks", (shape.num_attention_heads,))
+        parameters.append(Parameter(target + SINKS, (sinks,), split=0))
     if shape.qk_norm:
         for x in "qk":
             size = rows[x][0] if shape.norms_all_heads else shape.head_dim

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parallel import Box, Shape, ShardMapping
+from parallel import Axes, Box, Shape, ShardMapping
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class Experts:
     up: str = "up_proj"
     down: str = "down_proj"
     """Names of the three matrices of an expert."""
+    router: str = "gate"
+    """Name of the router."""
+    are_stacked: bool = False
+    """Whether weight files have the experts of a layer in one tensor for each linear layer,
+    [experts, inputs, outputs], with gate and up as one whose outputs alternate."""
     score_function: str = "softmax"
     """See `MoeShape`."""
     weight_scale: str | None = None
@@ -85,6 +90,8 @@ class Family:
     norms_all_heads: bool = False
     zero_centered_norms: bool = False
     scales_embeddings: bool = False
+    has_linear_biases: bool = False
+    has_sinks: bool = False
     activation: str = "silu"
     partial_rotary_factor: float = 1.0
     """See `ModelShape` for these."""
@@ -105,8 +112,32 @@ class Family:
     """Whether weight files have queries, keys and values in one matrix, and gate and up in one."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """How its RoPE may be scaled."""
+    rope_required: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of RoPE, each with the only supported value."""
     num_extra_layers: str | None = None
     """Config key of `ModelShape.num_extra_layers`; None: 0."""
+    engine_names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names in the weight files, and what a vLLM engine has for each."""
+
+
+@dataclass(frozen=True)
+class StackPlace:
+    """Where a tensor lies in one of the weight files that stacks several."""
+
+    name: str
+    stored_shape: Shape
+    shape: Shape
+    """The same elements in as many dimensions as make the tensor a box."""
+    start: Shape
+    axes: Axes
+    """The dimension of the stack for each of the tensor."""
+
+    def box(self, shape: Shape) -> Box:
+        """The box of the stack that is the tensor, which has this shape."""
+        size = [1] * len(self.shape)
+        for axis, extent in zip(self.axes, shape, strict=True):
+            size[axis] = extent
+        return Box(self.start, tuple(size))
 
 
 @dataclass(frozen=True)
@@ -122,6 +153,8 @@ class Tensor:
     """Whether it is float32 in a model of any dtype."""
     rows: tuple[int, int] | None = None
     """Of some rows of a tensor: the first, and how many the whole has; None: it is the whole."""
+    stack: StackPlace | None = None
+    """Where it lies in the files, if these stack it with others: then its name is ours."""
 
     @property
     def whole_shape(self) -> Shape:
@@ -176,6 +209,11 @@ class Parameter:
     None: it is the whole."""
     is_float32_in_engine: bool = False
     """Whether a vLLM engine of any dtype keeps it in float32."""
+    alternates_in_engine: bool = False
+    """Of an expert: whether rows of its sources alternate in a vLLM engine."""
+    is_added_once_in_engine: bool = False
+    """Of an expert: whether the first of the workers that split it in a vLLM engine holds it, and
+    the others zeros."""
     stack_axes: tuple[tuple[int, int], ...] = ()
     """(index, size) along each leading dimension on which a checkpoint stacks layers or experts."""
 

@@ -6,7 +6,13 @@ A mixture has a router, gated experts and perhaps a shared expert, which process
 from dataclasses import replace
 
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.families.description import Experts, Parameter, Tensor, in_one_tensor
+from checkpoint_convert.families.description import (
+    Experts,
+    Parameter,
+    StackPlace,
+    Tensor,
+    in_one_tensor,
+)
 from checkpoint_convert.shape import ModelShape, MoeShape
 
 
@@ -62,9 +68,11 @@ def moe_block(
             "mlp.shared_experts.",
         )
     pattern = "mlp.experts.{}{}" if grouped else "mlp.experts.local_experts.{1}.{0}"
+    kinds = ("weight", "bias") if shape.has_linear_biases else ("weight",)
     for local_index, index in enumerate(experts):
-        targets = [pattern.format(linear, local_index) for linear in EXPERT_LINEARS]
-        parameters += _expert(shape, moe, names, f"{block}experts.", index, targets)
+        for kind in kinds:
+            targets = [pattern.format(f"{linear}.{kind}", local_index) for linear in EXPERT_LINEARS]
+            parameters += _expert(shape, moe, names, f"{block}experts.", index, kind, targets)
     return parameters
 
 
@@ -72,30 +80,45 @@ def _router(shape: ModelShape, moe: MoeShape, names: Experts, source: str) -> li
     """One that scores by a sigmoid has a bias for each expert, which vLLM keeps in float32."""
     matrix = Parameter(
         ROUTER,
-        (Tensor(source + "gate.weight", (moe.num_experts, shape.hidden_size)),),
+        (Tensor(f"{source}{names.router}.weight", (moe.num_experts, shape.hidden_size)),),
         is_float32_in_engine=names.is_router_float32_in_engine,
     )
+    if shape.has_linear_biases:
+        own = Tensor(f"{source}{names.router}.bias", (moe.num_experts,))
+        return [matrix, Parameter("mlp.router.bias", (own,))]
     if moe.score_function == "softmax":
         return [matrix]
     bias = Tensor(source + names.bias, (moe.num_experts,), is_float32=True)
     return [matrix, Parameter(EXPERT_BIAS, (bias,), is_float32_in_engine=True)]
 
 
-EXPERT_LINEARS = ("linear_fc1.weight", "linear_fc2.weight")
+EXPERT_LINEARS = ("linear_fc1", "linear_fc2")
 """Of Megatron's experts."""
 
 
 def _expert(
-    shape: ModelShape, moe: MoeShape, names: Experts, source: str, index: int, targets: list[str]
+    shape: ModelShape,
+    moe: MoeShape,
+    names: Experts,
+    source: str,
+    index: int,
+    kind: str,
+    targets: list[str],
 ) -> list[Parameter]:
-    """Expert `index` of a layer; `targets` are its names in Megatron.
+    """The weights or biases (`kind`) of expert `index` of a layer; `targets` are their names in
+    Megatron.
 
     A model has tens of thousands: nothing is made twice.
     """
-    inward = (moe.intermediate_size, shape.hidden_size)
-    gate, up = (Tensor(f"{source}{index}.{name}.weight", inward) for name in (names.gate, names.up))
-    down = Tensor(f"{source}{index}.{names.down}.weight", inward[::-1])
-    first, second = (f"mlp.experts.experts.{linear}" for linear in EXPERT_LINEARS)
+    sizes, is_weight = (moe.intermediate_size, shape.hidden_size), kind == "weight"
+    inward, outward = (sizes, sizes[::-1]) if is_weight else (sizes[:1], sizes[1:])
+    gate, up = (Tensor(f"{source}{index}.{name}.{kind}", inward) for name in (names.gate, names.up))
+    down = Tensor(f"{source}{index}.{names.down}.{kind}", outward)
+    if names.are_stacked:
+        end = "" if is_weight else "_bias"
+        gate, up = _alternating(f"{source}gate_up_proj{end}", (gate, up), index, moe.num_experts)
+        down = _stacked(f"{source}down_proj{end}", down, index, moe.num_experts)
+    first, second = (f"mlp.experts.experts.{linear}.{kind}" for linear in EXPERT_LINEARS)
     stack_axes = ((index, moe.num_experts),)
     return [
         Parameter(
@@ -105,16 +128,38 @@ def _expert(
             is_split_by_source=True,
             is_expert=True,
             key=first,
-            engine_name=source + "routed_experts.w13_weight",
+            engine_name=f"{source}routed_experts.w13_{kind}",
+            alternates_in_engine=names.are_stacked,
             stack_axes=stack_axes,
         ),
         Parameter(
             targets[1],
             (down,),
-            split=1,
+            split=1 if is_weight else None,
             is_expert=True,
             key=second,
-            engine_name=source + "routed_experts.w2_weight",
+            engine_name=f"{source}routed_experts.w2_{kind}",
+            is_added_once_in_engine=not is_weight,
             stack_axes=stack_axes,
         ),
     ]
+
+
+def _stacked(name: str, tensor: Tensor, index: int, size: int) -> Tensor:
+    """Number `index` of a stack of `size`, which has matrices transposed."""
+    shape, num_dims = (size, *tensor.shape[::-1]), len(tensor.shape)
+    start = (index, *(0 for _ in tensor.shape))
+    place = StackPlace(name, shape, shape, start, axes=tuple(range(num_dims, 0, -1)))
+    return replace(tensor, stack=place)
+
+
+def _alternating(
+    name: str, tensors: tuple[Tensor, Tensor], index: int, size: int
+) -> tuple[Tensor, ...]:
+    """The same of two tensors whose rows alternate there."""
+    rows, *columns = tensors[0].shape
+    stored, shape = (size, *columns, 2 * rows), (size, *columns, rows, 2)
+    axes = tuple(range(len(columns) + 1, 0, -1))
+    starts = ((index, *(0 for _ in tensors[0].shape), number) for number in (0, 1))
+    places = [StackPlace(name, stored, shape, start, axes) for start in starts]
+    return tuple(replace(x, stack=place) for x, place in zip(tensors, places, strict=True))

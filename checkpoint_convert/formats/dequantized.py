@@ -8,8 +8,9 @@ from torch import Tensor
 from checkpoint_convert.formats.safetensors_file import TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors, read_box
 from checkpoint_convert.formats.torch_dtypes import DTYPES, STORED_DTYPES
+from checkpoint_convert.mxfp4 import BLOCK, Mxfp4Place
 from checkpoint_convert.quantization import QuantizedPlace
-from checkpoint_convert.quantizer import dequantized, quantized
+from checkpoint_convert.quantizer import dequantized, dequantized_mxfp4, quantized
 from parallel import Box, Shape
 
 # Products are made of so many elements at a time: 4 MiB in float32.
@@ -17,7 +18,7 @@ _MAX_ELEMENTS = 1 << 20
 
 
 class DequantizedTensors(StoredTensors):
-    """The tensors of some files; of quantised ones, ``weight * scale``.
+    """The tensors of some files; of quantised ones, ``weight * scale``, of MXFP4 the same.
 
     A product is computed in float32 and rounded once, as by transformers and compressed-tensors. A
     box may begin and end inside a block: its bytes are read, and the scales of its blocks.
@@ -26,11 +27,18 @@ class DequantizedTensors(StoredTensors):
     def __init__(self, places: Mapping[str, TensorPlace]) -> None:
         super().__init__(places)
         self._quantized = {n: p for n, p in places.items() if isinstance(p, QuantizedPlace)}
-        read_as = {name: place.read_as for name, place in self._quantized.items()}
-        self.dtypes = {**self.dtypes, **read_as}
+        self._blocks = {n: p for n, p in places.items() if isinstance(p, Mxfp4Place)}
+        self.dtypes = {
+            **self.dtypes,
+            **{name: place.read_as for name, place in self._quantized.items()},
+            **{name: place.read_as for name, place in self._blocks.items()},
+        }
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
         """See `TensorSource`; raises ValueError for a scale that is no finite number above 0."""
+        if name in self._blocks:
+            self._read_blocks(self._blocks[name], box, target)
+            return
         place = self._quantized.get(name)
         if place is None:
             super().read_into(name, box, target)
@@ -41,6 +49,24 @@ class DequantizedTensors(StoredTensors):
             first, scales = self._scales(place, part)
             product = dequantized(values, scales, place.block, part.moved(first, (0, 0)).start)
             target[part.moved(box.start, (0, 0)).slices] = product
+
+    def _read_blocks(self, place: Mxfp4Place, box: Box, target: Tensor) -> None:
+        """Read `box` of a stack of matrices that are stored in MXFP4, transposed."""
+        stored, transposed = place.stored_box(box), target.movedim(1, -1)
+        for part in stored.cut(_MAX_ELEMENTS):
+            first, end = part.start[-1] // BLOCK, -(-part.end[-1] // BLOCK)
+            within = Box((*part.start[:-1], first), (*part.size[:-1], end - first))
+            blocks = torch.empty((*within.size, BLOCK // 2), dtype=torch.uint8)
+            whole = Box((*within.start, 0), tuple(blocks.shape))
+            read_box(self._descriptor(place.file), place.as_blocks(), whole, blocks)
+            scales = torch.empty(within.size, dtype=torch.uint8)
+            read_box(self._descriptor(place.scale.file), place.as_scales(), within, scales)
+            if (scales == 255).any():
+                raise ValueError(f"{place.scale.file}: {place.scale_name} has a scale of NaN")
+            values = dequantized_mxfp4(blocks, scales, DTYPES[place.read_as])
+            begin = part.start[-1] - first * BLOCK
+            values = values[..., begin : begin + part.size[-1]]
+            transposed[part.moved(stored.start, (0,) * len(part.start)).slices] = values
 
     def is_quantized(self, name: str) -> bool:
         """Whether the tensor is stored as 8-bit numbers."""

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
 from checkpoint_convert.hf_config import check_folder, has_other_towers, read_json, read_scheme
-from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.megatron import file_tensors
+from checkpoint_convert.mxfp4 import Mxfp4Scheme, with_blocks
 from checkpoint_convert.quantization import Scheme, with_scales
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.text_tower import is_of_text, text_name
@@ -113,10 +114,10 @@ def check_weights(
     """Places of exactly the tensors that `shape` requires; reads headers, not weights.
 
     The one exception is a tied model that also stores its head: both tables are read and compared.
-    Quantised weights are `QuantizedPlace`, and tensors that only they need are left out.
-    `names` limits the check and the result to those tensors. Raises ValueError that lists every
-    tensor that is missing or unexpected or has the wrong shape or an unsupported dtype, and for a
-    folder with an adapter, which would change the weights. Other towers than that of text are not
+    Quantised weights are `QuantizedPlace` or `Mxfp4Place`, and tensors that only they need are left
+    out. `names` limits the check and the result to those tensors. Raises ValueError that lists all
+    tensors that are missing or unexpected or have the wrong shape or an unsupported dtype, and for
+    a folder with an adapter, which would change the weights. Other towers than that of text are not
     checked.
     """
     if (Path(folder) / ADAPTER_FILE).is_file():
@@ -124,7 +125,7 @@ def check_weights(
             f"{folder} has a LoRA adapter, which would be left out: merge it into the weights "
             f"(checkpoint-convert merge), or remove {ADAPTER_FILE}"
         )
-    wanted = _chosen(hf_tensors(shape), names)
+    wanted = _chosen(file_tensors(shape), names)
     scheme, has_others = read_scheme(Path(folder)), has_other_towers(Path(folder))
     places, faults = _with_scales(folder, names, scheme)
     readable = {*ITEM_SIZES} if scheme is None else {*ITEM_SIZES, scheme.dtype}
@@ -148,14 +149,17 @@ def check_weights(
 
 
 def _with_scales(
-    folder: str | Path, names: Collection[str] | None, scheme: Scheme | None
+    folder: str | Path, names: Collection[str] | None, scheme: Scheme | Mxfp4Scheme | None
 ) -> tuple[dict[str, TensorPlace], list[str]]:
     """The places of `locate_tensors` with their scales, and what is wrong with these."""
     if scheme is None:
         return locate_tensors(folder, names), []
     if names is not None:
-        names = {*names, *(name + scheme.suffix for name in names)}
-    return with_scales(locate_tensors(folder, names), scheme)
+        names = scheme.stored_names(names)
+    located = locate_tensors(folder, names)
+    if isinstance(scheme, Mxfp4Scheme):
+        return with_blocks(located, scheme)
+    return with_scales(located, scheme)
 
 
 def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShape) -> Iterator[str]:

@@ -74,8 +74,30 @@ class StoredTensors:
         return self._descriptors[path]
 
 
+_SHORT_ROW_BYTES = 16
+
+
+def whole_rows(place: TensorPlace, box: Box, itemsize: int) -> Box:
+    """The rows of a stored tensor that `box` is a part of, if rows are short; or `box`.
+
+    Gate and up may alternate in a file: each is one element of every row of two.
+    """
+    if not place.shape or place.shape[-1] * itemsize > _SHORT_ROW_BYTES:
+        return box
+    return Box((*box.start[:-1], 0), (*box.size[:-1], place.shape[-1]))
+
+
 def read_box(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> None:
-    """Read `box` of a stored tensor into `target`; directly if that is contiguous."""
+    """Read `box` of a stored tensor into `target`; directly if that is contiguous.
+
+    Of short rows all columns are read, as the elements of one would be reads of their own.
+    """
+    rows = whole_rows(place, box, target.itemsize)
+    if rows != box:
+        values = torch.empty(rows.size, dtype=target.dtype)
+        read_box(descriptor, place, rows, values)
+        target.copy_(values[..., box.start[-1] : box.end[-1]])
+        return
     values = target if target.is_contiguous() else torch.empty(box.size, dtype=target.dtype)
     with errors_named(place.file):
         for part, position in _runs(values, place, box):

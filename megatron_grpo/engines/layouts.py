@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from checkpoint_convert import ModelShape, hf_tensors
+from checkpoint_convert import ModelShape
 from checkpoint_convert.formats.safetensors_file import NAMES
-from checkpoint_convert.megatron import hf_dtypes
+from checkpoint_convert.megatron import file_layout, hf_dtypes
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from checkpoint_convert.vllm_lora import adapter_layouts
@@ -88,7 +88,7 @@ def engine_dims(rollout: RolloutConfig) -> EngineDims:
 def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
     """The layout of each worker of an engine, in rank order; the same for all engines."""
     if rollout.engine == "transformers":
-        return [Layout.of_whole_tensors(hf_tensors(shape))]
+        return [file_layout(shape)]
     layouts = engine_layouts(shape, engine_dims(rollout))
     return [*map(_of_sglang, layouts)] if rollout.engine == "sglang" else layouts
 
@@ -96,7 +96,8 @@ def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
 def worker_dtypes(shape: ModelShape, rollout: RolloutConfig, dtype: str) -> dict[str, str]:
     """The dtype of every parameter of the workers, by name, in engines of `dtype`."""
     if rollout.engine == "transformers":
-        return hf_dtypes(shape, dtype, "float32")
+        found = hf_dtypes(shape, dtype, "float32")
+        return {piece.local: found[piece.tensor] for piece in file_layout(shape).pieces}
     dtypes = engine_dtypes(shape, dtype)
     if rollout.engine == "sglang":
         return {_sglang_name(name): found for name, found in dtypes.items()}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.text_tower import is_of_text, text_name
 from megatron_grpo.engines.http import EngineError
 
@@ -110,6 +111,8 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
 
     A multimodal model has those of its text tower only, by their names in a model of text.
 
+    Where rows of gate and up alternate, [experts, 2 * size, ...] is [experts, size, 2, ...].
+
     Modules that hold adapters have the weights in a `base_layer`, which the names leave out.
 
     For decode steps vLLM has the weight that projects latents up to keys and values once more, as
@@ -118,12 +121,16 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
     """
     first: dict[int, tuple[str, Tensor]] = {}
     is_multimodal = hasattr(model, "language_model")
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    alternates = family is not None and family.experts is not None and family.experts.are_stacked
     for name, parameter in model.named_parameters():
         if name.endswith(ABSORBED) or (is_multimodal and not is_of_text(text_name(name))):
             continue
         name = text_name(name).replace(".base_layer.", ".")
         is_turned = parameter.itemsize == 1 and not parameter.is_contiguous()
         value = parameter.t() if is_turned else parameter
+        if alternates and ".w13_" in name:
+            value = value.unflatten(1, (-1, 2))
         first.setdefault(value.untyped_storage().data_ptr(), (name, value))
     return dict(first.values())
 

@@ -24,6 +24,7 @@ from megatron_grpo.engines.joining import (
     serve_joined,
     settings_of,
 )
+from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
     check_sglang_arguments,
@@ -31,6 +32,7 @@ from megatron_grpo.engines.sglang.args import (
     sglang_environment,
 )
 from megatron_grpo.engines.vllm.args import (
+    CPU_EXPERT_SIZE,
     CPU_HEAD_SIZES,
     CPU_LATENT_SIZE,
     NO_ADAPTERS,
@@ -121,6 +123,13 @@ def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
         raise ValueError(
             f"rollout.engine vllm without a GPU has no kernel for the router of a {shape.family}: "
             f"{instead}"
+        )
+    dims = engine_dims(rollout)
+    part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)
+    if shape.activation == "swigluoai" and part % CPU_EXPERT_SIZE:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU needs a multiple of {CPU_EXPERT_SIZE} as the size "
+            f"of a worker's part of an expert of a {shape.family}, not {part}: {instead}"
         )
     if shape.latent is not None:
         size = shape.latent.rank + shape.latent.rotary_dim

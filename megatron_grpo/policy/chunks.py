@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_te_version
 from torch import Tensor
@@ -63,6 +64,8 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     _freeze_expert_biases(chunks)
     for chunk in chunks:
         _mark_experts(chunk)
+        if shape.has_linear_biases:
+            _add_expert_biases(chunk)
         if cfg.model.freeze_moe_router:
             _freeze_routers(chunk)
         if chunk.post_process:
@@ -149,10 +152,27 @@ def _mark_experts(chunk: GPTModel) -> None:
     Megatron marks expert parameters only if expert > 1. Unmarked, their gradients would be summed
     over the data ranks of the other weights, which are too few when expert_tensor < tensor; and
     whether experts have an optimizer of their own, also in checkpoints, would depend on the layout.
+    It takes the bias of their output for a copy of that on other tensor ranks, which are of other
+    experts.
     """
+    parameter: Any
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
-            parameter.allreduce = False
+            parameter.allreduce, parameter.sequence_parallel = False, False
+            parameter.tensor_model_parallel = True
+
+
+def _add_expert_biases(chunk: GPTModel) -> None:
+    """Let torch's experts add the bias of their output in place, as Megatron does.
+
+    Autograd refuses that for the view which Megatron's sum over a single tensor rank returns. With
+    biases, no more ranks share an expert, and there is nothing to sum.
+    """
+    module: Any
+    for module in chunk.modules():
+        if isinstance(module, SequentialMLP):
+            for expert in module.local_experts:
+                expert.linear_fc2.explicit_expert_comm = True
 
 
 def _rotary(shape: ModelShape) -> RotaryEmbedding:

@@ -18,7 +18,7 @@ from checkpoint_convert.hf_export import (
     shard_bytes_for,
     write_weights,
 )
-from checkpoint_convert.megatron import hf_tensors
+from checkpoint_convert.megatron import file_layout, hf_tensors
 from checkpoint_convert.quantized_model import quantized_model
 from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.config import Config
@@ -75,7 +75,8 @@ def _write_model(
         create_export(partial, cfg.model.path, policy.shape, dtype, shard_bytes, model)
         _add_end_tokens(partial, policy.shape, cfg.rollout.stop_token_ids)
     dist.barrier()
-    written = torch.tensor(write_weights(partial, layout, weights, first_file=groups.rank))
+    files = None if model else file_layout(policy.shape)  # with scales, nothing is stacked
+    written = torch.tensor(write_weights(partial, layout, weights, groups.rank, files))
     dist.all_reduce(written)  # also waits until all ranks have written
     if groups.rank == 0:
         shapes = {**hf_tensors(policy.shape), **(model.scales if model else {})}

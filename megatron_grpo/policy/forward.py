@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_grpo.policy.model import Model, forward, unwrapped
 from megatron_grpo.policy.releases import COUNTS_TOKENS_OF_ALL_RANKS
+from megatron_grpo.policy.router import balances_experts
 from megatron_grpo.policy.stage_messages import pipeline_arguments
-from megatron_grpo.policy.transformer import balances_experts
 from parallel.groups import Groups
 from parallel.logprobs import ChosenTokens, chosen_logprobs
 from parallel.packing import PackedBatch

@@ -154,7 +154,7 @@ def check_context_exchange(
             f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention; torch's "
             "layers gather keys and values: leave it out"
         )
-    if shape.window is not None:
+    if shape.window is not None or shape.has_sinks:
         raise ValueError(
             f"model.megatron.cp_comm_type {how} is for Transformer Engine's attention, and with "
             "the windows of this model context ranks gather keys and values: leave it out"

@@ -130,6 +130,12 @@ BALANCE, Z_LOSS = "load_balancing_loss", "z_loss"
 """Megatron's names."""
 
 
+def balances_experts(config: TransformerConfig) -> bool:
+    """Whether routers add auxiliary losses; by default they do not."""
+    coefficients = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
+    return config.num_moe_experts is not None and any(coefficients)
+
+
 class RouterLosses:
     """What the routers lose in an optimizer batch, without the coefficients: a mean over tokens.
 

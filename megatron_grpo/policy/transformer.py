@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -43,16 +44,21 @@ from megatron_grpo.policy.releases import (
     mlp_submodules,
     no_initialization,
 )
+from megatron_grpo.policy.sinks import packed_attention_of
 from megatron_grpo.policy.windows import use_windows, window_fields
 from parallel import ParallelDims, pipeline_layers
-from parallel.attention import PackedAttention
 
 # Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
 # torch is told; and without it Megatron-Core 0.16.1 leaves the name undefined.
 moe_utils.te_general_gemm = None
 
 
-ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
+ACTIVATIONS = {
+    "silu": (silu, None, 0.0),
+    "gelu_pytorch_tanh": (partial(gelu, approximate="tanh"), None, 0.0),
+    "swigluoai": (quick_gelu, 7.0, 1.0),
+}
+"""Of the gate; the limit of both factors, None: they have none; and what is added to the other."""
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
@@ -95,6 +101,8 @@ def transformer_config(
         _check_sequence_parallel(dims, sequence_parallel)
         decided |= _moe(shape, shape.moe, free["transformer_impl"])
         free = _moe_defaults(free["transformer_impl"]) | free
+        if shape.has_linear_biases:  # with which Megatron's grouped experts refuse it
+            decided["bias_dropout_fusion"] = False
         if HYBRIDEP_PADS:
             decided["moe_hybridep_pad_uneven_dispatch_inputs"] = True
     check_overrides(overrides, decided, best_implementation(dtype), _flexible_backends())
@@ -118,12 +126,12 @@ def _fusions(implementation: str, shape: ModelShape) -> dict[str, Any]:
     """Fusions that Megatron's training script enables on GPUs, unlike TransformerConfig's defaults.
 
     Unfused RoPE synchronizes with the GPU twice per layer, to read the lengths of sequences. A
-    mixture of experts has one more, of its permutations. Of activations, SiLU's is fused.
+    mixture of experts has one more, of its permutations. Some activations are fused.
     """
     fused = implementation == "transformer_engine"
     return {
         "apply_rope_fusion": fused,
-        "bias_activation_fusion": fused and shape.activation == "silu",
+        "bias_activation_fusion": fused and shape.activation in ("silu", "swigluoai"),
     }
 
 
@@ -156,12 +164,6 @@ def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any])
             module.fuse_wgrad_accumulation = True
 
 
-def balances_experts(config: TransformerConfig) -> bool:
-    """Whether routers add auxiliary losses; by default they do not."""
-    coefficients = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
-    return config.num_moe_experts is not None and any(coefficients)
-
-
 def block_spec(
     config: TransformerConfig, layers: range, shape: ModelShape, shared_prompts: bool
 ) -> TransformerBlockSubmodules:
@@ -185,7 +187,7 @@ def fused_layer_spec(
     config: TransformerConfig, num_experts: int | None, shape: ModelShape, shared_prompts: bool
 ) -> ModuleSpec:
     """Transformer Engine's layer; its attention does not know shared prompts, nor windows of
-    sequences that context ranks split."""
+    sequences that context ranks split, nor, before 2.12, sinks of packed sequences."""
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -193,8 +195,8 @@ def fused_layer_spec(
         multi_latent_attention=shape.latent is not None,
     )
     is_split = config.context_parallel_size > 1
-    if shared_prompts or (is_split and shape.window is not None):
-        layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    if shared_prompts or shape.has_sinks or (is_split and shape.window is not None):
+        layer.submodules.self_attention.submodules.core_attention = packed_attention_of(shape)
     _use_mla(layer, shape)
     use_windows(layer, shape)
     _use_norms(layer, shape, config, LayerNormImpl)
@@ -220,7 +222,7 @@ def torch_layer_spec(
     )
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
+    attention.core_attention = packed_attention_of(shape)
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     # Checkpoints use Transformer Engine's names, and a norm has one of its own where it is not
@@ -270,6 +272,7 @@ def _use_norms(layer: ModuleSpec, shape: ModelShape, config: TransformerConfig, 
 
 
 def _architecture(shape: ModelShape) -> dict[str, Any]:
+    function, limit, offset = ACTIVATIONS[shape.activation]
     return {
         "softmax_scale": softmax_scale(shape, yarn_scaling(shape)),
         "num_layers": shape.num_layers,
@@ -283,10 +286,13 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
         "layernorm_epsilon": shape.rms_norm_eps,
         "layernorm_zero_centered_gamma": shape.zero_centered_norms,
         "qk_layernorm": shape.qk_norm,
-        "add_bias_linear": False,
+        "add_bias_linear": shape.has_linear_biases,
         "add_qkv_bias": shape.attention_bias,
+        "softmax_type": "learnable" if shape.has_sinks else "vanilla",
         "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS[shape.activation],
+        "activation_func": function,
+        "activation_func_clamp_value": limit,
+        "glu_linear_offset": offset,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import LlamaConfig
 
 from checkpoint_convert import LatentShape, ModelShape, MoeShape, read_shape
@@ -35,6 +36,8 @@ LLAMA = {
 }
 MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_MOE = {"model_type": "qwen3_moe"}
+GPT_OSS = {"model_type": "gpt_oss", "num_key_value_heads": 4}
+GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
 ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 ROUTER_OF_MINIMAX = {"scoring_func": "sigmoid", "use_routing_bias": True}
 MINIMAX_M2 = {"model_type": "minimax_m2", "num_key_value_heads": 4, "rotary_dim": 64}
@@ -85,6 +88,9 @@ def tiny_config(family):
 
 
 OLMO = ("olmo2", "olmo3")
+MULTI_TOKEN = tuple(family for family in NEVER_TIED if family != "gpt_oss")
+"""Families that may be published with layers to predict further tokens."""
+SIGMOIDS = (*MULTI_TOKEN, "minimax_m2")
 QK_NORMS = (*OLMO, "gemma3_text", "minimax_m2", "qwen3", "qwen3_moe")
 
 
@@ -108,7 +114,7 @@ def shape_by_transformers(config):
             experts_per_token=config.num_experts_per_tok,
             intermediate_size=size,
             normalize_topk=getattr(config, "norm_topk_prob", True),
-            score_function="sigmoid" if family in (*NEVER_TIED, "minimax_m2") else "softmax",
+            score_function="sigmoid" if family in SIGMOIDS else "softmax",
             num_groups=getattr(config, "n_group", 1),
             groups_per_token=getattr(config, "topk_group", 1),
             weight_scale=getattr(config, "routed_scaling_factor", 1.0),
@@ -127,7 +133,9 @@ def shape_by_transformers(config):
         attention_bias=family in ("qwen2", "seed_oss") or getattr(config, "attention_bias", False),
         qk_norm=family in QK_NORMS or getattr(config, "use_qk_norm", False),
         rope_theta=theta,
-        rope_scaling=None if rope["rope_type"] == "default" else rope,
+        rope_scaling=None
+        if rope["rope_type"] == "default"
+        else rope | yarn_by_transformers(config),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         has_pre_norms=family not in OLMO,
         has_post_norms=family in OLMO or is_gemma,
@@ -135,7 +143,15 @@ def shape_by_transformers(config):
         zero_centered_norms=is_gemma,
         scales_embeddings=is_gemma,
         query_pre_attn_scalar=getattr(config, "query_pre_attn_scalar", None),
-        activation=config.hidden_activation if is_gemma else config.hidden_act,
+        activation=(
+            config.hidden_activation
+            if is_gemma
+            else "swigluoai"
+            if family == "gpt_oss"
+            else config.hidden_act
+        ),
+        has_linear_biases=family == "gpt_oss",
+        has_sinks=family == "gpt_oss",
         window=window,
         windowed_layers=windowed,
         window_rope_theta=window_theta,
@@ -143,7 +159,7 @@ def shape_by_transformers(config):
         moe=moe,
         latent=latent,
         # An attribute that not every version of transformers knows.
-        num_extra_layers=getattr(config, "num_nextn_predict_layers", int(family in NEVER_TIED)),
+        num_extra_layers=getattr(config, "num_nextn_predict_layers", int(family in MULTI_TOKEN)),
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,
@@ -153,6 +169,14 @@ def shape_by_transformers(config):
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
     )
+
+
+def yarn_by_transformers(config):
+    """What a family's yarn has beside the parameters of its config."""
+    if config.model_type != "gpt_oss":
+        return {}
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+    return {"attention_factor": factor}
 
 
 def windows_by_transformers(config):
@@ -190,8 +214,9 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
     assert shape == shape_by_transformers(CONFIGS[family].from_pretrained(tmp_path))
 
 
+GPT_OSS_SIZES = ("gpt-oss-20b", "gpt-oss-120b")
 # Published with YaRN, of which test_rope.py says what it means.
-WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B")
+WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B", *GPT_OSS_SIZES)
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED_MODELS if name not in WITH_YARN])
@@ -308,7 +333,7 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     # vLLM writes it.
     harmless |= {"max_model_len"} if family == "minimax_m2" else set()
     harmless |= OF_IMAGES if family == "gemma3_text" else set()
-    harmless -= {"first_k_dense_replace"} if family in NEVER_TIED else set()
+    harmless -= {"first_k_dense_replace"} if family in MULTI_TOKEN else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
     # Of scalings that this family's RoPE cannot have here.
     harmless |= {"original_max_position_embeddings"} if family == "phi3" else set()
@@ -483,6 +508,12 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         (
             MINIMAX_M2 | ROUTER_OF_MINIMAX | {"use_qk_norm": False},
             "use_qk_norm is False, only True",
+        ),
+        (GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_limit is 5.0, only 7.0 is supported"),
+        (GPT_OSS | {"layer_types": ["full_attention"] * 2}, "layer_types is ['full_attention', 'f"),
+        (
+            GPT_OSS | {"rope_scaling": GPT_OSS_YARN | {"mscale": 2.0}},
+            "RoPE mscale is 2.0, only None",
         ),
         # Windows
         (QWEN2 | {"use_sliding_window": "no"}, "use_sliding_window is 'no'; it must be true or"),

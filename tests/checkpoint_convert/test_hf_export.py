@@ -20,19 +20,22 @@ from checkpoint_convert.hf_export import (
     shard_bytes_for,
     write_weights,
 )
+from checkpoint_convert.megatron import file_layout
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same, weights_of
-from helpers.models import CONFIGS, tiny_model
+from helpers.models import CONFIGS, mesh_for, tiny_model
 from parallel import ParallelDims
 
 # More tensor ranks than key-value heads; no pipeline divides the 7 layers; replicas.
 MESHES = [
-    *((family, ParallelDims(tensor=4, pipeline=3)) for family in CONFIGS),
+    *((family, mesh_for(family, ParallelDims(tensor=4, pipeline=3))) for family in CONFIGS),
     ("llama", ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2)),
     ("qwen2", ParallelDims(tensor=2, context=2, data=2)),
     # Replicas of whole experts, of parts of experts, or without.
     ("mixtral", ParallelDims(data=4, expert=2)),
     ("deepseek_v3", ParallelDims(tensor=2, pipeline=3, expert=2, expert_tensor=1)),
+    # Every other element of a file is another rank's, or none is.
+    ("gpt_oss", ParallelDims(tensor=2, pipeline=2, expert=4, expert_tensor=1, data=2)),
     ("glm4_moe", ParallelDims(tensor=4, data=2, expert=2, expert_tensor=2)),
 ]
 
@@ -58,7 +61,7 @@ def export(model, folder, shape, dims=ONE_RANK, dtype=torch.float32, max_shard_b
     for rank in range(dims.world_size):
         layout, parameters = load_rank(model, shape, dims, rank)
         assert not any(parameter.isnan().any() for parameter in parameters.values())
-        write_weights(folder, layout, parameters, first_file=rank)
+        write_weights(folder, layout, parameters, rank, file_layout(shape))
 
 
 @pytest.mark.long

@@ -13,8 +13,15 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, copy_sidecar_files
 from helpers.conversions import assert_same, weights_of
-from helpers.models import CONFIGS, tiny_model, train
-from helpers.policies import LENGTHS, accumulate, pack_all, save_checkpoint, start_policy
+from helpers.models import CONFIGS, mesh_for, tiny_model, train
+from helpers.policies import (
+    LENGTHS,
+    accumulate,
+    pack_all,
+    save_checkpoint,
+    start_policy,
+    unstacked,
+)
 from helpers.ranks import run_ranks
 from parallel import ParallelDims
 
@@ -41,7 +48,7 @@ def imported(llama, tmp_path_factory):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_comes_back_bit_by_bit(models, tmp_path, family):
-    dims = EXPERT_MESH if FAMILIES[family].experts else MESH
+    dims = mesh_for(family, EXPERT_MESH if FAMILIES[family].experts else MESH)
     import_checkpoint(models[family], tmp_path / "megatron", dims, num_workers=2)
     export_checkpoint(tmp_path / "megatron", tmp_path / "hf", num_workers=2)
     assert_same(weights_of(tmp_path / "hf"), weights_of(models[family]))
@@ -66,6 +73,7 @@ def train_and_save(rank, model, dims, run):
 
 TRAINED = {
     "deepseek_v3": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
+    "gpt_oss": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
     "qwen3": ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2),
     "qwen3_moe": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
 }
@@ -78,9 +86,10 @@ def trained(models, tmp_path_factory):
     for family, dims in TRAINED.items():
         run, model = tmp_path_factory.mktemp(family), models[family]
         weights = {name: torch.full_like(t, torch.nan) for name, t in weights_of(model).items()}
+        parts = unstacked(weights, read_shape(model))  # views
         for boxes in run_ranks(dims.world_size, train_and_save, model, dims, run):
             for name, box, values in boxes:
-                weights[name][box.slices] = values
+                parts[name][box.slices] = values
         found[family] = run / "checkpoints" / "step_1", weights
     return found
 

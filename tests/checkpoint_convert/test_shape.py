@@ -45,6 +45,12 @@ def test_divisors_of_heads_pass_with_more_and_with_fewer_ranks_than_key_value_he
             ParallelDims(data=12, expert_tensor=3),
             "intermediate_size(40); legal values are [1, 2, 4, 5, 8, 10, 20, 40]",
         ),
+        (
+            replace(MIXTURE, has_linear_biases=True),
+            ParallelDims(tensor=2),
+            "expert_tensor(2) cannot split the experts: Megatron-Core adds their biases only where "
+            "they are whole; legal values are [1]",
+        ),
     ],
     ids=str,
 )

@@ -25,6 +25,7 @@ from checkpoint_convert.vllm import (
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same
 from helpers.models import servable_model
+from helpers.mxfp4 import mxfp4_copies
 from helpers.shapes import LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
 from helpers.towers import tiny_multimodal
 from helpers.vllm_workers import loaded_parameters
@@ -63,7 +64,8 @@ def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path):
     cases = []
     for number, family in enumerate(sorted({*FAMILIES} - {"kimi_k2"})):  # as deepseek_v3
         kv_heads, tied = (1, 2, 4)[number % 3], number % 2 == 0
-        if FAMILIES[family].norms_all_heads:  # of which transformers' code knows no copies
+        knows_copies = not (FAMILIES[family].norms_all_heads or FAMILIES[family].has_sinks)
+        if not knows_copies:  # of heads: transformers' code for norms of all, vLLM's for sinks
             kv_heads = max(kv_heads, 2)
         folder = servable_model(tmp_path / family, family, num_key_value_heads=kv_heads, tied=tied)
         cases.append((folder, EngineDims(tensor=2, expert_parallel=family in MIXTURES)))
@@ -102,7 +104,9 @@ def test_so_it_does_for_any_number_of_heads_and_experts(tmp_path, family, tensor
         for num_experts in (4, 5, 6):
             folder = tmp_path / f"{num_experts} experts"
             servable_model(folder, family, **ungrouped, **{keys.num_experts: num_experts})
-            cases.append((folder, EngineDims(tensor=tensor, expert_parallel=True)))
+            dims = EngineDims(tensor=tensor, expert_parallel=True)
+            if tensor in engine_sizes(read_shape(folder), dims):  # stacks are in equal shares
+                cases.append((folder, dims))
     assert_workers_hold_what_the_layouts_say(cases)
 
 
@@ -114,6 +118,14 @@ def test_so_it_does_where_groups_of_workers_share_the_experts(tmp_path):
         for expert_parallel in (False, True):
             cases.append((folder, EngineDims(tensor=2, data=2, expert_parallel=expert_parallel)))
     assert_workers_hold_what_the_layouts_say(cases)
+
+
+@pytest.mark.slow
+def test_so_it_does_of_mxfp4_which_workers_hold_as_it_is_read(tmp_path):
+    model = servable_model(tmp_path / "model", "gpt_oss")
+    quantized, _ = mxfp4_copies(model, tmp_path)
+    cases = [(quantized, EngineDims(tensor=2, expert_parallel=each)) for each in (False, True)]
+    assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)
 
 
 @given(shapes(), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3]), st.booleans())
@@ -161,6 +173,11 @@ def test_neighbours_hold_the_same_key_value_head_where_there_are_fewer_than_work
             replace(QWEN3_30B, vocab_size=2**17, num_attention_heads=512),
             EngineDims(tensor=256, expert_parallel=True),
             "it is more than num_experts(128); legal values are [1, 2, 4, 8, 16, 32, 64, 128]",
+        ),
+        (
+            replace(MIXTRAL_8X7B, family="gpt_oss", moe=replace(MIXTRAL_8X7B.moe, num_experts=6)),
+            EngineDims(tensor=4, expert_parallel=True),
+            "it does not divide num_experts(6); legal values are [1, 2]",
         ),
         (
             replace(MIXTRAL_8X7B, vocab_size=64, num_attention_heads=128),

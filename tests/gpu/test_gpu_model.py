@@ -101,6 +101,7 @@ def transformers_logprobs(folder: Path) -> Tensor:
         "olmo2",
         "olmo3",
         "gemma3_text",
+        "gpt_oss",
         "minimax_m2",
         "mixtral",
         *OWN_SIZE,

@@ -24,10 +24,13 @@ SHAPE = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (192, 128)])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     "segments", [[640, 256, 384, 124], [128, 64, 64, 4], [1000, 40, 8, 900], [64, 16, 8, 12]]
 )
-def test_output_and_gradients_are_those_of_the_loops(segments, window, size, head_dim, value_dim):
+def test_output_and_gradients_are_those_of_the_loops(
+    segments, has_sinks, window, size, head_dim, value_dim
+):
     """Lengths change from one microbatch to the next, but the kernel stays the same.
 
     The second sizes of heads are DeepSeek-V3's.
@@ -42,10 +45,12 @@ def test_output_and_gradients_are_those_of_the_loops(segments, window, size, hea
         torch.randn(sum(segments), heads, width, device="cuda").requires_grad_()
         for heads, width in ((8, head_dim), (2, head_dim), (2, value_dim))
     )
+    sinks = torch.randn(8, device="cuda").requires_grad_() if has_sinks else None
+    inputs = (query, key, value, *([sinks] if has_sinks else []))
     for rank in range(size):
         local = context_indices(cu_seqlens, rank, size)
         mask = block_mask(cu_seqlens, prefixes, local, window=window)
-        got = flex(query[local], key, value, mask, None)
+        got = flex(query[local], key, value, mask, None, sinks)
         want = packed_attention(
             query[local],
             key,
@@ -55,11 +60,12 @@ def test_output_and_gradients_are_those_of_the_loops(segments, window, size, hea
             rank=rank,
             size=size,
             window=window,
+            sinks=sinks,
         )
         probe = torch.randn_like(want)
         for a, b in zip(
-            (got, *torch.autograd.grad((got * probe).sum(), (query, key, value))),
-            (want, *torch.autograd.grad((want * probe).sum(), (query, key, value))),
+            (got, *torch.autograd.grad((got * probe).sum(), inputs)),
+            (want, *torch.autograd.grad((want * probe).sum(), inputs)),
             strict=True,
         ):
             torch.testing.assert_close(a, b, atol=5e-3, rtol=5e-3)

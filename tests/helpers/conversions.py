@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint_convert import hf_tensors, read_shape
+from checkpoint_convert import read_shape
 from checkpoint_convert.formats.tensor_io import TensorSource, write_box
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_dist_writer import (
@@ -28,6 +28,7 @@ from checkpoint_convert.formats.torch_dist_writer import (
     index_of,
 )
 from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES
+from checkpoint_convert.megatron import file_tensors
 from helpers.cli_process import run_main
 from helpers.ranks import CONTEXT
 from parallel import Box, cover_exactly
@@ -74,7 +75,7 @@ def random_weights(folder: Path) -> Path:
     """Write a config.json and bfloat16 weights of random bits, including NaN and infinities."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
-    for name, shape in hf_tensors(read_shape(folder)).items():
+    for name, shape in file_tensors(read_shape(folder)).items():
         values = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, generator=generator)
         weights[name] = values.view(torch.bfloat16)
     save_file(weights, folder / "model.safetensors")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.hf_config import has_other_towers
+from checkpoint_convert.megatron import file_layout
 from helpers.models import EOS_ID, tiny_model
 from helpers.pushes import client_of, push_folder
 from megatron_grpo.config.rollout import RolloutConfig
@@ -29,7 +30,7 @@ from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.engines.push_protocol import WorkerSums
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
-from parallel import Layout, intersect
+from parallel import intersect
 from parallel.checksum import whole_checksum
 from parallel.views import as_whole
 
@@ -109,15 +110,16 @@ def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:
 
     The shards are cut from the full tensors. Padding is zero and adds nothing.
     """
-    weights = load_file(folder / "model.safetensors")
-    whole = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
+    whole = file_layout(read_shape(folder))
+    stored = load_file(folder / "model.safetensors")
+    weights = {name: stored[name].view(size) for name, size in whole.shapes.items()}
     sums = []
     for layout in worker_layouts(read_shape(folder), rollout):
         worker = {name: torch.zeros(shape) for name, shape in layout.shapes.items()}
         for copy in intersect(whole, layout):
             target = worker[copy.destination][copy.destination_box.slices]
             values = weights[copy.source][copy.source_box.slices]
-            as_whole(target, copy.destination_axes).copy_(values)
+            as_whole(target, copy.destination_axes).copy_(as_whole(values, copy.source_axes))
         sums.append({name: int(whole_checksum(tensor)) for name, tensor in worker.items()})
     return sums
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
+from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.minimax_m2 import MiniMaxM2Config
 from transformers.models.ministral3 import Ministral3Config
@@ -27,6 +29,8 @@ from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.seed_oss import SeedOssConfig
+
+from parallel import ParallelDims
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<start>")
 PAD_ID, EOS_ID = 0, 1
@@ -43,6 +47,7 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
+    "gpt_oss": GptOssConfig,
     "deepseek_v3": DeepseekV3Config,
     "seed_oss": SeedOssConfig,
     "phi3": Phi3Config,
@@ -52,9 +57,11 @@ CONFIGS = {
     "olmo3": Olmo3Config,
     "gemma3_text": Gemma3TextConfig,
 }
+WHOLE_EXPERTS = ("gpt_oss",)
+"""Families whose experts are not split over tensor ranks."""
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
-NEVER_TIED = (*LATENTS, "glm4_moe")
+NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss")
 # Fields that only this family has, or names differently.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -111,6 +118,20 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.8,
         "num_nextn_predict_layers": 0,
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
     },
     "minimax_m2": {
         "num_local_experts": 4,
@@ -191,6 +212,11 @@ def tiny_model(
     return Path(folder)
 
 
+def mesh_for(family: str, dims: ParallelDims) -> ParallelDims:
+    """`dims`, with whole experts where a family has no others."""
+    return replace(dims, expert_tensor=1) if family in WHOLE_EXPERTS else dims
+
+
 def talkative(folder: Path, model: Path) -> Path:
     """A copy of a model with so many end tokens that a random turn is short."""
     shutil.copytree(model, folder)
@@ -204,8 +230,9 @@ def talkative(folder: Path, model: Path) -> Path:
 @torch.no_grad()
 def make_random(model: torch.nn.Module, scale: float, generator: torch.Generator) -> None:
     """Give what transformers initializes to constants other values, all different."""
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms start at 1, biases at 0: a mix-up would go unnoticed
+    for name, parameter in model.named_parameters():
+        # Norms start at 1, biases at 0: a mix-up would go unnoticed.
+        if parameter.dim() == 1 or name.endswith("_bias"):
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     for name, values in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -228,6 +255,8 @@ def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
     Of latents vLLM serves a single size on CPUs.
     """
     heads = {"qwen2": {"hidden_size": 128}}.get(family, {"head_dim": 32})
+    if family == "gpt_oss":  # a multiple of 32 for each of four workers
+        heads["intermediate_size"] = 128
     if family in LATENTS:
         heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
     return tiny_model(folder, family, **(heads | overrides))

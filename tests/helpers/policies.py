@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert.megatron import file_layout
 from helpers.oracle import oracle_logprobs
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
@@ -26,6 +27,7 @@ from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
 from parallel.groups import Groups, init_groups
 from parallel.packing import PackedBatch, TokenSequence, pack
+from parallel.views import as_whole
 
 Lengths = list[list[tuple[int, int]]]
 """(prompt, completion) lengths of the sequences of each packed microbatch."""
@@ -198,6 +200,19 @@ def gradients_of(model: AutoModelForCausalLM, loss: Tensor) -> dict[str, Tensor]
     return revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters()})
 
 
+def unstacked(stored: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """The tensors of a model from those of its files, some of which may be stacks."""
+    files = file_layout(shape)
+    return {
+        piece.tensor: as_whole(
+            stored[piece.local].reshape(files.shapes[piece.local])[piece.local_box.slices],
+            piece.axes,
+        )
+        for piece in files.pieces
+        if piece.local in stored
+    }
+
+
 def numbers_of(policy: Policy, groups: Groups, batches: Sequence[PackedBatch]) -> Numbers:
     """Log-probabilities by sequence, boxes of the gradient, and its norm."""
     logprobs = {
@@ -237,6 +252,7 @@ class OracleCase:
     folder: Path
     logprobs: list[Tensor]
     gradients: dict[str, Tensor]
+    """By the names of `hf_tensors`."""
 
     @classmethod
     def of(
@@ -244,7 +260,8 @@ class OracleCase:
     ) -> "OracleCase":
         model = model or load_oracle(folder)
         logprobs = sequence_logprobs(model, lengths)
-        gradients = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
+        stored = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
+        gradients = unstacked(stored, read_shape(folder))
         return cls(folder, [each.detach() for each in logprobs], gradients)
 
     def check(self, ranks: Sequence[Numbers]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import hf_export, read_shape
+from checkpoint_convert.megatron import file_layout
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from helpers.policies import start_policy, tiny_config
@@ -85,10 +86,11 @@ def push_whole(
     """
     flip_bits(num_flips)
     if quantization == "none":
-        weights = dict(whole_tensors(folder))
+        layout = file_layout(read_shape(folder))
+        weights = {name: t.view(layout.shapes[name]) for name, t in whole_tensors(folder)}
     else:
         weights = dict(quantized_tensors(folder, quantization))
-    layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
+        layout = Layout.of_whole_tensors({name: tuple(t.shape) for name, t in weights.items()})
     sender = Sender(rank, layout, dict.fromkeys(weights, range(1)))
     return push(rank, folder, ParallelDims(), token, overrides, sender, weights, version)
 

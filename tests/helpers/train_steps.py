@@ -20,7 +20,7 @@ from helpers.oracle import (
     oracle_model_loss,
     oracle_sequence_kl,
 )
-from helpers.policies import gradient_boxes, load_oracle, tiny_config
+from helpers.policies import gradient_boxes, load_oracle, tiny_config, unstacked
 from helpers.ranks import run_ranks
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, subtract_kl
@@ -236,7 +236,8 @@ class Case:
             rollout_logprobs=counted(self.rollout_logprobs),
         )
         # By the names of the weight files, where each expert has its own.
-        return loss, revert_weight_conversion(self.model, gradients)
+        stored = revert_weight_conversion(self.model, gradients)
+        return loss, unstacked(stored, read_shape(self.folder))
 
     def experience(self, scored: Sequence[int] = range(NUM_SEQUENCES)) -> Experience:
         samples = [

@@ -156,13 +156,16 @@ def compare(process: WorkerProcess, exported: Path, kind: EngineDims) -> Held:
     loaded = parameters_of(start_worker(process.rank, exported, kind, DTYPE))
     pushed = own_parameters(process.worker.get_model())
     changed = differing(held, process.before)
+    # Of the workers that split an expert, the first has the bias of its output.
+    zeros = {name for name, v in held.items() if name.endswith(".w2_bias") and not v.any()}
     transfer = process.worker.weight_transfer_engine
     bytes_received = transfer._receiver.bytes_received
     transfer.shutdown()  # the next push may be into another worker of this process
     return Held(
         differing=differing(held, loaded),
-        unchanged=[name for name in held if name not in changed],
-        shard_bytes=sum(v.nbytes for v in pushed.values()) - padding_bytes(process.worker),
+        unchanged=[name for name in held if name not in changed and name not in zeros],
+        shard_bytes=sum(v.nbytes for name, v in pushed.items() if name not in zeros)
+        - padding_bytes(process.worker),
         bytes_received=bytes_received,
     )
 

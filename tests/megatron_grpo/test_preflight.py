@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from shutil import copyfile, rmtree
 
@@ -286,6 +287,10 @@ def test_what_the_kernels_of_an_engine_on_cpus_cannot_do_is_refused(config, tmp_
     router = read_shape(servable_model(tmp_path / "router", "minimax_m2"))
     with pytest.raises(ValueError, match="no kernel for the router of a minimax_m2: set rollout"):
         check_cpu_kernels(config().rollout, router)
+    experts = read_shape(servable_model(tmp_path / "experts", "gpt_oss"))
+    check_cpu_kernels(config().rollout, experts)
+    with pytest.raises(ValueError, match=r"a multiple of 32 .* part of an expert .* 48: "):
+        check_cpu_kernels(config().rollout, replace(experts, intermediate_size=48))
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
     assert "needs AVX2" in refusal(config())
 

@@ -63,6 +63,8 @@ CASES = [
     # Windows shorter than a prompt, which layers see the end of, and two RoPEs.
     ("olmo3", ParallelDims(tensor=2)),
     ("olmo3", ParallelDims(context=2)),
+    # Sinks.
+    ("gpt_oss", ParallelDims(context=2)),
 ]
 
 
@@ -76,7 +78,7 @@ def cases(tmp_path_factory: Any) -> dict[str, Case]:
             RECIPES | BRANCHED,
             GROUPS,
         )
-        for family in ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "olmo3")
+        for family in ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "olmo3", "gpt_oss")
     }
 
 

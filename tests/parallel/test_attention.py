@@ -13,6 +13,8 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 VALUE_DIMS = [HEAD_DIM, 5, 12]
 """Sizes of heads of values; latent attention has others than for queries and keys."""
 LENGTHS = [16, 8, 24]
+SINKS = torch.tensor([-1.0, 0.0, 0.5, 3.0], dtype=torch.float64)
+"""One for each head."""
 WINDOWS = [None, 1, 5, 17]
 """No window, one of the token alone, one shorter than a prompt, and one that reaches beyond it."""
 
@@ -44,7 +46,13 @@ def megatron_config(*windows: int | None) -> SimpleNamespace:
     )
 
 
-def context_parallel_attention(rank: int, ranks_per_group: int, window: int | None) -> list[Tensor]:
+def sinks_for(has_sinks: bool) -> Tensor | None:
+    return SINKS.clone().requires_grad_() if has_sinks else None
+
+
+def context_parallel_attention(
+    rank: int, ranks_per_group: int, window: int | None, has_sinks: bool
+) -> list[Tensor]:
     """Attention of this rank's slice in a group that does not start at global rank 0."""
     world = torch.distributed.get_world_size()
     groups = [
@@ -58,6 +66,7 @@ def context_parallel_attention(rank: int, ranks_per_group: int, window: int | No
         pg_collection=SimpleNamespace(cp=group),
         layer_number=2,
     )
+    attention.softmax_offset = sinks_for(has_sinks)
     *tensors, cu_seqlens = random_pack()
     local = context_indices(cu_seqlens, group.rank(), group.size())
     query, key, value = (tensor.detach()[local].requires_grad_() for tensor in tensors)
@@ -71,17 +80,33 @@ def context_parallel_attention(rank: int, ranks_per_group: int, window: int | No
     output = attention(query, key, value, None, packed_seq_params=params)
     probe = torch.linspace(-1, 1, tensors[0].numel(), dtype=output.dtype)
     loss = (output * probe.reshape(tensors[0].shape)[local]).sum()
-    return [local, output.detach(), *torch.autograd.grad(loss, (query, key, value))]
+    sinks = [attention.softmax_offset] if has_sinks else []
+    gradients = torch.autograd.grad(loss, (query, key, value, *sinks))
+    return [local, output.detach(), *gradients]
 
 
-@pytest.mark.parametrize(("world", "size", "window"), [(4, 2, None), (4, 4, None), (4, 4, 5)])
-def test_context_ranks_together_equal_one_process(world, size, window):
+@pytest.mark.parametrize(
+    ("world", "size", "window", "has_sinks"),
+    [
+        (4, 2, None, False),
+        (4, 4, None, False),
+        (4, 4, 5, False),
+        (4, 2, None, True),
+        (4, 4, 5, True),
+    ],
+)
+def test_context_ranks_together_equal_one_process(world, size, window, has_sinks):
     query, key, value, cu_seqlens = random_pack()
-    output = packed_attention(query, key, value, cu_seqlens, window=window)
-    want = output_and_gradients(output, query, key, value)
-    for local, *got in run_ranks(world, context_parallel_attention, size, window):
-        for part, whole in zip(got, want, strict=True):
+    sinks = sinks_for(has_sinks)
+    output = packed_attention(query, key, value, cu_seqlens, window=window, sinks=sinks)
+    want = output_and_gradients(output, query, key, value, *([sinks] if has_sinks else []))
+    ranks = run_ranks(world, context_parallel_attention, size, window, has_sinks)
+    for local, *got in ranks:
+        for part, whole in zip(got[:4], want[:4], strict=True):
             torch.testing.assert_close(part, whole[local].detach())
+    if has_sinks:  # each query counts its sink once, whichever rank has it
+        summed = sum(gradient for *_, gradient in ranks)
+        torch.testing.assert_close(summed, world // size * want[4])
 
 
 def bfloat16_attention(rank: int) -> tuple[Tensor, Tensor]:
@@ -146,21 +171,30 @@ def seen_keys(
     return seen
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-    """Attention with the full matrix of scores, masked by `seen`."""
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention with the full matrix of scores, masked by `seen`, and a column of sinks."""
     group = HEADS // KV_HEADS
     keys, values = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, keys) / query.shape[-1] ** 0.5
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : len(key)]
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("value_dim", VALUE_DIMS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(size, value_dim, window):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(
+    has_sinks, size, value_dim, window
+):
     query, key, value, cu_seqlens, prefixes = shared_pack(value_dim)
-    seen = seen_keys(SEGMENTS, PREFIXES, window)
+    seen, sinks = seen_keys(SEGMENTS, PREFIXES, window), sinks_for(has_sinks)
+    inputs = (query, key, value, *([sinks] if has_sinks else []))
     for rank in range(size):
         local = context_indices(cu_seqlens, rank, size)
         part = packed_attention(
@@ -172,10 +206,11 @@ def test_completions_attend_to_the_prompt_they_share_and_to_nothing_else(size, v
             rank=rank,
             size=size,
             window=window,
+            sinks=sinks,
         )
-        whole = dense_attention(query[local], key, value, seen[local])
-        got = output_and_gradients(part, query, key, value)
-        for a, b in zip(got, output_and_gradients(whole, query, key, value), strict=True):
+        whole = dense_attention(query[local], key, value, seen[local], sinks)
+        got = output_and_gradients(part, *inputs)
+        for a, b in zip(got, output_and_gradients(whole, *inputs), strict=True):
             torch.testing.assert_close(a, b)
 
 
@@ -206,7 +241,8 @@ def test_a_window_as_long_as_every_sequence_changes_no_bit():
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("value_dim", VALUE_DIMS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_flex_attention_sees_the_same_keys(size, value_dim, window):
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
+def test_flex_attention_sees_the_same_keys(sinks, size, value_dim, window):
     """Forward only: flex attention has a backward pass only on GPUs, tested in tests/gpu."""
     *tensors, cu_seqlens, prefixes = shared_pack(value_dim)
     query, key, value = (tensor.detach() for tensor in tensors)
@@ -214,8 +250,9 @@ def test_flex_attention_sees_the_same_keys(size, value_dim, window):
     for rank in range(size):
         local = context_indices(cu_seqlens, rank, size)
         mask = block_mask(cu_seqlens, prefixes, local, window=window)
-        part = flex(query[local], key, value, mask, None)
-        torch.testing.assert_close(part, dense_attention(query[local], key, value, seen[local]))
+        part = flex(query[local], key, value, mask, None, sinks)
+        whole = dense_attention(query[local], key, value, seen[local], sinks)
+        torch.testing.assert_close(part, whole)
 
 
 @pytest.mark.slow

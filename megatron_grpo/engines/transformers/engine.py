@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.hf_config import read_scheme
+from checkpoint_convert.megatron import file_layout, file_tensors
 from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.weights import whole_tensors
@@ -63,12 +65,13 @@ def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 class ModelWorker(PushWorker):
     """The weights of a model of transformers."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, shape: ModelShape) -> None:
         super().__init__(0, model.device)
         self.model = model
+        self._in_files, self._laid_out = file_tensors(shape), file_layout(shape).shapes
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters, and the buffers that files hold, named and shaped as in a folder.
+        """The parameters, and the buffers that files hold, named and shaped as in `file_layout`.
 
         In memory, transformers stacks experts and renames parameters. Most results are views of the
         model's own parameters.
@@ -76,14 +79,16 @@ class ModelWorker(PushWorker):
         in_files = self.model.state_dict().keys()
         tensors = {name: p.detach() for name, p in self.model.named_parameters()}
         tensors |= {name: b for name, b in self.model.named_buffers() if name in in_files}
-        return revert_weight_conversion(self.model, tensors)
+        stored = revert_weight_conversion(self.model, tensors)
+        return {
+            name: each.view(self._laid_out.get(name, each.shape)) for name, each in stored.items()
+        }
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Then copy what was received into the parameters that `tensors` has no view of."""
         super().receive(receiver, received)
-        model = type(self.model).from_pretrained(
-            None, config=self.model.config, state_dict=received
-        )
+        stored = {name: received[name].view(size) for name, size in self._in_files.items()}
+        model = type(self.model).from_pretrained(None, config=self.model.config, state_dict=stored)
         self.model.load_state_dict(model.state_dict())
         return checksums(self.tensors())
 
@@ -102,7 +107,7 @@ class TransformersEngine:
         self.model = load_model(folder, dtype).to(device).eval()
         self.recorder = RouteRecorder(self.model) if return_routed_experts else None
         self.weight_version = "default"
-        self.worker = ModelWorker(self.model)
+        self.worker = ModelWorker(self.model, read_shape(folder))
         self._requests: list[_Request] = []
         self._num_tokens = 0
         self._paused = False

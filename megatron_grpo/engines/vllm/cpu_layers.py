@@ -69,20 +69,38 @@ def experts_of_worker(
     `topk_ids` [T, experts per token]. Of the experts that other workers have, which are -1 in
     `expert_map`, vLLM's would read whatever is in memory.
     """
-    assert activation == MoEActivation.SILU and self.w1_bias is None
+    gated = _GATES[activation]
     ids = topk_ids if expert_map is None else expert_map[topk_ids]
     output.zero_()
 
-    def through(x: Tensor, weights: Tensor, scales: Tensor | None, expert: int) -> Tensor:
+    def through(
+        x: Tensor, weights: Tensor, scales: Tensor | None, biases: Tensor | None, expert: int
+    ) -> Tensor:
         of_expert = None if scales is None else scales[expert]
-        return product(x, weights[expert], of_expert, self.block_shape)
+        outputs = product(x, weights[expert], of_expert, self.block_shape)
+        return outputs if biases is None else outputs + biases[expert]
 
     for expert in ids[ids >= 0].unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
-        gate, up = through(hidden_states[token], w1, self.w1_scale, expert).chunk(2, dim=-1)
-        values = through(torch.nn.functional.silu(gate) * up, w2, self.w2_scale, expert)
+        both = through(hidden_states[token], w1, self.w1_scale, self.w1_bias, expert)
+        values = through(gated(both), w2, self.w2_scale, self.w2_bias, expert)
         weights = topk_weights[token, slot].unsqueeze(-1)
         output.index_add_(0, token, (values * weights).to(output.dtype))
+
+
+def _silu(both: Tensor) -> Tensor:
+    """Gate and up are halves."""
+    gate, up = both.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _swigluoai(both: Tensor) -> Tensor:
+    """Gate and up alternate."""
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+_GATES = {MoEActivation.SILU: _silu, MoEActivation.SWIGLUOAI: _swigluoai}
 
 
 def all_gatherv(

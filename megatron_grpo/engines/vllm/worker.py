@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from checkpoint_convert.quantization import SCHEMES
+from checkpoint_convert.quantization import CONFIG_KEYS, SCHEMES
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, PushState, own_parameters, parameter_table
@@ -76,6 +76,8 @@ class DequantizingLoader(DefaultModelLoader):
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Iterator[tuple[str, Tensor]]:
         """Each tensor of the folder, dequantised."""
+        # vLLM's gpt-oss reads a method from this key if it is there, though its value is null.
+        vars(model_config.hf_config).pop(CONFIG_KEYS[0], None)
         self.counter_before_loading_weights = time.perf_counter()
         return whole_tensors(Path(model_config.model))
 

@@ -22,6 +22,7 @@ from megatron_grpo.engines.transformers.engine import TransformersEngine, load_m
     "family",
     [
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "glm4_moe")),
+        "gpt_oss",
         "deepseek_v3",
     ],
 )

@@ -19,6 +19,7 @@ ONE = ParallelDims()
 CASES = {
     "qwen3": ParallelDims(tensor=2, data=2),
     "qwen3_moe": ParallelDims(tensor=2, pipeline=2, data=2, expert=2),
+    "gpt_oss": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims, engine_sizes
-from helpers.models import servable_model
+from helpers.models import mesh_for, servable_model
 from helpers.ranks import run_ranks
 from helpers.vllm_workers import NUM_ENGINES, worker_engines
 from helpers.worker_pushes import Case, Engines, push_all
@@ -83,7 +83,7 @@ def others(tmp_path_factory):
     folder = tmp_path_factory.mktemp("others")
     return {
         family: uneven_model(folder / family, family, tied=family == "qwen3", seed=99)
-        for family in ("qwen3", "qwen3_moe", "deepseek_v3")
+        for family in ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
     }
 
 
@@ -111,6 +111,7 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
     "family",
     [
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
         "deepseek_v3",  # all that qwen3_moe has but its attention, which is qwen3's
     ],
 )
@@ -137,4 +138,4 @@ def test_so_it_does_for_any_family_and_number_of_heads(tmp_path, engines, family
         kinds = [TP1, TP2, *([EXPERT_PARALLEL] if family in MIXTURES else [])]
         sizes = engine_sizes(read_shape(folder), EngineDims())
         cases.append(Case(folder, others, [kind for kind in kinds if kind.tensor in sizes]))
-    check_pushes(dims, cases, engines, "auto")
+    check_pushes(mesh_for(family, dims), cases, engines, "auto")
