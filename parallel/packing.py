@@ -312,7 +312,7 @@ def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
             start, root = starts[segment.prefix], segments[segment.prefix]
             before = [*parts[segment.prefix], (start, start + segment.position - root.position)]
         parts.append(before)
-    most = max([1, *map(len, parts)])
+    most = 1 << (max([1, *map(len, parts)]) - 1).bit_length()  # a kernel is compiled for each
     return torch.tensor([each + [(0, 0)] * (most - len(each)) for each in parts or [[]]])
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,17 @@ from parallel.microbatches import CostModel, Plan, microbatch_capacity, plan_ite
 from parallel.pipeline_sim import makespan
 
 
+class Branched(NamedTuple):
+    """A sequence that parts from another one in the midst of its response."""
+
+    root: int
+    """Index of that one."""
+    shared: int
+    """Tokens that both have."""
+    own: int
+    """Tokens of the response of its own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptGroup:
     """The completions of one prompt in an optimizer batch."""
@@ -19,9 +31,9 @@ class PromptGroup:
     num_prompt_tokens: int
     responses: dict[int, int]
     """Tokens of each completion, by its index in the batch."""
-    branches: Mapping[int, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
-    """By the index of a completion, the sequences that part from it in its midst or from one of
-    these: tokens of what they share and of their own, by index."""
+    branches: Mapping[int, Mapping[int, Branched]] = field(default_factory=dict)
+    """By the index of a completion, what parts from it or from what does, by index; ascending, so
+    that a root comes first."""
 
     def length(self, members: Sequence[int], multiple: int) -> int:
         """Tokens that these completions take in one microbatch, alignment included."""
@@ -31,16 +43,15 @@ class PromptGroup:
 
     def branched_length(self, member: int, multiple: int) -> int:
         """Of that, what parts from one completion."""
-        own = (round_up(1 + own, multiple) for _, own in self._branches([member]))
-        return sum(own)
+        return sum(round_up(1 + branch.own, multiple) for branch in self._branches([member]))
 
-    def _branches(self, members: Sequence[int]) -> Iterator[tuple[int, int]]:
+    def _branches(self, members: Sequence[int]) -> Iterator[Branched]:
         return chain.from_iterable(self.branches[i].values() for i in members if i in self.branches)
 
     def num_tokens(self, members: Sequence[int], multiple: int) -> int:
         """The same without the tokens that alignment adds."""
         prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]
-        branched = sum(1 + own for _, own in self._branches(members))
+        branched = sum(1 + branch.own for branch in self._branches(members))
         if is_shared(prompt, responses, multiple):
             return prompt - 1 + sum(1 + response for response in responses) + branched
         return sum(prompt + response for response in responses) + branched
@@ -51,9 +62,8 @@ class PromptGroup:
         squares = sum((prompt + response) ** 2 for response in responses)
         if is_shared(prompt, responses, multiple):
             squares -= (len(members) - 1) * prompt**2
-        return squares + sum(
-            (shared + own) ** 2 - shared**2 for shared, own in self._branches(members)
-        )
+        branches = self._branches(members)
+        return squares + sum((b.shared + b.own) ** 2 - b.shared**2 for b in branches)
 
     def cost(self, members: Sequence[int], multiple: int, cost: CostModel) -> float:
         """Compute cost of these completions."""
@@ -81,7 +91,7 @@ def plan_shared_prompts(
     lengths = {i: g.num_prompt_tokens + n for g in groups for i, n in g.responses.items()}
     for group in groups:
         for branches in group.branches.values():
-            lengths |= {i: shared + own for i, (shared, own) in branches.items()}
+            lengths |= {i: branch.shared + branch.own for i, branch in branches.items()}
     capacity = microbatch_capacity([lengths[i] for i in sorted(lengths)], max_tokens, alignment)
     groups = [part for group in groups for part in _parts(group, capacity, alignment.sequence)]
     multiple, overhead = alignment.sequence, cost.linear * cost.overhead
@@ -110,17 +120,23 @@ def plan_shared_prompts(
 
 
 def _parts(group: PromptGroup, capacity: int, multiple: int) -> Iterator[PromptGroup]:
-    """The group without branches that do not fit into a microbatch with what they part from; these
-    come after it, each by itself."""
-    fits, apart = dict[int, Mapping[int, tuple[int, int]]](), dict[int, tuple[int, int]]()
+    """The group without branches that do not fit into a microbatch with what they part from; after
+    it, those by where they part."""
+    fits: dict[int, dict[int, Branched]] = {}
+    apart: dict[tuple[int, int], dict[int, int]] = {}
     for member, branches in group.branches.items():
-        if group.length([member], multiple) <= capacity:
-            fits[member] = branches
-        else:
-            apart |= branches
+        fits[member] = kept = dict[int, Branched]()
+        room = capacity - round_up(group.num_prompt_tokens + group.responses[member], multiple)
+        for i, branch in branches.items():
+            length = round_up(1 + branch.own, multiple)
+            if length <= room and (branch.root == member or branch.root in kept):
+                kept[i] = branch
+                room -= length
+            else:
+                apart.setdefault((branch.root, branch.shared), {})[i] = branch.own
     yield replace(group, branches=fits)
-    for i, (shared, own) in apart.items():
-        yield PromptGroup(num_prompt_tokens=shared, responses={i: own})
+    for (_, shared), responses in apart.items():
+        yield PromptGroup(num_prompt_tokens=shared, responses=responses)
 
 
 Item = tuple[int, list[int]]

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from megatron_grpo.data.samples import Branch, Sample
 from parallel.packing import CACHED_VALUES, TokenSequence, by_prompt
-from parallel.shared_prefix import PromptGroup
+from parallel.shared_prefix import Branched, PromptGroup
 
 BY_TOKEN = ("advantage", "rollout_logprobs", "response_mask", *CACHED_VALUES)
 """Fields of a sequence with a value for each token of the completion."""
+MOST_PARTS = 8
+"""Of others that a sequence shares: a GPU has a kernel for each power of two."""
 
 
 def numbered_sequences(
@@ -34,7 +36,10 @@ def numbered_sequences(
 
 
 def _root(sample: Sample, branch: Branch) -> int | None:
-    """The branch of whose own tokens the last one before this branch is; None: it is a prompt's."""
+    """The branch of whose own tokens the last one before this branch is; None: it is a prompt's, or
+    the branch shares too many parts."""
+    if len(branch.context) > MOST_PARTS:
+        return None
     _, end = branch.context[-1]
     last = end - 1 - len(sample.prompt.token_ids)
     return next(
@@ -45,17 +50,18 @@ def _root(sample: Sample, branch: Branch) -> int | None:
 def prompt_groups(sequences: Mapping[int, TokenSequence]) -> list[PromptGroup]:
     """Sequences by their prompts, and those that part from others in their midst with these."""
     places = {number: place for place, number in enumerate(sequences)}
-    branches: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+    branches: dict[int, dict[int, Branched]] = defaultdict(dict)
     firsts: list[int] = []
     for number, sequence in sequences.items():
-        first = number
+        if sequence.root is None:
+            firsts.append(number)
+            continue
+        first = sequence.root
         while (root := sequences[first].root) is not None:
             first = root
-        if first == number:
-            firsts.append(number)
-        else:
-            own = len(sequence.rollout_logprobs)
-            branches[places[first]][places[number]] = sequence.num_prompt_tokens, own
+        branches[places[first]][places[number]] = Branched(
+            places[sequence.root], sequence.num_prompt_tokens, len(sequence.rollout_logprobs)
+        )
     groups = []
     for group in by_prompt([sequences[number] for number in firsts]):
         members = {places[firsts[i]]: sequences[firsts[i]] for i in group}

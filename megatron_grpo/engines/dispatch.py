@@ -45,7 +45,7 @@ class RequestDispatcher:
         self._stays, self._is_held = stays, False
         self._is_over = asyncio.Event()
         self._left: dict[int, Json] = {}
-        """Requests of engines that were lost while they were held."""
+        """Requests of engines that were lost, until others have them."""
         shares = level_shares([*requests.open.items()], [0] * len(serving))
         self._lives: dict[str, tuple[str, int]] = {}
         self._queues: dict[str, EngineQueue] = {}
@@ -59,7 +59,7 @@ class RequestDispatcher:
         If it stays: when it is cut, or no engine is left.
         """
         async with run_with(self._balance()), task_group() as self._group:
-            self._serving = {url: self._group.create_task(self._serve(url)) for url in self._queues}
+            self._tasks = {url: self._group.create_task(self._serve(url)) for url in self._queues}
 
     async def hold(self, next_version: int) -> None:
         """Return when a push of that version may begin, through which engines keep their requests.
@@ -71,20 +71,20 @@ class RequestDispatcher:
 
     async def go_on(self) -> None:
         """Go on after the push, with the engines that serve now."""
+        serving = {url: self._pool.life(url) for url in self._pool.serving}
+        gone = [url for url, life in self._lives.items() if serving.get(url) != life]
+        tasks = [self._tasks[url] for url in gone]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # none of their answers is taken then
+        await gather_all(queue.go_on() for queue in [*self._queues.values()])
         self._is_held = False
         if self._is_over.is_set():
             return
-        await gather_all(queue.go_on() for queue in [*self._queues.values()])
-        serving = {url: self._pool.life(url) for url in self._pool.serving}
-        for url in [url for url, life in self._lives.items() if serving.get(url) != life]:
-            self._serving.pop(url).cancel()
-            self._left |= self._close_queue(url)
         for url in serving.keys() - self._queues.keys():
             self._open_queue(url, {})
-            self._serving[url] = self._group.create_task(self._serve(url))
-        left, self._left = self._left, {}
-        self._hand_on(left)
-        self._check_over()
+            self._tasks[url] = self._group.create_task(self._serve(url))
+        self._hand_on()
 
     def forget(self, numbers: range) -> None:
         """Remove requests, and cancel them at their engines."""
@@ -129,34 +129,32 @@ class RequestDispatcher:
         self._queues[url] = EngineQueue(requests, version, take, self._check_over)
         self._lives[url] = self._pool.life(url)
 
-    def _close_queue(self, url: str) -> dict[int, Json]:
-        """Returns the requests that are not answered."""
-        queue = self._queues.pop(url)
-        queue.is_settled.set()
-        del self._lives[url]
-        return queue.open
-
-    def _hand_on(self, requests: Mapping[int, Json]) -> None:
-        for queue, share in self._with_shares(requests):
-            queue.enqueue(share)
+    def _hand_on(self) -> None:
+        """Have other engines answer what those that were lost have left."""
+        if self._queues and not (self._is_held or self._is_over.is_set()):
+            left, self._left = self._left, {}
+            for queue, share in self._with_shares(left):
+                queue.enqueue(share)
+        self._check_over()
 
     async def _serve(self, url: str) -> None:
         """Have an engine answer its queue; mark it stale or dead if it cannot."""
+        queue = self._queues[url]
         try:
             async with self._connect(url) as engine:
-                await self._queues[url].answer(engine, self._is_over)
+                await queue.answer(engine, self._is_over)
         except EngineStale as error:
             if not self._is_held:
                 self._pool.mark_stale(url, str(error))
         except (EngineDown, TimeoutError) as error:  # late with an answer other than completions
             if not self._is_held:
                 self._pool.mark_dead(url, str(error))
-        left = self._close_queue(url)
-        if self._is_held:
-            self._left |= left
-        elif self._stays and not self._is_over.is_set():
-            self._hand_on(left)
-        self._check_over()
+        finally:
+            queue.is_settled.set()
+            del self._queues[url], self._lives[url], self._tasks[url]
+            if self._stays:  # else who has made the requests asks again
+                self._left |= queue.open
+        self._hand_on()
 
     def _check_over(self) -> None:
         has_work = self._stays or any(queue.open for queue in self._queues.values())

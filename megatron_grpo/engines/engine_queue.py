@@ -14,6 +14,7 @@ from megatron_grpo.workers.tasks import run_with, task_group
 
 POLL_INTERVAL = 0.05
 RESUME_SECONDS = 2.0
+ABANDONED_SECONDS = 2.0
 RECENT_SECONDS = 3.0
 """Within which an engine that is well tells its counts again."""
 
@@ -46,7 +47,7 @@ class EngineQueue:
         self.is_settled = asyncio.Event()
         """Whether the engine has started, or failed to."""
         self._num_at_engine = self._num_arrived = self._num_answered = 0
-        self._is_sending = self._is_cut = False
+        self._is_sending = self._is_cut = self._is_held = False
         self._is_working = False
         """Whether the engine has started, and has not failed."""
         self._num_initial = len(requests)
@@ -88,16 +89,28 @@ class EngineQueue:
         """Return when a push of that version may begin, through which the engine keeps its
         requests. What fails is raised by `answer`."""
         await self.is_settled.wait()
-        if self._is_working:
-            await asyncio.wait([self._group.create_task(self._check_push())])
-        self._next_version = next_version
+        await self._in_group(self._check_push)
+        self._next_version, self._is_held = next_version, True
 
     async def go_on(self) -> None:
         """Go on after that push. What fails is raised by `answer`."""
         self._policy_version = self._next_version
         self._note_change()
+        await self._in_group(self._note_push)
+        self._is_held = False
+
+    async def _in_group(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask the engine something; what fails ends `answer`."""
+
+        async def asked() -> None:
+            try:
+                await ask()
+            except BaseException:
+                self._is_working = self._is_sending = False  # the group takes no more tasks
+                raise
+
         if self._is_working:
-            await asyncio.wait([self._group.create_task(self._note_push())])
+            await asyncio.wait([self._group.create_task(asked())])
 
     @property
     def has_room(self) -> bool:
@@ -139,6 +152,7 @@ class EngineQueue:
         """Remove requests, and cancel them at the engine."""
         for number in [each for each in self.open if each in numbers]:
             del self.open[number]
+            self._num_initial -= 1
             if ask := self._asks.get(number):
                 ask.cancel()
         self._note_change()
@@ -157,16 +171,18 @@ class EngineQueue:
         return last
 
     def _progress(self) -> object:
-        # An idle engine makes progress as long as its counts can be read, and so does a held one: a
-        # push has its own limits.
-        is_held = self._policy_version != self._next_version
-        is_idle = self._is_working and (is_held or not self._num_at_engine)
+        if self._is_held:  # a push has limits of its own
+            return time.monotonic()
+        # An idle engine makes progress as long as its counts can be read.
+        is_idle = self._is_working and not self._num_at_engine
         num_notes = self._num_notes if is_idle else 0
         return self._num_arrived, self._num_answered, num_notes
 
     def _note(self, counts: Counts) -> None:
         self._latest, self._noted_at = counts, time.monotonic()
         self._num_notes += 1
+        if self._is_working and self._is_known and not counts.waiting:  # it has started all it has
+            self._first, self._num_initial, self._has_taken_over = counts, 0, False
 
     def _note_change(self) -> None:
         self._change = self._num_notes, self._latest.generated
@@ -202,8 +218,10 @@ class EngineQueue:
         engine = self._engine
         try:
             await engine.pause()
-            # Not 0 if an abandoned request is still counted.
-            before = await engine.num_open_requests()
+            # Not 0 while abandoned requests are still counted.
+            deadline = time.monotonic() + ABANDONED_SECONDS
+            while (before := await engine.num_open_requests()) and time.monotonic() < deadline:
+                await asyncio.sleep(POLL_INTERVAL)
             self._is_sending = True
             self._send(self.open)
             while self._num_arrived < self._num_initial and not self._is_cut:

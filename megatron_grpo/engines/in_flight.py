@@ -12,8 +12,9 @@ far stay, and the rest of each completion is asked for later, with these tokens 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from megatron_grpo.data.samples import Sample, seed_after
 from megatron_grpo.engines.choice import CUT, Choice
@@ -21,6 +22,7 @@ from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.generation import CutRequests
+from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.child_process import COLLECTOR
 from megatron_grpo.workers.tasks import run_with
 
@@ -34,6 +36,8 @@ ALONE = -1
 """Number of a generation beside which there is no other that is made."""
 MOST_REQUESTS = 1 << 32
 """More than a generation has."""
+CUT_SECONDS = 5.0
+"""Within which engines hand out what they have sampled when the run is to stop."""
 
 
 def rest_of(request: Json, begun: Choice) -> Json:
@@ -235,7 +239,7 @@ class InFlight:
         self._dispatcher: RequestDispatcher | None = None
         self._ended: Exception | None = None
         self._lost: Exception | None = None
-        """Why the engines were asked for nothing more, until `suspend`."""
+        """Why the engines were asked for nothing more, until the next push."""
         self._loop = asyncio.new_event_loop()
         self._may_dispatch, self._is_idle = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
@@ -246,7 +250,7 @@ class InFlight:
         """All samples of `requests`, once they are answered; called by one thread of each
         generation.
 
-        Raises NoServingEngine when no engine is left: `suspend`, push, `resume`, and call again.
+        Raises NoServingEngine when no engine is left: `hold`, push, `resume`, and call again.
         Raises Preempted once the client was cancelled.
         """
         self.submit(generation, requests).result()
@@ -277,12 +281,12 @@ class InFlight:
 
     def hold(self, next_version: int) -> None:
         """Return when a push of that version may begin, through which the engines keep their
-        requests."""
+        requests; they are cut if an engine leaves, so that others go on with its tokens."""
         asyncio.run_coroutine_threadsafe(self._hold(next_version), self._loop).result()
 
     def suspend(self) -> None:
-        """Cut all requests: return when none is at any engine. What is submitted from now on waits
-        for `resume`."""
+        """Cut all requests, before a push: return when none is at any engine. What is submitted
+        from now on waits for `resume`."""
         asyncio.run_coroutine_threadsafe(self._suspend(), self._loop).result()
 
     def resume(self, policy_version: int) -> None:
@@ -291,9 +295,9 @@ class InFlight:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspended within the block."""
+        """All requests are cut within the block."""
         may_dispatch = self._may_dispatch.is_set()
-        self.suspend()
+        asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result()
         yield
         if may_dispatch:
             self.resume(self._generations.policy_version)
@@ -328,10 +332,12 @@ class InFlight:
             self._dispatcher.follow_up(number, request, url)
 
     async def _hold(self, next_version: int) -> None:
+        if self._client.pool.is_left:
+            await self._suspend()
+            return
         self._may_dispatch.clear()
-        self._lost = None
+        self._end_of_version()
         if self._dispatcher:
-            self._client.pool.finish_generation()  # engines that served from push to push
             await self._dispatcher.hold(next_version)
 
     async def _resume(self, policy_version: int) -> None:
@@ -341,15 +347,31 @@ class InFlight:
         self._may_dispatch.set()
 
     async def _suspend(self) -> None:
+        await self._cut()
+        self._end_of_version()
+
+    def _end_of_version(self) -> None:
+        self._lost = None
+        self._client.pool.finish_generation()  # engines that served from push to push
+
+    async def _cut(self) -> None:
         self._may_dispatch.clear()
         if self._dispatcher:
             self._dispatcher.cut()
         await self._is_idle.wait()
-        self._lost = None
+
+    async def _cut_when_cancelled(self) -> NoReturn:
+        try:
+            await self._client.raise_when_cancelled()
+        except Preempted:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CUT_SECONDS):
+                    await self._cut()
+            raise
 
     async def _run(self) -> None:
         try:
-            async with run_with(self._client.raise_when_cancelled()):
+            async with run_with(self._cut_when_cancelled()):
                 while True:
                     self._is_idle.set()
                     await self._may_dispatch.wait()
@@ -368,7 +390,6 @@ class InFlight:
                 self._client.pool, self._client.connect, generations, stays=True
             )
             await self._dispatcher.run()
-            self._client.pool.finish_generation()  # engines that served from push to push
         except Exception as error:  # of any kind: it must reach who waits for the samples
             self._may_dispatch.clear()
             self._lost = error

@@ -104,8 +104,13 @@ class EnginePool:
         """Whether an engine is none of those that the run began with."""
         return url not in self._servers.base_urls
 
+    @property
+    def is_left(self) -> bool:
+        """Whether an engine is to leave at the next push."""
+        return self._joining is not None and bool(self._joining.leavers())
+
     def join_and_leave(self) -> None:
-        """Take in the engines that have joined, and drop those that leave, while none has requests.
+        """Take in the engines that have joined, and drop those that leave, which have no requests.
 
         One that has joined is down until it answers, as `check_engines` finds out. One that does
         not is asked again when its file has changed: it may have been killed and left its file.

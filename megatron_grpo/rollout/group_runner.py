@@ -130,7 +130,7 @@ class GroupRunner:
         self._in_flight.hold(next_version)
 
     def suspend(self) -> None:
-        """Have the engines give up their requests, before a push of weights."""
+        """Have the engines give up their requests, before a push and an evaluation."""
         self._in_flight.suspend()
 
     def resume(self, policy_version: int) -> None:

@@ -70,7 +70,7 @@ class Runner(Protocol):
         """Let a push of weights of that version begin, through which engines keep requests."""
 
     def suspend(self) -> None:
-        """Have the engines give up their requests, before a push of weights."""
+        """Have the engines give up their requests, before a push and an evaluation."""
 
     def resume(self, policy_version: int) -> None:
         """Go on with weights of that version."""
@@ -134,7 +134,7 @@ class RolloutRunner:
             self._rollouter.in_flight.hold(next_version)
 
     def suspend(self) -> None:
-        """Have the engines give up their requests, before a push of weights."""
+        """Have the engines give up their requests, before a push and an evaluation."""
         if self._rollouter.in_flight:
             self._rollouter.in_flight.suspend()
 

@@ -185,11 +185,11 @@ def test_what_parts_from_a_response_beside_it_has_only_its_own_tokens():
     assert batch.cu_seqlens.tolist() == [0, 3, 8, 10, 13, 15]
     none = [0, 0]
     assert batch.prefixes.tolist() == [
-        [none, none, none],
-        [[0, 3], none, none],
-        [[0, 3], none, none],
-        [[0, 3], [3, 5], none],
-        [[0, 3], [3, 5], [10, 11]],
+        [none, none, none, none],
+        [[0, 3], none, none, none],
+        [[0, 3], none, none, none],
+        [[0, 3], [3, 5], none, none],
+        [[0, 3], [3, 5], [10, 11], none],
     ]
     assert batch.completion_mask.nonzero().flatten().tolist() == [4, 5, 6, 7, 9, 11, 12, 14]
     alone = pack(sequences, [2, 3], Alignment(), share_prompts=True)  # the root is elsewhere

@@ -5,7 +5,7 @@ import pytest
 from parallel import ParallelDims
 from parallel.alignment import Alignment, packed_length, round_up
 from parallel.microbatches import CostModel
-from parallel.shared_prefix import PromptGroup, plan_shared_prompts
+from parallel.shared_prefix import Branched, PromptGroup, plan_shared_prompts
 
 COST = CostModel.transformer(4096)
 
@@ -56,7 +56,10 @@ def test_a_group_larger_than_a_microbatch_repeats_its_prompt_in_each():
 
 
 def test_branches_are_with_what_they_part_from_if_all_fits():
-    branches = {0: {2: (150, 30), 3: (170, 10)}, 1: {4: (140, 900)}}
+    branches = {
+        0: {2: Branched(0, 150, 30), 3: Branched(2, 170, 10)},
+        1: {4: Branched(1, 140, 900)},
+    }
     group = PromptGroup(num_prompt_tokens=100, responses={0: 80, 1: 60}, branches=branches)
     assert group.num_tokens([0], 1) == 180 + 31 + 11
     assert group.squares([0], 1) == 180**2 + (180**2 - 150**2) + (180**2 - 170**2)
@@ -65,6 +68,13 @@ def test_branches_are_with_what_they_part_from_if_all_fits():
     assert sorted(microbatches) == [[0, 2, 3], [1, 4]]
     ((*microbatches,),) = plan_shared_prompts([group], 1050, ParallelDims(), Alignment(), COST)
     assert sorted(microbatches) == [[0, 1, 2, 3], [4]]
+
+
+def test_branches_that_do_not_fit_are_together_where_they_part():
+    branches = {0: {i: Branched(0, 10_500, 200) for i in range(1, 9)}}
+    group = PromptGroup(num_prompt_tokens=1000, responses={0: 10_000}, branches=branches)
+    ((*microbatches,),) = plan_shared_prompts([group], 12_200, ParallelDims(), Alignment(), COST)
+    assert sorted(map(len, microbatches)) == [3, 6]  # five are with what they part from
 
 
 def test_ranks_without_a_group_of_their_own_share_one():

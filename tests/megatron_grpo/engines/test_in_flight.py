@@ -264,6 +264,8 @@ def test_what_is_asked_for_when_no_engine_is_left_is_told_so_until_there_is_a_pu
         in_flight.resume(7)
         assert wait_until(lambda: not client.pool.serving, seconds=5)
         time.sleep(0.1)  # nobody waits for anything by then
+        with in_flight.suspended():  # a checkpoint forgets nothing
+            pass
         with pytest.raises(NoServingEngine):
             in_flight.submit(0, generation(0, 7, 4)).result(timeout=5)
         engine.broken_route = ""
@@ -315,28 +317,56 @@ def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times
 
 
 def test_a_push_decides_which_engines_go_on_with_the_requests():
-    lost, other, late = ScriptedEngine(), ScriptedEngine(), ScriptedEngine(version=8)
-    with scripted(lost=lost, other=other, late=late) as (client, in_flight):
+    lost, left, other = ScriptedEngine(), ScriptedEngine(), ScriptedEngine()
+    late = ScriptedEngine(version=8)
+    with scripted(lost=lost, left=left, other=other, late=late) as (client, in_flight):
         client.pool.mark_dead("http://late", "it is not there yet")
         in_flight.resume(7)
-        asked = generation(0, 7, 4), generation(1, 7, 4)
+        asked = [generation(number, 7, 4) for number in range(3)]
         answered = [in_flight.submit(*each) for each in enumerate(asked)]
-        assert wait_until(lambda: len(lost.asked) == len(other.asked) == 8, seconds=5)
+        assert wait_until(lambda: [*map(len, (lost.asked, left.asked, other.asked))] == [8] * 3, 5)
         in_flight.hold(8)
-        lost.is_mute = True
-        assert wait_until(lambda: len(in_flight._dispatcher._queues) == 1, seconds=5)
-        assert client.pool.serving == ["http://lost", "http://other"]  # the push has not seen it
-        client.pool.mark_dead("http://lost", "it is mute")
+        lost.broken_route = "/health"
+        assert wait_until(lambda: len(in_flight._dispatcher._queues) == 2, seconds=5)
+        assert "http://lost" in client.pool.serving  # the push has not seen it
+        client.pool.mark_dead("http://lost", "it is broken")
+        del client.pool._records["http://left"]  # it lives, and keeps its weights
         client.pool.finish_push(["http://late"])
         other.version = 8
         in_flight.resume(8)
-        assert wait_until(lambda: len(other.asked) + len(late.asked) == 16, seconds=5)
-        assert len(late.asked) >= 4
+        assert wait_until(lambda: len(other.asked) + len(late.asked) == 24, seconds=5)
+        assert len(late.asked) >= 8
+        assert client.pool.life("http://lost") == ("http://lost", 1)
         for engine in (other, late):
             engine.answers.set()
         for each in answered:
             each.result(timeout=5)
         assert {s.spans for each in asked for s in each.samples()} == {((8, 4),)}
+
+
+def test_a_run_that_is_to_stop_keeps_what_is_sampled():
+    engine = ScriptedEngine()
+    with scripted(only=engine) as (client, in_flight):
+        in_flight.resume(7)
+        asked = generation(0, 7, 4)
+        answered = in_flight.submit(0, asked)
+        assert wait_until(lambda: len(engine.asked) == 8, seconds=5)
+        client.cancel()
+        with pytest.raises(Preempted):
+            answered.result(timeout=5)
+        with in_flight.suspended():
+            assert [sample.spans for sample in asked.so_far()] == [((7, 2),)] * 8
+
+
+def test_no_push_waits_for_an_engine_that_hangs_as_it_starts_when_the_run_is_to_stop(monkeypatch):
+    monkeypatch.setattr("megatron_grpo.engines.in_flight.CUT_SECONDS", 0.2)
+    with scripted(only=ScriptedEngine(silent_route="/load")) as (client, in_flight):
+        in_flight.resume(7)
+        in_flight.submit(0, generation(0, 7, 4))
+        time.sleep(0.1)
+        client.cancel()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(in_flight.hold, 8).result(timeout=5)
 
 
 def test_a_push_by_another_trainer_is_found_out_before_the_next():
