@@ -67,7 +67,7 @@ class Sample:
     policy_version: int
     """Version of the weights that sampled the first token, as the engine reports it."""
     versions: tuple[tuple[int, int], ...] = ()
-    """Version and number of tokens of each part of the completion, if weights were pushed in its midst.
+    """Version and number of tokens of each part of the completion, if a push fell into it.
     """
     loss_mask: Sequence[int] = ()
     """For each token 1 if it was sampled, and 0 if it is part of an observation. Default: all 1.
