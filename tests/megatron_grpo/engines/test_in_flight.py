@@ -192,7 +192,7 @@ def test_a_completion_that_is_cut_ends_at_its_first_end_token(
 
 @pytest.mark.long
 def test_stop_strings_are_seen_through_pushes(
-    live_engine, num_generated, in_flight, threads, tied_model
+    live_engine, num_generated, client, in_flight, threads, tied_model
 ):
     if live_engine.rollout.engine == "sglang":
         pytest.skip("SGLang takes 32 strings at most, too few to be seen by chance")
@@ -208,6 +208,7 @@ def test_stop_strings_are_seen_through_pushes(
         with in_flight.suspended():
             pass
         in_flight.hold(live_engine.version + 1)
+        asyncio.run(pause(client, live_engine))
         in_flight.resume(live_engine.push(tied_model))
     samples = made.result(timeout=60)
     assert any(sample.versions for sample in samples)
