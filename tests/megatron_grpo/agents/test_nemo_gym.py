@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.adapters import PROJECT, Adapter, assert_token_for_token
 from helpers.engines import wait_until
+from helpers.library_agents import PROJECT, Adapter, assert_token_for_token
 
 VENV = PROJECT / ".venv-nemo-gym"
 PYTHON = VENV / "bin" / "python"
