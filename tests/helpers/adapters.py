@@ -31,6 +31,7 @@ TARGETS = {
     "llama": "lora.target_modules=all-linear",
     "phi3": "lora.target_modules=all-linear",
     "qwen3_moe": ATTENTION,
+    "gpt_oss": ATTENTION,
     "deepseek_v3": LATENTS,
 }
 STEPS = ("optimizer.lr=1e-2", "optimizer.adam_eps=1e-3", "optimizer.lr_warmup_steps=0")
