@@ -13,7 +13,7 @@ from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.megatron import file_layout, hf_dtypes, hf_tensors
+from checkpoint_convert.megatron import file_layout, file_tensors, hf_dtypes, hf_tensors
 from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
 from checkpoint_convert.new_folder import new_folder
 from checkpoint_convert.peft import WEIGHT, StoredAdapter, a_name, b_name, read_adapter
@@ -80,7 +80,7 @@ def merge_adapter(
     """
     shape = read_shape(base)
     shapes = hf_tensors(shape)
-    stored = read_adapter(adapter, shapes)
+    stored = read_adapter(adapter, file_tensors(shape))
     with closing(open_weights(base, shape)) as weights:
         dtypes = weights.dtypes if dtype is None else hf_dtypes(shape, dtype, "F32")
         num_bytes = sum(prod(size) * ITEM_SIZES[dtypes[name]] for name, size in shapes.items())

@@ -15,6 +15,8 @@ from parallel import Box, Shape
 BLOCK = 32
 """Numbers with one scale."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_STORED = "U8"
+"""The dtype of both in the files."""
 
 
 def is_method_of(config: Mapping[str, Any]) -> bool:
@@ -29,7 +31,6 @@ class Mxfp4Scheme:
 
     read_as: str
     """The dtype of the numbers that are read: that of the model in config.json."""
-    dtype: str = "U8"
 
     def stored_names(self, names: Collection[str]) -> set[str]:
         """The names in the files of tensors with these names."""
@@ -38,11 +39,13 @@ class Mxfp4Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Place(TensorPlace):
-    """Where the blocks of a stack are stored, and where their scales; `shape` is the stack's."""
+    """Where the blocks of a stack are stored, and where their scales.
+
+    `shape` is the stack's, and `dtype` that of the numbers that are read.
+    """
 
     scale_name: str
     scale: TensorPlace
-    read_as: str
 
     def stored_shape(self) -> Shape:
         """The shape of the numbers in the order in which they are stored: inputs last."""
@@ -82,18 +85,17 @@ def with_blocks(
         wanted = {"blocks": (blocks, (*scale.shape, BLOCK // 2)), "scales": (scale, scale.shape)}
         wrong = [
             f"{name}_{kind} in {place.file.name} is {place.dtype} {list(place.shape)}; it must be "
-            f"{scheme.dtype} {list(shape)}"
+            f"{_STORED} {list(shape)}"
             for kind, (place, shape) in wanted.items()
-            if place.dtype != scheme.dtype or place.shape != shape or len(scale.shape) != 3
+            if place.dtype != _STORED or place.shape != shape or len(scale.shape) != 3
         ]
         faults += wrong
         if not wrong:
             experts, outputs, num_blocks = scale.shape
             found[name] = Mxfp4Place(
-                *(blocks.file, blocks.dtype, (experts, num_blocks * BLOCK, outputs)),
+                *(blocks.file, scheme.read_as, (experts, num_blocks * BLOCK, outputs)),
                 *(blocks.offset, blocks.num_bytes),
                 scale_name=name + _SCALES,
                 scale=scale,
-                read_as=scheme.read_as,
             )
     return found, faults

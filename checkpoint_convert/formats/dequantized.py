@@ -28,11 +28,8 @@ class DequantizedTensors(StoredTensors):
         super().__init__(places)
         self._quantized = {n: p for n, p in places.items() if isinstance(p, QuantizedPlace)}
         self._blocks = {n: p for n, p in places.items() if isinstance(p, Mxfp4Place)}
-        self.dtypes = {
-            **self.dtypes,
-            **{name: place.read_as for name, place in self._quantized.items()},
-            **{name: place.read_as for name, place in self._blocks.items()},
-        }
+        read_as = {name: place.read_as for name, place in self._quantized.items()}
+        self.dtypes = {**self.dtypes, **read_as}
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
         """See `TensorSource`; raises ValueError for a scale that is no finite number above 0."""
@@ -63,7 +60,7 @@ class DequantizedTensors(StoredTensors):
             read_box(self._descriptor(place.scale.file), place.as_scales(), within, scales)
             if (scales == 255).any():
                 raise ValueError(f"{place.scale.file}: {place.scale_name} has a scale of NaN")
-            values = dequantized_mxfp4(blocks, scales, DTYPES[place.read_as])
+            values = dequantized_mxfp4(blocks, scales, DTYPES[place.dtype])
             begin = part.start[-1] - first * BLOCK
             values = values[..., begin : begin + part.size[-1]]
             transposed[part.moved(stored.start, (0,) * len(part.start)).slices] = values

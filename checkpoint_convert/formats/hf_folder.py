@@ -128,7 +128,7 @@ def check_weights(
     wanted = _chosen(file_tensors(shape), names)
     scheme, has_others = read_scheme(Path(folder)), has_other_towers(Path(folder))
     places, faults = _with_scales(folder, names, scheme)
-    readable = {*ITEM_SIZES} if scheme is None else {*ITEM_SIZES, scheme.dtype}
+    readable = {*ITEM_SIZES, scheme.dtype} if isinstance(scheme, Scheme) else {*ITEM_SIZES}
     faults += [f"{name} {list(wanted[name])} is missing" for name in wanted if name not in places]
     for name, place in places.items():
         if has_others and not is_of_text(name):

@@ -38,11 +38,15 @@ def rows_of(dataset: Path) -> Iterable[Json]:
 
 
 def url_of(agent: str, head: str) -> str:
-    """Where an agent's server is, by Gym's head server; KeyError if it has no such agent."""
+    """Where an agent's server is, by Gym's head server; ValueError if it has no such agent."""
     import yaml  # noqa: PLC0415
 
     config = yaml.safe_load(httpx.get(f"{head}/global_config_dict_yaml").json())
-    [server] = config[agent]["responses_api_agents"].values()
+    kind = "responses_api_agents"
+    agents = {name: of[kind] for name, of in config.items() if isinstance(of, dict) and kind in of}
+    if agent not in agents:
+        raise ValueError(f"Gym at {head} has no agent {agent}, but {', '.join(sorted(agents))}")
+    [server] = agents[agent].values()
     return f"http://{server['host']}:{server['port']}"
 
 

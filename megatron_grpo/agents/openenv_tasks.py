@@ -135,7 +135,9 @@ class Episodes:
             shown = {name: of for name, of in observation.items() if name not in NOT_SHOWN}
             shown = {name: of for name, of in shown.items() if of not in (None, "", [], {})}
             texts = [of for of in shown.values() if isinstance(of, str)]
-            found = texts[0] if len(shown) == len(texts) == 1 else shown or ""
+            found = texts[0] if len(shown) == len(texts) == 1 else shown or None
+        if found is None:
+            return ""
         return found if isinstance(found, str) else json.dumps(found)
 
 

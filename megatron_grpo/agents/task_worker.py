@@ -70,16 +70,17 @@ async def _take_tasks(file: Path, act: Act, http: httpx.AsyncClient) -> None:
                 continue
             task = response.raise_for_status().json()
             end = await _end_of(task, act)
-            await http.post(f"{url}/tasks/{task['key']}", headers=headers, json=end)
+            await http.post(f"{url}/tasks/{task['key']}", headers=headers, content=end)
         except httpx.HTTPError:  # the run has ended, or starts again with another token
             await asyncio.sleep(AGAIN_SECONDS)
 
 
-async def _end_of(task: Json, act: Act) -> Json:
+async def _end_of(task: Json, act: Act) -> str:
+    """In JSON; the run refuses what is no finite number."""
     try:
-        return await act(task)
+        return json.dumps(await act(task))
     except Exception as error:  # of any kind: an environment is somebody else's code
-        return {"error": repr(error)}
+        return json.dumps({"error": repr(error)})
 
 
 def run_at(file: Path) -> Json | None:

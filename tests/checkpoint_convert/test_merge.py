@@ -103,3 +103,16 @@ def test_an_adapter_of_another_model_is_refused(base, adapter, tmp_path):
         read_adapter(adapter, shapes)
     with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
         read_adapter(base, shapes)
+
+
+def test_an_adapter_of_one_of_the_experts_that_files_stack_is_refused(tmp_path):
+    base, adapter = tiny_model(tmp_path / "base", "gpt_oss"), tmp_path / "adapter"
+    adapter_of(base, adapter, target_modules=["o_proj"])
+    file = adapter / "adapter_model.safetensors"
+    renamed = {
+        name.replace("self_attn.o_proj", "mlp.experts.0.gate_proj"): values
+        for name, values in load_file(file).items()
+    }
+    save_file(renamed, file)
+    with pytest.raises(ValueError, match=r"has no model\.layers\.0\.mlp\.experts\.0\.gate_proj"):
+        merge_adapter(base, adapter, tmp_path / "out")

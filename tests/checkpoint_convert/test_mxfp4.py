@@ -79,6 +79,11 @@ def test_a_model_comes_back_in_bfloat16(model, tmp_path):
 EXPERTS = "model.layers.1.mlp.experts."
 
 
+def as_bytes(weights):
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights[name] = weights[name].to(torch.uint8)
+
+
 def cut_blocks(weights):
     weights[EXPERTS + "down_proj_blocks"] = weights[EXPERTS + "down_proj_blocks"][..., :8].clone()
 
@@ -95,6 +100,7 @@ def cut_blocks(weights):
             lambda weights: weights[EXPERTS + "gate_up_proj_scales"].fill_(255),
             f"model.safetensors: {EXPERTS}gate_up_proj_scales has a scale of NaN",
         ),
+        (as_bytes, "model.layers.0.self_attn.q_proj.weight has dtype U8, supported: ['BF16', "),
     ],
 )
 def test_what_cannot_be_read_is_refused(model, tmp_path, edit, message):

@@ -1,76 +1,132 @@
-"""Runs whose agents are environments of other libraries, each in an environment of its own."""
+"""Policies with adapters, and the same computed plainly in float64 on a model of transformers."""
 
-import os
-import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers.engines import served_model, wait_until
-from helpers.models import talkative
-from helpers.runs import read_metrics, start_run
+import torch
+from torch import Tensor
+from torch.func import functional_call
 
-PROJECT = Path(__file__).parents[2]
+from helpers.oracle import oracle_logprobs
+from helpers.policies import (
+    LENGTHS,
+    LOSS_WEIGHT,
+    accumulate,
+    load_oracle,
+    pack_all,
+    random_sequences,
+)
+from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
+from parallel import Box
+from parallel.groups import Groups
+
+ATTENTION = "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+LATENTS = (
+    "lora.target_modules=[q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj,"
+    "shared_experts.up_proj,shared_experts.down_proj,mlp.gate_proj]"
+)
+TARGETS = {
+    "llama": "lora.target_modules=all-linear",
+    "phi3": "lora.target_modules=all-linear",
+    "qwen3_moe": ATTENTION,
+    "gpt_oss": ATTENTION,
+    "deepseek_v3": LATENTS,
+}
+STEPS = ("optimizer.lr=1e-2", "optimizer.adam_eps=1e-3", "optimizer.lr_warmup_steps=0")
 
 
-class Adapter:
-    """`megatron_grpo.agents.MODULE` with an interpreter that has the library."""
+def options(family: str) -> list[str]:
+    return ["lora.r=3", "lora.lora_alpha=6", TARGETS[family], "grpo.beta=0.1", *STEPS]
 
-    def __init__(
-        self, python: Path, module: str, source: str, *options: str, **variables: str
-    ) -> None:
-        self._command = [str(python), "-m", f"megatron_grpo.agents.{module}"]
-        self._source, self._options = source, options
-        self._variables = {"PYTHONPATH": str(PROJECT)} | variables
 
-    def start(
-        self, action: str, file: Path, *options: str, source: str = ""
-    ) -> subprocess.Popen[bytes]:
-        """`rows` or `serve`, of another source if it is given."""
-        named = source or self._source
-        command = [*self._command, action, named, str(file), *self._options, *options]
-        return subprocess.Popen(command, env=os.environ | self._variables)
+def set_b(policy: Policy) -> None:
+    """Give B values, the same in any layout: with B = 0, A has no gradient."""
+    assert policy.adapters
+    parameters = policy.adapters.parameters()
+    for piece in policy.adapters.layout.pieces:
+        if ".lora_B." in piece.tensor:
+            whole = b_values(piece.tensor, policy.adapters.shapes[piece.tensor])
+            values = parameters[piece.local].data[piece.local_box.slices]
+            values.copy_(whole[piece.box.slices])
 
-    def train(
-        self, folder: Path, num_rows: int, *arguments: str, at_once: int, dataset: str = ""
-    ) -> list[Mapping[str, Any]]:
-        """Two steps on its first rows, or those of `dataset`, by vLLM; returns their metrics."""
-        data, run_dir = folder / "data.jsonl", folder / "run"
-        rows = self.start("rows", data, "--most", str(num_rows), source=dataset)
-        assert rows.wait(120) == 0
-        assert len(data.read_text().splitlines()) == num_rows
-        model = talkative(folder / "model", served_model(folder, "qwen3", tied=True))
-        run = start_run(
-            f"model.path={model}",
-            f"data.path={data}",
-            "data.answer_column=null",
-            "agent.listen=127.0.0.1:0",
-            "rollout.max_completion_length=60",
-            "reward.functions=[]",
-            "train.num_steps=2",
-            f"train.run_dir={run_dir}",
-            *(f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")),
-            *arguments,
-            mark="adapter",
+
+def b_values(name: str, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(len(name) * 1000 + sum(name.encode()))
+    return 0.1 * torch.randn(shape, generator=generator)
+
+
+Boxes = list[tuple[str, Box, Tensor]]
+
+
+def boxes_of(policy: Policy, tensors: dict[str, Tensor]) -> Boxes:
+    assert policy.adapters
+    return [
+        (piece.tensor, piece.box, tensors[piece.local].detach()[piece.local_box.slices].clone())
+        for piece in policy.adapters.layout.pieces
+        if not piece.is_replica
+    ]
+
+
+def gathered_gradients(policy: Policy) -> dict[str, Tensor]:
+    for chunk in policy.chunks:
+        for buffer in chunk.buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    return {name: p.main_grad for name, p in policy.adapters.parameters().items()}
+
+
+def logprobs_of(model: Any, groups: Groups, batches: list[Any]) -> dict[int, Tensor]:
+    return {
+        int(index): values[batch.loss_mask & (batch.sequence_index == index)]
+        for batch, (values, _) in zip(
+            batches, compute_logprobs(model, batches, 1.0, groups) or [], strict=False
         )
-        try:
-            told = run_dir / "agents.json"
-            assert wait_until(lambda: told.exists() or run.poll() is not None, 300)
-            with self.start("serve", told, "--at-once", str(at_once)) as adapter:
-                try:
-                    output, _ = run.communicate(timeout=500)
-                    assert run.returncode == 0, output
-                    assert adapter.wait(60) == 0  # the run is over, and its file gone
-                finally:
-                    adapter.kill()
-        finally:
-            run.kill()
-        return read_metrics(run_dir)
+        for index in batch.sequence_index[batch.loss_mask].unique()
+    }
 
 
-def assert_token_for_token(records: list[Mapping[str, Any]]) -> None:
-    """The trainer has computed the probabilities with which the engine sampled."""
-    assert len(records) == 2
-    for record in records:
-        assert record["agent/failed_ratio"] == 0
-        assert record["rollout/logprob_gap_max"] < 1e-4
+def whole(boxes: list[Boxes]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, box, values in (each for of_rank in boxes for each in of_rank):
+        if name not in tensors:
+            ends = [b.end for of in boxes for n, b, _ in of if n == name]
+            tensors[name] = torch.full([*map(max, zip(*ends, strict=True))], torch.nan)
+        tensors[name][box.slices] = values
+    return tensors
+
+
+def oracle(
+    folder: Path, values: dict[str, Tensor], scale: float
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Log-probabilities with and without adapters, gradients, and merged weights, in float64."""
+    model = load_oracle(folder)
+    leaves = {name: each.double().requires_grad_() for name, each in values.items()}
+    merged = {}
+    for name in leaves:
+        if ".lora_A." in name:
+            weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            b = leaves[name.replace("lora_A", "lora_B")]
+            merged[weight] = model.get_parameter(weight) + scale * b @ leaves[name]
+    sequences = random_sequences(LENGTHS)
+    prompts = [s.tokens[: s.num_prompt_tokens].tolist() for s in sequences]
+    completions = [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences]
+
+    def with_adapters(**inputs: Any) -> Any:
+        return functional_call(model, merged, kwargs=inputs, tie_weights=False)
+
+    logprobs = oracle_logprobs(with_adapters, prompts, completions)
+    (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
+    with torch.no_grad():
+        plain = oracle_logprobs(model, prompts, completions)
+    gradients = {name: leaf.grad for name, leaf in leaves.items()}
+    return [x.detach() for x in logprobs], plain, gradients, merged
+
+
+def take_step(policy: Policy, groups: Groups) -> None:
+    share = pack_all(LENGTHS, groups.dims)[groups.coordinates.data :: groups.dims.data]
+    accumulate(policy, groups, share)
+    apply_gradient(policy.optimizer, gradient_norm(policy.optimizer))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.adapters import PROJECT, Adapter, assert_token_for_token
 from helpers.engines import wait_until
+from helpers.library_agents import PROJECT, Adapter, assert_token_for_token
+from megatron_grpo.agents.nemo_gym_tasks import url_of
 
 VENV = PROJECT / ".venv-nemo-gym"
 PYTHON = VENV / "bin" / "python"
@@ -75,5 +76,7 @@ def test_its_episodes_are_trained_on_token_for_token(tmp_path):
         records = adapter.train(
             tmp_path, 5, "data.max_prompt_length=440", at_once=8, dataset=str(dataset)
         )
+        with pytest.raises(ValueError, match=f"no agent other, but {AGENT}"):
+            url_of("other", head)
     assert_token_for_token(records)
     assert [record["reward"] for record in records] == [1.0, 1.0]

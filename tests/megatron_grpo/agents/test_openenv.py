@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.adapters import PROJECT, Adapter, assert_token_for_token
 from helpers.engines import wait_until
+from helpers.library_agents import PROJECT, Adapter, assert_token_for_token
 
 BIN = PROJECT / ".venv-openenv" / "bin"
 pytestmark = [
@@ -38,6 +38,7 @@ class Pair(Action):
 
 class Sum(Observation):
     total: int = 0
+    note: str | None = None
 
 class Addition(Environment):
     state = State()
@@ -118,6 +119,9 @@ def calls(name: str, *arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": made}
 
 
+WRONG = "Server error: Invalid message (code: VALIDATION_ERROR)"
+
+
 class ScriptedRun(BaseHTTPRequestHandler):
     """A run with one task, for which the model says what is in `answers`."""
 
@@ -141,13 +145,14 @@ class ScriptedRun(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("tool", "results", "reward"),
+    ("tool", "options", "first", "results", "reward"),
     [
-        ("act", ['{"total": 3}', "Server error: Invalid message (code: VALIDATION_ERROR)"], 0.8),
-        ("add", ["3", "3 validation errors for call[add]"], 0.5),
+        ("act", [], '{"total": 0}', ['{"total": 3}', WRONG], 0.8),
+        ("act", ["--observe", "note"], "Reach 5.", ["", WRONG], 0.8),  # there is none
+        ("add", [], "Reach 5.", ["3", "3 validation errors for call[add]"], 0.5),
     ],
 )
-def test_an_action_that_is_no_text_is_a_call(tmp_path, tool, results, reward):
+def test_an_action_that_is_no_text_is_a_call(tmp_path, tool, options, first, results, reward):
     (tmp_path / "addition.py").write_text(ADDITION)
     right = calls(tool, '{"a": 2, "b": 3}')
     run = ThreadingHTTPServer(("127.0.0.1", 0), ScriptedRun)
@@ -161,11 +166,13 @@ def test_an_action_that_is_no_text_is_a_call(tmp_path, tool, results, reward):
     run.file.write_text(json.dumps({"url": run.url, "token": "t"}))
     with run, serving(tmp_path, f"addition:{tool}") as url:
         Thread(target=run.serve_forever, daemon=True).start()
-        with Adapter(BIN / "python", "openenv_tasks", url).start("serve", run.file) as adapter:
+        made = Adapter(BIN / "python", "openenv_tasks", url, *options)
+        with made.start("serve", run.file) as adapter:
             assert wait_until(lambda: adapter.poll() is not None, 60)
             adapter.kill()
         run.shutdown()
     assert run.end == {"reward": pytest.approx(reward)}
+    assert run.messages[0]["content"] == first
     told = [each["content"] for each in run.messages if each["role"] == "tool"]
     for text, result in zip(told, results, strict=False):
         assert text.startswith(result)

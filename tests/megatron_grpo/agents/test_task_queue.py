@@ -1,5 +1,6 @@
 """Agents outside of the run, which take its tasks over HTTP."""
 
+import asyncio
 import json
 import stat
 import time
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from helpers.agents import generation_of, running_agents
+from megatron_grpo.agents.task_worker import serve
 from megatron_grpo.environments.pool import EnvironmentsLost
 
 SECONDS = 60
@@ -104,6 +106,23 @@ def test_a_late_agent_is_masked_and_none_at_all_ends_the_run(engine, tied_model,
     ):
         samples.result(SECONDS)
     assert time.monotonic() - began < SECONDS / 2
+
+
+def test_an_end_that_is_no_reward_costs_an_adapter_one_task(engine, tied_model, folder):
+    rewards = iter([float("nan"), {"not", "in JSON"}, 0.5])
+    with (
+        ThreadPoolExecutor(1) as thread,
+        outside(engine, tied_model, folder, 3, timeout=10) as (agent, samples),
+    ):
+
+        async def act(task):
+            agent.ask(task)
+            return {"reward": next(rewards)}
+
+        [file] = folder.rglob("agents.json")
+        thread.submit(asyncio.run, serve(file, act, 1))
+        found = samples.result(SECONDS)
+    assert [sample.finish_reason == "failed" for sample in found] == [True, True, False]
 
 
 def test_only_who_may_read_the_file_is_given_tasks(engine, tied_model, folder):

@@ -51,8 +51,14 @@ CASES: list[tuple[str, ParallelDims, list[str]]] = [
     # Its first layer has no experts.
     ("glm4_moe", ParallelDims(pipeline=2, virtual_pipeline=2), FULL),
     ("glm4_moe", ParallelDims(tensor=2, expert=2, expert_tensor=1), []),
+    # Its routers have a bias.
+    ("gpt_oss", ParallelDims(tensor=2, expert=2, expert_tensor=1), []),
 ]
-NUM_EXPERTS = {"qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts"}
+NUM_EXPERTS = {
+    "qwen3_moe": "num_experts",
+    "glm4_moe": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+}
 
 
 def random_routes() -> list[Tensor]:
@@ -86,8 +92,9 @@ def follow(model: AutoModelForCausalLM, routes: list[Tensor]) -> None:
         return hook
 
     for layer, block in enumerate(model.model.layers):
-        if hasattr(block.mlp, "gate"):
-            block.mlp.gate.register_forward_hook(rerouted(layer))
+        for name in ("gate", "router"):
+            if hasattr(block.mlp, name):
+                getattr(block.mlp, name).register_forward_hook(rerouted(layer))
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,8 @@ def own_routes_on_rank(rank: int, folder: Path, *overrides: str) -> list[list[Te
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "overrides"), [("qwen3_moe", ()), ("qwen3_moe", ADAPTERS), ("glm4_moe", ())]
+    ("family", "overrides"),
+    [("qwen3_moe", ()), ("qwen3_moe", ADAPTERS), ("glm4_moe", ()), ("gpt_oss", ADAPTERS)],
 )
 def test_the_reference_and_a_batch_without_routes_have_their_own(cases, family, overrides):
     case = cases[family]
