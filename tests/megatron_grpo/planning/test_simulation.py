@@ -75,7 +75,7 @@ def test_a_push_in_flight_computes_anew_what_was_sampled():
     engine.ask(0.0, 0, [100, 100])
     engine.run(1.2)  # the start, two prompts, and 50 passes
     engine.push(1.2, 1)
-    assert engine.finish(0) == pytest.approx(1.2 + 0.1 + 0.3 + 2 * (0.2 + 50 * 0.001) + 0.5)
+    assert engine.finish(0) == pytest.approx(1.2 + 0.1 + 2 * (0.2 + 50 * 0.001) + 0.5)
     assert engine.busy == pytest.approx(4 * 0.2 + 2 * 50 * 0.001 + 1.0)
 
 
