@@ -63,7 +63,9 @@ def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32):
 def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path):
     cases = []
     for number, family in enumerate(sorted({*FAMILIES} - {"kimi_k2"})):  # as deepseek_v3
-        kv_heads, tied = (1, 2, 4)[number % 3], number % 2 == 0
+        kv_heads = (1, 2, 4)[number % 3]
+        # Of these vLLM ties no head, nor is one published so: such an engine is refused.
+        tied = number % 2 == 0 and family not in ("gpt_oss", "minimax_m2")
         knows_copies = not (FAMILIES[family].norms_all_heads or FAMILIES[family].has_sinks)
         if not knows_copies:  # of heads: transformers' code for norms of all, vLLM's for sinks
             kv_heads = max(kv_heads, 2)
