@@ -332,7 +332,7 @@ class InFlight:
             self._dispatcher.follow_up(number, request, url)
 
     async def _hold(self, next_version: int) -> None:
-        if self._client.pool.is_left:
+        if self._client.pool.has_leavers:
             await self._suspend()
             return
         self._may_dispatch.clear()

@@ -105,7 +105,7 @@ class EnginePool:
         return url not in self._servers.base_urls
 
     @property
-    def is_left(self) -> bool:
+    def has_leavers(self) -> bool:
         """Whether an engine is to leave at the next push."""
         return self._joining is not None and bool(self._joining.leavers())
 

@@ -26,7 +26,7 @@ ATTAINABLE_BY_EXPERTS = 0.3
 """The same for experts, whose matrices are small. verl reports 0.31: Qwen3-30B-A3B on 32 GPUs."""
 
 FLEX_SLOWDOWN = 1.5
-"""Time of torch's flex attention, which `grpo.shared_prompts` needs, over that of cuDNN's, for as
+"""Time of torch's flex attention, which shared prompts and sinks need, over that of cuDNN's, for as
 many pairs of tokens. FlashAttention-3's authors measured 389 TFLOP/s for Triton's kernels and 609
 for cuDNN's, on an H100 at 4,096 tokens and heads of 128 (arXiv 2407.08608)."""
 
@@ -64,7 +64,7 @@ def step_time(
     """The time of one optimizer step of `cfg`; `states` is what each stage holds."""
     dims, flops = cfg.dims, stage_flops(cfg, shape, work.computed)
     attainable = ATTAINABLE if shape.moe is None else ATTAINABLE_BY_EXPERTS
-    slowdown = FLEX_SLOWDOWN if work.is_shared else 1.0
+    slowdown = FLEX_SLOWDOWN if work.is_shared or shape.has_sinks else 1.0
     paced = replace(work.computed, pairs=slowdown * work.computed.pairs)
     rate = dims.stage_size * card.flops
 

@@ -16,6 +16,7 @@ from checkpoint_convert.weights import read_weights
 from megatron_grpo.bars import waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
+from megatron_grpo.policy.attention import attention_windows
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.dynamic_context import split_dynamically
 from megatron_grpo.policy.gradients import gather_weights, with_gradients
@@ -25,7 +26,6 @@ from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
-from megatron_grpo.policy.windows import attention_windows
 from parallel import Layout, Sender
 from parallel.groups import Groups
 from parallel.packing import PackedBatch

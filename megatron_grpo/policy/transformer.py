@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from checkpoint_convert import ModelShape, MoeShape
+from megatron_grpo.policy.attention import packed_attention_of, use_windows, window_fields
 from megatron_grpo.policy.fp8 import REQUANTIZED, check_fp8
 from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
 from megatron_grpo.policy.mla import LatentAttention, WholeLinear, softmax_scale, yarn_scaling
@@ -44,8 +45,6 @@ from megatron_grpo.policy.releases import (
     mlp_submodules,
     no_initialization,
 )
-from megatron_grpo.policy.sinks import packed_attention_of
-from megatron_grpo.policy.windows import use_windows, window_fields
 from parallel import ParallelDims, pipeline_layers
 
 # Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever

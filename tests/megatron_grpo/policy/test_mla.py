@@ -8,7 +8,7 @@ from typing import Any
 from helpers.models import tiny_model
 from helpers.policies import start_policy
 from helpers.ranks import run_ranks
-from megatron_grpo.policy import sinks
+from megatron_grpo.policy import attention
 from parallel import ParallelDims
 from parallel.attention import PackedAttention
 
@@ -22,7 +22,7 @@ def options_of_core_attention(rank: int, folder: Path) -> list[set[str]]:
             seen.append(set(options))
             super().__init__(**options)
 
-    sinks.PackedAttention = Recorded
+    attention.PackedAttention = Recorded
     start_policy(rank, folder, ParallelDims())
     return seen
 

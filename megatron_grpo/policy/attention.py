@@ -1,12 +1,19 @@
-"""Attention in models of which some layers have a window: a token sees the last ones before it."""
+"""Attention of models whose layers have windows, or whose heads have sinks.
+
+Under a window a token sees the last ones before it; a sink is a parameter of a head, which softmax
+counts as one more score.
+"""
 
 from copy import copy
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from checkpoint_convert import ModelShape
@@ -70,3 +77,44 @@ class WindowedAttention(SelfAttention):
         """Takes both of `PackedRotary`'s tables."""
         own = rotary_pos_emb[self.table]
         return super().forward(hidden_states, *options, rotary_pos_emb=own, **named)
+
+
+def packed_attention_of(shape: ModelShape) -> type[PackedAttention]:
+    """What replaces Megatron's core attention in a model of this shape."""
+    return SinkAttention if shape.has_sinks else PackedAttention
+
+
+class SinkAttention(PackedAttention):
+    """Has the sinks of a tensor rank's heads, as Megatron's own attention has."""
+
+    def __init__(self, *, config: Any, pg_collection: Any, **options: Any) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, **options)
+        self.tensor_group = pg_collection.tp
+        sinks: Any = torch.nn.Parameter(
+            torch.empty(
+                config.num_attention_heads // config.tensor_model_parallel_size,
+                dtype=config.params_dtype,
+                device=torch.cuda.current_device(),
+            )
+        )
+        # Else the gradient norm would count those of one rank only.
+        sinks.tensor_model_parallel, sinks.partition_dim, sinks.partition_stride = True, 0, 1
+        self.softmax_offset = sinks
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Called by Megatron, as of its own attention."""
+        assert metadata is not None
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tensor_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return sharded
