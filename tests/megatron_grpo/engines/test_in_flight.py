@@ -77,55 +77,49 @@ def generation(number, version, num_tokens=NUM_TOKENS, **settings):
 
 
 @pytest.fixture(scope="module")
-def num_generated(live_engine):
-    """Tells how many tokens the engine has generated."""
+def http(live_engine):
+    """Talks to the engine."""
     url, token = live_engine.servers.base_urls[0], live_engine.servers.token
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
-        yield lambda: float(COUNTS["generated"].search(http.get("/metrics").text)[1])
+        yield http
 
 
-async def pause(client, live_engine):
+def num_generated(http):
+    """How many tokens the engine has generated."""
+    return float(COUNTS["generated"].search(http.get("/metrics").text)[1])
+
+
+def pause(http):
     """What a push does first, without the seconds in which its rank starts."""
-    async with client.connect(live_engine.servers.base_urls[0]) as engine:
-        await engine.pause()
-
-
-def through_two_pushes(live_engine, num_generated, client, in_flight, threads, folders, cuts=False):
-    """Samples that were in progress while weights were pushed twice, and the weights by version."""
-    weights = {live_engine.version: folders[0]}
-    first = num_generated()
-    in_flight.resume(live_engine.version)
-    asked = [generation(number, live_engine.version) for number in range(2)]
-    made = [threads.submit(in_flight.generate, *each) for each in enumerate(asked)]
-    for folder in folders[1:]:
-        enough = first + 200
-        assert wait_until(lambda enough=enough: num_generated() >= enough, 60, 0.005)
-        if cuts:
-            with in_flight.suspended():  # as for a checkpoint
-                parts = [sample for each in asked for sample in each.so_far()]
-                assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
-        in_flight.hold(live_engine.version + 1)
-        asyncio.run(pause(client, live_engine))
-        weights[live_engine.push(folder)] = folder
-        first = num_generated()
-        in_flight.resume(live_engine.version)
-    samples = [sample for each in made for sample in each.result(timeout=120)]
-    assert len(samples) == 16
-    assert {len(sample.spans) for sample in samples} >= {3}
-    for sample in samples:
-        assert sum(count for _, count in sample.spans) == len(sample.completion_ids) == NUM_TOKENS
-    return samples, weights
+    http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
 
 
 @pytest.mark.long
 def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
-    live_engine, num_generated, client, in_flight, threads, tied_model, other_model
+    live_engine, http, in_flight, threads, tied_model, other_model
 ):
-    folders = (tied_model, other_model, tied_model)
-    samples, weights = through_two_pushes(
-        live_engine, num_generated, client, in_flight, threads, folders, cuts=True
-    )
+    weights, first = {live_engine.version: tied_model}, num_generated(http)
+    in_flight.resume(live_engine.version)
+    # So many that no engine is done with them before the second push.
+    asked = [generation(n, live_engine.version, num_generations=32) for n in range(2)]
+    made = [threads.submit(in_flight.generate, *each) for each in enumerate(asked)]
+    for folder in (other_model, tied_model):
+        enough = first + 1000
+        assert wait_until(lambda enough=enough: num_generated(http) >= enough, 60, 0.005)
+        with in_flight.suspended():  # as for a checkpoint
+            parts = [sample for each in asked for sample in each.so_far()]
+            assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
+        in_flight.hold(live_engine.version + 1)
+        pause(http)
+        weights[live_engine.push(folder)] = folder
+        first = num_generated(http)
+        in_flight.resume(live_engine.version)
+    samples = [sample for each in made for sample in each.result(timeout=120)]
+    assert len(samples) == 128
+    assert {len(sample.spans) for sample in samples} >= {3}
     for sample in samples:
+        assert sum(count for _, count in sample.spans) == len(sample.completion_ids) == NUM_TOKENS
+    for sample in samples[::8]:
         bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
         for (version, _), (start, end) in zip(sample.spans, bounds, strict=True):
             ids, logprobs = sample.completion_ids[:end], sample.logprobs[:end]
@@ -175,15 +169,15 @@ def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
 
 
 def test_a_completion_that_is_cut_ends_at_its_first_end_token(
-    live_engine, num_generated, in_flight, threads
+    live_engine, http, in_flight, threads
 ):
     ends = range(20, 45)
     asked = generation(0, live_engine.version, num_generations=64, stop_token_ids=ends)
     in_flight.resume(live_engine.version)
     made = threads.submit(in_flight.generate, 0, asked)
     for _ in range(4):
-        before = num_generated()
-        wait_until(lambda before=before: made.done() or num_generated() > before, 20, 0.005)
+        before = num_generated(http)
+        wait_until(lambda before=before: made.done() or num_generated(http) > before, 20, 0.005)
         in_flight.suspend()
         in_flight.resume(live_engine.version)
     for sample in made.result(timeout=60):
@@ -191,9 +185,7 @@ def test_a_completion_that_is_cut_ends_at_its_first_end_token(
 
 
 @pytest.mark.long
-def test_stop_strings_are_seen_through_pushes(
-    live_engine, num_generated, client, in_flight, threads, tied_model
-):
+def test_stop_strings_are_seen_through_pushes(live_engine, http, in_flight, threads, tied_model):
     if live_engine.rollout.engine == "sglang":
         pytest.skip("SGLang takes 32 strings at most, too few to be seen by chance")
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
@@ -203,12 +195,12 @@ def test_stop_strings_are_seen_through_pushes(
     in_flight.resume(live_engine.version)
     made = threads.submit(in_flight.generate, 0, asked)
     for _ in range(8):
-        enough = num_generated() + 20
-        wait_until(lambda enough=enough: made.done() or num_generated() > enough, 20, 0.005)
+        enough = num_generated(http) + 20
+        wait_until(lambda enough=enough: made.done() or num_generated(http) > enough, 20, 0.005)
         with in_flight.suspended():
             pass
         in_flight.hold(live_engine.version + 1)
-        asyncio.run(pause(client, live_engine))
+        pause(http)
         in_flight.resume(live_engine.push(tied_model))
     samples = made.result(timeout=60)
     assert any(sample.versions for sample in samples)
