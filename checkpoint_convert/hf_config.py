@@ -108,7 +108,7 @@ def read_shape(folder: str | Path) -> ModelShape:
         window_rope_theta=window_rope_theta if windowed_layers else None,
         moe=_moe(path, family, values),
         latent=latent,
-        num_extra_layers=_count(path, values, family.num_extra_layers),
+        num_mtp_layers=_count(path, values, family.num_mtp_layers),
     )
 
 

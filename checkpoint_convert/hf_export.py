@@ -8,6 +8,7 @@ import os
 import shutil
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from math import prod
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.formats.safetensors_file import STORED_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import whole_rows, write_box
-from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, STORED_DTYPES
+from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES, STORED_DTYPES
 from checkpoint_convert.megatron import hf_dtypes, hf_tensors
 from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
+from checkpoint_convert.mtp import open_mtp_layers
 from checkpoint_convert.new_folder import sync, sync_tree
 from checkpoint_convert.quantized_model import QuantizedModel
 from checkpoint_convert.shape import ModelShape
@@ -102,6 +104,21 @@ def write_weights(
                 write_box(opened.fileno(), place, box, values)
             os.fsync(opened)
     return written
+
+
+def write_mtp_layers(
+    folder: Path, source_folder: Path, shape: ModelShape, rank: int, num_ranks: int
+) -> None:
+    """Write this rank's share of the layers for multi-token prediction of the source to an export.
+
+    Every rank calls this after `create_export`. A rank holds one tensor at a time.
+    """
+    with closing(open_mtp_layers(source_folder, shape, folder)) as weights:
+        sizes, dtypes = weights.layout.shapes, weights.tensors.dtypes
+        for name in sorted(sizes)[rank::num_ranks]:
+            values = torch.empty(sizes[name], dtype=DTYPES[dtypes[name]])
+            weights.tensors.read_into(name, Box.whole(sizes[name]), values)
+            write_weights(folder, Layout.of_whole_tensors({name: sizes[name]}), {name: values})
 
 
 def _by_rows(

@@ -15,6 +15,7 @@ from checkpoint_convert.formats.hf_folder import (
     SINGLE_FILE,
     check_weights,
     locate_tensors,
+    mtp_tensors,
     other_towers,
 )
 from checkpoint_convert.formats.safetensors_file import (
@@ -25,7 +26,9 @@ from checkpoint_convert.formats.safetensors_file import (
 )
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import file_layout, file_tensors, hf_dtypes, hf_tensors
+from checkpoint_convert.mtp import copy_mtp_layers
 from checkpoint_convert.new_folder import check_space, new_folder
+from checkpoint_convert.quantization import unquantized
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.sidecar import copy_sidecar_files, main_dtype, model_config
@@ -72,6 +75,9 @@ def create_folder(
 ) -> None:
     """Put weight files of zeros into `folder`, and copy the rest of the model from `source_folder`.
 
+    Layers for multi-token prediction are zeros, too: see `checkpoint_convert.mtp`. A quantised
+    export has none.
+
     `dtypes` gives the dtype of every tensor by name; the main one goes into config.json. A weight
     file exceeds `max_shard_bytes` only when a single tensor does. Raises ValueError when the disk
     is too full.
@@ -79,6 +85,8 @@ def create_folder(
     stored = {**stored_tensors(shape, dtypes, quantized)}
     names, others = _towers(source_folder, quantized)
     stored |= {name: (place.dtype, place.shape) for name, place in others.items()}
+    mtp = {} if quantized else mtp_tensors(source_folder, shape)
+    stored |= {name: (unquantized(place), place.shape) for name, place in mtp.items()}
     sizes = {name: num_bytes_of({name: each}) for name, each in stored.items()}
     needed = sum(sizes.values())
     check_space(folder, needed)
@@ -97,7 +105,9 @@ def create_folder(
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     copy_tensors(others, locate_tensors(folder, others))
     config = {} if quantized is None else {"quantization_config": quantized.config}
-    copy_sidecar_files(source_folder, folder, main_dtype(hf_tensors(shape), dtypes), config)
+    dtype = main_dtype(hf_tensors(shape), dtypes)
+    num_mtp_layers = shape.num_mtp_layers if mtp else 0
+    copy_sidecar_files(source_folder, folder, dtype, config, num_mtp_layers)
 
 
 def _towers(
@@ -154,3 +164,4 @@ def export_checkpoint(
             layout = file_layout(shape)
             places = as_laid_out(check_weights(folder, shape), layout)
             transfer(weights, layout, places, num_workers, progress)
+            copy_mtp_layers(config, shape, folder, num_workers, progress)

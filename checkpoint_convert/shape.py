@@ -7,7 +7,7 @@ from typing import Any
 from parallel import ParallelDims, divisors, pipeline_layers
 
 # Fields that do not change what is computed: Mistral and Llama compute the same.
-_NO_NUMBERS = ("family", "max_position_embeddings", "eos_token_ids", "num_extra_layers")
+_NO_NUMBERS = ("family", "max_position_embeddings", "eos_token_ids", "num_mtp_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +113,9 @@ class ModelShape:
     """None for a dense model."""
     latent: LatentShape | None = None
     """None: keys and values are projections of hidden states."""
-    num_extra_layers: int = 0
+    num_mtp_layers: int = 0
     """Number of layers that weight files may have behind the last one, to predict tokens after the
-    next (multi-token prediction). They are not read, and an export has none."""
+    next (multi-token prediction). They are not trained, and stay in an export."""
 
     @property
     def num_dense_layers(self) -> int:

@@ -106,13 +106,17 @@ def sidecar_files(folder: Path) -> list[Path]:
 
 
 def copy_sidecar_files(
-    source: Path, folder: Path, dtype: str, further: Mapping[str, Any] = NOTHING
+    source: Path,
+    folder: Path,
+    dtype: str,
+    further: Mapping[str, Any] = NOTHING,
+    num_mtp_layers: int = 0,
 ) -> None:
     """Copy the sidecar files from one folder to another, and adjust config.json.
 
-    It names `dtype`, no layers that predict further tokens, as the weights have none, no code, as
-    none is copied, and no quantisation but that of `further` keys, as weights were dequantised when
-    they were read. Raises ValueError like `sidecar_files`.
+    It names `dtype`, `num_mtp_layers` layers that predict further tokens, no code, as none is
+    copied, and no quantisation but that of `further` keys, as weights were dequantised when they
+    were read. Raises ValueError like `sidecar_files`.
     """
     for file in sidecar_files(source):
         copy = folder / file.relative_to(source)
@@ -125,8 +129,8 @@ def copy_sidecar_files(
     for key in ("auto_map", *CONFIG_KEYS):
         config.pop(key, None)
     family = FAMILIES[text_config(source / "config.json", config)["model_type"]]
-    if family.num_extra_layers is not None:
-        config[family.num_extra_layers] = 0
+    if family.num_mtp_layers is not None:
+        config[family.num_mtp_layers] = num_mtp_layers
     (folder / "config.json").write_text(json.dumps({**config, **further}, indent=2) + "\n")
 
 

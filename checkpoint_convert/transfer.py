@@ -22,7 +22,7 @@ from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import start_syncing, write_box
 from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES, STORED_DTYPES
-from checkpoint_convert.quantization import QuantizedPlace
+from checkpoint_convert.quantization import QuantizedPlace, unquantized
 from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
 from checkpoint_convert.weights import Progress, RowCache, ShardLoader, Weights, in_groups
 from parallel import Box, Layout, Shape, ShardMapping
@@ -123,7 +123,7 @@ def transfer(
     The files must exist at their full size. Values are converted to the dtypes of the places, and
     quantised for a `QuantizedPlace`. Writing to disk is started; the caller waits for it.
     """
-    dtypes = {name: _unquantized(place) for name, place in places.items()}
+    dtypes = {name: unquantized(place) for name, place in places.items()}
     parts = _parts(
         layout.shapes, places, PART_BYTES // max(ITEM_SIZES[dtype] for dtype in dtypes.values())
     )
@@ -157,10 +157,6 @@ def transfer(
     in_order = _in_reading_order(parts.pieces, weights, loader)
     shares = list(in_groups(in_order, size_of, SHARE_BYTES))
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
-
-
-def _unquantized(place: TensorPlace) -> str:
-    return place.read_as if isinstance(place, QuantizedPlace) else place.dtype
 
 
 def _files_of(place: TensorPlace) -> list[Path]:

@@ -7,6 +7,7 @@ and when an engine serves, is the same as over channels.
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -77,8 +78,9 @@ class WeightFolder:
         self._remove()
         dtype = getattr(torch, self._cfg.model.dtype)
         shard_bytes = shard_bytes_for(dist.get_world_size(), self._shape, dtype)
+        shape = replace(self._shape, num_mtp_layers=0)  # no worker reads these
         with _naming_errors():
-            create_export(self._folder, self._cfg.model.path, self._shape, dtype, shard_bytes)
+            create_export(self._folder, self._cfg.model.path, shape, dtype, shard_bytes)
 
     def _fill(self, parameters: Mapping[str, Tensor]) -> None:
         rank, layout = self._sender.rank, self._sender.layout

@@ -60,5 +60,5 @@ DEEPSEEK_V3 = Family(
     ),
     has_mla=True,
     rope_types=("default", "yarn"),  # vLLM always scales by yarn
-    num_extra_layers="num_nextn_predict_layers",
+    num_mtp_layers="num_nextn_predict_layers",
 )

@@ -114,8 +114,8 @@ class Family:
     """How its RoPE may be scaled."""
     rope_required: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of RoPE, each with the only supported value."""
-    num_extra_layers: str | None = None
-    """Config key of `ModelShape.num_extra_layers`; None: 0."""
+    num_mtp_layers: str | None = None
+    """Config key of `ModelShape.num_mtp_layers`; None: 0."""
     engine_names: Mapping[str, str] = field(default_factory=dict)
     """Parts of names in the weight files, and what a vLLM engine has for each."""
 

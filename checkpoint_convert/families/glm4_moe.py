@@ -44,5 +44,5 @@ GLM4_MOE = Family(
         num_shared="n_shared_experts",
         num_dense_layers="first_k_dense_replace",
     ),
-    num_extra_layers="num_nextn_predict_layers",
+    num_mtp_layers="num_nextn_predict_layers",
 )

@@ -36,5 +36,5 @@ GLM4_MOE_LITE = Family(
     experts=GLM4_MOE.experts,
     has_mla=True,
     rope_types=("default", "yarn"),  # vLLM always scales by yarn
-    num_extra_layers="num_nextn_predict_layers",
+    num_mtp_layers="num_nextn_predict_layers",
 )

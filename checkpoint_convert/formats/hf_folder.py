@@ -38,11 +38,16 @@ def locate_tensors(
     not a folder or has neither kind of file, if the index names files outside the folder, missing
     files or missing tensors, and for malformed files.
     """
-    return _located(Path(folder), names, text_name)
+    is_wanted = _any if names is None else names.__contains__
+    return _located(Path(folder), is_wanted, text_name)
+
+
+def _any(name: str) -> bool:
+    return True
 
 
 def _located(
-    folder: Path, names: Collection[str] | None, rename: Callable[[str], str]
+    folder: Path, is_wanted: Callable[[str], bool], rename: Callable[[str], str]
 ) -> dict[str, TensorPlace]:
     check_folder(folder)
     for single, index, read in (
@@ -50,9 +55,9 @@ def _located(
         (BIN_FILE, BIN_INDEX_FILE, _read_places),
     ):
         if (folder / single).is_file():
-            return _chosen(_renamed(read(folder / single), rename), names)
+            return _chosen(_renamed(read(folder / single), rename), is_wanted)
         if (folder / index).is_file():
-            return _locate_indexed(folder / index, read, names, rename)
+            return _locate_indexed(folder / index, read, is_wanted, rename)
     raise ValueError(
         f"{folder} has no weights: none of {SINGLE_FILE}, {INDEX_FILE}, {BIN_FILE} and "
         f"{BIN_INDEX_FILE} is there"
@@ -66,8 +71,8 @@ def _read_places(path: Path) -> dict[str, TensorPlace]:
     return read_places(path)
 
 
-def _chosen(found: dict[str, T], names: Collection[str] | None) -> dict[str, T]:
-    return {name: each for name, each in found.items() if names is None or name in names}
+def _chosen(found: dict[str, T], is_wanted: Callable[[str], bool]) -> dict[str, T]:
+    return {name: each for name, each in found.items() if is_wanted(name)}
 
 
 def _renamed(found: dict[str, T], rename: Callable[[str], str]) -> dict[str, T]:
@@ -77,13 +82,13 @@ def _renamed(found: dict[str, T], rename: Callable[[str], str]) -> dict[str, T]:
 def _locate_indexed(
     path: Path,
     read: Callable[[Path], dict[str, TensorPlace]],
-    names: Collection[str] | None,
+    is_wanted: Callable[[str], bool],
     rename: Callable[[str], str],
 ) -> dict[str, TensorPlace]:
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{path} has no weight_map from tensor to file names")
-    index = _chosen(_renamed(index, rename), names)
+    index = _chosen(_renamed(index, rename), is_wanted)
     files = sorted(set(index.values()))
     outside = [file for file in files if file != Path(file).name or file == ".."]
     if outside:
@@ -103,9 +108,30 @@ def other_towers(folder: Path) -> tuple[dict[str, str], dict[str, TensorPlace]]:
     of all others. Both are empty for a model of text."""
     if not has_other_towers(folder):
         return {}, {}
-    names = {text_name(name): name for name in _located(folder, None, str)}
+    names = {text_name(name): name for name in _located(folder, _any, str)}
     others = {name for name in names if not is_of_text(name)}
     return names, locate_tensors(folder, others)
+
+
+def mtp_tensors(folder: Path, shape: ModelShape) -> dict[str, TensorPlace]:
+    """Places of the tensors of layers for multi-token prediction; none in a folder without weights.
+
+    Raises ValueError, as `locate_tensors`, and for scales that are wrong.
+    """
+    files = (SINGLE_FILE, INDEX_FILE, BIN_FILE, BIN_INDEX_FILE)
+    if not shape.num_mtp_layers or not any((folder / file).is_file() for file in files):
+        return {}
+    places = _located(folder, lambda name: _is_of_mtp_layer(name, shape), text_name)
+    scheme = read_scheme(folder)
+    if not isinstance(scheme, Scheme):
+        return places
+    places, faults = with_scales(places, scheme)
+    if faults:
+        raise ValueError(
+            f"layers for multi-token prediction in {folder} cannot be read:\n  "
+            + "\n  ".join(faults)
+        )
+    return places
 
 
 def check_weights(
@@ -125,7 +151,9 @@ def check_weights(
             f"{folder} has a LoRA adapter, which would be left out: merge it into the weights "
             f"(checkpoint-convert merge), or remove {ADAPTER_FILE}"
         )
-    wanted = _chosen(file_tensors(shape), names)
+    wanted = file_tensors(shape)
+    if names is not None:
+        wanted = _chosen(wanted, names.__contains__)
     scheme, has_others = read_scheme(Path(folder)), has_other_towers(Path(folder))
     places, faults = _with_scales(folder, names, scheme)
     readable = {*ITEM_SIZES, scheme.dtype} if isinstance(scheme, Scheme) else {*ITEM_SIZES}
@@ -178,15 +206,15 @@ def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShap
                 f"{_HEAD} differs from the embedding that config.json ties it to: set "
                 "tie_word_embeddings to false"
             )
-    elif not (name.endswith(_RECOMPUTED) or _is_of_extra_layer(name, shape)):
+    elif not (name.endswith(_RECOMPUTED) or _is_of_mtp_layer(name, shape)):
         yield f"{name} {list(places[name].shape)} is not part of the model"
 
 
-def _is_of_extra_layer(name: str, shape: ModelShape) -> bool:
+def _is_of_mtp_layer(name: str, shape: ModelShape) -> bool:
     """Whether a tensor is of the layers behind the last one, which predict further tokens."""
     layer = _LAYER.match(name)
-    extra = range(shape.num_layers, shape.num_layers + shape.num_extra_layers)
-    return layer is not None and int(layer[1]) in extra
+    further = range(shape.num_layers, shape.num_layers + shape.num_mtp_layers)
+    return layer is not None and int(layer[1]) in further
 
 
 def _same_bytes(a: TensorPlace, b: TensorPlace, chunk: int = 1 << 24) -> bool:

@@ -16,6 +16,7 @@ from checkpoint_convert.hf_export import (
     create_export,
     finish_export,
     shard_bytes_for,
+    write_mtp_layers,
     write_weights,
 )
 from checkpoint_convert.megatron import file_layout, hf_tensors
@@ -77,6 +78,7 @@ def _write_model(
     dist.barrier()
     files = None if model else file_layout(policy.shape)  # with scales, nothing is stacked
     written = torch.tensor(write_weights(partial, layout, weights, groups.rank, files))
+    write_mtp_layers(partial, cfg.model.path, policy.shape, groups.rank, groups.dims.world_size)
     dist.all_reduce(written)  # also waits until all ranks have written
     if groups.rank == 0:
         shapes = {**hf_tensors(policy.shape), **(model.scales if model else {})}

@@ -159,7 +159,7 @@ def shape_by_transformers(config):
         moe=moe,
         latent=latent,
         # An attribute that not every version of transformers knows.
-        num_extra_layers=getattr(config, "num_nextn_predict_layers", int(family in MULTI_TOKEN)),
+        num_mtp_layers=getattr(config, "num_nextn_predict_layers", int(family in MULTI_TOKEN)),
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,

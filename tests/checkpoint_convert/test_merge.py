@@ -14,7 +14,7 @@ from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.merge import merge_adapter
 from checkpoint_convert.peft import read_adapter
 from checkpoint_convert.verify import verify_weights
-from helpers.models import tiny_model
+from helpers.models import add_mtp_layer, tiny_model
 
 RS5 = {"r": 5, "lora_alpha": 7, "use_rslora": True}
 MODULES = ["q_proj", "k_proj", "o_proj", "down_proj"]
@@ -116,3 +116,13 @@ def test_an_adapter_of_one_of_the_experts_that_files_stack_is_refused(tmp_path):
     save_file(renamed, file)
     with pytest.raises(ValueError, match=r"has no model\.layers\.0\.mlp\.experts\.0\.gate_proj"):
         merge_adapter(base, adapter, tmp_path / "out")
+
+
+def test_layers_for_multi_token_prediction_stay_as_they_are(tmp_path):
+    folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
+    adapter_of(folder, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
+    merge_adapter(folder, tmp_path / "adapter", tmp_path / "out")
+    theirs, ours = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "out"))
+    of_layer = {name for name in theirs if ".layers.3." in name}
+    assert len(of_layer) > 6
+    assert all(torch.equal(theirs[name], ours[name]) for name in of_layer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import sentencepiece
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -288,6 +289,26 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         additional_special_tokens=["<start>"],
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def add_mtp_layer(folder: Path) -> Path:
+    """Put a layer for multi-token prediction behind the last one, with the tensors that published
+    models have there. Returns the folder."""
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    size, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
+    weights, own = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(7)
+    sizes = {name.removeprefix(last): each.shape for name, each in weights.items() if last in name}
+    sizes |= dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (size,))
+    sizes |= {"eh_proj.weight": (size, 2 * size)}
+    sizes |= dict.fromkeys(
+        ("embed_tokens.weight", "shared_head.head.weight"), (config["vocab_size"], size)
+    )
+    for name, shape in sizes.items():
+        layer = f"model.layers.{config['num_hidden_layers']}."
+        weights[layer + name] = 0.02 * torch.randn(shape, generator=own)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint_convert import read_shape
-from helpers.models import tiny_model
+from helpers.models import add_mtp_layer, tiny_model
 from helpers.policies import start_policy, tiny_config
 from helpers.ranks import run_ranks
 from megatron_grpo.config.file import dump_config
@@ -20,6 +20,7 @@ CASES = {
     "qwen3": ParallelDims(tensor=2, data=2),
     "qwen3_moe": ParallelDims(tensor=2, pipeline=2, data=2, expert=2),
     "gpt_oss": ParallelDims(tensor=2, pipeline=2, expert=2, expert_tensor=1),
+    "glm4_moe": ParallelDims(tensor=2, data=2),
 }
 
 
@@ -49,9 +50,12 @@ def export_and_spoil(rank: int, folder: Path, dims: ParallelDims, out: Path) -> 
 
 @pytest.mark.parametrize("family", CASES)
 def test_a_model_is_exported_whole_and_finite_or_not_at_all(family: str, tmp_path: Path) -> None:
-    """Whether its parameters have copies, and its experts a layout of their own."""
+    """Whether its parameters have copies, its experts a layout of their own, or it has a layer for
+    multi-token prediction, which is not trained."""
     folder, out, dims = tmp_path / "model", tmp_path / "out", CASES[family]
     tiny_model(folder, family, tied=family == "qwen3")
+    if family == "glm4_moe":
+        add_mtp_layer(folder)
     out.mkdir()
     told = run_ranks(dims.world_size, export_and_spoil, folder, dims, out)
     assert [path.name for path in sorted(out.iterdir())] == ["short.partial", "whole"]

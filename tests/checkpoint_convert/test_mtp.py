@@ -1,0 +1,76 @@
+"""Layers for multi-token prediction, which are draft models: exports keep those of the source."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.megatron_to_hf import export_checkpoint
+from helpers.conversions import assert_same, weights_of
+from helpers.models import add_mtp_layer, tiny_model
+from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
+from parallel import ParallelDims
+
+
+def num_mtp_layers(folder):
+    return json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "glm4_moe_lite"])
+def test_a_checkpoint_is_exported_with_those_of_the_folder_that_is_given(tmp_path, family):
+    folder = add_mtp_layer(tiny_model(tmp_path / "model", family))
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
+    import_checkpoint(folder, checkpoint, ParallelDims(tensor=2))
+    settings = {"max_shard_bytes": 100_000, "num_workers": 2}
+    export_checkpoint(checkpoint, out, hf_config=folder, **settings)
+    assert_same(weights_of(out), weights_of(folder))
+    assert num_mtp_layers(out) == 1
+
+
+def test_where_they_are_not_to_be_had_an_export_has_none_and_says_so(tmp_path):
+    folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
+    import_checkpoint(folder, checkpoint, ParallelDims())
+    only_config = tmp_path / "config"
+    only_config.mkdir()
+    (only_config / "config.json").write_bytes((folder / "config.json").read_bytes())
+    cases = {
+        "of its own": {},
+        "config": {"hf_config": only_config},
+        "int8": {"hf_config": folder, "quantization": "int8"},
+    }
+    for name, options in cases.items():
+        export_checkpoint(checkpoint, out / name, **options)
+        layers = range(read_shape(folder).num_layers)
+        assert {int(n.split(".")[2]) for n in weights_of(out / name) if ".layers." in n} == {
+            *layers
+        }
+        assert num_mtp_layers(out / name) == 0
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_those_that_are_quantised_are_exported_as_they_are_read(tmp_path, form):
+    plain = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
+    folder = quantized_copy(plain, tmp_path / "quantized", FORMATS[form])
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
+    import_checkpoint(folder, checkpoint, ParallelDims(pipeline=2))
+    export_checkpoint(checkpoint, out, hf_config=folder)
+    expected = weights_of(dequantized_copy(folder, tmp_path / "plain", FORMATS[form]))
+    found = weights_of(out)
+    assert_same(found, {name: each.to(found[name].dtype) for name, each in expected.items()})
+
+
+def test_a_missing_scale_is_named(tmp_path):
+    form = FORMATS["FP8 per channel"]
+    plain = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
+    folder = quantized_copy(plain, tmp_path / "quantized", form)
+    import_checkpoint(folder, tmp_path / "checkpoint", ParallelDims())
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.3.eh_proj.weight"
+    del weights[name + form.suffix]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"multi-token prediction in .*\n  {name}"):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", hf_config=folder)
+    assert not (tmp_path / "out").exists()
