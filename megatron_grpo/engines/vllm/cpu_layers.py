@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
 )
 from vllm.model_executor.layers.fused_moe.oracle import fp8, int8
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.utils import cpu_triton_utils
 
 from megatron_grpo.engines.vllm.cpu_matrices import multiply_by_torch, product
 
@@ -31,6 +32,7 @@ def compute_by_torch() -> None:
     rotate_heads_by_torch()
     multiply_tokens_at_once()
     multiply_by_torch()
+    cpu_triton_utils._expand_kernel_impl = spread_over_drafts
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
     multiply_experts_by_torch()
@@ -101,6 +103,25 @@ def _swigluoai(both: Tensor) -> Tensor:
 
 
 _GATES = {MoEActivation.SILU: _silu, MoEActivation.SWIGLUOAI: _swigluoai}
+
+
+def spread_over_drafts(
+    output: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    replaced: int,
+    replacement: int,
+    max_tokens: int,
+) -> None:
+    """Give every draft token the value of its request, such as its temperature, with `replaced`
+    values replaced; `ends` are the numbers of draft tokens up to each request and with it.
+
+    vLLM 0.32 puts them into a copy of `output` in integers, which it drops. The probabilities by
+    which it takes or rejects draft tokens were then of whatever is in memory.
+    """
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    values = torch.where(values == replaced, replacement, values)
+    output.copy_(values.repeat_interleave(counts))
 
 
 def all_gatherv(

@@ -1,0 +1,116 @@
+"""Speculative decoding: an engine drafts, with the model's own layer for it or by repeating what it
+has seen, and samples as without; its weights change meanwhile."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from helpers.engines import (
+    largest_logprob_error,
+    random_prompts,
+    reference_logprobs,
+    running_engine,
+    sampling_params,
+    served_model,
+    wait_until,
+)
+from helpers.models import add_mtp_layer
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.in_flight import InFlight
+
+DRAFTERS = {
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
+}
+LIKELY = slice(4, 12)
+"""Tokens that are sampled nearly always, so that some drafts are right."""
+
+
+def model(folder, seed):
+    served_model(folder, "glm4_moe", tied=False, seed=seed)
+    weights = load_file(folder / "model.safetensors")
+    scale = torch.full((len(weights["lm_head.weight"]), 1), 0.01)
+    scale[LIKELY] = 20
+    weights["lm_head.weight"] *= scale
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return add_mtp_layer(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return [model(tmp_path_factory.mktemp("model") / str(seed), seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def drafting(request, models, tmp_path_factory):
+    """An engine that drafts."""
+    table = {"speculative_config": DRAFTERS[request.param]}
+    with running_engine("vllm", models[0], tmp_path_factory.mktemp("logs"), vllm=table) as engine:
+        yield engine
+
+
+def surprise(folder, samples):
+    """By how many standard deviations the samples are less likely than samples of the model are.
+
+    The expected -log p of a token is the entropy of its distribution.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    excess = variance = 0.0
+    for sample in samples:
+        completion = torch.tensor(sample.completion_ids)
+        tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
+        with torch.inference_mode():
+            logits = model(tokens).logits[0, -len(completion) - 1 : -1]
+        logprobs = logits.double().log_softmax(-1)
+        probs, chosen = logprobs.exp(), logprobs.gather(1, completion[:, None])[:, 0]
+        entropy = -(probs * logprobs).sum(-1)
+        excess += float((-chosen - entropy).sum())
+        variance += float(((probs * logprobs**2).sum(-1) - entropy**2).sum())
+    return excess / variance**0.5
+
+
+@pytest.mark.long
+def test_tokens_are_sampled_from_the_weights_of_the_last_push(drafting, models):
+    for folder in (*models, models[0]):
+        drafting.push(folder)
+        samples = drafting.generate(random_prompts(8), max_completion_length=100, stop_token_ids=())
+        assert largest_logprob_error(folder, samples) < 1e-3
+        assert abs(surprise(folder, samples)) < 4
+
+
+@pytest.mark.long
+def test_completions_go_on_under_new_weights(drafting, models):
+    weights = {drafting.push(models[0]): models[0]}
+    first, asked = drafting.version, generation_of(drafting.version)
+    in_flight = InFlight(drafting.client(), AutoTokenizer.from_pretrained(models[0]).decode)
+    before = drafting.num_generated()
+    try:
+        in_flight.resume(first)
+        answered = in_flight.submit(0, asked)
+        assert wait_until(lambda: drafting.num_generated() > before + 500, 60)
+        in_flight.hold(first + 1)
+        weights[drafting.push(models[1])] = models[1]
+        in_flight.resume(drafting.version)
+        answered.result(timeout=120)
+    finally:
+        in_flight.end()
+        in_flight.close()
+    samples = asked.samples()
+    assert {len(sample.spans) for sample in samples} == {2}
+    for sample in samples[::8]:
+        bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
+        for (version, _), (start, end) in zip(sample.spans, bounds, strict=True):
+            found = torch.tensor(sample.logprobs[start:end])
+            expected = reference_logprobs(weights[version], sample)[start:end]
+            assert (found - expected).abs().max() < 1e-3
+
+
+def generation_of(version):
+    """So many samples that none ends before a push."""
+    params = sampling_params(
+        num_generations=32, policy_version=version, max_completion_length=400, stop_token_ids=()
+    )
+    return Generation(random_prompts(2), params)
