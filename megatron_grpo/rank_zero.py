@@ -11,6 +11,7 @@ from megatron_grpo.checkpoints.folders import step_folder
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.engines.drafts import DraftMeter
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport
@@ -34,6 +35,7 @@ class RankZero:
     rollouter: Rollouter | Replay
     log: RunLog
     runner: Runner
+    drafts: DraftMeter | None
 
     @classmethod
     def open(
@@ -64,7 +66,10 @@ class RankZero:
         if state.groups and samples:
             runner.go_on(state.groups, samples)
         stack.enter_context(closing(runner))
-        return cls(cfg, watchdog, rollouter, log, runner)
+        drafts = None
+        if cfg.rollout.vllm.get("speculative_config") and isinstance(rollouter, Rollouter):
+            drafts = DraftMeter(rollouter.engines)
+        return cls(cfg, watchdog, rollouter, log, runner, drafts)
 
     @property
     def prompts(self) -> Sequence[Prompt]:
@@ -136,4 +141,5 @@ class RankZero:
         updates = BatchSchedule.of(self.cfg.grpo).updates_per_generation
         metrics["epoch"] = self.rollouter.stream.epochs(step / updates)
         with timer.phase("log"):
+            metrics |= self.drafts.metrics() if self.drafts else {}
             self.log.step(step, metrics, report, experience, timer)

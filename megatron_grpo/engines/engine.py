@@ -141,8 +141,12 @@ class Engine:
 
     async def counts(self, limit: httpx.Timeout | None = None) -> Counts:
         """What the engine has counted since its start."""
-        page = (await self._request("GET", "/metrics", limit=limit)).text
+        page = await self.metrics(limit)
         return Counts(**{name: sum(map(float, COUNTS[name].findall(page))) for name in COUNTS})
+
+    async def metrics(self, limit: httpx.Timeout | None = None) -> str:
+        """The page that Prometheus reads."""
+        return (await self._request("GET", "/metrics", limit=limit)).text
 
     async def open_channels(self, transfer: Json, index: int, channels: str) -> None:
         """Make its workers open `channels` to all ranks that send to engine `index`.

@@ -18,6 +18,7 @@ from helpers.engines import (
     wait_until,
 )
 from helpers.models import add_mtp_layer
+from megatron_grpo.engines.drafts import DraftMeter
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.in_flight import InFlight
 
@@ -79,6 +80,20 @@ def test_tokens_are_sampled_from_the_weights_of_the_last_push(drafting, models):
         samples = drafting.generate(random_prompts(8), max_completion_length=100, stop_token_ids=())
         assert largest_logprob_error(folder, samples) < 1e-3
         assert abs(surprise(folder, samples)) < 4
+
+
+@pytest.mark.long
+def test_the_share_of_drafts_that_are_taken_is_told_by_position(drafting, models):
+    drafting.push(models[0])
+    meter = DraftMeter(drafting.client())
+    meter.metrics()
+    drafting.generate(random_prompts(8), max_completion_length=100, stop_token_ids=())
+    metrics = meter.metrics()
+    length = metrics.pop("rollout/acceptance_length")
+    rates = [metrics.pop(f"rollout/acceptance_rate/{n + 1}") for n in range(len(metrics))]
+    assert 1 > rates[0] > rates[1] > 0
+    assert length == pytest.approx(1 + sum(rates))
+    assert meter.metrics() == metrics == {}
 
 
 @pytest.mark.long
