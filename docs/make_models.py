@@ -18,7 +18,7 @@ from checkpoint_convert.vllm_lora import check_adapters_served
 from helpers.published_models import PUBLISHED_MODELS, write_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
-from megatron_grpo.preflight import check_windows
+from megatron_grpo.preflight import check_attention
 from parallel import ParallelDims
 
 PAGE = Path(__file__).with_name("models.md")
@@ -76,6 +76,8 @@ def row(name: str, shape: ModelShape) -> list[str]:
         if is_accepted(quantized_engine, rollout(quantization=scheme), shape, "bfloat16")
     ]
     sglang = "yes" if shape.family in RUN_WITH_SGLANG else "not tried"
+    if not is_accepted(check_attention, "sglang", shape):
+        sglang = "no: sinks" if shape.has_sinks else "no: windows"
     return [
         name,
         f"`{shape.family}`",
@@ -84,7 +86,7 @@ def row(name: str, shape: ModelShape) -> list[str]:
         ", ".join(map(str, served)),
         "yes" if is_accepted(check_adapters_served, shape) else "no",
         ", ".join(schemes) or "no",
-        sglang if is_accepted(check_windows, "sglang", shape) else "no: windows",
+        sglang,
     ]
 
 

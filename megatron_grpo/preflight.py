@@ -145,15 +145,20 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
             "rollout.router_replay true needs a mixture of experts, and this model is dense: leave "
             "it out"
         )
-    check_windows(rollout.engine, shape)
+    check_attention(rollout.engine, shape)
     for url in rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
     if not rollout.base_urls:
         check_arguments(rollout)
 
 
-def check_windows(engine: str, shape: ModelShape) -> None:
-    """Raise ValueError if an engine would leave out windows of attention, or not start by them."""
+def check_attention(engine: str, shape: ModelShape) -> None:
+    """Raise ValueError if an engine would leave out windows or sinks, or not start by them."""
+    if engine == "sglang" and shape.has_sinks:
+        raise ValueError(
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
+            "attention has sinks: use vllm"
+        )
     windows = FAMILIES[shape.family].windows
     if shape.window is None or windows is None:
         return

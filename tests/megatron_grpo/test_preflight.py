@@ -24,7 +24,7 @@ from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.engines.server import check_cpu_kernels
-from megatron_grpo.preflight import check_same_run, preflight
+from megatron_grpo.preflight import check_attention, check_same_run, preflight
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "configs" / "tiny_cpu.yaml"
@@ -111,6 +111,14 @@ def test_an_engine_that_would_leave_out_windows_is_refused(
         preflight(cfg, None)
     else:
         assert message in refusal(cfg)
+
+
+def test_an_engine_that_would_leave_out_sinks_is_refused(tmp_path):
+    none = {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+    shape = read_shape(tiny_model(tmp_path, "gpt_oss", **none))
+    check_attention("vllm", shape)
+    with pytest.raises(ValueError, match=r"the gpt_oss in .* as its attention has sinks"):
+        check_attention("sglang", shape)
 
 
 def test_the_number_of_steps_follows_from_the_epochs_when_the_data_is_read(config):
