@@ -32,7 +32,7 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     metrics_of,
 )
-from megatron_grpo.preflight import check_engines
+from megatron_grpo.preflight import check_drafts, check_engines
 from megatron_grpo.prompt_checks import check_evaluation, check_reward_models
 from megatron_grpo.reporting.progress import EvaluationBar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
@@ -157,6 +157,7 @@ def _check(cfg: Config) -> ModelShape:
     shape = read_shape(cfg.model.path)
     check_weights(cfg.model.path, shape)
     check_engines(cfg.rollout, shape, None)
+    check_drafts(cfg, shape)
     check_cpu_kernels(cfg.rollout, shape)
     check_reward_models(cfg)
     check_evaluation(cfg, shape)

@@ -12,6 +12,7 @@ import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.formats.hf_folder import mtp_tensors
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.quantized_model import quantized_model
@@ -110,6 +111,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     shape = _check_model(cfg)
     if cfg.train.replay is None:
         check_engines(cfg.rollout, shape, token)
+        check_drafts(cfg, shape)
         quantized_engine(cfg.rollout, shape, cfg.model.dtype)
         check_adapters(cfg.lora, shape)
     if starts_here:
@@ -150,6 +152,17 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
         _check_answers(url.rstrip("/"), check_token(token))
     if not rollout.base_urls:
         check_arguments(rollout)
+
+
+def check_drafts(cfg: Config, shape: ModelShape) -> None:
+    """Raise ValueError if engines are to draft with a layer that `model.path` does not have: vLLM
+    would say so once it has loaded the model."""
+    drafter = cfg.rollout.vllm.get("speculative_config") or {}
+    if drafter.get("method") == "mtp" and not mtp_tensors(cfg.model.path, shape):
+        raise ValueError(
+            "rollout.vllm.speculative_config has method mtp, and model.path no layer for "
+            "multi-token prediction: leave it out, or use ngram"
+        )
 
 
 def check_attention(engine: str, shape: ModelShape) -> None:
