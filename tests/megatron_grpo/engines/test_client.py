@@ -79,7 +79,8 @@ def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_
 
 def test_a_completion_ends_with_the_first_end_token_and_includes_it(engine):
     end_ids = (EOS_ID, *range(20, 60))
-    samples = engine.generate(random_prompts(6), eos_token_ids=end_ids, max_completion_length=12)
+    settings = {"max_completion_length": 12, "num_generations": 16}
+    samples = engine.generate(random_prompts(6), eos_token_ids=end_ids, **settings)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
     tokenizer = AutoTokenizer.from_pretrained(engine.folder)
     for s in samples:
@@ -99,7 +100,7 @@ def test_a_completion_ends_with_the_first_stop_string_and_includes_it(live_engin
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     # SGLang also looks into the text of special tokens, such as <pad>.
     stop = [text for token in range(20, 52) if (text := tokenizer.decode([token])) not in "<>"]
-    samples = live_engine.generate(random_prompts(6), stop=stop)
+    samples = live_engine.generate(random_prompts(6), num_generations=16, stop=stop)
     assert {s.finish_reason for s in samples} == {"stop", "length"}
     for s in samples:
         assert s.text == tokenizer.decode(list(s.completion_ids), skip_special_tokens=True)
