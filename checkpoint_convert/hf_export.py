@@ -115,7 +115,8 @@ def write_mtp_layers(
     """
     with closing(open_mtp_layers(source_folder, shape, folder)) as weights:
         sizes, dtypes = weights.layout.shapes, weights.tensors.dtypes
-        for name in sorted(sizes)[rank::num_ranks]:
+        names = sorted(sizes)  # a rank's are of few files
+        for name in names[rank * len(names) // num_ranks : (rank + 1) * len(names) // num_ranks]:
             values = torch.empty(sizes[name], dtype=DTYPES[dtypes[name]])
             weights.tensors.read_into(name, Box.whole(sizes[name]), values)
             write_weights(folder, Layout.of_whole_tensors({name: sizes[name]}), {name: values})

@@ -15,7 +15,6 @@ from checkpoint_convert.formats.hf_folder import (
     SINGLE_FILE,
     check_weights,
     locate_tensors,
-    mtp_tensors,
     other_towers,
 )
 from checkpoint_convert.formats.safetensors_file import (
@@ -26,13 +25,11 @@ from checkpoint_convert.formats.safetensors_file import (
 )
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import file_layout, file_tensors, hf_dtypes, hf_tensors
-from checkpoint_convert.mtp import copy_mtp_layers
+from checkpoint_convert.mtp import stored_mtp_layers, transfer_all
 from checkpoint_convert.new_folder import check_space, new_folder
-from checkpoint_convert.quantization import unquantized
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.sidecar import copy_sidecar_files, main_dtype, model_config
-from checkpoint_convert.transfer import transfer
 from checkpoint_convert.weights import Progress, as_laid_out, in_groups, open_weights
 from parallel import Shape
 
@@ -85,8 +82,9 @@ def create_folder(
     stored = {**stored_tensors(shape, dtypes, quantized)}
     names, others = _towers(source_folder, quantized)
     stored |= {name: (place.dtype, place.shape) for name, place in others.items()}
-    mtp = {} if quantized else mtp_tensors(source_folder, shape)
-    stored |= {name: (unquantized(place), place.shape) for name, place in mtp.items()}
+    dtype = main_dtype(hf_tensors(shape), dtypes)
+    mtp = {} if quantized else _mtp_layers(source_folder, shape, dtypes, dtype)
+    stored |= mtp
     sizes = {name: num_bytes_of({name: each}) for name, each in stored.items()}
     needed = sum(sizes.values())
     check_space(folder, needed)
@@ -105,7 +103,6 @@ def create_folder(
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     copy_tensors(others, locate_tensors(folder, others))
     config = {} if quantized is None else {"quantization_config": quantized.config}
-    dtype = main_dtype(hf_tensors(shape), dtypes)
     num_mtp_layers = shape.num_mtp_layers if mtp else 0
     copy_sidecar_files(source_folder, folder, dtype, config, num_mtp_layers)
 
@@ -127,6 +124,18 @@ def _towers(
             "are not supported: leave the quantization out"
         )
     return names, others
+
+
+def _mtp_layers(
+    source_folder: Path, shape: ModelShape, dtypes: Mapping[str, str], dtype: str
+) -> dict[str, tuple[str, Shape]]:
+    try:
+        return stored_mtp_layers(source_folder, shape, dtypes, dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"the model's layers for multi-token prediction cannot be copied: {error}; give the "
+            "folder of the whole model, or one without files of weights (--hf-config)"
+        ) from error
 
 
 def export_checkpoint(
@@ -163,5 +172,4 @@ def export_checkpoint(
             create_folder(folder, config, shape, dtypes, max_shard_bytes, quantized)
             layout = file_layout(shape)
             places = as_laid_out(check_weights(folder, shape), layout)
-            transfer(weights, layout, places, num_workers, progress)
-            copy_mtp_layers(config, shape, folder, num_workers, progress)
+            transfer_all(weights, layout, places, config, folder, num_workers, progress)

@@ -15,10 +15,9 @@ from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import file_layout, file_tensors, hf_dtypes, hf_tensors
 from checkpoint_convert.megatron_to_hf import MAX_SHARD_BYTES, create_folder
-from checkpoint_convert.mtp import copy_mtp_layers
+from checkpoint_convert.mtp import transfer_all
 from checkpoint_convert.new_folder import new_folder
 from checkpoint_convert.peft import WEIGHT, StoredAdapter, a_name, b_name, read_adapter
-from checkpoint_convert.transfer import transfer
 from checkpoint_convert.weights import Progress, as_laid_out, open_weights
 from parallel import Box
 
@@ -90,5 +89,4 @@ def merge_adapter(
             create_folder(folder, base, shape, dtypes, max_shard_bytes)
             layout = file_layout(shape)
             places = as_laid_out(locate_tensors(folder, layout.shapes), layout)
-            transfer(together, layout, places, num_workers, progress)
-            copy_mtp_layers(base, shape, folder, num_workers, progress)
+            transfer_all(together, layout, places, base, folder, num_workers, progress)

@@ -1,33 +1,67 @@
-"""Layers for multi-token prediction (MTP): an export has those of its source, value by value.
+"""Layers for multi-token prediction (MTP): an export has those of its source.
 
 They are draft models for speculative decoding, lie behind the last layer of the model, and are not
 trained. The copies of the embedding and of the head that are stored with them stay as well; engines
 use those of the model instead.
 """
 
+from collections.abc import Mapping
 from contextlib import closing
+from math import prod
 from pathlib import Path
 
 from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.hf_folder import mtp_tensors
+from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.transfer import transfer
+from checkpoint_convert.transfer import transfer, unquantized
 from checkpoint_convert.weights import Progress, Weights
-from parallel import Layout
+from parallel import Layout, Shape
+
+
+def stored_mtp_layers(
+    source: Path, shape: ModelShape, dtypes: Mapping[str, str], main_dtype: str
+) -> dict[str, tuple[str, Shape]]:
+    """Dtype and shape of each of their tensors in an export whose other tensors have `dtypes`.
+
+    A tensor has the dtype of that of the last layer with the same name, or else `main_dtype`.
+    """
+    last = f"model.layers.{shape.num_layers - 1}."
+    stored = {}
+    for name, place in mtp_tensors(source, shape).items():
+        own_name = name.split(".", 3)[3]  # without model.layers.N
+        stored[name] = dtypes.get(last + own_name, main_dtype), place.shape
+    return stored
 
 
 def open_mtp_layers(source: Path, shape: ModelShape, folder: Path) -> Weights:
     """Those in `source` that an export `folder` has room for."""
-    room, places = mtp_tensors(folder, shape), mtp_tensors(source, shape)
+    room = mtp_tensors(folder, shape)
+    places = mtp_tensors(source, shape) if room else {}
     layout = Layout.of_whole_tensors({name: place.shape for name, place in room.items()})
     return Weights(shape, layout, DequantizedTensors({name: places[name] for name in room}), "")
 
 
-def copy_mtp_layers(
-    source: Path, shape: ModelShape, folder: Path, num_workers: int, progress: Progress
+def transfer_all(
+    weights: Weights,
+    layout: Layout,
+    places: Mapping[str, TensorPlace],
+    source: Path,
+    folder: Path,
+    num_workers: int,
+    progress: Progress,
 ) -> None:
-    """Write them into an export, with several processes."""
-    with closing(open_mtp_layers(source, shape, folder)) as weights:
-        if weights.layout.shapes:
-            places = mtp_tensors(folder, shape)
-            transfer(weights, weights.layout, places, num_workers, progress)
+    """`transfer` weights into an export `folder`, and then these layers of `source`."""
+    room = mtp_tensors(folder, weights.shape)
+    further, own = _num_bytes(room), _num_bytes(places)
+    transfer(weights, layout, places, num_workers, lambda done, _: progress(done, own + further))
+    if room:
+        with closing(open_mtp_layers(source, weights.shape, folder)) as mtp:
+            transfer(
+                *(mtp, mtp.layout, room, num_workers),
+                lambda done, _: progress(own + done, own + further),
+            )
+
+
+def _num_bytes(places: Mapping[str, TensorPlace]) -> int:
+    return sum(prod(place.shape) * ITEM_SIZES[unquantized(place)] for place in places.values())

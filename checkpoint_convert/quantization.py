@@ -120,11 +120,6 @@ class QuantizedPlace(TensorPlace):
         return Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
 
 
-def unquantized(place: TensorPlace) -> str:
-    """The dtype in which a tensor is read."""
-    return place.read_as if isinstance(place, QuantizedPlace) else place.dtype
-
-
 def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
     """The scheme that `table` describes: quantization_config, in the file `path`.
 

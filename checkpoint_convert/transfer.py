@@ -22,7 +22,7 @@ from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import start_syncing, write_box
 from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES, STORED_DTYPES
-from checkpoint_convert.quantization import QuantizedPlace, unquantized
+from checkpoint_convert.quantization import QuantizedPlace
 from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
 from checkpoint_convert.weights import Progress, RowCache, ShardLoader, Weights, in_groups
 from parallel import Box, Layout, Shape, ShardMapping
@@ -157,6 +157,11 @@ def transfer(
     in_order = _in_reading_order(parts.pieces, weights, loader)
     shares = list(in_groups(in_order, size_of, SHARE_BYTES))
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
+
+
+def unquantized(place: TensorPlace) -> str:
+    """The dtype of the values of a tensor, as they are read and before they are quantised."""
+    return place.read_as if isinstance(place, QuantizedPlace) else place.dtype
 
 
 def _files_of(place: TensorPlace) -> list[Path]:

@@ -19,6 +19,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import served_here
 from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.http import EngineDown, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
@@ -32,7 +33,7 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     metrics_of,
 )
-from megatron_grpo.preflight import check_drafts, check_engines
+from megatron_grpo.preflight import check_engines
 from megatron_grpo.prompt_checks import check_evaluation, check_reward_models
 from megatron_grpo.reporting.progress import EvaluationBar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE

@@ -12,7 +12,6 @@ import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.formats.hf_folder import mtp_tensors
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.quantized_model import quantized_model
@@ -28,6 +27,7 @@ from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.doctor.packages import TRACKERS
+from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments, check_cpu_kernels
 from megatron_grpo.engines.vllm.args import check_adapters
@@ -152,17 +152,6 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
         _check_answers(url.rstrip("/"), check_token(token))
     if not rollout.base_urls:
         check_arguments(rollout)
-
-
-def check_drafts(cfg: Config, shape: ModelShape) -> None:
-    """Raise ValueError if engines are to draft with a layer that `model.path` does not have: vLLM
-    would say so once it has loaded the model."""
-    drafter = cfg.rollout.vllm.get("speculative_config") or {}
-    if drafter.get("method") == "mtp" and not mtp_tensors(cfg.model.path, shape):
-        raise ValueError(
-            "rollout.vllm.speculative_config has method mtp, and model.path no layer for "
-            "multi-token prediction: leave it out, or use ngram"
-        )
 
 
 def check_attention(engine: str, shape: ModelShape) -> None:

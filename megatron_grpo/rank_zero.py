@@ -68,7 +68,7 @@ class RankZero:
         stack.enter_context(closing(runner))
         drafts = None
         if cfg.rollout.vllm.get("speculative_config") and isinstance(rollouter, Rollouter):
-            drafts = DraftMeter(rollouter.engines)
+            drafts = DraftMeter(rollouter.engines, are_new=not cfg.rollout.base_urls)
         return cls(cfg, watchdog, rollouter, log, runner, drafts)
 
     @property

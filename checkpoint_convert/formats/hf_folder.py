@@ -116,22 +116,41 @@ def other_towers(folder: Path) -> tuple[dict[str, str], dict[str, TensorPlace]]:
 def mtp_tensors(folder: Path, shape: ModelShape) -> dict[str, TensorPlace]:
     """Places of the tensors of layers for multi-token prediction; none in a folder without weights.
 
-    Raises ValueError, as `locate_tensors`, and for scales that are wrong.
+    Raises ValueError, as `locate_tensors`, and for tensors that cannot be read.
     """
-    files = (SINGLE_FILE, INDEX_FILE, BIN_FILE, BIN_INDEX_FILE)
-    if not shape.num_mtp_layers or not any((folder / file).is_file() for file in files):
+    if not shape.num_mtp_layers or not _has_weights(folder):
         return {}
     places = _located(folder, lambda name: _is_of_mtp_layer(name, shape), text_name)
-    scheme = read_scheme(folder)
-    if not isinstance(scheme, Scheme):
-        return places
-    places, faults = with_scales(places, scheme)
+    faults: list[str] = []
+    if isinstance(scheme := read_scheme(folder), Scheme):
+        places, faults = with_scales(places, scheme)
+    faults += [fault for each in places.items() for fault in _faults_of_mtp(*each, scheme)]
     if faults:
         raise ValueError(
             f"layers for multi-token prediction in {folder} cannot be read:\n  "
             + "\n  ".join(faults)
         )
     return places
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether it has any file of weights: one of a model's small files has an index at most."""
+    names = [SINGLE_FILE, BIN_FILE]
+    for index in (INDEX_FILE, BIN_INDEX_FILE):
+        if (folder / index).is_file():
+            names += {*read_json(folder / index).get("weight_map", {}).values()}
+    return any(isfile(folder / name) for name in names)
+
+
+def _faults_of_mtp(
+    name: str, place: TensorPlace, scheme: Scheme | Mxfp4Scheme | None
+) -> Iterator[str]:
+    is_quantized = isinstance(scheme, Scheme) and place.dtype == scheme.dtype
+    if not place.shape or not (place.dtype in ITEM_SIZES or is_quantized):
+        yield (
+            f"{name} {list(place.shape)} has dtype {place.dtype}, supported are tensors with "
+            f"dimensions of {sorted(ITEM_SIZES)}"
+        )
 
 
 def check_weights(
@@ -163,6 +182,8 @@ def check_weights(
             continue
         if name not in wanted:
             faults += _faults_of_extra(name, places, shape)
+            if _is_of_mtp_layer(name, shape):
+                faults += _faults_of_mtp(name, place, scheme)
         elif place.shape != wanted[name]:
             faults.append(
                 f"{name} has shape {list(place.shape)}, config.json requires {list(wanted[name])}"

@@ -1,20 +1,60 @@
-"""How many draft tokens engines take, with `rollout.vllm.speculative_config`."""
+"""Speculative decoding, `rollout.vllm.speculative_config`: what engines draft with, and how many of
+the tokens they take."""
 
 import asyncio
 import re
 from collections import Counter
+from collections.abc import Mapping
 
 import httpx
 
+from checkpoint_convert import ModelShape
+from checkpoint_convert.formats.hf_folder import mtp_tensors
+from checkpoint_convert.hf_config import read_scheme
+from megatron_grpo.config.config import Config
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.workers.tasks import gather_all
 
-_DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts_total\S* (\S+)$", re.MULTILINE)
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""vLLM's methods to draft that have no weights."""
+
+_DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts_total(?:{.*})? (\S+)$", re.MULTILINE)
 _ACCEPTED = re.compile(
     r'^vllm:spec_decode_num_accepted_tokens_per_pos_total{.*position="(\d+)".*} (\S+)$',
     re.MULTILINE,
 )
+
+
+def check_drafts(cfg: Config, shape: ModelShape) -> None:
+    """Raise ValueError if engines would draft with weights that they do not have."""
+    table = cfg.rollout.vllm.get("speculative_config") or {}
+    if not isinstance(table, dict):
+        raise ValueError(
+            f"rollout.vllm.speculative_config is {table!r}: give a table, such as "
+            "{method: ngram, num_speculative_tokens: 2, prompt_lookup_max: 2}"
+        )
+    if not table:
+        return
+    method, model = str(table.get("method")), table.get("model")
+    if method not in WITHOUT_WEIGHTS and cfg.rollout.vllm.get("load_format") == "dummy":
+        raise ValueError(
+            "rollout.vllm.load_format dummy: the weights that engines draft with are not pushed; "
+            "leave out speculative_config, or load_format"
+        )
+    if not method.endswith("mtp"):
+        return
+    if read_scheme(cfg.model.path) is not None:
+        raise ValueError(
+            f"rollout.vllm.speculative_config drafts with {method}, and model.path has quantised "
+            "weights, which vLLM dequantises without the layer for it: leave it out, or train from "
+            "a copy that is not quantised"
+        )
+    if model in (None, str(cfg.model.path)) and not mtp_tensors(cfg.model.path, shape):
+        raise ValueError(
+            f"rollout.vllm.speculative_config drafts with {method}, and model.path has no layer "
+            "for multi-token prediction: give as its `model` a folder that has it, or leave it out"
+        )
 
 
 def draft_counts(page: str) -> Counter[int]:
@@ -29,24 +69,35 @@ def draft_counts(page: str) -> Counter[int]:
 class DraftMeter:
     """Compares what engines have counted with what they had when they were asked before."""
 
-    def __init__(self, client: RolloutClient) -> None:
-        self._client = client
-        self._before: dict[tuple[str, int], Counter[int]] = {}
+    def __init__(self, client: RolloutClient, *, are_new: bool) -> None:
+        """`are_new`: the engines were started for this run, and have counted nothing else."""
+        self._client, self._are_new = client, are_new
+        self._before: dict[str, Counter[int]] = {}
 
     def metrics(self) -> dict[str, float]:
         """By vLLM's names, of the drafts since the last call: the mean acceptance length, in tokens
         of a draft with the one that the model adds, and the acceptance rate at each position.
 
-        None without drafts. Engines that do not answer are left out.
+        None without drafts. Engines that do not answer, or that have joined since, are left out.
         """
-        lives = self._client.pool.up
-        pages = asyncio.run(gather_all(self._page(url) for url, _ in lives))
-        now = {life: draft_counts(page) for life, page in zip(lives, pages, strict=True) if page}
+        urls = [url for url, _ in self._client.pool.up]
+        pages = asyncio.run(gather_all(map(self._page, urls)))
+        metrics = self.compare(dict(zip(urls, pages, strict=True)))
+        self._are_new = False
+        return metrics
+
+    def compare(self, pages: Mapping[str, str]) -> dict[str, float]:
+        """The same from what engines tell, by address; nothing of one that did not answer."""
         new: Counter[int] = Counter()
-        for life, counts in now.items():
-            before = self._before.get(life, Counter[int]())
+        for url, page in pages.items():
+            if not page:
+                continue
+            counts = draft_counts(page)
+            before = self._before.get(url, Counter() if self._are_new else counts)
+            if counts[0] < before[0]:  # it has started again
+                before = Counter()
             new.update({n: count - before[n] for n, count in counts.items()})
-        self._before |= now
+            self._before[url] = counts
         if not (num_drafts := new.pop(0, 0)):
             return {}
         rates = {f"rollout/acceptance_rate/{n}": new[n] / num_drafts for n in sorted(new)}

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import check_weights, read_shape
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from helpers.conversions import assert_same, weights_of
@@ -36,6 +37,8 @@ def test_where_they_are_not_to_be_had_an_export_has_none_and_says_so(tmp_path):
     only_config = tmp_path / "config"
     only_config.mkdir()
     (only_config / "config.json").write_bytes((folder / "config.json").read_bytes())
+    index = {"weight_map": {"model.layers.3.eh_proj.weight": "model-00001-of-00001.safetensors"}}
+    (only_config / "model.safetensors.index.json").write_text(json.dumps(index))
     cases = {
         "of its own": {},
         "config": {"hf_config": only_config},
@@ -48,6 +51,40 @@ def test_where_they_are_not_to_be_had_an_export_has_none_and_says_so(tmp_path):
             *layers
         }
         assert num_mtp_layers(out / name) == 0
+
+
+def test_they_have_the_dtype_of_the_export_and_are_counted_in_its_progress(tmp_path):
+    folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
+    import_checkpoint(folder, tmp_path / "checkpoint", ParallelDims())
+    told = []
+    export_checkpoint(
+        tmp_path / "checkpoint",
+        tmp_path / "out",
+        hf_config=folder,
+        dtype="BF16",
+        progress=lambda done, total: told.append((done, total)),
+    )
+    found, source = weights_of(tmp_path / "out"), weights_of(folder)
+    float32 = {name for name, each in found.items() if each.dtype == torch.float32}
+    assert {name.partition("mlp.")[2] for name in float32} == {"gate.e_score_correction_bias"}
+    assert "model.layers.3.mlp.gate.e_score_correction_bias" in float32
+    assert_same(found, {name: each.to(found[name].dtype) for name, each in source.items()})
+    total = sum(each.nbytes for each in found.values())
+    assert {total} == {each for _, each in told}
+    assert told == sorted(told)
+    assert told[-1] == (total, total)
+
+
+def test_what_cannot_be_read_is_named_before_training(tmp_path):
+    folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
+    weights = load_file(folder / "model.safetensors")
+    odd = {"a": torch.ones(2, dtype=torch.int64), "b": torch.tensor(1.0)}
+    weights |= {f"model.layers.3.{name}": each for name, each in odd.items()}
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"layers.3.a \[2\] has dtype I64(.|\n)*layers.3.b \[\] has"
+    ):
+        check_weights(folder, read_shape(folder))
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
 from helpers.environments import write_environments
-from helpers.models import add_mtp_layer, character_tokenizer, servable_model, tiny_model
+from helpers.models import character_tokenizer, servable_model, tiny_model
 from helpers.towers import tiny_multimodal
 from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
@@ -121,13 +121,9 @@ def test_an_engine_that_would_leave_out_sinks_is_refused(tmp_path):
         check_attention("sglang", shape)
 
 
-def test_drafts_by_a_layer_that_the_model_does_not_have_are_refused(config, tmp_path):
-    model = servable_model(tmp_path / "model", "glm4_moe")
-    drafts = "rollout.vllm={speculative_config: {method: mtp, num_speculative_tokens: 1}}"
-    cfg = config(f"model.path={model}", "rollout.engine=vllm", drafts)
-    assert "method mtp, and model.path no layer for multi-token prediction" in refusal(cfg)
-    add_mtp_layer(model)
-    preflight(cfg, None)
+def test_what_engines_draft_with_is_checked(config):
+    cfg = config("rollout.vllm={speculative_config: '{}'}")
+    assert "rollout.vllm.speculative_config is '{}': give a table" in refusal(cfg)
 
 
 def test_the_number_of_steps_follows_from_the_epochs_when_the_data_is_read(config):

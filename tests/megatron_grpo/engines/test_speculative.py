@@ -85,7 +85,7 @@ def test_tokens_are_sampled_from_the_weights_of_the_last_push(drafting, models):
 @pytest.mark.long
 def test_the_share_of_drafts_that_are_taken_is_told_by_position(drafting, models):
     drafting.push(models[0])
-    meter = DraftMeter(drafting.client())
+    meter = DraftMeter(drafting.client(), are_new=False)
     meter.metrics()
     drafting.generate(random_prompts(8), max_completion_length=100, stop_token_ids=())
     metrics = meter.metrics()

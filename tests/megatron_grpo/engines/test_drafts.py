@@ -1,0 +1,74 @@
+"""What engines draft with, and what they tell of it."""
+
+from pathlib import Path
+
+import pytest
+
+from checkpoint_convert import read_shape
+from helpers.models import add_mtp_layer, servable_model
+from helpers.quantized import FORMATS, quantized_copy
+from megatron_grpo.config.file import load_config
+from megatron_grpo.engines.drafts import DraftMeter, check_drafts
+
+CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
+MTP = "{speculative_config: {method: mtp, num_speculative_tokens: 1}}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model without a layer for multi-token prediction, with one, and with one in 8 bits."""
+    folder = tmp_path_factory.mktemp("models")
+    without = servable_model(folder / "without", "glm4_moe")
+    layer = add_mtp_layer(servable_model(folder / "with", "glm4_moe"))
+    quantized = quantized_copy(layer, folder / "fp8", FORMATS["FP8 per channel"])
+    return {"without": without, "with": layer, "8 bits": quantized}
+
+
+@pytest.mark.parametrize(
+    ("model", "table", "message"),
+    [
+        ("with", MTP, None),
+        ("without", MTP, "drafts with mtp, and model.path has no layer for multi-token prediction"),
+        ("without", MTP.replace("mtp", "glm4_moe_mtp"), "drafts with glm4_moe_mtp, and model.path"),
+        ("without", MTP.replace("mtp,", "mtp, model: /published,"), None),
+        ("8 bits", MTP, "drafts with mtp, and model.path has quantised weights"),
+        ("with", MTP[:-1] + ", load_format: dummy}", "load_format dummy: the weights that engines"),
+        ("with", "{speculative_config: '{}'}", "speculative_config is '{}': give a table"),
+    ],
+)
+def test_drafts_by_weights_that_engines_do_not_have_are_refused(models, model, table, message):
+    cfg = load_config(CONFIG, [f"model.path={models[model]}", f"rollout.vllm={table}"])
+    shape = read_shape(models[model])
+    if message is None:
+        check_drafts(cfg, shape)
+    else:
+        with pytest.raises(ValueError, match=message):
+            check_drafts(cfg, shape)
+
+
+def page(drafts, *accepted, engine="0"):
+    labels = f'engine="{engine}",model_name="/my models/{{a}}"'
+    lines = [f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(drafts)}"]
+    for position, count in enumerate(accepted):
+        at = f'{labels},position="{position}"'
+        lines += [
+            f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{at}}} {float(count)}",
+            f"vllm:spec_decode_num_accepted_tokens_per_pos_created{{{at}}} 1.7e9",
+        ]
+    return "\n".join(lines)
+
+
+def test_drafts_are_counted_since_the_last_time():
+    meter = DraftMeter(None, are_new=True)
+    two_ranks = page(6, 4, 0) + "\n" + page(4, 1, 0, engine="1")
+    first = {"rollout/acceptance_rate/1": 0.5, "rollout/acceptance_rate/2": 0.0}
+    assert meter.compare({"a": two_ranks, "b": ""}) == {"rollout/acceptance_length": 1.5, **first}
+    assert meter.compare({"a": two_ranks}) == {}
+    assert meter.compare({"a": page(20, 7, 4)})["rollout/acceptance_length"] == 1.6
+    assert meter.compare({"a": page(2, 1, 1)})["rollout/acceptance_length"] == 2  # a new process
+
+
+def test_what_engines_have_drafted_for_others_is_not_counted():
+    meter = DraftMeter(None, are_new=False)
+    assert meter.compare({"a": page(1000, 1000)}) == {}
+    assert meter.compare({"a": page(1010, 1001)})["rollout/acceptance_length"] == 1.1
