@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -86,6 +87,12 @@ class TestEngine:
                 return (await connection.counts()).generated
 
         return int(asyncio.run(ask()))
+
+    def pause(self) -> None:
+        """What a push does first, without the seconds in which its rank starts."""
+        url = f"{self.servers.base_urls[0]}/pause?mode=keep&clear_cache=false"
+        headers = {"Authorization": f"Bearer {self.servers.token}"}
+        httpx.post(url, headers=headers, verify=False, timeout=60).raise_for_status()
 
     def push(self, folder: Path) -> int:
         """Push the weights in `folder`; returns the version now served."""

@@ -107,6 +107,7 @@ def test_completions_go_on_under_new_weights(drafting, models):
         answered = in_flight.submit(0, asked)
         assert wait_until(lambda: drafting.num_generated() > before + 500, 60)
         in_flight.hold(first + 1)
+        drafting.pause()
         weights[drafting.push(models[1])] = models[1]
         in_flight.resume(drafting.version)
         answered.result(timeout=120)
