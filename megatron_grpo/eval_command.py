@@ -19,7 +19,6 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import served_here
 from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.http import EngineDown, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
@@ -157,8 +156,7 @@ def _check(cfg: Config) -> ModelShape:
     cfg.model.check_folder()
     shape = read_shape(cfg.model.path)
     check_weights(cfg.model.path, shape)
-    check_engines(cfg.rollout, shape, None)
-    check_drafts(cfg, shape)
+    check_engines(cfg, shape, None)
     check_cpu_kernels(cfg.rollout, shape)
     check_reward_models(cfg)
     check_evaluation(cfg, shape)

@@ -24,7 +24,6 @@ from megatron_grpo.checkpoints.manifest import read_manifest
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
-from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
@@ -110,8 +109,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     BatchSchedule.of(cfg.grpo)
     shape = _check_model(cfg)
     if cfg.train.replay is None:
-        check_engines(cfg.rollout, shape, token)
-        check_drafts(cfg, shape)
+        check_engines(cfg, shape, token)
         quantized_engine(cfg.rollout, shape, cfg.model.dtype)
         check_adapters(cfg.lora, shape)
     if starts_here:
@@ -139,8 +137,9 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     return cfg, sample
 
 
-def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) -> None:
+def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
     """Raise ValueError if the engines cannot split the model, be started, reached or used."""
+    rollout = cfg.rollout
     check_engine_dims(shape, engine_dims(rollout))
     if rollout.router_replay and shape.moe is None:
         raise ValueError(
@@ -148,6 +147,7 @@ def check_engines(rollout: RolloutConfig, shape: ModelShape, token: str | None) 
             "it out"
         )
     check_attention(rollout.engine, shape)
+    check_drafts(cfg, shape)
     for url in rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
     if not rollout.base_urls:

@@ -5,8 +5,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -185,6 +186,17 @@ def largest_logprob_error(
     return max(
         float((reference_logprobs(folder, s, temperature) - torch.tensor(s.logprobs)).abs().max())
         for s in samples
+    )
+
+
+def largest_error_by_version(weights: Mapping[int, Path], sample: Sample) -> float:
+    """Largest difference between the log-probabilities of a sample and those that the weights of
+    each token's version give it."""
+    bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
+    found = torch.tensor(sample.logprobs)
+    return max(
+        float((reference_logprobs(weights[version], sample) - found)[start:end].abs().max())
+        for (version, _), (start, end) in zip(sample.spans, bounds, strict=True)
     )
 
 
