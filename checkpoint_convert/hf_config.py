@@ -12,9 +12,9 @@ from checkpoint_convert.families.description import Family
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
 from checkpoint_convert.rope import num_positions, read_ropes
-from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape
+from checkpoint_convert.shape import LatentShape, LinearShape, ModelShape, MoeShape
 from checkpoint_convert.text_tower import MULTIMODAL, is_multimodal, text_config
-from checkpoint_convert.windows import read_windows
+from checkpoint_convert.windows import FULL, read_windows
 
 # Keys with one supported value in every family, which is also the value of an absent key.
 # transformers' configs of our families declare only a few of them; code shared by all models, in
@@ -39,6 +39,8 @@ _REQUIRED = {
     "fusion_config": None,
     "transformers_weights": None,  # names another file of weights
 }
+LINEAR = "linear_attention"
+"""What `layer_types` has for a layer with linear attention."""
 # Fields that a shape has from its family.
 _SAME_NAMES = (
     "has_pre_norms",
@@ -48,6 +50,7 @@ _SAME_NAMES = (
     "scales_embeddings",
     "has_linear_biases",
     "has_sinks",
+    "has_output_gate",
     "activation",
     "partial_rotary_factor",
 )
@@ -82,6 +85,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     if "head_dim" in values and values["head_dim"] is None:
         values["head_dim"] = hidden_size // num_heads
     latent = _latent(path, values) if family.has_mla else None
+    linear, linear_layers = _linear(path, values) if family.linear else (None, ())
     return ModelShape(
         family=family.model_type,
         num_layers=integer(path, values, "num_hidden_layers"),
@@ -108,6 +112,8 @@ def read_shape(folder: str | Path) -> ModelShape:
         window_rope_theta=window_rope_theta if windowed_layers else None,
         moe=_moe(path, family, values),
         latent=latent,
+        linear=linear,
+        linear_layers=linear_layers,
         num_mtp_layers=_count(path, values, family.num_mtp_layers),
     )
 
@@ -217,6 +223,39 @@ def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
     )
 
 
+def _linear(path: Path, values: Mapping[str, Any]) -> tuple[LinearShape | None, tuple[int, ...]]:
+    """Linear attention, and the layers that have it."""
+    num_layers = integer(path, values, "num_hidden_layers")
+    kinds = values["layer_types"]
+    if not kinds:
+        every = integer(path, values, "full_attention_interval")
+        kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or {*kinds} - {FULL, LINEAR}:
+        raise ValueError(
+            f"{path}: layer_types is {kinds!r}; it must list {[FULL, LINEAR]}, one for each of "
+            f"num_hidden_layers({num_layers})"
+        )
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+    if not layers:
+        return None, ()
+    num_keys, num_values = (
+        integer(path, values, f"linear_num_{x}_heads") for x in ("key", "value")
+    )
+    if num_values % num_keys:
+        raise ValueError(
+            f"{path}: linear_num_key_heads({num_keys}) must divide "
+            f"linear_num_value_heads({num_values})"
+        )
+    shape = LinearShape(
+        num_key_heads=num_keys,
+        num_value_heads=num_values,
+        key_dim=integer(path, values, "linear_key_head_dim"),
+        value_dim=integer(path, values, "linear_value_head_dim"),
+        kernel_size=integer(path, values, "linear_conv_kernel_dim"),
+    )
+    return shape, layers
+
+
 def _groups(path: Path, values: Mapping[str, Any], num_experts: int) -> tuple[int, int]:
     """Number of groups of experts, and of those of a token.
 
@@ -267,7 +306,10 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
         num_groups=num_groups,
         groups_per_token=groups_per_token,
         weight_scale=1.0 if keys.weight_scale is None else number(path, values, keys.weight_scale),
-        shared_intermediate_size=size * _count(path, values, keys.num_shared),
+        shared_intermediate_size=(
+            _count(path, values, keys.shared_size) or size * _count(path, values, keys.num_shared)
+        ),
+        has_shared_gate=keys.has_shared_gate,
         num_dense_layers=_num_dense_layers(path, values, keys.num_dense_layers),
     )
 
@@ -315,7 +357,8 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
             refused.append(f"{key} is {given!r}, only {own} is supported")
     if mxfp4.is_method_of(config) and not (family.experts and family.experts.are_stacked):
         refused.append("weights are quantised with quant_method 'mxfp4', which is of stacks only")
-    layers = [] if family.windows else config.get("layer_types") or []
+    is_mixed = family.windows or family.linear  # their kinds of layers are checked elsewhere
+    layers = [] if is_mixed else config.get("layer_types") or []
     if not isinstance(layers, list):
         refused.append(f"layer_types is {layers!r}, only a list of 'full_attention' is supported")
     elif others := sorted({str(kind) for kind in layers} - {"full_attention"}):

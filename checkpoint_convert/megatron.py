@@ -206,7 +206,7 @@ def extra_states(shape: ModelShape) -> list[str]:
                 shape, index, experts, transformer_engine=transformer_engine
             ):
                 name = parameter.key if parameter.is_expert else parameter.name
-                if not name.startswith("mlp.router.") and not name.endswith(decoder.SINKS):
+                if not name.startswith("mlp.router.") and name.endswith(".weight"):
                     module = prefix + name.rpartition(".")[0]
                     names.append(_extra_state(module, [*stack, *parameter.stack_axes]))
     return list(dict.fromkeys(names))

@@ -27,6 +27,33 @@ class LatentShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearShape:
+    """Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464): each head has a
+    matrix for what it remembers of all tokens before, in place of their keys and values."""
+
+    num_key_heads: int
+    """Heads of queries and of keys."""
+    num_value_heads: int
+    """A multiple of `num_key_heads`; so many neighbours have the same queries and keys."""
+    key_dim: int
+    """Size of a head of queries and keys."""
+    value_dim: int
+    """Size of a head of values."""
+    kernel_size: int
+    """Number of tokens, itself included, that a token's queries, keys and values are mixed of."""
+
+    @property
+    def group_size(self) -> int:
+        """Number of heads of values for each head of keys."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def mixed_dim(self) -> int:
+        """Size of a head of queries and of keys, and of its heads of values, together."""
+        return 2 * self.key_dim + self.group_size * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoeShape:
     """The mixture of experts that replaces the MLP of every layer but the first few."""
 
@@ -48,6 +75,8 @@ class MoeShape:
     """Factor of the weights of a token's experts."""
     shared_intermediate_size: int = 0
     """Intermediate size of a further expert, which processes every token; 0: there is none."""
+    has_shared_gate: bool = False
+    """Whether what that expert returns is multiplied by a sigmoid, of one output of its own."""
     num_dense_layers: int = 0
     """Number of layers with an MLP instead; they come first."""
 
@@ -100,6 +129,9 @@ class ModelShape:
     """Of the gate of an MLP: `silu`, or `gelu_pytorch_tanh`, which is GELU's approximation; or of
     gate g and its other factor u, `swigluoai`: (u + 1) g sigmoid(1.702 g), of g up to 7 and u from
     -7 to 7."""
+    has_output_gate: bool = False
+    """Whether what attention returns is multiplied by a sigmoid, of as many outputs of the
+    projection of queries."""
     partial_rotary_factor: float = 1.0
     """Part of each head that RoPE rotates; it comes first."""
     window: int | None = None
@@ -113,6 +145,9 @@ class ModelShape:
     """None for a dense model."""
     latent: LatentShape | None = None
     """None: keys and values are projections of hidden states."""
+    linear: LinearShape | None = None
+    """Attention of `linear_layers`; None: there are none."""
+    linear_layers: tuple[int, ...] = ()
     num_mtp_layers: int = 0
     """Number of layers that weight files may have behind the last one, to predict tokens after the
     next (multi-token prediction). They are not trained, and stay in an export."""
@@ -137,13 +172,13 @@ class ModelShape:
     @property
     def has_equal_layers(self) -> bool:
         """Whether all layers have the same modules; Megatron then stacks them in checkpoints."""
-        return self.num_dense_layers in (0, self.num_layers)
+        return self.num_dense_layers in (0, self.num_layers) and not self.linear_layers
 
 
 def named_fields(shape: ModelShape) -> dict[str, Any]:
-    """All fields; those of experts and latents have names such as ``moe.num_experts``."""
+    """All fields; those of experts, for example, have names such as ``moe.num_experts``."""
     fields = asdict(shape)
-    for part in ("latent", "moe"):
+    for part in ("latent", "linear", "moe"):
         values = fields.pop(part) or {}
         fields |= {f"{part}.{name}": value for name, value in values.items()}
     return fields
@@ -213,7 +248,8 @@ def _obstacles(shape: ModelShape, tensor: int) -> list[str]:
     With fewer key-value heads than ranks, Megatron-Core still splits the rows of the fused QKV
     projection into equal shares, regardless of head boundaries, and gathers its output.
     """
-    rows = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+    num_heads = shape.num_attention_heads * (1 + shape.has_output_gate)
+    rows = (num_heads + 2 * shape.num_key_value_heads) * shape.head_dim
     fused = {} if shape.latent else {"rows of the fused QKV projection": rows}
     return split_obstacles(shape, tensor, fused)
 
@@ -229,6 +265,8 @@ def split_obstacles(shape: ModelShape, tensor: int, further: Mapping[str, int]) 
         split["intermediate_size"] = shape.intermediate_size
     if shape.moe is not None:
         split["intermediate_size of the shared expert"] = shape.moe.shared_intermediate_size
+    if shape.linear is not None:
+        split["linear_num_key_heads"] = shape.linear.num_key_heads
     split |= further
     obstacles = [f"does not divide {name}({size})" for name, size in split.items() if size % tensor]
     if kv_heads % tensor and tensor % kv_heads:

@@ -14,6 +14,7 @@ _FAMILIES = {
     "gemma3": {"gemma3_text": "gemma3_text"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
+    "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
 }
 MULTIMODAL = [*_FAMILIES]

@@ -64,8 +64,8 @@ def engine_parameters(shape: ModelShape) -> list[Parameter]:
         parameters += decoder.layer(shape, index, experts, transformer_engine=True)
     parameters += decoder.head(shape, padded_vocab, shares_embedding=True)
     if names := FAMILIES[shape.family].engine_names:
-        return [replace(each, engine_name=_renamed(each, names)) for each in parameters]
-    return parameters
+        parameters = [replace(each, engine_name=_renamed(each, names)) for each in parameters]
+    return [part for each in parameters for part in each.in_engine()]
 
 
 def _renamed(parameter: Parameter, names: Mapping[str, str]) -> str:
@@ -120,7 +120,8 @@ def part_of(
     """Which part of a parameter that is split worker `rank` holds, and how many parts there are."""
     if parameter.is_expert:
         return (0, 1) if dims.expert_parallel else (rank, dims.num_workers)
-    is_shared = ".shared_experts." in parameter.sources[0].name
+    names = FAMILIES[shape.family].experts
+    is_shared = names is not None and f".{names.shared}." in parameter.sources[0].name
     if is_shared and _has_whole_shared_expert(shape, dims):
         return 0, 1
     return rank % dims.tensor, dims.tensor

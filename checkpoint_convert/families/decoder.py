@@ -7,6 +7,7 @@ engine fuses the same tensors in the same way under other names, but splits them
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
 from checkpoint_convert.families.ffn import dense_mlp, moe_block
+from checkpoint_convert.families.linear import linear_attention
 from checkpoint_convert.families.mla import mla_attention
 from checkpoint_convert.shape import ModelShape
 
@@ -59,7 +60,12 @@ def layer(
         weight = Tensor(f"{source}{name}.weight", (shape.hidden_size,))
         return Parameter(fused if transformer_engine else own, (weight,), key=fused)
 
-    if shape.latent is None:
+    if shape.linear is not None and index in shape.linear_layers:
+        before_attention = "self_attention.in_proj.layer_norm_weight"
+        attention = linear_attention(
+            shape, shape.linear, source + "linear_attn.", "self_attention."
+        )
+    elif shape.latent is None:
         before_attention = "self_attention.linear_qkv.layer_norm_weight"
         attention = fused_attention(shape, source + "self_attn.", "self_attention.")
     else:
@@ -100,7 +106,8 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
     """
     family, groups, hidden = FAMILIES[shape.family], shape.num_key_value_heads, shape.hidden_size
     query, key_value = shape.num_attention_heads * shape.head_dim, groups * shape.head_dim
-    rows = {"q": (query, None), "k": (key_value, groups), "v": (key_value, groups)}
+    queries = query * (1 + shape.has_output_gate)  # gates follow the queries of each head
+    rows = {"q": (queries, None), "k": (key_value, groups), "v": (key_value, groups)}
 
     def qkv(kind: str, *columns: int) -> Parameter:
         fused = f"{source}qkv_proj.{kind}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from parallel import Axes, Box, Shape, ShardMapping
 
@@ -34,6 +34,12 @@ class Experts:
     """Config key of the factor of the experts' weights; None: 1."""
     num_shared: str | None = None
     """Config key: of how many experts' size the shared expert is; None: there is none."""
+    shared: str = "shared_experts"
+    """Name of the shared expert."""
+    shared_size: str | None = None
+    """Config key of the intermediate size of the shared expert; None: see `num_shared`."""
+    has_shared_gate: bool = False
+    """See `MoeShape`."""
     num_dense_layers: str | None = None
     """Config key of the number of layers with a dense MLP, which come first; None: 0."""
     bias: str = "gate.e_score_correction_bias"
@@ -92,6 +98,7 @@ class Family:
     scales_embeddings: bool = False
     has_linear_biases: bool = False
     has_sinks: bool = False
+    has_output_gate: bool = False
     activation: str = "silu"
     partial_rotary_factor: float = 1.0
     """See `ModelShape` for these."""
@@ -106,6 +113,9 @@ class Family:
     """Whether its attention is `LatentShape`'s."""
     windows: Windows | None = None
     """None: no layer has a window."""
+    linear: Literal["by head", "one by one"] | None = None
+    """How weight files have the projections of linear attention: those of each head of keys
+    together, or one after the other; None: no layer has it."""
     are_norms_split_in_engine: bool = False
     """Whether the workers of a vLLM engine split the weights of norms over all heads."""
     has_fused_weights: bool = False
@@ -204,6 +214,9 @@ class Parameter:
     """Name in a torch_dist checkpoint; empty: `name`."""
     engine_name: str = ""
     """Name in a vLLM engine, which fuses the same tensors; empty: the name of the only source."""
+    engine_parts: tuple[tuple[str, int], ...] = ()
+    """If a vLLM engine has it in several parameters: the name of each, and how many of the sources
+    it has."""
     engine_rows: tuple[int, int] | None = None
     """Of a part of an engine's parameter: its first row there, and the number of rows of the whole;
     None: it is the whole."""
@@ -222,6 +235,15 @@ class Parameter:
         """Shape before the split, with the zero rows."""
         rows = sum(source.shape[0] for source in self.sources) + self.zero_rows
         return (rows, *self.sources[0].shape[1:])
+
+    def in_engine(self) -> list["Parameter"]:
+        """What a vLLM engine has in its place."""
+        found, first = [], 0
+        for name, num_sources in self.engine_parts:
+            sources = self.sources[first : first + num_sources]
+            found.append(replace(self, sources=sources, engine_name=name))
+            first += num_sources
+        return found or [self]
 
     def in_layer(self, local_index: int, index: int, num_stacked: int) -> "Parameter":
         """The parameter of a layer renamed as that of the whole model.

@@ -33,7 +33,10 @@ def window_fields(shape: ModelShape) -> dict[str, Any]:
 def attention_windows(chunk: GPTModel) -> set[int | None]:
     """The windows of a chunk's layers, None for those without; empty if their attention needs no
     masks, as it is not `PackedAttention`."""
-    if not isinstance(chunk.decoder.layers[0].self_attention.core_attention, PackedAttention):
+    cores = [
+        getattr(layer.self_attention, "core_attention", None) for layer in chunk.decoder.layers
+    ]
+    if not any(isinstance(core, PackedAttention) for core in cores):
         return set()
     size = chunk.config.window_size
     return {None} if size is None else {None, size[0] + 1}

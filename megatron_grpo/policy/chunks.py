@@ -83,7 +83,8 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
 def describe(chunk: GPTModel, optimizer: Any) -> str:
     """What computes layers, attention and optimizer steps: they differ in speed and in rounding."""
     fused = uses_transformer_engine(chunk.config)
-    attention = chunk.decoder.layers[0].self_attention.core_attention
+    attentions = [layer.self_attention for layer in chunk.decoder.layers]
+    kinds = {type(getattr(each, "core_attention", each)).__name__ for each in attentions}
     steps = {
         type(part.optimizer).__name__
         for part in optimizer.chained_optimizers
@@ -91,7 +92,7 @@ def describe(chunk: GPTModel, optimizer: Any) -> str:
     }
     return (
         f"layers: {f'Transformer Engine {get_te_version()}' if fused else 'torch'}, "
-        f"attention: {type(attention).__name__}, optimizer: {', '.join(sorted(steps))}"
+        f"attention: {', '.join(sorted(kinds))}, optimizer: {', '.join(sorted(steps))}"
     )
 
 

@@ -9,10 +9,25 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import rms_norm
+
+from checkpoint_convert import ModelShape
+
+
+def use_norms(layer: ModuleSpec, shape: ModelShape, config: TransformerConfig, norm: Any) -> None:
+    """Put norms where the model has them, if not before attention and MLP and over each head."""
+    modules, attention = layer.submodules, layer.submodules.self_attention.submodules
+    if shape.has_post_norms:
+        added = ModuleSpec(module=PostNorm, params={"config": config, "norm": norm})
+        modules.self_attn_bda = modules.mlp_bda = added
+    if not shape.has_pre_norms:
+        modules.input_layernorm = modules.pre_mlp_layernorm = IdentityOp
+    if shape.norms_all_heads:
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -5,7 +5,7 @@ results.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -32,8 +31,13 @@ from checkpoint_convert import ModelShape, MoeShape
 from megatron_grpo.policy.attention import packed_attention_of, use_windows, window_fields
 from megatron_grpo.policy.fp8 import REQUANTIZED, check_fp8
 from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
-from megatron_grpo.policy.mla import LatentAttention, WholeLinear, softmax_scale, yarn_scaling
-from megatron_grpo.policy.norms import KeyNorm, PostNorm, QueryNorm, RMSNorm
+from megatron_grpo.policy.linear_attention import (
+    GatedAttention,
+    linear_fields,
+    use_linear_attention,
+)
+from megatron_grpo.policy.mla import WholeLinear, softmax_scale, use_latents, yarn_scaling
+from megatron_grpo.policy.norms import RMSNorm, use_norms
 from megatron_grpo.policy.overrides import (
     check_activation_offload,
     check_context_exchange,
@@ -169,15 +173,20 @@ def block_spec(
     """Modules of a model chunk with these `layers` of the model."""
     is_fused = uses_transformer_engine(config)
 
-    def layer_spec(num_experts: int | None) -> ModuleSpec:
+    @cache  # one object for all equal layers: Megatron builds modules from it, and leaves it as is
+    def layer_spec(num_experts: int | None, is_linear: bool) -> ModuleSpec:
         if is_fused:
-            return fused_layer_spec(config, num_experts, shape, shared_prompts)
-        return torch_layer_spec(config, num_experts, shape)
+            layer = fused_layer_spec(config, num_experts, shape, shared_prompts)
+        else:
+            layer = torch_layer_spec(config, num_experts, shape)
+        if is_linear and shape.linear is not None:
+            use_linear_attention(layer, shape.linear)
+        return layer
 
-    # One object for all equal layers: Megatron builds modules from it, and leaves it as it is.
-    dense, moe = layer_spec(None), layer_spec(config.num_moe_experts)
+    experts = [None if i < shape.num_dense_layers else config.num_moe_experts for i in layers]
+    linear = [layer in shape.linear_layers for layer in layers]
     return TransformerBlockSubmodules(
-        layer_specs=[dense if layer < shape.num_dense_layers else moe for layer in layers],
+        layer_specs=[*map(layer_spec, experts, linear)],
         layer_norm=LayerNormImpl if is_fused else RMSNorm,
     )
 
@@ -196,9 +205,10 @@ def fused_layer_spec(
     is_split = config.context_parallel_size > 1
     if shared_prompts or shape.has_sinks or (is_split and shape.window is not None):
         layer.submodules.self_attention.submodules.core_attention = packed_attention_of(shape)
-    _use_mla(layer, shape)
+    use_latents(layer, shape)
     use_windows(layer, shape)
-    _use_norms(layer, shape, config, LayerNormImpl)
+    _use_gates(layer, shape)
+    use_norms(layer, shape, config, LayerNormImpl)
     if not shape.has_pre_norms:
         attention = layer.submodules.self_attention.submodules
         attention.linear_qkv = TEColumnParallelLinear  # without the norm of what it is given
@@ -236,9 +246,10 @@ def torch_layer_spec(
             f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
             for x in ("q", "kv")
         }
-    _use_mla(layer, shape)
+    use_latents(layer, shape)
     use_windows(layer, shape)
-    _use_norms(layer, shape, config, RMSNorm)
+    _use_gates(layer, shape)
+    use_norms(layer, shape, config, RMSNorm)
     if not shape.has_pre_norms:
         fused_norms = {}
     modules.sharded_state_dict_keys_map = fused_norms
@@ -250,24 +261,9 @@ def _norms_queries(shape: ModelShape) -> bool:
     return shape.qk_norm or shape.latent is not None
 
 
-def _use_mla(layer: ModuleSpec, shape: ModelShape) -> None:
-    """Replace Megatron's latent attention, if the model has latents."""
-    if shape.latent is not None:
-        attention = layer.submodules.self_attention
-        attention.module = LatentAttention
-        attention.params |= {"latent": shape.latent, "head_dim": shape.head_dim}
-
-
-def _use_norms(layer: ModuleSpec, shape: ModelShape, config: TransformerConfig, norm: Any) -> None:
-    """Put norms where the model has them, if not before attention and MLP and over each head."""
-    modules, attention = layer.submodules, layer.submodules.self_attention.submodules
-    if shape.has_post_norms:
-        added = ModuleSpec(module=PostNorm, params={"config": config, "norm": norm})
-        modules.self_attn_bda = modules.mlp_bda = added
-    if not shape.has_pre_norms:
-        modules.input_layernorm = modules.pre_mlp_layernorm = IdentityOp
-    if shape.norms_all_heads:
-        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+def _use_gates(layer: ModuleSpec, shape: ModelShape) -> None:
+    if shape.has_output_gate:
+        layer.submodules.self_attention.module = GatedAttention
 
 
 def _architecture(shape: ModelShape) -> dict[str, Any]:
@@ -281,6 +277,7 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.value_dim,
         "ffn_hidden_size": shape.intermediate_size,
         **window_fields(shape),
+        **linear_fields(shape),
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.rms_norm_eps,
         "layernorm_zero_centered_gamma": shape.zero_centered_norms,
@@ -313,6 +310,7 @@ def _moe(shape: ModelShape, moe: MoeShape, implementation: str) -> dict[str, Any
         "moe_router_group_topk": None if moe.num_groups == 1 else moe.groups_per_token,
         "moe_router_enable_expert_bias": moe.score_function == "sigmoid",
         "moe_shared_expert_intermediate_size": moe.shared_intermediate_size or None,
+        "moe_shared_expert_gate": moe.has_shared_gate,
         # Every token goes to all of its experts. With a capacity, results would depend on the other
         # tokens of the microbatch, padding included.
         "moe_expert_capacity_factor": None,

@@ -28,7 +28,9 @@ from transformers.models.olmo3 import Olmo3Config
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
 from transformers.models.seed_oss import SeedOssConfig
 
 from parallel import ParallelDims
@@ -45,7 +47,9 @@ CONFIGS = {
     "mixtral": MixtralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_5_text": Qwen3_5TextConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "gpt_oss": GptOssConfig,
@@ -63,6 +67,25 @@ WHOLE_EXPERTS = ("gpt_oss",)
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
 NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss")
+HYBRIDS = ("qwen3_5_text", "qwen3_next")
+"""Families with linear attention in most layers."""
+# Two heads of values for each of keys, and two layers of three.
+LINEAR: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "full_attention_interval": 3,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    # Of what a token reads with a query that is nearly orthogonal to its key, the norm magnifies
+    # the rounding errors: 4e-5 in transformers' own log-probabilities in float32, with 1e-6.
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
 # Fields that only this family has, or names differently.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -161,6 +184,15 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": LINEAR
+    | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32,
         "norm_topk_prob": True,
     },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},

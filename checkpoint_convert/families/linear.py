@@ -1,0 +1,54 @@
+"""Linear attention by the gated delta rule: see `LinearShape`."""
+
+from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
+from checkpoint_convert.shape import LinearShape, ModelShape
+
+
+def linear_attention(
+    shape: ModelShape, linear: LinearShape, source: str, target: str
+) -> list[Parameter]:
+    """`source` and `target` are name prefixes in weight files and in Megatron.
+
+    Ranks split heads of keys, each with its heads of values. Of each come, one after the other, the
+    projections to queries, keys, values, gates of outputs, strengths of updates (beta), and decays
+    (alpha); and so do the rows of the convolution of the first three.
+    """
+    num_heads, hidden = linear.num_value_heads, shape.hidden_size
+    keys, values = linear.num_key_heads * linear.key_dim, num_heads * linear.value_dim
+    fused, rates, conv = (f"{source}{x}.weight" for x in ("in_proj_qkvz", "in_proj_ba", "conv1d"))
+    if FAMILIES[shape.family].linear == "by head":
+        qkvz = (Tensor(fused, (2 * (keys + values), hidden)),)
+        ba = (Tensor(rates, (2 * num_heads, hidden)),)
+    else:
+        name = f"{source}in_proj_qkv.weight"
+        qkv = in_one_tensor(name, [Tensor(name, (size, hidden)) for size in (keys, keys, values)])
+        qkvz = (*qkv, Tensor(f"{source}in_proj_z.weight", (values, hidden)))
+        ba = tuple(Tensor(f"{source}in_proj_{x}.weight", (num_heads, hidden)) for x in "ba")
+    kernel = (1, linear.kernel_size)
+    mixed = in_one_tensor(conv, [Tensor(conv, (size, *kernel)) for size in (keys, keys, values)])
+    by_head = {"split": 0, "interleave_groups": linear.num_key_heads}
+    return [
+        Parameter(
+            f"{target}in_proj.weight",
+            (*qkvz, *ba),
+            engine_parts=((fused, len(qkvz)), (rates, len(ba))),
+            **by_head,
+        ),
+        Parameter(f"{target}conv1d_weight", mixed, engine_name=conv, **by_head),
+        Parameter(f"{target}dt_bias", (Tensor(f"{source}dt_bias", (num_heads,)),), split=0),
+        Parameter(
+            f"{target}A_log",
+            (Tensor(f"{source}A_log", (num_heads,)),),
+            split=0,
+            is_float32_in_engine=True,
+        ),
+        Parameter(
+            f"{target}out_norm_weight", (Tensor(f"{source}norm.weight", (linear.value_dim,)),)
+        ),
+        Parameter(
+            f"{target}out_proj.weight",
+            (Tensor(f"{source}out_proj.weight", (hidden, values)),),
+            split=1,
+        ),
+    ]

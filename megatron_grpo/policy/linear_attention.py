@@ -1,0 +1,232 @@
+"""Linear attention by the gated delta rule as a module of Megatron-Core, and attention with gates.
+
+Megatron-Core's own `GatedDeltaNet` needs kernels of flash-linear-attention also where there is no
+GPU, raises e to a power in the dtype of the weights, makes the norm of outputs zero-centred with
+the other norms, and has the host wait for the lengths of sequences in every layer.
+
+Context ranks exchange tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509): each has all tokens
+of some heads in between, and so reads slices of the parameters that all of them hold.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    copy_to_tensor_model_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu, softplus
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.shape import LinearShape
+from megatron_grpo.policy.packed_params import PackedParams
+from parallel.delta_rule import causal_convolution, gated_delta_rule, sequence_positions
+
+SPLIT = ("conv1d_weight", "dt_bias", "A_log")
+"""Parameters of which each tensor rank has the rows of its own heads."""
+
+
+def linear_fields(shape: ModelShape) -> dict[str, Any]:
+    """Megatron's fields for linear layers and gates; a list makes checkpoints keep layers apart."""
+    layers = [int(layer in shape.linear_layers) for layer in range(shape.num_layers)]
+    return {
+        "attention_output_gate": shape.has_output_gate,
+        "linear_attention_freq": layers if shape.linear_layers else None,
+    }
+
+
+def use_linear_attention(layer: ModuleSpec, linear: LinearShape) -> None:
+    """Replace the attention of a layer by linear attention."""
+    submodules = layer.submodules.self_attention.submodules
+    projections = {"in_proj": submodules.linear_qkv, "out_proj": submodules.linear_proj}
+    layer.submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet, params={"linear": linear, **projections}
+    )
+    names = layer.submodules.sharded_state_dict_keys_map  # of torch's layers
+    if "input_layernorm." in names:
+        own = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+        layer.submodules.sharded_state_dict_keys_map = names | own
+
+
+class GatedDeltaNet(MegatronModule):
+    """The linear attention of a layer."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        linear: LinearShape,
+        in_proj: Any,
+        out_proj: Any,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        self.linear, self.layer_number = linear, layer_number
+        self.tensor_group, self.context_group = pg_collection.tp, pg_collection.cp
+        common: dict[str, Any] = {
+            "config": config,
+            "bias": False,
+            "is_expert": False,
+            "tp_group": self.tensor_group,
+        }
+        groups, heads = linear.num_key_heads, linear.num_value_heads
+        values = heads * linear.value_dim
+        self.in_proj = build_module(
+            in_proj,
+            config.hidden_size,
+            groups * linear.mixed_dim + values + 2 * heads,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            **common,
+        )
+        self.out_proj = build_module(
+            out_proj,
+            values,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+            **common,
+        )
+        self.conv1d_weight = self._split(groups * linear.mixed_dim, 1, linear.kernel_size)
+        self.dt_bias, self.A_log = self._split(heads), self._split(heads)
+        self.out_norm_weight = self._parameter(linear.value_dim)
+
+    def _parameter(self, *shape: int) -> Any:
+        device, dtype = torch.cuda.current_device(), self.config.params_dtype
+        return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+    def _split(self, rows: int, *columns: int) -> Any:
+        parameter = self._parameter(rows // self.tensor_group.size(), *columns)
+        # Else the gradient norm would count those of one rank only.
+        parameter.tensor_model_parallel = True
+        parameter.partition_dim, parameter.partition_stride = 0, 1
+        return parameter
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedParams,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Takes and returns [t, 1, hidden size], or with sequence parallelism a rank's tokens."""
+        projected = self.in_proj(hidden_states)[0].squeeze(1)
+        group = packed_seq_params.cp_group or self.context_group
+        if group.size() > 1:
+            order, inverse = packed_seq_params.context_order
+            projected = all_to_all_sp2hp(projected, group)[inverse]
+        mixed = self._mix(projected, packed_seq_params, group)
+        if group.size() > 1:
+            mixed = all_to_all_hp2sp(mixed[order], group)
+        output: tuple[Tensor, Tensor | None] = self.out_proj(mixed.unsqueeze(1))
+        return output
+
+    def _mix(self, projected: Tensor, params: PackedParams, group: Any) -> Tensor:
+        """[T, all values of this rank's heads] from what `in_proj` gives for all tokens.
+
+        Computed in float32 at least, as the engines do.
+        """
+        linear, size = self.linear, self.linear.group_size
+        conv, dt_bias, a_log = (
+            getattr(self, name).chunk(group.size())[group.rank()].to(_wide(projected.dtype))
+            for name in SPLIT
+        )
+        by_group = projected.unflatten(1, (-1, linear.mixed_dim + size * (linear.value_dim + 2)))
+        qkv, gate, strength, decay = by_group.split(
+            [linear.mixed_dim, size * linear.value_dim, size, size], dim=-1
+        )
+        cu_seqlens = params.cu_seqlens_q
+        _, positions = sequence_positions(cu_seqlens, len(projected))
+        qkv = silu(causal_convolution(qkv.flatten(1).to(conv.dtype), conv.squeeze(1), positions))
+        query, key, value = qkv.unflatten(1, (-1, linear.mixed_dim)).split(
+            [linear.key_dim, linear.key_dim, size * linear.value_dim], dim=-1
+        )
+        query, key = (_unit(x).repeat_interleave(size, dim=1) for x in (query, key))
+        memory = gated_delta_rule(
+            query,
+            key,
+            value.unflatten(-1, (size, -1)).flatten(1, 2),
+            -a_log.exp() * softplus(decay.flatten(1).to(conv.dtype) + dt_bias),
+            strength.flatten(1).to(conv.dtype).sigmoid(),
+            cu_seqlens,
+        )
+        # Every tensor rank has the norm of its own heads: its gradient is a sum over them.
+        weight = copy_to_tensor_model_parallel_region(self.out_norm_weight, self.tensor_group)
+        eps = self.config.layernorm_epsilon
+        normed = rms_norm(memory, memory.shape[-1:], weight.to(conv.dtype), eps)
+        gated = normed * silu(gate.unflatten(-1, (size, -1)).flatten(1, 2).to(conv.dtype))
+        return gated.flatten(1).to(projected.dtype)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Called by Megatron."""
+        assert metadata is not None
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(SPLIT, 0),
+            sharded_offsets,
+            tp_group=self.tensor_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            sharded |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tensor_group
+            )
+        return sharded
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _unit(heads: Tensor) -> Tensor:
+    """Heads of length 1, as all implementations have it: 1e-6 is under the root."""
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class GatedAttention(SelfAttention):
+    """Attention whose queries come with gates, in the order of weight files: those of each head
+    together, where Megatron-Core has all queries of a key's heads before their gates."""
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_: Any, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[t, 1, heads of this rank, size of a head] of queries, keys, values and gates."""
+        fused, _bias = self.linear_qkv(hidden_states)
+        group, num_groups = self.pg_collection.tp, self.config.num_query_groups
+        copies = max(1, group.size() // num_groups)  # tensor ranks with the same key
+        if copies > 1:  # whose rows they share, wherever these are cut
+            fused = all_gather_last_dim_from_tensor_parallel_region(fused, group=group)
+            fused = fused.chunk(num_groups, dim=-1)[group.rank() // copies]
+        size = self.hidden_size_per_attention_head
+        by_group = fused.unflatten(-1, (self.num_query_groups_per_partition, -1, size))
+        both, key, value = by_group.split([by_group.shape[-2] - 2, 1, 1], dim=-2)
+        both = both.flatten(2, 3).unflatten(2, (-1, 2))
+        query, gate = both.chunk(copies, dim=2)[group.rank() % copies].unbind(3)
+        return self.q_layernorm(query), self.k_layernorm(key.squeeze(3)), value.squeeze(3), gate
