@@ -28,18 +28,40 @@ def sequence_positions(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Ten
     return sequences, tokens - cu_seqlens[sequences]
 
 
-def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+def causal_convolution(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor, before: Tensor | None = None
+) -> Tensor:
     """Mix each channel of a token with those of the tokens before it in its sequence.
 
     `x` [T, channels]; `weight` [channels, size of the kernel], of which the last is the token's
-    own; `positions` [T] in the sequences.
+    own; `before` [n, size of the kernel - 1, channels] has tokens before each sequence, else zeros.
     """
+    sequences, positions = sequence_positions(cu_seqlens, len(x))
     mixed = x * weight[:, -1]
     for distance in range(1, weight.shape[1]):
-        before = pad(x, (0, 0, distance, 0))[: len(x)]
-        has_any = (positions >= distance).unsqueeze(1)
-        mixed = mixed + before * has_any * weight[:, -1 - distance]
+        shifted = pad(x, (0, 0, distance, 0))[: len(x)]
+        outside = x.new_zeros(())
+        if before is not None:
+            outside = before[sequences, (positions - distance).clamp(max=-1)]
+        is_inside = (positions >= distance).unsqueeze(1)
+        mixed = mixed + torch.where(is_inside, shifted, outside) * weight[:, -1 - distance]
     return mixed
+
+
+def last_tokens(x: Tensor, cu_seqlens: Tensor, before: Tensor) -> Tensor:
+    """What is `before` for tokens that follow these: the last ones of each sequence."""
+    number = torch.arange(-before.shape[1], 0, device=x.device)
+    ends, lengths = cu_seqlens[1:].unsqueeze(1), cu_seqlens.diff().unsqueeze(1)
+    own = x[(ends + number).clamp(min=0)]
+    earlier = before.gather(
+        1, (lengths + number).clamp(max=-1)[..., None].expand_as(before) + before.shape[1]
+    )
+    return torch.where((lengths + number >= 0).unsqueeze(-1), own, earlier)
+
+
+def unit_heads(heads: Tensor) -> Tensor:
+    """Queries or keys of length 1; 1e-6 is under the root, as in all implementations."""
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def gated_delta_rule(
@@ -49,12 +71,14 @@ def gated_delta_rule(
     decay: Tensor,
     strength: Tensor,
     cu_seqlens: Tensor,
-) -> Tensor:
-    """The outputs [T, heads, size of a value] of packed sequences, each of which begins with S = 0.
+    memory: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The outputs [T, heads, size of a value] of packed sequences, and S after each of them.
 
     `query` and `key` [T, heads, size of a key] have length 1; `value` [T, heads, size of a value];
-    `decay` [T, heads] is the logarithm of what stays of S, and `strength` [T, heads]. Computed in
-    their dtype; the host waits for `cu_seqlens`.
+    `decay` [T, heads] is the logarithm of what stays of S, and `strength` [T, heads]. `memory`
+    [n, heads, size of a key, size of a value] is S before each sequence, else 0. Computed in their
+    dtype; the host waits for `cu_seqlens`.
     """
     sequences, positions = sequence_positions(cu_seqlens, len(query))
     num_chunks = -(-cu_seqlens.diff() // CHUNK)  # of each sequence
@@ -67,6 +91,8 @@ def gated_delta_rule(
         slotted = x.new_zeros(total * CHUNK, *x.shape[1:]).index_copy(0, slots, x)
         return slotted.unflatten(0, (total, CHUNK)).transpose(1, 2)
 
+    if memory is None:
+        memory = value.new_zeros(len(num_chunks), *key.shape[1:], value.shape[-1])
     query, key, value = chunked(query * query.shape[-1] ** -0.5), chunked(key), chunked(value)
     weighted = chunked(strength).unsqueeze(-1)
     # Since the beginning of the chunk: differences of two lose digits, which float64 has.
@@ -74,21 +100,25 @@ def gated_delta_rule(
     between = kept.unsqueeze(-1) - kept.unsqueeze(-2)
     is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
     between = between.masked_fill(is_later, -torch.inf).to(key.dtype).exp()
-    system = weighted * (key @ key.transpose(-1, -2)) * between
     since, until = (x.to(key.dtype).exp().unsqueeze(-1) for x in (kept, kept[..., -1:] - kept))
     fresh, carried = torch.linalg.solve_triangular(
-        system, weighted * torch.cat([value, key * since], -1), upper=False, unitriangular=True
+        weighted * (key @ key.transpose(-1, -2)) * between,
+        weighted * torch.cat([value, key * since], -1),
+        upper=False,
+        unitriangular=True,
     ).split([value.shape[-1], key.shape[-1]], -1)
     seen = (query @ key.transpose(-1, -2)) * between
-    outputs, numbers = [], []
-    memory = value.new_zeros(len(num_chunks), *key.shape[1:2], key.shape[-1], value.shape[-1])
+    outputs, chunks, memories = [], [], memory.split(1)
     for number in range(int(num_chunks.max())):
-        memory = memory[num_chunks[num_chunks >= number] > number]
-        now = (first_chunks + number)[num_chunks > number]
-        change = fresh[now] - carried[now] @ memory
-        outputs.append((query[now] * since[now]) @ memory + seen[now] @ change)
-        numbers.append(now)
-        memory = memory * since[now][..., -1:, :]
-        memory = memory + (key[now] * until[now]).transpose(-1, -2) @ change
-    order = torch.cat(numbers).argsort()
-    return torch.cat(outputs)[order].transpose(1, 2).flatten(0, 1)[slots]
+        going = (num_chunks > number).nonzero().flatten().tolist()
+        now = first_chunks[going] + number
+        before = torch.cat([memories[i] for i in going])
+        change = fresh[now] - carried[now] @ before
+        outputs.append((query[now] * since[now]) @ before + seen[now] @ change)
+        after = before * since[now][..., -1:, :]
+        after = after + (key[now] * until[now]).transpose(-1, -2) @ change
+        found = dict(zip(going, after.split(1), strict=True))
+        memories = tuple(found.get(i, each) for i, each in enumerate(memories))
+        chunks.append(now)
+    in_order = torch.cat(outputs)[torch.cat(chunks).argsort()]
+    return in_order.transpose(1, 2).flatten(0, 1)[slots], torch.cat(memories)

@@ -1,5 +1,7 @@
 """Linear attention by the gated delta rule: see `LinearShape`."""
 
+from functools import partial
+
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
 from checkpoint_convert.shape import LinearShape, ModelShape
@@ -27,15 +29,14 @@ def linear_attention(
         ba = tuple(Tensor(f"{source}in_proj_{x}.weight", (num_heads, hidden)) for x in "ba")
     kernel = (1, linear.kernel_size)
     mixed = in_one_tensor(conv, [Tensor(conv, (size, *kernel)) for size in (keys, keys, values)])
-    by_head = {"split": 0, "interleave_groups": linear.num_key_heads}
+    by_head = partial(Parameter, split=0, interleave_groups=linear.num_key_heads)
     return [
-        Parameter(
+        by_head(
             f"{target}in_proj.weight",
             (*qkvz, *ba),
             engine_parts=((fused, len(qkvz)), (rates, len(ba))),
-            **by_head,
         ),
-        Parameter(f"{target}conv1d_weight", mixed, engine_name=conv, **by_head),
+        by_head(f"{target}conv1d_weight", mixed, engine_name=conv),
         Parameter(f"{target}dt_bias", (Tensor(f"{source}dt_bias", (num_heads,)),), split=0),
         Parameter(
             f"{target}A_log",

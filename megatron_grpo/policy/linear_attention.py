@@ -32,7 +32,7 @@ from torch.nn.functional import rms_norm, silu, softplus
 from checkpoint_convert import ModelShape
 from checkpoint_convert.shape import LinearShape
 from megatron_grpo.policy.packed_params import PackedParams
-from parallel.delta_rule import causal_convolution, gated_delta_rule, sequence_positions
+from parallel.delta_rule import causal_convolution, gated_delta_rule, unit_heads
 
 SPLIT = ("conv1d_weight", "dt_bias", "A_log")
 """Parameters of which each tensor rank has the rows of its own heads."""
@@ -155,13 +155,12 @@ class GatedDeltaNet(MegatronModule):
             [linear.mixed_dim, size * linear.value_dim, size, size], dim=-1
         )
         cu_seqlens = params.cu_seqlens_q
-        _, positions = sequence_positions(cu_seqlens, len(projected))
-        qkv = silu(causal_convolution(qkv.flatten(1).to(conv.dtype), conv.squeeze(1), positions))
+        qkv = silu(causal_convolution(qkv.flatten(1).to(conv.dtype), conv.squeeze(1), cu_seqlens))
         query, key, value = qkv.unflatten(1, (-1, linear.mixed_dim)).split(
             [linear.key_dim, linear.key_dim, size * linear.value_dim], dim=-1
         )
-        query, key = (_unit(x).repeat_interleave(size, dim=1) for x in (query, key))
-        memory = gated_delta_rule(
+        query, key = (unit_heads(x).repeat_interleave(size, dim=1) for x in (query, key))
+        read, _ = gated_delta_rule(
             query,
             key,
             value.unflatten(-1, (size, -1)).flatten(1, 2),
@@ -172,7 +171,7 @@ class GatedDeltaNet(MegatronModule):
         # Every tensor rank has the norm of its own heads: its gradient is a sum over them.
         weight = copy_to_tensor_model_parallel_region(self.out_norm_weight, self.tensor_group)
         eps = self.config.layernorm_epsilon
-        normed = rms_norm(memory, memory.shape[-1:], weight.to(conv.dtype), eps)
+        normed = rms_norm(read, read.shape[-1:], weight.to(conv.dtype), eps)
         gated = normed * silu(gate.unflatten(-1, (size, -1)).flatten(1, 2).to(conv.dtype))
         return gated.flatten(1).to(projected.dtype)
 
@@ -203,11 +202,6 @@ class GatedDeltaNet(MegatronModule):
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _unit(heads: Tensor) -> Tensor:
-    """Heads of length 1, as all implementations have it: 1e-6 is under the root."""
-    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
 
 
 class GatedAttention(SelfAttention):

@@ -199,7 +199,7 @@ def load_oracle(folder: Path) -> AutoModelForCausalLM:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """transformers computes some parts in float32 whatever the dtype of the model: not here."""
+    """Have transformers compute nothing in float32, which it does whatever the model's dtype."""
     own = torch.Tensor.to
 
     def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -191,6 +191,8 @@ def engine_flags(
         "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }
     arguments |= platform_arguments(rollout.gpus_per_engine, on_gpu)
+    if read_shape(model.path).linear is not None:
+        arguments |= linear_arguments(on_gpu)
     overrides = arguments.get("hf_overrides", {})
     if rollout.quantization != "none":
         arguments |= quantizing_arguments(model, rollout, overrides, on_gpu)
@@ -199,6 +201,16 @@ def engine_flags(
     if lora.is_served:
         arguments |= adapter_arguments(model, lora, on_gpu)
     return list(command_flags(arguments | rollout.vllm))
+
+
+def linear_arguments(on_gpu: bool) -> dict[str, Any]:
+    """Arguments of an engine whose model has linear attention."""
+    return {
+        # What heads remember, as the trainer computes it; vLLM's default is the model's dtype.
+        "mamba_ssm_cache_dtype": "float32",
+        # vLLM shares the memory of a prefix only where it may split prompts, and is not to on CPUs.
+        **({} if on_gpu else {"enable_prefix_caching": False}),
+    }
 
 
 def adapter_arguments(model: ModelConfig, lora: LoraConfig, on_gpu: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.oracle import fp8, int8
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils import cpu_triton_utils
 
+from megatron_grpo.engines.vllm.cpu_linear_attention import attend_by_torch
 from megatron_grpo.engines.vllm.cpu_matrices import multiply_by_torch, product
 
 
@@ -32,6 +33,7 @@ def compute_by_torch() -> None:
     rotate_heads_by_torch()
     multiply_tokens_at_once()
     multiply_by_torch()
+    attend_by_torch()
     cpu_triton_utils._expand_kernel_impl = spread_over_drafts
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
