@@ -238,6 +238,9 @@ def _linear(path: Path, values: Mapping[str, Any]) -> tuple[LinearShape | None, 
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
     if not layers:
         return None, ()
+    gate = values.get("output_gate_type")  # only vLLM reads it
+    if gate not in (None, "silu", "swish"):
+        raise ValueError(f"{path}: output_gate_type is {gate!r}, only 'silu' is supported")
     num_keys, num_values = (
         integer(path, values, f"linear_num_{x}_heads") for x in ("key", "value")
     )

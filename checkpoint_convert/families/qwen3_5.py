@@ -11,12 +11,12 @@ QWEN3_5 = Family(
         "num_key_value_heads": 4,
         "intermediate_size": 12288,
     },
-    # Only vLLM reads the last three.
+    # Only vLLM reads the last two.
     required={
         "attention_bias": False,
+        "sliding_window": None,
         "attn_output_gate": True,
         "layer_scale": False,
-        "output_gate_type": "silu",
     },
     qk_norm=True,
     zero_centered_norms=True,

@@ -33,14 +33,14 @@ QWEN3_NEXT = Family(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
-    # Only vLLM reads the last three.
+    # Only vLLM reads the last two.
     required={
         "attention_bias": False,
+        "sliding_window": None,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "attn_output_gate": True,
         "layer_scale": False,
-        "output_gate_type": "silu",
     },
     qk_norm=True,
     zero_centered_norms=True,

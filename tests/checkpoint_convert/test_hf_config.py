@@ -15,7 +15,8 @@ from transformers.models.llama import LlamaConfig
 
 from checkpoint_convert import LatentShape, ModelShape, MoeShape, read_shape
 from checkpoint_convert.families import FAMILIES
-from helpers.models import CONFIGS, LATENTS, NEVER_TIED, OWN_FIELDS
+from checkpoint_convert.shape import LinearShape
+from helpers.models import CONFIGS, HYBRIDS, LATENTS, NEVER_TIED, OWN_FIELDS
 from helpers.published_models import PUBLISHED_MODELS, write_config
 
 LLAMA3_ROPE = {
@@ -80,7 +81,7 @@ def tiny_config(family):
     }
     if family in LATENTS:  # where heads are 16 + 8 wide
         tiny |= {"num_key_value_heads": 4, "head_dim": 8}
-    if family.startswith("qwen"):
+    if family.startswith("qwen") and family not in HYBRIDS:
         tiny |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
     if family == "minimax_m2":
         tiny["rotary_dim"] = 12
@@ -91,7 +92,7 @@ OLMO = ("olmo2", "olmo3")
 MULTI_TOKEN = tuple(family for family in NEVER_TIED if family != "gpt_oss")
 """Families that may be published with layers to predict further tokens."""
 SIGMOIDS = (*MULTI_TOKEN, "minimax_m2")
-QK_NORMS = (*OLMO, "gemma3_text", "minimax_m2", "qwen3", "qwen3_moe")
+QK_NORMS = (*OLMO, *HYBRIDS, "gemma3_text", "minimax_m2", "qwen3", "qwen3_moe")
 
 
 def shape_by_transformers(config):
@@ -109,8 +110,9 @@ def shape_by_transformers(config):
         )
     if hasattr(config, "num_experts_per_tok"):
         size = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        shared = getattr(config, "n_shared_experts", 0) * size
         moe = MoeShape(
-            num_experts=config.num_local_experts,
+            num_experts=getattr(config, "num_local_experts", None) or config.num_experts,
             experts_per_token=config.num_experts_per_tok,
             intermediate_size=size,
             normalize_topk=getattr(config, "norm_topk_prob", True),
@@ -118,9 +120,11 @@ def shape_by_transformers(config):
             num_groups=getattr(config, "n_group", 1),
             groups_per_token=getattr(config, "topk_group", 1),
             weight_scale=getattr(config, "routed_scaling_factor", 1.0),
-            shared_intermediate_size=getattr(config, "n_shared_experts", 0) * size,
+            shared_intermediate_size=getattr(config, "shared_expert_intermediate_size", shared),
+            has_shared_gate=family in HYBRIDS,
             num_dense_layers=getattr(config, "first_k_dense_replace", 0),
         )
+    linear, linear_layers = linear_by_transformers(config)
     window, windowed = windows_by_transformers(config)
     own, rope = rope.get("sliding_attention", rope), rope.get("full_attention", rope)
     window_theta = own["rope_theta"] if windowed and own != rope else None
@@ -140,7 +144,10 @@ def shape_by_transformers(config):
         has_pre_norms=family not in OLMO,
         has_post_norms=family in OLMO or is_gemma,
         norms_all_heads=family in (*OLMO, "minimax_m2"),
-        zero_centered_norms=is_gemma,
+        zero_centered_norms=is_gemma or family in HYBRIDS,
+        has_output_gate=family in HYBRIDS,
+        linear=linear,
+        linear_layers=linear_layers,
         scales_embeddings=is_gemma,
         query_pre_attn_scalar=getattr(config, "query_pre_attn_scalar", None),
         activation=(
@@ -169,6 +176,20 @@ def shape_by_transformers(config):
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
     )
+
+
+def linear_by_transformers(config):
+    """Linear attention, and the layers that have it."""
+    if config.model_type not in HYBRIDS:
+        return None, ()
+    shape = LinearShape(
+        num_key_heads=config.linear_num_key_heads,
+        num_value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        kernel_size=config.linear_conv_kernel_dim,
+    )
+    return shape, tuple(i for i, kind in enumerate(config.layer_types) if kind.startswith("linear"))
 
 
 def yarn_by_transformers(config):
@@ -257,8 +278,15 @@ OF_IMAGES = {"get_text_config", "image_token_id", "mm_tokens_per_image", "vision
 # writes it; how exactly vLLM computes the scores of experts; and what is behind index_topk.
 OF_LATENTS = {"qk_head_dim", "moe_router_dtype", "index_topk_freq", "index_topk_pattern"}
 OF_LATENTS |= {"index_skip_topk_offset", "indexer_rope_interleave"}
+# Also harmless in Qwen3.5, whose tower of images and whose model with experts are in the same files.
+OF_QWEN3_5 = set(
+    "deepstack_visual_indexes depth image_token_id in_channels num_heads num_position_embeddings "
+    "out_hidden_size patch_size spatial_merge_size temporal_patch_size video_token_id vision_config "
+    "decoder_sparse_step mlp_only_layers norm_topk_prob num_experts".split()
+)
 # Values that differ from those of `tiny_config`, where `other_value` cannot derive one.
 OTHER_VALUES = {
+    "attn_output_gate": False,
     "eos_token_id": 3,
     "head_dim": 32,
     "hidden_act": "gelu",
@@ -302,6 +330,7 @@ VLLM_FILES = {
     "olmo3": (),
     "gemma3_text": ("gemma3",),
     "phi3": ("phi3", "llama"),
+    "qwen3_5_text": ("qwen3_5", "qwen3_next"),
     "seed_oss": (),
 }
 
@@ -333,6 +362,7 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     # vLLM writes it.
     harmless |= {"max_model_len"} if family == "minimax_m2" else set()
     harmless |= OF_IMAGES if family == "gemma3_text" else set()
+    harmless |= OF_QWEN3_5 if family == "qwen3_5_text" else set()
     harmless -= {"first_k_dense_replace"} if family in MULTI_TOKEN else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
     # Of scalings that this family's RoPE cannot have here.

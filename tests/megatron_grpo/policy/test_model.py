@@ -33,6 +33,7 @@ MODELS = {
     "olmo3": False,
     "phi3": True,
     "qwen3": False,
+    "qwen3_5_text": True,
     "seed_oss": False,
 }
 """Families, and whether their embeddings are tied."""
@@ -72,6 +73,7 @@ SHOWN = {
     "ministral3": LAYOUTS[:1],
     "olmo2": LAYOUTS[:2],
     "phi3": LAYOUTS[:1],
+    "qwen3_5_text": LAYOUTS,
     "seed_oss": LAYOUTS[:1],
 }
 """Layouts of families whose layers are split as those of others: elsewhere they are slow cases."""

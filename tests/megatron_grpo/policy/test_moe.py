@@ -64,6 +64,8 @@ MODELS = {
     "minimax_m2": ("minimax_m2", {}),
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
+    # Linear attention, before the last layer; a gate of attention, and one of the shared expert.
+    "qwen3_next": ("qwen3_next", {"full_attention_interval": 4, "num_key_value_heads": 1}),
     # The weights of a token's experts do not sum to 1.
     PLAIN_WEIGHTS: ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
 }
