@@ -61,6 +61,11 @@ def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> Quantiz
             f"quantization {quantization} is not supported for {shape.family}, whose weight files "
             "stack experts: leave it out"
         )
+    if shape.linear is not None:
+        raise ValueError(
+            f"quantization {quantization} is not supported for {shape.family}, which has linear "
+            "attention: leave it out"
+        )
     parameters = [*engine_parameters(shape)]
     linear = [each for each in parameters if is_quantized(each)]
     routers = [each.sources[0].name for each in parameters if each.name == ROUTER]

@@ -161,6 +161,11 @@ def check_attention(engine: str, shape: ModelShape) -> None:
             f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
             "attention has sinks: use vllm"
         )
+    if engine == "sglang" and shape.linear is not None:
+        raise ValueError(
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, which "
+            "has linear attention: use vllm"
+        )
     windows = FAMILIES[shape.family].windows
     if shape.window is None or windows is None:
         return

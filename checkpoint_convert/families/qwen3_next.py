@@ -33,8 +33,9 @@ QWEN3_NEXT = Family(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
-    # Only vLLM reads the last two.
+    # vLLM never ties the head, and alone reads the last two.
     required={
+        "tie_word_embeddings": False,
         "attention_bias": False,
         "sliding_window": None,
         "decoder_sparse_step": 1,

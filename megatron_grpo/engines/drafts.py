@@ -36,6 +36,11 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
         )
     if not table:
         return
+    if shape.linear is not None:
+        raise ValueError(
+            "rollout.vllm.speculative_config is not supported for a model with linear attention: "
+            "leave it out"
+        )
     method, model = str(table.get("method")), table.get("model")
     if method not in WITHOUT_WEIGHTS and cfg.rollout.vllm.get("load_format") == "dummy":
         raise ValueError(

@@ -133,10 +133,11 @@ def _offloadable(shape: ModelShape, implementation: str) -> list[str]:
     """The modules of a model's layers whose saved tensors Megatron marks.
 
     Transformer Engine fuses most norms into the product after them, and only it has experts in one
-    module. The attention of latents is ours.
+    module. The attention of latents is ours, and linear attention.
     """
     is_fused = implementation != "local"
-    modules = [] if shape.latent else ["qkv_linear", "core_attn", "attn_proj"]
+    is_plain = shape.latent is None and shape.linear is None
+    modules = ["qkv_linear", "core_attn", "attn_proj"] * is_plain
     if shape.has_pre_norms:
         modules += ["attn_norm"] * (shape.latent is not None or not is_fused)
         modules += ["mlp_norm"] * (shape.moe is not None or not is_fused)

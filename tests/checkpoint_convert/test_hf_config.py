@@ -89,7 +89,7 @@ def tiny_config(family):
 
 
 OLMO = ("olmo2", "olmo3")
-MULTI_TOKEN = tuple(family for family in NEVER_TIED if family != "gpt_oss")
+MULTI_TOKEN = (*LATENTS, "glm4_moe")
 """Families that may be published with layers to predict further tokens."""
 SIGMOIDS = (*MULTI_TOKEN, "minimax_m2")
 QK_NORMS = (*OLMO, *HYBRIDS, "gemma3_text", "minimax_m2", "qwen3", "qwen3_moe")

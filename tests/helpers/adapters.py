@@ -12,6 +12,7 @@ from helpers.policies import (
     LENGTHS,
     LOSS_WEIGHT,
     accumulate,
+    in_float64,
     load_oracle,
     pack_all,
     random_sequences,
@@ -33,6 +34,7 @@ TARGETS = {
     "qwen3_moe": ATTENTION,
     "gpt_oss": ATTENTION,
     "deepseek_v3": LATENTS,
+    "qwen3_5_text": "lora.target_modules=all-linear",
 }
 STEPS = ("optimizer.lr=1e-2", "optimizer.adam_eps=1e-3", "optimizer.lr_warmup_steps=0")
 
@@ -118,9 +120,10 @@ def oracle(
     def with_adapters(**inputs: Any) -> Any:
         return functional_call(model, merged, kwargs=inputs, tie_weights=False)
 
-    logprobs = oracle_logprobs(with_adapters, prompts, completions)
+    with in_float64():
+        logprobs = oracle_logprobs(with_adapters, prompts, completions)
     (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
-    with torch.no_grad():
+    with torch.no_grad(), in_float64():
         plain = oracle_logprobs(model, prompts, completions)
     gradients = {name: leaf.grad for name, leaf in leaves.items()}
     return [x.detach() for x in logprobs], plain, gradients, merged

@@ -66,7 +66,7 @@ WHOLE_EXPERTS = ("gpt_oss",)
 """Families whose experts are not split over tensor ranks."""
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
-NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss")
+NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss", "qwen3_next")
 HYBRIDS = ("qwen3_5_text", "qwen3_next")
 """Families with linear attention in most layers."""
 # Two heads of values for each of keys, and two layers of three.

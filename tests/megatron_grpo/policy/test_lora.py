@@ -64,6 +64,7 @@ CASES = [
     ("qwen3_moe", EXPERTS[1]),
     ("deepseek_v3", EXPERTS[0]),
     ("gpt_oss", EXPERTS[0]),  # biases, beside which adapters are
+    ("qwen3_5_text", ParallelDims(tensor=2, context=2)),  # linear attention
     *(
         pytest.param(family, dims, marks=pytest.mark.slow)
         for family, dims in (("qwen3_moe", EXPERTS[0]), ("deepseek_v3", EXPERTS[1]))

@@ -294,6 +294,20 @@ STORED = {  # of layers, by the names and shapes that Megatron-Core has of Trans
             "3.self_attention.linear_proj.weight": (64, 4 * 12),
         },
     ),
+    "qwen3_next": (
+        ParallelDims(tensor=2, context=2, expert=2, expert_tensor=1),
+        ParallelDims(pipeline=2),
+        {
+            "0.self_attention.in_proj.layer_norm_weight": (64,),
+            "0.self_attention.in_proj.weight": (4 * (2 * 8 + 4 * 12 + 4), 64),
+            "0.self_attention.conv1d_weight": (4 * (2 * 8 + 2 * 12), 1, 4),
+            "0.self_attention.A_log": (8,),
+            "0.self_attention.out_norm_weight": (12,),
+            "0.self_attention.out_proj.weight": (64, 8 * 12),
+            "0.mlp.shared_experts.gate_weight": (1, 64),
+            "3.self_attention.linear_qkv.weight": ((2 * 4 + 2) * 16, 64),
+        },
+    ),
 }
 
 
