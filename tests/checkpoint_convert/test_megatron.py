@@ -19,6 +19,7 @@ from checkpoint_convert import (
     padded_vocab_size,
 )
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, first_senders
+from checkpoint_convert.shape import LinearShape
 from helpers.conversions import assert_same
 from helpers.shapes import DEEPSEEK_V3, LLAMA_405B, models, shapes
 from parallel import (
@@ -44,26 +45,30 @@ def expected_layer(
     transformer_engine: bool,
 ) -> Tensors:
     """One layer as Megatron-Core holds it, from `weights` named as in the files."""
+    is_linear = "linear_attn.A_log" in weights
     is_dense, names = "mlp.down_proj.weight" in weights, ("input_layernorm", "pre_mlp_layernorm")
     norms = [f"{name}.weight" for name in names]
     if transformer_engine and shape.latent is None:
-        norms[0] = "self_attention.linear_qkv.layer_norm_weight"
+        projection = "in_proj" if is_linear else "linear_qkv"
+        norms[0] = f"self_attention.{projection}.layer_norm_weight"
     if transformer_engine and is_dense:
         norms[1] = "mlp.linear_fc1.layer_norm_weight"
     layer = {
         norms[0]: weights["input_layernorm.weight"],
         norms[1]: weights["post_attention_layernorm.weight"],
     }
+    block = "linear_attn." if is_linear else "self_attn."
     attention = {
-        name.removeprefix("self_attn."): values
+        name.removeprefix(block): values
         for name, values in weights.items()
-        if name.startswith("self_attn.")
+        if name.startswith(block)
     }
-    expected = (
-        expected_attention(attention, shape, at.tensor, dims.tensor)
-        if shape.latent is None
-        else expected_latents(attention, at.tensor, dims.tensor, transformer_engine)
-    )
+    if is_linear:
+        expected = expected_linear(attention, shape.linear, at.tensor, dims.tensor)
+    elif shape.latent is None:
+        expected = expected_attention(attention, shape, at.tensor, dims.tensor)
+    else:
+        expected = expected_latents(attention, at.tensor, dims.tensor, transformer_engine)
     layer |= {f"self_attention.{name}": values for name, values in expected.items()}
     if is_dense:
         layer |= expected_mlp(weights, "mlp.", at.tensor, dims.tensor)
@@ -89,6 +94,30 @@ def expected_attention(weights: Tensors, shape: ModelShape, rank: int, size: int
     if shape.qk_norm:
         attention |= {f"{x}_layernorm.weight": weights[f"{x}_norm.weight"] for x in "qk"}
     return attention
+
+
+def expected_linear(weights: Tensors, linear: LinearShape, rank: int, size: int) -> Tensors:
+    """Every rank has some heads of keys, and of each of them all rows together."""
+    groups, keys, values = linear.num_key_heads, linear.key_dim, linear.num_value_heads
+    sizes = [groups * keys, groups * keys, values * linear.value_dim]
+
+    def by_group(*parts: Tensor) -> Tensor:
+        cut = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+        return torch.cat(cut, dim=1).flatten(0, 1).chunk(size)[rank]
+
+    if "in_proj_qkvz.weight" in weights:  # of each group together
+        parts = [weights[f"in_proj_{x}.weight"] for x in ("qkvz", "ba")]
+    else:
+        parts = [*weights["in_proj_qkv.weight"].split(sizes)]
+        parts += [weights[f"in_proj_{x}.weight"] for x in "zba"]
+    return {
+        "in_proj.weight": by_group(*parts),
+        "conv1d_weight": by_group(*weights["conv1d.weight"].split(sizes)),
+        "dt_bias": weights["dt_bias"].chunk(size)[rank],
+        "A_log": weights["A_log"].chunk(size)[rank],
+        "out_norm_weight": weights["norm.weight"],
+        "out_proj.weight": weights["out_proj.weight"].chunk(size, 1)[rank],
+    }
 
 
 def expected_latents(weights: Tensors, rank: int, size: int, transformer_engine: bool) -> Tensors:
@@ -140,7 +169,11 @@ def expected_experts(
     if shape.moe.score_function == "sigmoid":
         layer["mlp.router.expert_bias"] = weights[f"{block}.gate.e_score_correction_bias"]
     if shape.moe.shared_intermediate_size:
-        layer |= expected_mlp(weights, "mlp.shared_experts.", at.tensor, dims.tensor)
+        names = {x: x.replace("shared_expert.", "shared_experts.") for x in weights}
+        own = {names[x]: values for x, values in weights.items()}
+        layer |= expected_mlp(own, "mlp.shared_experts.", at.tensor, dims.tensor)
+    if shape.moe.has_shared_gate:
+        layer["mlp.shared_experts.gate_weight"] = weights["mlp.shared_expert_gate.weight"]
     place, count = dims.expert_place(at), shape.moe.num_experts // dims.expert
     for local in range(count):
         prefix = f"{block}.experts.{place.expert * count + local}"
@@ -211,7 +244,7 @@ def expected_checkpoint(weights: Tensors, shape: ModelShape, padded_vocab: int) 
                 layer.pop(f"mlp.experts.{linear}.weight{i}") for i in range(shape.moe.num_experts)
             ]
             layer[f"mlp.experts.experts.{linear}.weight"] = torch.stack(experts)
-    if shape.num_dense_layers not in (0, shape.num_layers):
+    if shape.linear_layers or shape.num_dense_layers not in (0, shape.num_layers):
         return tensors | {
             f"decoder.layers.{index}.{name}": values
             for index, layer in enumerate(layers)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from checkpoint_convert import LatentShape, ModelShape, MoeShape, check_divisible
+from checkpoint_convert.shape import LinearShape
 from parallel import ParallelDims, divisors
 
 DENSE = {
@@ -79,7 +80,9 @@ DEEPSEEK_V3 = replace(
 
 @st.composite
 def shapes(draw):
-    family = draw(st.sampled_from(["llama", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3"]))
+    dense, hybrid = ["llama", "qwen3_5_text"], ["qwen3_5_text", "qwen3_next"]
+    mixtures = ["mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"]
+    family = draw(st.sampled_from([*dense, *mixtures]))
     num_layers = draw(st.integers(1, 5))
     moe = MoeShape(
         num_experts=draw(st.sampled_from([2, 4, 6])),
@@ -95,6 +98,12 @@ def shapes(draw):
             shared_intermediate_size=draw(st.integers(0, 2)) * 12,
             num_dense_layers=draw(st.integers(0, num_layers - 1)),
         )
+    if family == "qwen3_next":
+        moe = replace(moe, shared_intermediate_size=12, has_shared_gate=True)
+    linear, linear_layers = None, ()
+    if family in hybrid:
+        linear = draw(linears())
+        linear_layers = tuple(n for n in range(num_layers) if draw(st.booleans()))
     kv_heads, head_dim, latent = draw(st.integers(1, 4)), 2 * draw(st.integers(1, 3)), None
     num_heads = kv_heads * draw(st.integers(1, 4))
     if family == "deepseek_v3":
@@ -108,8 +117,11 @@ def shapes(draw):
         head_dim=head_dim,
         intermediate_size=draw(st.integers(1, 3)) * 12,
         vocab_size=draw(st.integers(1, 20)),
-        moe=None if family == "llama" else moe,
+        moe=None if family in dense else moe,
         latent=latent,
+        linear=linear,
+        linear_layers=linear_layers,
+        has_output_gate=family in hybrid,
         **DENSE
         | {
             "family": family,
@@ -127,6 +139,18 @@ def latents(draw) -> LatentShape:
         rank=draw(st.integers(1, 5)),
         rotary_dim=2 * draw(st.integers(1, 2)),
         value_dim=draw(st.integers(1, 5)),
+    )
+
+
+@st.composite
+def linears(draw) -> LinearShape:
+    num_heads = draw(st.sampled_from([1, 2, 4, 6]))
+    return LinearShape(
+        num_key_heads=num_heads,
+        num_value_heads=num_heads * draw(st.integers(1, 3)),
+        key_dim=draw(st.integers(1, 4)),
+        value_dim=draw(st.integers(1, 4)),
+        kernel_size=draw(st.integers(1, 4)),
     )
 
 
