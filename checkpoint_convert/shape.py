@@ -219,6 +219,13 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
             + " and ".join(obstacles)
             + f"; legal values are {tensor_sizes(shape)}"
         )
+    linear = shape.linear
+    if linear is not None and linear.num_key_heads % (dims.tensor * dims.context):
+        raise ValueError(
+            f"tensor({dims.tensor}) * context({dims.context}) cannot split linear attention: it "
+            f"does not divide linear_num_key_heads({linear.num_key_heads}), of which each rank "
+            "computes some for all tokens"
+        )
     if shape.moe is None:
         if dims.expert > 1:
             raise ValueError(

@@ -3,16 +3,22 @@
 A head remembers the tokens so far in a matrix S of keys by values. Token t forgets a part of it,
 corrects what S has for its key k towards its value v, and reads with its query q:
 
-    S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)' k_t)'        o_t = S_t' q_t / sqrt(size of a key)
+    S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)' k_t)'      o_t = S_t' q_t / sqrt(size of a key)
 
-with a_t = exp(decay), and a strength b_t between 0 and 1. Within a chunk of tokens all of these are
-products of matrices and one triangular system (section 3.3); chunks of a sequence follow each
-other.
+with a_t = exp(decay), and a strength b_t between 0 and 1. Within a chunk of tokens these are
+products of matrices, and one triangular system (section 3.3); chunks follow each other.
+
+Before it, a short convolution mixes the queries, keys and values of each token with those of a few
+tokens before.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, silu
 
 CHUNK = 64
 """Tokens of a chunk: the size of its triangular system."""
@@ -122,3 +128,83 @@ def gated_delta_rule(
         chunks.append(now)
     in_order = torch.cat(outputs)[torch.cat(chunks).argsort()]
     return in_order.transpose(1, 2).flatten(0, 1)[slots], torch.cat(memories)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Runs of packed tokens that begin sequences, or follow runs of earlier stages."""
+
+    tokens: Tensor | slice
+    """Packed positions of the tokens of one run after the other."""
+    cu_seqlens: Tensor
+    """Cumulative lengths of the runs."""
+    follows: Tensor | None
+    """The number of the run before each, counted over all stages; None: the runs begin sequences.
+    """
+
+
+def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
+    """The segments of a `PackedBatch` as runs, each of which follows at most one other.
+
+    `prefixes` [n, most parts, 2] are those of the batch, None without shared prompts. The host
+    waits for both.
+    """
+    if prefixes is None:
+        return [Stage(slice(None), cu_seqlens, None)]
+    bounds = cu_seqlens.tolist()
+    parts = [[end for start, end in each if end > start] for each in prefixes.tolist()]
+    continued = {start: ends[-1] for start, ends in zip(bounds, parts, strict=False) if ends}
+    runs = [*pairwise(sorted({*bounds, *continued.values()}))]
+    depths: dict[int, int] = {}  # of a run, by its end
+    for start, end in runs:
+        before = continued.get(start, -1 if start in bounds else start)
+        depths[end] = depths[before] + 1 if before >= 0 else 0
+    found: list[Stage] = []
+    numbers: dict[int, int] = {}  # of a run, by its end
+    for depth in range(max(depths.values()) + 1):
+        own = [(start, end) for start, end in runs if depths[end] == depth]
+        follows = [numbers[continued.get(start, start)] for start, _ in own] if depth else None
+        for _, end in own:
+            numbers[end] = len(numbers)
+        found.append(
+            Stage(
+                torch.cat([torch.arange(*run) for run in own]).to(cu_seqlens.device),
+                pad(torch.tensor([end - start for start, end in own]).cumsum(0), (1, 0)),
+                None if follows is None else torch.tensor(follows),
+            )
+        )
+    return found
+
+
+def read_memories(
+    x: Tensor,
+    weight: Tensor,
+    heads: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
+    decay: Tensor,
+    strength: Tensor,
+    stages: list[Stage],
+) -> Tensor:
+    """The outputs of `gated_delta_rule` after the convolution of `x` [T, channels] by `weight`.
+
+    `heads` makes queries, keys and values of what that gives.
+    """
+    outputs, memories, lasts = [], x.new_zeros(0), x.new_zeros(0)
+    for stage in stages:
+        own, memory = x[stage.tokens], None
+        before = x.new_zeros(len(stage.cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1])
+        if stage.follows is not None:
+            before, memory = lasts[stage.follows], memories[stage.follows]
+        mixed = silu(causal_convolution(own, weight, stage.cu_seqlens, before))
+        rates = decay[stage.tokens], strength[stage.tokens]
+        read, memory = gated_delta_rule(*heads(mixed), *rates, stage.cu_seqlens, memory)
+        last = last_tokens(own, stage.cu_seqlens, before)
+        if stage.follows is None:
+            memories, lasts = memory, last
+        else:
+            memories, lasts = torch.cat([memories, memory]), torch.cat([lasts, last])
+        outputs.append(read)
+    if len(stages) == 1:
+        return outputs[0]
+    positions = torch.arange(len(x), device=x.device)
+    order = torch.cat([positions[stage.tokens] for stage in stages]).argsort()
+    return torch.cat(outputs)[order]

@@ -20,8 +20,8 @@ def linear_attention(
     keys, values = linear.num_key_heads * linear.key_dim, num_heads * linear.value_dim
     fused, rates, conv = (f"{source}{x}.weight" for x in ("in_proj_qkvz", "in_proj_ba", "conv1d"))
     if FAMILIES[shape.family].linear == "by head":
-        qkvz = (Tensor(fused, (2 * (keys + values), hidden)),)
-        ba = (Tensor(rates, (2 * num_heads, hidden)),)
+        qkvz: tuple[Tensor, ...] = (Tensor(fused, (2 * (keys + values), hidden)),)
+        ba: tuple[Tensor, ...] = (Tensor(rates, (2 * num_heads, hidden)),)
     else:
         name = f"{source}in_proj_qkv.weight"
         qkv = in_one_tensor(name, [Tensor(name, (size, hidden)) for size in (keys, keys, values)])

@@ -32,7 +32,7 @@ from torch.nn.functional import rms_norm, silu, softplus
 from checkpoint_convert import ModelShape
 from checkpoint_convert.shape import LinearShape
 from megatron_grpo.policy.packed_params import PackedParams
-from parallel.delta_rule import causal_convolution, gated_delta_rule, unit_heads
+from parallel.delta_rule import read_memories, unit_heads
 
 SPLIT = ("conv1d_weight", "dt_bias", "A_log")
 """Parameters of which each tensor rank has the rows of its own heads."""
@@ -154,19 +154,13 @@ class GatedDeltaNet(MegatronModule):
         qkv, gate, strength, decay = by_group.split(
             [linear.mixed_dim, size * linear.value_dim, size, size], dim=-1
         )
-        cu_seqlens = params.cu_seqlens_q
-        qkv = silu(causal_convolution(qkv.flatten(1).to(conv.dtype), conv.squeeze(1), cu_seqlens))
-        query, key, value = qkv.unflatten(1, (-1, linear.mixed_dim)).split(
-            [linear.key_dim, linear.key_dim, size * linear.value_dim], dim=-1
-        )
-        query, key = (unit_heads(x).repeat_interleave(size, dim=1) for x in (query, key))
-        read, _ = gated_delta_rule(
-            query,
-            key,
-            value.unflatten(-1, (size, -1)).flatten(1, 2),
+        read = read_memories(
+            qkv.flatten(1).to(conv.dtype),
+            conv.squeeze(1),
+            self._heads,
             -a_log.exp() * softplus(decay.flatten(1).to(conv.dtype) + dt_bias),
             strength.flatten(1).to(conv.dtype).sigmoid(),
-            cu_seqlens,
+            params.stages,
         )
         # Every tensor rank has the norm of its own heads: its gradient is a sum over them.
         weight = copy_to_tensor_model_parallel_region(self.out_norm_weight, self.tensor_group)
@@ -174,6 +168,15 @@ class GatedDeltaNet(MegatronModule):
         normed = rms_norm(read, read.shape[-1:], weight.to(conv.dtype), eps)
         gated = normed * silu(gate.unflatten(-1, (size, -1)).flatten(1, 2).to(conv.dtype))
         return gated.flatten(1).to(projected.dtype)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, all of as many heads, from [t, channels]."""
+        linear, size = self.linear, self.linear.group_size
+        query, key, value = mixed.unflatten(1, (-1, linear.mixed_dim)).split(
+            [linear.key_dim, linear.key_dim, size * linear.value_dim], dim=-1
+        )
+        query, key = (unit_heads(x).repeat_interleave(size, dim=1) for x in (query, key))
+        return query, key, value.unflatten(-1, (size, -1)).flatten(1, 2)
 
     def sharded_state_dict(
         self,

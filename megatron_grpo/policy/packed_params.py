@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from parallel.alignment import round_up
 from parallel.attention import block_mask
 from parallel.context import context_indices, context_order
+from parallel.delta_rule import Stage, stages
 from parallel.packing import PackedBatch
 
 EVEN_LENGTH = 512
@@ -59,6 +60,11 @@ class PackedParams(PackedSeqParams):
     def context_order(self) -> tuple[Tensor, Tensor]:
         """For `PackedAttention`; computed once for all layers."""
         return context_order(self.cu_seqlens_q, self.context_size, self.num_tokens)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """For linear attention; computed once for all layers."""
+        return stages(self.cu_seqlens_q, self.prefixes)
 
 
 def packed_params(

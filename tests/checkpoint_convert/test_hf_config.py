@@ -278,12 +278,13 @@ OF_IMAGES = {"get_text_config", "image_token_id", "mm_tokens_per_image", "vision
 # writes it; how exactly vLLM computes the scores of experts; and what is behind index_topk.
 OF_LATENTS = {"qk_head_dim", "moe_router_dtype", "index_topk_freq", "index_topk_pattern"}
 OF_LATENTS |= {"index_skip_topk_offset", "indexer_rope_interleave"}
-# Also harmless in Qwen3.5, whose tower of images and whose model with experts are in the same files.
-OF_QWEN3_5 = set(
-    "deepstack_visual_indexes depth image_token_id in_channels num_heads num_position_embeddings "
-    "out_hidden_size patch_size spatial_merge_size temporal_patch_size video_token_id vision_config "
-    "decoder_sparse_step mlp_only_layers norm_topk_prob num_experts".split()
-)
+# Also harmless in Qwen3.5, whose tower of images, and model with experts, are in the same files.
+OF_QWEN3_5 = {
+    *("deepstack_visual_indexes", "depth", "image_token_id", "in_channels", "num_heads"),
+    *("num_position_embeddings", "out_hidden_size", "patch_size", "spatial_merge_size"),
+    *("temporal_patch_size", "video_token_id", "vision_config"),
+    *("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "num_experts"),
+}
 # Values that differ from those of `tiny_config`, where `other_value` cannot derive one.
 OTHER_VALUES = {
     "attn_output_gate": False,

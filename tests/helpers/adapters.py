@@ -12,7 +12,6 @@ from helpers.policies import (
     LENGTHS,
     LOSS_WEIGHT,
     accumulate,
-    in_float64,
     load_oracle,
     pack_all,
     random_sequences,
@@ -120,10 +119,9 @@ def oracle(
     def with_adapters(**inputs: Any) -> Any:
         return functional_call(model, merged, kwargs=inputs, tie_weights=False)
 
-    with in_float64():
-        logprobs = oracle_logprobs(with_adapters, prompts, completions)
+    logprobs = oracle_logprobs(with_adapters, prompts, completions)
     (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
-    with torch.no_grad(), in_float64():
+    with torch.no_grad():
         plain = oracle_logprobs(model, prompts, completions)
     gradients = {name: leaf.grad for name, leaf in leaves.items()}
     return [x.detach() for x in logprobs], plain, gradients, merged

@@ -7,9 +7,11 @@ by the sign of the advantage where the papers have them.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -366,8 +368,7 @@ def oracle_logprobs_and_entropies(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
-    Runs one right-padded batch in the dtype of the weights (call `model.double()` first), except
-    for norms and rotary embeddings, which transformers always computes in float32.
+    Runs one right-padded batch in the dtype of the weights: call `model.double()` first.
     """
     sequences = [
         prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
@@ -375,7 +376,9 @@ def oracle_logprobs_and_entropies(
     longest = max(len(sequence) for sequence in sequences)
     input_ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences])
     attention_mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
-    logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+    is_exact = getattr(model, "dtype", torch.float64) == torch.float64
+    with in_float64() if is_exact else nullcontext():
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
     everything = torch.log_softmax(logits / temperature, dim=-1)
     logprobs, entropies = [], []
     for i, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True)):
@@ -384,6 +387,19 @@ def oracle_logprobs_and_entropies(
         logprobs.append(torch.stack(chosen) if chosen else everything.new_zeros(0))
         entropies.append(-(rows.exp() * rows).sum(dim=1))
     return logprobs, entropies
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Have transformers compute nothing in float32, as it does in some places whatever the dtype of
+    the weights."""
+    own = torch.Tensor.to
+
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        return own(tensor, *(torch.float64 if x is torch.float32 else x for x in args), **options)
+
+    with mock.patch.multiple(torch.Tensor, float=torch.Tensor.double, to=to):
+        yield
 
 
 def oracle_model_loss(

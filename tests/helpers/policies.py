@@ -1,11 +1,8 @@
 """Policies on tiny models and packed batches to train them on, for tests that run ranks."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -197,18 +194,6 @@ def load_oracle(folder: Path) -> AutoModelForCausalLM:
     )
 
 
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """Have transformers compute nothing in float32, which it does whatever the model's dtype."""
-    own = torch.Tensor.to
-
-    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        return own(tensor, *(torch.float64 if x is torch.float32 else x for x in args), **options)
-
-    with mock.patch.multiple(torch.Tensor, float=torch.Tensor.double, to=to):
-        yield
-
-
 def gradients_of(model: AutoModelForCausalLM, loss: Tensor) -> dict[str, Tensor]:
     """Gradients by the names of the weight files, with one for each matrix of each expert."""
     loss.backward()
@@ -274,8 +259,7 @@ class OracleCase:
         cls, folder: Path, lengths: Lengths = LENGTHS, model: AutoModelForCausalLM | None = None
     ) -> "OracleCase":
         model = model or load_oracle(folder)
-        with in_float64():
-            logprobs = sequence_logprobs(model, lengths)
+        logprobs = sequence_logprobs(model, lengths)
         stored = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
         gradients = unstacked(stored, read_shape(folder))
         return cls(folder, [each.detach() for each in logprobs], gradients)

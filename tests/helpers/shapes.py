@@ -159,7 +159,8 @@ def models(draw) -> tuple[ModelShape, ParallelDims]:
     """A shape and a mesh that can split it."""
     shape = draw(shapes())
     tensor = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if splits(shape, n)]))
-    context, data = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]))
+    contexts = [n for n in (1, 2) if splits(shape, tensor, n)]
+    context, data = draw(st.sampled_from(contexts)), draw(st.sampled_from([1, 2]))
     pipeline = draw(st.integers(1, min(shape.num_layers, 3)))
     virtual = draw(st.integers(1, shape.num_layers // pipeline)) if pipeline > 1 else 1
     first = last = None
@@ -187,9 +188,9 @@ def models(draw) -> tuple[ModelShape, ParallelDims]:
     )
 
 
-def splits(shape: ModelShape, tensor: int) -> bool:
+def splits(shape: ModelShape, tensor: int, context: int = 1) -> bool:
     try:
-        check_divisible(shape, ParallelDims(tensor=tensor))
+        check_divisible(shape, ParallelDims(tensor=tensor, context=context))
     except ValueError:
         return False
     return True

@@ -8,10 +8,11 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.gemma3 import Gemma3Config
 from transformers.models.mistral3 import Mistral3Config
 from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig
+from transformers.models.qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_vl import Qwen3VLConfig
 
 from checkpoint_convert.windows import FULL, WINDOWED
-from helpers.models import EOS_ID, PAD_ID, character_tokenizer, make_random
+from helpers.models import EOS_ID, LINEAR, PAD_ID, character_tokenizer, make_random
 
 TEXT: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -31,6 +32,7 @@ CONFIGS = {
     "gemma3": Gemma3Config,
     "mistral3": Mistral3Config,
     "qwen2_5_vl": Qwen2_5_VLConfig,
+    "qwen3_5": Qwen3_5Config,
     "qwen3_vl": Qwen3VLConfig,
 }
 OWN_TEXT: dict[str, dict[str, Any]] = {
@@ -45,6 +47,15 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "hidden_size": 128,
         "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]},
+    },
+    "qwen3_5": {
+        **LINEAR,
+        "head_dim": 32,
+        "rope_parameters": {
+            **LINEAR["rope_parameters"],
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
     },
     "qwen3_vl": {
         "head_dim": 32,
@@ -77,6 +88,15 @@ VISION: dict[str, dict[str, Any]] = {
         "num_heads": 2,
         "out_hidden_size": 128,
         "fullatt_block_indexes": [0],
+    },
+    "qwen3_5": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
     },
     "qwen3_vl": {
         "depth": 1,

@@ -65,7 +65,13 @@ CASES = [
     ("olmo3", ParallelDims(context=2)),
     # Sinks.
     ("gpt_oss", ParallelDims(context=2)),
+    # Linear attention, whose memory of a prompt completions and branches go on from.
+    ("qwen3_5_text", ParallelDims()),
+    ("qwen3_5_text", ParallelDims(tensor=2, context=2)),
 ]
+
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "olmo3", "gpt_oss", "qwen3_5_text")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +84,7 @@ def cases(tmp_path_factory: Any) -> dict[str, Case]:
             RECIPES | BRANCHED,
             GROUPS,
         )
-        for family in ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "olmo3", "gpt_oss")
+        for family in FAMILIES
     }
 
 

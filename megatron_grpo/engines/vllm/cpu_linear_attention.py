@@ -3,7 +3,6 @@
 vLLM's own kernels take bfloat16 alone, and pack the convolution on CPUs that multiply it.
 """
 
-import torch
 import vllm._custom_ops
 from torch import Tensor
 from torch.nn.functional import silu, softplus
