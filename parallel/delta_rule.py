@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-CHUNK = 64
-"""Tokens of a chunk: the size of its triangular system."""
+LARGEST_CHUNK = 64
+"""Most tokens of a chunk: the size of its triangular system."""
 
 
 def sequence_positions(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -87,15 +87,16 @@ def gated_delta_rule(
     dtype; the host waits for `cu_seqlens`.
     """
     sequences, positions = sequence_positions(cu_seqlens, len(query))
-    num_chunks = -(-cu_seqlens.diff() // CHUNK)  # of each sequence
+    size = min(LARGEST_CHUNK, 1 << (int(cu_seqlens.diff().max()) - 1).bit_length())
+    num_chunks = -(-cu_seqlens.diff() // size)  # of each sequence
     first_chunks = num_chunks.cumsum(0) - num_chunks
-    slots = first_chunks[sequences] * CHUNK + positions
+    slots = first_chunks[sequences] * size + positions
     total = int(num_chunks.sum())
 
     def chunked(x: Tensor) -> Tensor:
-        """[chunks, heads, CHUNK, ...], with zeros behind the end of a sequence."""
-        slotted = x.new_zeros(total * CHUNK, *x.shape[1:]).index_copy(0, slots, x)
-        return slotted.unflatten(0, (total, CHUNK)).transpose(1, 2)
+        """[chunks, heads, size, ...], with zeros behind the end of a sequence."""
+        slotted = x.new_zeros(total * size, *x.shape[1:]).index_copy(0, slots, x)
+        return slotted.unflatten(0, (total, size)).transpose(1, 2)
 
     if memory is None:
         memory = value.new_zeros(len(num_chunks), *key.shape[1:], value.shape[-1])
@@ -104,7 +105,7 @@ def gated_delta_rule(
     # Since the beginning of the chunk: differences of two lose digits, which float64 has.
     kept = chunked(decay).double().cumsum(-1)
     between = kept.unsqueeze(-1) - kept.unsqueeze(-2)
-    is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
+    is_later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
     between = between.masked_fill(is_later, -torch.inf).to(key.dtype).exp()
     since, until = (x.to(key.dtype).exp().unsqueeze(-1) for x in (kept, kept[..., -1:] - kept))
     fresh, carried = torch.linalg.solve_triangular(

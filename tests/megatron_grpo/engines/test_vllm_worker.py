@@ -63,12 +63,12 @@ QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_la
         pytest.param("qwen3", QWEN_WINDOWS, 1, marks=slow),
         pytest.param("deepseek_v3", {"q_lora_rank": None}, 2, marks=slow),
         pytest.param("glm4_moe_lite", {}, 2, marks=slow),
-        # Linear attention, gates, and a shared expert with a gate.
-        ("qwen3_next", {"tied": False}, 2),
-        pytest.param("qwen3_5_text", {"tied": True}, 1, marks=slow),
+        pytest.param("qwen3_5_text", {"tied": True}, 2, marks=slow),
     ],
 )
 def test_workers_take_their_shards_of_every_family(tmp_path, family, overrides, size):
+    if family == "qwen3_5_text":
+        pytest.importorskip("torchvision", reason="vLLM has it in a file with a model of images")
     folder = servable_model(tmp_path / "model", family, **overrides)
     other = servable_model(tmp_path / "other", family, seed=1, **overrides)
     with running_engine("vllm", folder, tmp_path, tensor_parallel_size=size) as engine:
