@@ -1,10 +1,11 @@
 """Layers for multi-token prediction (MTP): an export has those of its source.
 
-They are draft models for speculative decoding, lie behind the last layer of the model, and are not
-trained. The copies of the embedding and of the head that are stored with them stay as well; engines
+They are draft models for speculative decoding, lie behind the last layer of the model or apart from
+it, and are not trained. The copies of the embedding and of the head that are stored with them stay as well; engines
 use those of the model instead.
 """
 
+import re
 from collections.abc import Mapping
 from contextlib import closing
 from math import prod
@@ -18,6 +19,8 @@ from checkpoint_convert.transfer import transfer, unquantized
 from checkpoint_convert.weights import Progress, Weights
 from parallel import Layout, Shape
 
+_LAYER = re.compile(r"^(model|mtp)\.layers\.\d+\.")
+
 
 def stored_mtp_layers(
     source: Path, shape: ModelShape, dtypes: Mapping[str, str], main_dtype: str
@@ -29,7 +32,7 @@ def stored_mtp_layers(
     last = f"model.layers.{shape.num_layers - 1}."
     stored = {}
     for name, place in mtp_tensors(source, shape).items():
-        own_name = name.split(".", 3)[3]  # without model.layers.N
+        own_name = _LAYER.sub("", name)
         stored[name] = dtypes.get(last + own_name, main_dtype), place.shape
     return stored
 

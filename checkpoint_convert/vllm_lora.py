@@ -30,16 +30,21 @@ def check_adapters_served(shape: ModelShape) -> None:
     """Raise ValueError if vLLM would leave out adapters of such a model, or compute it otherwise.
 
     With latents, vLLM multiplies kv_b_proj into queries and outputs instead of calling it. With
-    adapters enabled, it chooses other kernels for experts, which may reorder their weights. Of
-    matrices that are fused in the weight files, all parts have the same A.
+    adapters enabled, it chooses other kernels for experts, which may reorder their weights, and has
+    other modules for linear attention. Of matrices that are fused in the weight files, all parts
+    have the same A.
     """
     if FAMILIES[shape.family].has_fused_weights:
         raise ValueError(
             f"engines of vLLM do not serve adapters of {shape.family} here, whose weight files "
             "have fused matrices"
         )
-    if shape.latent is not None or shape.moe is not None:
-        kind = "latent attention" if shape.latent is not None else "a mixture of experts"
+    kinds = {
+        "latent attention": shape.latent,
+        "a mixture of experts": shape.moe,
+        "linear attention": shape.linear,
+    }
+    for kind in [kind for kind, part in kinds.items() if part is not None]:
         raise ValueError(f"engines of vLLM do not serve adapters of a model with {kind} here")
 
 

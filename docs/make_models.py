@@ -77,7 +77,8 @@ def row(name: str, shape: ModelShape) -> list[str]:
     ]
     sglang = "yes" if shape.family in RUN_WITH_SGLANG else "not tried"
     if not is_accepted(check_attention, "sglang", shape):
-        sglang = "no: sinks" if shape.has_sinks else "no: windows"
+        sglang = "no: linear attention" if shape.linear else "no: windows"
+        sglang = "no: sinks" if shape.has_sinks else sglang
     return [
         name,
         f"`{shape.family}`",

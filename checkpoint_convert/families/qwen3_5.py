@@ -10,6 +10,7 @@ QWEN3_5 = Family(
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
         "intermediate_size": 12288,
+        "mtp_num_hidden_layers": 0,
     },
     # Only vLLM reads the last two.
     required={
@@ -23,4 +24,5 @@ QWEN3_5 = Family(
     has_output_gate=True,
     linear="one by one",
     partial_rotary_factor=0.25,
+    num_mtp_layers="mtp_num_hidden_layers",
 )

@@ -32,6 +32,7 @@ QWEN3_NEXT = Family(
         "norm_topk_prob": True,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
+        "num_nextn_predict_layers": 1,
     },
     # vLLM never ties the head, and alone reads the last two.
     required={
@@ -57,4 +58,5 @@ QWEN3_NEXT = Family(
         has_shared_gate=True,
         is_shared_whole_in_engine=True,
     ),
+    num_mtp_layers="num_nextn_predict_layers",
 )

@@ -232,7 +232,10 @@ def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShap
 
 
 def _is_of_mtp_layer(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor is of the layers behind the last one, which predict further tokens."""
+    """Whether a tensor is of the layers that predict further tokens: behind the last one, or, of
+    Qwen's hybrids, apart."""
+    if name.startswith("mtp."):
+        return shape.num_mtp_layers > 0
     layer = _LAYER.match(name)
     further = range(shape.num_layers, shape.num_layers + shape.num_mtp_layers)
     return layer is not None and int(layer[1]) in further

@@ -166,7 +166,9 @@ def shape_by_transformers(config):
         moe=moe,
         latent=latent,
         # An attribute that not every version of transformers knows.
-        num_mtp_layers=getattr(config, "num_nextn_predict_layers", int(family in MULTI_TOKEN)),
+        num_mtp_layers=getattr(
+            config, "num_nextn_predict_layers", int(family in (*MULTI_TOKEN, "qwen3_next"))
+        ),
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,

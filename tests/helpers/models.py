@@ -326,20 +326,25 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def add_mtp_layer(folder: Path) -> Path:
-    """Put a layer for multi-token prediction behind the last one, with the tensors that published
-    models have there. Returns the folder."""
+    """Put a layer for multi-token prediction behind the last one, or apart in a hybrid, with the
+    tensors that published models have there. Returns the folder."""
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     size, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
     weights, own = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(7)
     sizes = {name.removeprefix(last): each.shape for name, each in weights.items() if last in name}
-    sizes |= dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (size,))
-    sizes |= {"eh_proj.weight": (size, 2 * size)}
-    sizes |= dict.fromkeys(
-        ("embed_tokens.weight", "shared_head.head.weight"), (config["vocab_size"], size)
-    )
-    for name, shape in sizes.items():
+    if config["model_type"] in HYBRIDS:
+        sizes = {f"mtp.layers.0.{name}": shape for name, shape in sizes.items()}
+        sizes |= {"mtp.fc.weight": (size, 2 * size), "mtp.norm.weight": (size,)}
+    else:
+        sizes |= dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (size,))
+        sizes |= {"eh_proj.weight": (size, 2 * size)}
+        sizes |= dict.fromkeys(
+            ("embed_tokens.weight", "shared_head.head.weight"), (config["vocab_size"], size)
+        )
         layer = f"model.layers.{config['num_hidden_layers']}."
-        weights[layer + name] = 0.02 * torch.randn(shape, generator=own)
+        sizes = {layer + name: shape for name, shape in sizes.items()}
+    for name, shape in sizes.items():
+        weights[name] = 0.02 * torch.randn(shape, generator=own)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder
