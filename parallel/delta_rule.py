@@ -12,9 +12,9 @@ Before it, a short convolution mixes the queries, keys and values of each token 
 tokens before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def gated_delta_rule(
     value: Tensor,
     decay: Tensor,
     strength: Tensor,
-    cu_seqlens: Tensor,
+    lengths: Sequence[int],
     memory: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The outputs [T, heads, size of a value] of packed sequences, and S after each of them.
@@ -84,14 +84,14 @@ def gated_delta_rule(
     `query` and `key` [T, heads, size of a key] have length 1; `value` [T, heads, size of a value];
     `decay` [T, heads] is the logarithm of what stays of S, and `strength` [T, heads]. `memory`
     [n, heads, size of a key, size of a value] is S before each sequence, else 0. Computed in their
-    dtype; the host waits for `cu_seqlens`.
+    dtype.
     """
-    sequences, positions = sequence_positions(cu_seqlens, len(query))
-    size = min(LARGEST_CHUNK, 1 << (int(cu_seqlens.diff().max()) - 1).bit_length())
-    num_chunks = -(-cu_seqlens.diff() // size)  # of each sequence
-    first_chunks = num_chunks.cumsum(0) - num_chunks
-    slots = first_chunks[sequences] * size + positions
-    total = int(num_chunks.sum())
+    size = min(LARGEST_CHUNK, 1 << (max(lengths) - 1).bit_length())
+    num_chunks = [-(-length // size) for length in lengths]
+    *first_chunks, total = accumulate(num_chunks, initial=0)
+    starts = [first * size for first in first_chunks]
+    slots = torch.cat([torch.arange(n) + s for s, n in zip(starts, lengths, strict=True)])
+    slots = slots.to(query.device)
 
     def chunked(x: Tensor) -> Tensor:
         """[chunks, heads, size, ...], with zeros behind the end of a sequence."""
@@ -99,7 +99,7 @@ def gated_delta_rule(
         return slotted.unflatten(0, (total, size)).transpose(1, 2)
 
     if memory is None:
-        memory = value.new_zeros(len(num_chunks), *key.shape[1:], value.shape[-1])
+        memory = value.new_zeros(len(lengths), *key.shape[1:], value.shape[-1])
     query, key, value = chunked(query * query.shape[-1] ** -0.5), chunked(key), chunked(value)
     weighted = chunked(strength).unsqueeze(-1)
     # Since the beginning of the chunk: differences of two lose digits, which float64 has.
@@ -116,9 +116,9 @@ def gated_delta_rule(
     ).split([value.shape[-1], key.shape[-1]], -1)
     seen = (query @ key.transpose(-1, -2)) * between
     outputs, chunks, memories = [], [], memory.split(1)
-    for number in range(int(num_chunks.max())):
-        going = (num_chunks > number).nonzero().flatten().tolist()
-        now = first_chunks[going] + number
+    for number in range(max(num_chunks)):
+        going = [i for i, num in enumerate(num_chunks) if num > number]
+        now = torch.tensor([first_chunks[i] + number for i in going], device=query.device)
         before = torch.cat([memories[i] for i in going])
         change = fresh[now] - carried[now] @ before
         outputs.append((query[now] * since[now]) @ before + seen[now] @ change)
@@ -137,6 +137,7 @@ class Stage:
 
     tokens: Tensor | slice
     """Packed positions of the tokens of one run after the other."""
+    lengths: Sequence[int]
     cu_seqlens: Tensor
     """Cumulative lengths of the runs."""
     follows: Tensor | None
@@ -151,7 +152,7 @@ def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
     waits for both.
     """
     if prefixes is None:
-        return [Stage(slice(None), cu_seqlens, None)]
+        return [Stage(slice(None), cu_seqlens.diff().tolist(), cu_seqlens, None)]
     bounds = cu_seqlens.tolist()
     parts = [[end for start, end in each if end > start] for each in prefixes.tolist()]
     continued = {start: ends[-1] for start, ends in zip(bounds, parts, strict=False) if ends}
@@ -167,11 +168,13 @@ def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
         follows = [numbers[continued.get(start, start)] for start, _ in own] if depth else None
         for _, end in own:
             numbers[end] = len(numbers)
+        lengths, device = [end - start for start, end in own], cu_seqlens.device
         found.append(
             Stage(
-                torch.cat([torch.arange(*run) for run in own]).to(cu_seqlens.device),
-                pad(torch.tensor([end - start for start, end in own]).cumsum(0), (1, 0)),
-                None if follows is None else torch.tensor(follows),
+                torch.cat([torch.arange(*run) for run in own]).to(device),
+                lengths,
+                torch.tensor([*accumulate(lengths, initial=0)], device=device),
+                None if follows is None else torch.tensor(follows, device=device),
             )
         )
     return found
@@ -192,12 +195,12 @@ def read_memories(
     outputs, memories, lasts = [], x.new_zeros(0), x.new_zeros(0)
     for stage in stages:
         own, memory = x[stage.tokens], None
-        before = x.new_zeros(len(stage.cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1])
+        before = x.new_zeros(len(stage.lengths), weight.shape[1] - 1, x.shape[1])
         if stage.follows is not None:
             before, memory = lasts[stage.follows], memories[stage.follows]
         mixed = silu(causal_convolution(own, weight, stage.cu_seqlens, before))
         rates = decay[stage.tokens], strength[stage.tokens]
-        read, memory = gated_delta_rule(*heads(mixed), *rates, stage.cu_seqlens, memory)
+        read, memory = gated_delta_rule(*heads(mixed), *rates, stage.lengths, memory)
         last = last_tokens(own, stage.cu_seqlens, before)
         if stage.follows is None:
             memories, lasts = memory, last

@@ -104,6 +104,8 @@ def transformers_logprobs(folder: Path) -> Tensor:
         "gpt_oss",
         "minimax_m2",
         "mixtral",
+        "qwen3_5_text",
+        "qwen3_next",
         *OWN_SIZE,
     ],
 )

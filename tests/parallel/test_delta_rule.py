@@ -17,10 +17,6 @@ LENGTHS = (5, 130, 64, 1, 65)
 HEADS, KEY_DIM, VALUE_DIM = 3, 8, 12
 
 
-def lengths_of(cu_seqlens):
-    return cu_seqlens.diff().tolist()
-
-
 def cumulative(lengths):
     return pad(torch.tensor(lengths).cumsum(0), (1, 0))
 
@@ -38,10 +34,10 @@ def inputs():
     return [each.requires_grad_() for each in (query, key, random(VALUE_DIM), *rates)]
 
 
-def by_token(query, key, value, decay, strength, cu_seqlens):
+def by_token(query, key, value, decay, strength):
     outputs, memories = [], []
     for parts in zip(
-        *(x.split(lengths_of(cu_seqlens)) for x in (query, key, value, decay, strength)),
+        *(x.split(LENGTHS) for x in (query, key, value, decay, strength)),
         strict=True,
     ):
         memory = torch.zeros(HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
@@ -55,8 +51,7 @@ def by_token(query, key, value, decay, strength, cu_seqlens):
 
 
 def test_outputs_memories_and_gradients_are_those_of_the_recurrence(inputs):
-    cu_seqlens = cumulative(LENGTHS)
-    found, expected = gated_delta_rule(*inputs, cu_seqlens), by_token(*inputs, cu_seqlens)
+    found, expected = gated_delta_rule(*inputs, LENGTHS), by_token(*inputs)
     weights = [torch.randn_like(each) for each in expected]
     gradients = [
         torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, xs, strict=True)), inputs)
@@ -70,7 +65,7 @@ def test_sequences_in_two_parts_are_those_in_one(inputs):
     whole, cuts = cumulative(LENGTHS), (2, 70, 64, 1, 10)
     memory, before = None, torch.zeros(len(LENGTHS), 3, VALUE_DIM, dtype=torch.float64)
     x, weight = inputs[2][:, 0], torch.randn(VALUE_DIM, 4, dtype=torch.float64)
-    read, memories = gated_delta_rule(*inputs, whole)
+    read, memories = gated_delta_rule(*inputs, LENGTHS)
     mixed = causal_convolution(x, weight, whole)
     rests = [length - cut for length, cut in zip(LENGTHS, cuts, strict=True)]
     for part, lengths in enumerate((cuts, rests)):
@@ -79,7 +74,7 @@ def test_sequences_in_two_parts_are_those_in_one(inputs):
             [torch.arange(s, s + n) for s, n in zip(starts.tolist(), lengths, strict=True)]
         )
         cu_seqlens = cumulative(lengths)
-        found, memory = gated_delta_rule(*(each[own] for each in inputs), cu_seqlens, memory)
+        found, memory = gated_delta_rule(*(each[own] for each in inputs), lengths, memory)
         torch.testing.assert_close(found, read[own])
         torch.testing.assert_close(
             causal_convolution(x[own], weight, cu_seqlens, before), mixed[own]
