@@ -116,10 +116,13 @@ def oracle(
     prompts = [s.tokens[: s.num_prompt_tokens].tolist() for s in sequences]
     completions = [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences]
 
-    def with_adapters(**inputs: Any) -> Any:
-        return functional_call(model, merged, kwargs=inputs, tie_weights=False)
+    class WithAdapters:
+        config = model.config
 
-    logprobs = oracle_logprobs(with_adapters, prompts, completions)
+        def __call__(self, **inputs: Any) -> Any:
+            return functional_call(model, merged, kwargs=inputs, tie_weights=False)
+
+    logprobs = oracle_logprobs(WithAdapters(), prompts, completions)
     (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
     with torch.no_grad():
         plain = oracle_logprobs(model, prompts, completions)

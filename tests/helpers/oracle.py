@@ -368,7 +368,8 @@ def oracle_logprobs_and_entropies(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
-    Runs one right-padded batch in the dtype of the weights: call `model.double()` first.
+    Runs one right-padded batch in the dtype of the weights (call `model.double()` first), except
+    for norms and rotary embeddings, which transformers always computes in float32.
     """
     sequences = [
         prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
@@ -376,8 +377,8 @@ def oracle_logprobs_and_entropies(
     longest = max(len(sequence) for sequence in sequences)
     input_ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences])
     attention_mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
-    is_exact = getattr(model, "dtype", torch.float64) == torch.float64
-    with in_float64() if is_exact else nullcontext():
+    has_linear_attention = hasattr(model.config.get_text_config(), "linear_num_key_heads")
+    with in_float64() if has_linear_attention else nullcontext():
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
     everything = torch.log_softmax(logits / temperature, dim=-1)
     logprobs, entropies = [], []
@@ -391,14 +392,18 @@ def oracle_logprobs_and_entropies(
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Have transformers compute nothing in float32, as it does in some places whatever the dtype of
-    the weights."""
-    own = torch.Tensor.to
+    """Have transformers compute linear attention in float64, and not in float32 as it does whatever
+    the dtype of the weights. Positions are integers, and become float32."""
+    own_to, own_float = torch.Tensor.to, torch.Tensor.float
 
     def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        return own(tensor, *(torch.float64 if x is torch.float32 else x for x in args), **options)
+        exact = (torch.float64 if each is torch.float32 else each for each in args)
+        return own_to(tensor, *exact, **options)
 
-    with mock.patch.multiple(torch.Tensor, float=torch.Tensor.double, to=to):
+    def to_float(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else own_float(tensor)
+
+    with mock.patch.multiple(torch.Tensor, float=to_float, to=to):
         yield
 
 
