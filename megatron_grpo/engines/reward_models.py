@@ -74,8 +74,7 @@ class RewardModels(ServerProcesses):
         if not functions:
             return
         devices = reward_devices(rollout, functions, num_gpus(), num_ranks, os.environ)
-        shares_gpus = any(function.shares_gpus for function in functions)
-        if shares_gpus and engines:
+        if engines and any(function.shares_gpus for function in functions):
             with waiting(engines.awaited, "answer") as show:
                 engines.wait_ready(rollout.startup_timeout, show)
 
@@ -86,7 +85,7 @@ class RewardModels(ServerProcesses):
         self.start({f"reward_model_{i}": command_of(model, gpus) for i, (model, gpus) in placed})
         addresses = zip(self.base_urls, functions, strict=True)
         self._sharing = [url for url, function in addresses if function.shares_gpus]
-        if shares_gpus:
+        if self._sharing:
             with waiting(self.awaited, "answer") as show:
                 self.revive(show)
             self.finish_scoring()
@@ -116,8 +115,9 @@ class RewardModels(ServerProcesses):
     def revive(self, show: Show) -> bool:
         """Wake those that sleep, and start those again that have died; whether any had died.
 
-        Returns when all answer. Raises EngineError, which names it, for one that dies again before completions are scored,
-        or as it starts. Call it only from a thread that lasts as long as the run.
+        Returns when all answer. Raises EngineError, which names it, for one that dies again before
+        completions are scored, or as it starts. Call it only from a thread that lasts as long as
+        the run.
         """
         for url in self._asleep:
             self._tell(url, "wake_up")

@@ -72,7 +72,7 @@ def host_use(
     card: GpuSpec,
     colocated: EngineBytes | None,
 ) -> HostUse | None:
-    """What ranks, a `colocated` engine and reward models take of the nodes; None if nothing moves."""
+    """What ranks, a `colocated` engine and reward models take of nodes; None if nothing moves."""
     copied, on_host = parts_copied(cfg.offload), colocated.on_host if colocated else 0
     activations = max(
         offloaded_bytes(cfg, shape, stage, microbatches) for stage in range(len(states))
