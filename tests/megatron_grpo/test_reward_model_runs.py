@@ -83,9 +83,10 @@ def test_a_reward_model_that_shares_gpus_wakes_for_each_generation_and_evaluatio
         ended = job.end(200)
     assert ended.exit_codes == [0], ended.output
     assert ended.survivors == []
-    for record in read_metrics(run_dir):
-        assert record["reward/failed"] == 0
-        assert record["grad_norm"] > 0
+    evaluated, *trained = read_metrics(run_dir)
+    assert [record["step"] for record in trained] == [1, 2]
+    assert all(record["reward/failed"] == 0 < record["grad_norm"] for record in trained)
+    assert all(record["eval/failed"] == 0 for record in [evaluated, *trained])
     # Asleep before the first, it wakes for two generations and the evaluations around them.
     log = (run_dir / "logs" / "reward_model_0.log").read_text()
     assert (log.count("to fall asleep"), log.count("wake up the engine")) == (1 + 5, 5)
