@@ -26,6 +26,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.http import EngineError
+from megatron_grpo.engines.processes import ServerProcesses
 from megatron_grpo.engines.reward_models import RewardModels, check_served, reward_devices, tag_id
 from megatron_grpo.launch.run_dir import bearer
 from megatron_grpo.prompt_checks import check_reward_models
@@ -163,6 +164,16 @@ def test_a_server_that_shares_gpus_sleeps_unless_it_scores_and_is_started_again_
         assert scores(pool, batch) == pytest.approx(expected, abs=1e-4)
         assert is_asleep() and pid() != second
         assert ": no wake_up: ReadTimeout" in capfd.readouterr().err
+
+
+def test_those_that_share_gpus_start_when_the_engines_answer(tmp_path) -> None:
+    """Two servers that load at once would both count what the other takes as their own."""
+    engines = ServerProcesses(("http://127.0.0.1:9",), tmp_path)  # where nothing listens
+    rollout = ROLLOUT.model_copy(update={"startup_timeout": 0.1})
+    shared, logs = function(tmp_path, share_gpus=True), tmp_path / "logs"
+    with pytest.raises(TimeoutError, match=r"rollout engine http://127\.0\.0\.1:9 did not answer"):
+        RewardModels([shared], rollout, logs, engines=engines)
+    assert not logs.exists()  # of a server that was started
 
 
 SHARED = {"share_gpus": True}
