@@ -63,8 +63,9 @@ class FolderEvaluation:
             self._client = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
             sets = [as_evaluated(cfg, name) for name in cfg.eval.named_sets]
             rewards = [view.reward for each in sets for view in each.by_source.values()]
-            models = RewardModels(served_here(rewards), cfg.rollout, out / "logs")
-            pools = stack.enter_context(closing(RewardPools(models)))
+            models = served_here(rewards)
+            servers = RewardModels(models, cfg.rollout, out / "logs", engines=self.servers)
+            pools = stack.enter_context(closing(RewardPools(servers)))
             ends = end_tokens(shape, tokenizer, cfg.rollout)
             dialogues = open_dialogues(cfg, tokenizer, ends, self._client, None)
             if dialogues:

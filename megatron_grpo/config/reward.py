@@ -46,6 +46,11 @@ class RewardFunction(Section):
         return int(self.arguments.get("tensor_parallel_size", 1)) if self.is_served_here else 0
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether it is such a model on the GPUs of ranks, where it sleeps unless it scores."""
+        return self.is_served_here and bool(self.arguments.get("share_gpus"))
+
+    @property
     def scores_steps(self) -> bool:
         """Whether it is a process reward model."""
         return self.name == REWARD_MODEL and self.arguments.get("step_tag") is not None
@@ -113,6 +118,11 @@ def served_here(rewards: Iterable[RewardConfig]) -> list[RewardFunction]:
         if function.is_served_here and function.arguments not in [f.arguments for f in found]:
             found.append(function)
     return found
+
+
+def count_gpus(models: Iterable[RewardFunction], *, shared: bool) -> int:
+    """GPUs of those of the reward models that share them, or of the others."""
+    return sum(model.num_gpus for model in models if model.shares_gpus == shared)
 
 
 class EnvironmentConfig(Section):

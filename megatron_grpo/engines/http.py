@@ -64,6 +64,13 @@ def is_healthy(url: str, timeout: float = HEALTH_TIMEOUT) -> bool:
         return False
 
 
+def post(url: str, token: str, timeout: float) -> None:
+    """Post to a server, and return when it has done that; raises httpx.HTTPError otherwise."""
+    httpx.post(
+        url, headers=bearer(token), timeout=timeout, trust_env=False, verify=_certificates()
+    ).raise_for_status()
+
+
 @cache
 def _certificates() -> ssl.SSLContext:
     """Cached: loading the certificates takes longer than most requests to an engine."""

@@ -1,22 +1,25 @@
-"""The servers of reward models that a run starts: vLLM's pooling runner, on GPUs of its own.
+"""The servers of reward models that a run starts: vLLM's pooling runner.
 
-The reward function `reward_model` asks them.
+The reward function `reward_model` asks them. On GPUs that they share with ranks and engines they
+sleep unless completions are scored, with their weights in the memory of the host.
 """
 
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 from pydantic import SecretStr
 
-from megatron_grpo.bars import Show
+from megatron_grpo.bars import Show, waiting
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.reward import RewardFunction, served_here
+from megatron_grpo.config.reward import RewardFunction, count_gpus, served_here
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.arguments import command_flags
-from megatron_grpo.engines.http import EngineError
+from megatron_grpo.engines.arguments import PLANNED, command_flags, engine_table
+from megatron_grpo.engines.http import EngineError, post
 from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
 from megatron_grpo.engines.server import engine_environment, num_gpus, share_gpus
 from megatron_grpo.engines.vllm.args import (
@@ -25,6 +28,7 @@ from megatron_grpo.engines.vllm.args import (
     platform_arguments,
     server_environment,
 )
+from megatron_grpo.launch.launch import check_shared_gpus
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
 
 if TYPE_CHECKING:
@@ -35,12 +39,17 @@ RESERVED = {
     "tensor_parallel_size": "it is an argument of its own",
     "runner": "a reward model has vLLM's pooling runner",
     "pooler_config": "it follows from step_tag",
+    "enable_sleep_mode": "set share_gpus",
 }
 """Names that cannot be in the table `vllm` of the arguments."""
 
 
 class RewardModels(ServerProcesses):
-    """One server for each `reward_model` with a `path`, in training and evaluations."""
+    """One server for each `reward_model` with a `path`, in training and evaluations.
+
+    vLLM measures how much of a GPU is free when it starts. So those that share GPUs start when all
+    `engines` answer, and sleep when the constructor returns.
+    """
 
     kind = "reward model"
 
@@ -50,34 +59,48 @@ class RewardModels(ServerProcesses):
         rollout: RolloutConfig,
         log_dir: Path,
         num_ranks: int = 0,
+        engines: ServerProcesses | None = None,
     ) -> None:
         super().__init__((), log_dir)
         self._token = new_token()
-        self._timeout = rollout.startup_timeout
+        self._rollout = rollout
         self._models = [function.arguments for function in functions]
         self._is_ready = False
         self._restarted: set[str] = set()
         """Those that have been started again since completions were last scored."""
+        self._sharing: list[str] = []
+        """Those that share GPUs, by address."""
+        self._asleep: set[str] = set()
         if not functions:
             return
-        sizes = [function.num_gpus for function in functions]
-        devices = reward_devices(rollout, sizes, num_gpus(), num_ranks, os.environ)
+        devices = reward_devices(rollout, functions, num_gpus(), num_ranks, os.environ)
+        if engines and any(function.shares_gpus for function in functions):
+            with waiting(engines.awaited, "answer") as show:
+                engines.wait_ready(rollout.startup_timeout, show)
 
         def command_of(model: Mapping[str, Any], gpus: str | None) -> Command:
             return lambda port: reward_command(model, port, gpus, self._token)
 
         placed = enumerate(zip(self._models, devices, strict=True))
         self.start({f"reward_model_{i}": command_of(model, gpus) for i, (model, gpus) in placed})
+        addresses = zip(self.base_urls, functions, strict=True)
+        self._sharing = [url for url, function in addresses if function.shares_gpus]
+        if self._sharing:
+            with waiting(self.awaited, "answer") as show:
+                self.revive(show)
+            self.finish_scoring()
 
     @classmethod
-    def of_run(cls, cfg: Config, log_dir: Path, num_ranks: int = 0) -> "RewardModels":
-        """Those of a run, on the GPUs after `num_ranks` trainer ranks and its engines."""
-        return cls(served_here(cfg.rewards.values()), cfg.rollout, log_dir, num_ranks)
+    def of_run(
+        cls, cfg: Config, log_dir: Path, num_ranks: int, engines: ServerProcesses
+    ) -> "RewardModels":
+        """Those of a run with `num_ranks` trainer ranks on this host, and these engines."""
+        return cls(served_here(cfg.rewards.values()), cfg.rollout, log_dir, num_ranks, engines)
 
     @property
     def awaited(self) -> str:
-        """What `revive` waits for the first time; empty if there is no server."""
-        return super().awaited if self.are_ours else ""
+        """What `revive` waits for the first time; empty if there is nothing to wait for."""
+        return super().awaited if self.are_ours and not self._is_ready else ""
 
     def addressed(self, functions: Sequence[RewardFunction]) -> tuple[RewardFunction, ...]:
         """The functions, with the address of its server in place of the path of each model."""
@@ -90,11 +113,15 @@ class RewardModels(ServerProcesses):
         return function.model_copy(update={"arguments": own | address})
 
     def revive(self, show: Show) -> bool:
-        """Start those again that have died, and return when all answer; whether any had died.
+        """Wake those that sleep, and start those again that have died; whether any had died.
 
-        Raises EngineError, which names it, for one that dies again before completions are scored,
-        or as it starts. Call it only from a thread that lasts as long as the run.
+        Returns when all answer. Raises EngineError, which names it, for one that dies again before
+        completions are scored, or as it starts. Call it only from a thread that lasts as long as
+        the run.
         """
+        for url in self._asleep:
+            self._tell(url, "wake_up")
+        self._asleep.clear()
         dead = [url for url in self.base_urls if self.end(url)] if self._is_ready else []
         for url in dead:
             reason = f"{self.kind} {url} {self.end(url)}{self.log_tail(url)}"
@@ -105,40 +132,60 @@ class RewardModels(ServerProcesses):
             self.restart(url)
             self._restarted.add(url)
         if dead or not self._is_ready:
-            self.wait_ready(self._timeout, show)
+            self.wait_ready(self._rollout.startup_timeout, show)
             self._is_ready = True
         return bool(dead)
 
     def finish_scoring(self) -> None:
-        """Record that completions were scored: each server may be started again."""
+        """Record that completions were scored: each server may be started again.
+
+        Those that share GPUs have given back their memory when this returns.
+        """
         self._restarted.clear()
+        for url in self._sharing:
+            self._tell(url, "sleep?level=1")
+        self._asleep = {*self._sharing}
+
+    def _tell(self, url: str, route: str) -> None:
+        """Have a server sleep or wake; one that does not is killed, as if it had died."""
+        try:
+            post(f"{url}/{route}", self._token, self._rollout.request_timeout)
+        except httpx.HTTPError as error:
+            if not self.end(url):
+                print(f"{self.kind} {url}: no {route}: {error!r}", file=sys.stderr, flush=True)
+            self.kill(url)
 
 
 def reward_devices(
     rollout: RolloutConfig,
-    sizes: Sequence[int],
+    models: Sequence[RewardFunction],
     num_devices: int,
     num_ranks: int,
     environ: Mapping[str, str],
 ) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of servers of these sizes: the GPUs after those of ranks and engines.
+    """CUDA_VISIBLE_DEVICES of these models: the GPUs after those of ranks and engines.
 
-    On a machine without GPUs, None for each. Raises ValueError if too few are left.
+    Those that share GPUs have one after the other from the first GPU on. On a machine without GPUs,
+    None for each. Raises ValueError if there are too few.
     """
     if num_devices == 0:
-        return [None] * len(sizes)
+        return [None] * len(models)
     num_used = num_ranks
     if not rollout.base_urls and not share_gpus(rollout, num_devices, num_ranks):
         num_used += rollout.num_engines * rollout.gpus_per_engine
-    if num_used + sum(sizes) > num_devices:
+    own = count_gpus(models, shared=False)
+    if num_used + own > num_devices:
         raise ValueError(
-            f"reward_model: {sum(sizes)} GPUs for reward models, and of the {num_devices} of this "
+            f"reward_model: {own} GPUs for reward models, and of the {num_devices} of this "
             f"host ranks and engines leave {max(0, num_devices - num_used)}: use fewer for them, "
-            "or serve the model elsewhere and give its base_url in place of path"
+            "let the model share their GPUs (share_gpus: true), or serve it elsewhere and give its "
+            "base_url in place of path"
         )
+    check_shared_gpus(models, num_devices)
     visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
-    free = iter(visible.split(",")[num_used:num_devices])
-    return [",".join(next(free) for _ in range(size)) for size in sizes]
+    gpus = visible.split(",")[:num_devices]
+    free, taken = iter(gpus[num_used:]), iter(gpus)
+    return [",".join(islice(taken if each.shares_gpus else free, each.num_gpus)) for each in models]
 
 
 def reward_command(
@@ -146,6 +193,7 @@ def reward_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of the server of a reward model with these arguments."""
     size, on_gpu = arguments.get("tensor_parallel_size", 1), devices is not None
+    sleeps = arguments.get("share_gpus", False)
     flags = {
         "model": arguments["path"],
         "host": LOOPBACK,
@@ -157,11 +205,15 @@ def reward_command(
         "config_format": "hf",
         "tokenizer_mode": "hf",
         "tensor_parallel_size": size,
+        # On a CPU vLLM answers the same requests, but would not start with this.
+        "enable_sleep_mode": (sleeps and on_gpu) or None,
         **({} if on_gpu else platform_arguments(size, on_gpu)),
         **arguments.get("vllm", {}),
     }
     environment = engine_environment(os.environ, devices) | server_environment(size, on_gpu)
     environment |= {TOKEN_VARIABLE: token, "VLLM_HOST_IP": LOOPBACK}
+    if sleeps:
+        environment["VLLM_SERVER_DEV_MODE"] = "1"  # the routes for it, which the token guards
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     return [*command, *command_flags(flags)], environment
 
@@ -188,6 +240,7 @@ def tag_id(tokenizer: "PreTrainedTokenizerBase", tag: str) -> int:
 def check_served(cfg: Config) -> None:
     """Raise ValueError if vLLM could not serve a reward model, or not score what is asked."""
     for function in served_here(cfg.rewards.values()):
+        gpu_share(function, cfg.rollout)
         known = engine_argument_names()
         for name in function.arguments.get("vllm", {}):
             if name in RESERVED or name not in known:
@@ -202,6 +255,31 @@ def check_served(cfg: Config) -> None:
                 "template, and prompts are chats: give it the one that it was trained with "
                 "(chat_template.jinja), or set data.apply_chat_template=false"
             )
+
+
+def gpu_share(model: RewardFunction, rollout: RolloutConfig) -> float:
+    """The fraction of each GPU that a reward model takes of ranks while it scores.
+
+    Raises ValueError if it cannot share GPUs, or is not told how much.
+    """
+    if not model.shares_gpus:
+        return 0.0
+    if not rollout.enable_sleep_mode:
+        raise ValueError(
+            "reward_model: share_gpus true is for GPUs that ranks and engines have by turns: set "
+            "rollout.enable_sleep_mode=true, or leave it out, for GPUs of its own"
+        )
+    names = PLANNED["vllm"]
+    of_engine = engine_table(rollout).get(names.memory_fraction, names.default_fraction)
+    share = model.arguments.get("vllm", {}).get(names.memory_fraction)
+    if not isinstance(share, float) or share <= 0 or share + of_engine > 1:
+        raise ValueError(
+            f"reward_model: share_gpus true with vllm.{names.memory_fraction} {share}: give the "
+            "fraction of a GPU that the model takes beside an engine, whose "
+            f"rollout.vllm.{names.memory_fraction} is {of_engine:g}: together at most 1, such as "
+            f"{(1 - of_engine) / 2:.2g}, or lower the engine's"
+        )
+    return share
 
 
 def _tokenizer(path: str) -> "PreTrainedTokenizerBase":

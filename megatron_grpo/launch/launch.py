@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.reward import served_here
+from megatron_grpo.config.reward import RewardFunction, count_gpus, served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, make_folder
@@ -179,16 +179,30 @@ def _beside_reward_models(
 
     Raises ValueError if they have none.
     """
-    num_gpus = sum(function.num_gpus for function in served_here(cfg.rewards.values()))
+    models = served_here(cfg.rewards.values())
+    check_shared_gpus(models, gpus_per_node)
+    num_gpus = count_gpus(models, shared=False)
     end = ranks_per_node + num_gpus
     if end > gpus_per_node:
         raise ValueError(
             f"reward_model: {num_gpus} GPUs for reward models behind the {ranks_per_node} ranks of "
-            f"a node of {gpus_per_node}: put fewer ranks on a node, or serve the model elsewhere, "
-            "as docs/rewards.md says, and give its base_url in place of path"
+            f"a node of {gpus_per_node}: put fewer ranks on a node, let the model share their GPUs "
+            "(share_gpus: true), or serve it elsewhere, as docs/rewards.md says, and give its "
+            "base_url in place of path"
         )
     own = range(ranks_per_node, end)
     return lambda at: node not in at.nodes or at.gpus.stop <= own.start or at.gpus.start >= own.stop
+
+
+def check_shared_gpus(models: Sequence[RewardFunction], gpus_per_node: int) -> None:
+    """Raise ValueError if the reward models that share GPUs need more than a node has."""
+    num_gpus = count_gpus(models, shared=True)
+    if num_gpus > gpus_per_node:
+        raise ValueError(
+            f"reward_model: {num_gpus} GPUs for reward models that share them, one model on each, "
+            f"and rank 0's host has {gpus_per_node}: lower tensor_parallel_size, or serve a model "
+            "elsewhere and give its base_url in place of path"
+        )
 
 
 def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:

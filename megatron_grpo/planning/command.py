@@ -20,13 +20,13 @@ from megatron_grpo.planning.job_plan import (
     plan_job,
 )
 from megatron_grpo.planning.memory import StageMemory, engine_bytes
+from megatron_grpo.planning.reward_models import file_bytes
 from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
 from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
 from megatron_grpo.planning.state import part_bytes
 from megatron_grpo.planning.suggest import Suggestion, simulated, suggest
 from megatron_grpo.planning.traffic import ATTAINABLE_OF_LINK, LinkUse
 from megatron_grpo.planning.workload import longest_sequence, read_completion_lengths, read_lengths
-from megatron_grpo.rewards.reward_model import WEIGHTS
 
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
@@ -150,11 +150,10 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
 
 
 def _reward_model_line(model: RewardFunction) -> str:
-    path = Path(model.arguments["path"])
-    size = sum(file.stat().st_size for kind in WEIGHTS for file in path.glob(kind))
+    whose = "that it shares" if model.shares_gpus else "of its own"
     return (
-        f"the reward model {path} has {size / 1e9:.2f} GB of weights in its files, for "
-        f"{_count(model.num_gpus, 'GPU')} of its own on the node of rank 0"
+        f"the reward model {model.arguments['path']} has {file_bytes(model) / 1e9:.2f} GB of "
+        f"weights in its files, for {_count(model.num_gpus, 'GPU')} {whose} on the node of rank 0"
     )
 
 

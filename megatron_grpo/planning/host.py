@@ -1,6 +1,7 @@
 """What leaves GPUs for the memory of their hosts, and the time of the bus.
 
-Of ranks it is what `train.offload` says; of engines in sleep mode the weights that no push brings.
+Of ranks it is what `train.offload` says; of engines in sleep mode, and of reward models that share
+GPUs, the weights that no push brings.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from megatron_grpo.config.offload import NOT_COPIED, Part, Phase, parts_away, pa
 from megatron_grpo.planning.activations import offloaded_bytes
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.memory import RESERVE, EngineBytes, StageMemory
+from megatron_grpo.planning.reward_models import shared_models
 from megatron_grpo.planning.state import StateBytes, part_bytes
 
 
@@ -32,6 +34,12 @@ class HostUse:
     asleep_seconds: float
     """Time in which they leave before a step, and in which they are back after it, at the full rate
     of the bus."""
+    reward_models: int
+    """Bytes of rank 0's node for the weights of reward models that sleep: at most, as torch rounds
+    each allocation up to a power of two."""
+    scoring_seconds: float
+    """Time in which these wake before completions are scored, and in which they sleep after it, at
+    the full rate of the bus."""
     activations: int
     """Bytes of a node for activations that wait for their backward: at most, as torch rounds each
     allocation up to a power of two."""
@@ -43,7 +51,12 @@ class HostUse:
     @property
     def total(self) -> int:
         """Bytes of a node that are needed."""
-        return self.page_locked + self.asleep + self.activations + self.saving
+        return self.held + self.saving
+
+    @property
+    def held(self) -> int:
+        """Bytes of a node that are needed between two checkpoints."""
+        return self.page_locked + self.asleep + self.reward_models + self.activations
 
     @property
     def fits(self) -> bool:
@@ -59,12 +72,13 @@ def host_use(
     card: GpuSpec,
     colocated: EngineBytes | None,
 ) -> HostUse | None:
-    """What ranks and a `colocated` engine take of the nodes; None if nothing of them is moved."""
+    """What ranks, a `colocated` engine and reward models take of nodes; None if nothing moves."""
     copied, on_host = parts_copied(cfg.offload), colocated.on_host if colocated else 0
     activations = max(
         offloaded_bytes(cfg, shape, stage, microbatches) for stage in range(len(states))
     )
-    if not copied and not on_host and not activations:
+    models = shared_models(cfg, card)
+    if not copied and not on_host and not models and not activations:
         return None
     moved, state = max(((part_bytes(each, copied), each) for each in states), key=lambda m: m[0])
     saved: list[Part] = ["weights", "optimizer"]
@@ -81,6 +95,8 @@ def host_use(
         page_locked=num_ranks * moved,
         asleep=workers * on_host,
         asleep_seconds=colocated.weights / card.host_rate if colocated and on_host else 0.0,
+        reward_models=sum(2 * len(each.ranks) * each.weights for each in models),
+        scoring_seconds=max((each.weights for each in models), default=0) / card.host_rate,
         activations=num_ranks * 2 * activations,
         saving=num_ranks * (part_bytes(state, saved) - state.frozen),
         limit=round((1 - RESERVE) * card.host_memory),
@@ -103,15 +119,19 @@ def host_lines(cfg: Config, host: HostUse, stage: StageMemory, card: GpuSpec) ->
             "engines in sleep mode copy their weights to their hosts after a generation and back "
             f"before the next: at least {host.asleep_seconds:.2f} s each way"
         )
+    if host.reward_models:
+        rows.append(
+            "reward models that sleep copy their weights from their host before completions are "
+            f"scored and back after it: at least {host.scoring_seconds:.2f} s each way"
+        )
     if host.activations:
         rows.append(
             f"activations that wait for their backward take up to {host.activations / 1e9:.1f} GB "
             "of a node"
         )
-    held = host.page_locked + host.asleep + host.activations
     rows.append(
         f"a node of {card.host_memory / 1e9:,.0f} GB holds "
-        f"{held / 1e9:.1f} GB of it and, for a checkpoint that is "
+        f"{host.held / 1e9:.1f} GB of it and, for a checkpoint that is "
         f"being written, up to {host.saving / 1e9:.1f} GB; it may use {host.limit / 1e9:,.0f}"
     )
     return rows
@@ -131,6 +151,9 @@ def too_little_host_memory(cfg: Config, host: HostUse) -> str:
     if host.activations > host.page_locked + host.asleep:
         what = "model.megatron.fine_grained_activation_offloading"
         instead = "model.megatron.offload_modules to fewer of them"
+    elif host.reward_models > host.page_locked + host.asleep:
+        what = "a reward model that sleeps"
+        instead = "share_gpus to false, for GPUs of its own"
     elif host.asleep:
         what = "rollout.enable_sleep_mode true, where lora.sync adapter leaves weights to engines"
         instead = "lora.sync to merged, whose pushes bring the weights"

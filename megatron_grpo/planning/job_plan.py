@@ -7,7 +7,7 @@ from typing import Any
 
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.reward import served_here
+from megatron_grpo.config.reward import count_gpus, served_here
 from megatron_grpo.launch.launch import check_engine_size, place
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.host import HostUse, host_use
@@ -19,6 +19,7 @@ from megatron_grpo.planning.memory import (
     memory_limit,
     stages_memory,
 )
+from megatron_grpo.planning.reward_models import beside_reward_models
 from megatron_grpo.planning.rollout_time import RolloutTime, rollout_time, training_loop
 from megatron_grpo.planning.simulation import MODES, Loop, simulate
 from megatron_grpo.planning.state import StateBytes, stage_states
@@ -145,6 +146,7 @@ def plan_job(
     work, states = workload(cfg, shape, lengths), stage_states(cfg, shape)
     time = step_time(cfg, shape, states, work, card)
     push = push_link(engine.pushed, card, in_node=in_node) if engine else None
+    stages = stages_memory(cfg, shape, states, work.microbatches, colocated)
     loop = None
     if engine and push and not is_shared:
         loop = training_loop(cfg, shape, engine, card, lengths, time, push)
@@ -153,7 +155,7 @@ def plan_job(
         is_shared=is_shared,
         memory_limit=memory_limit(card),
         work=work,
-        stages=stages_memory(cfg, shape, states, work.microbatches, colocated),
+        stages=beside_reward_models(cfg, card, stages),
         engine=engine,
         time=time,
         rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,
@@ -227,7 +229,7 @@ def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
     engines.
     """
     ranks, engines = cfg.dims.world_size, cfg.num_engines * cfg.rollout.gpus_per_engine
-    of_rewards = sum(model.num_gpus for model in served_here(cfg.rewards.values()))
+    of_rewards = count_gpus(served_here(cfg.rewards.values()), shared=False)
     if engines:
         check_engine_size(cfg.rollout, card.per_node)
     least = max(ranks, engines) + of_rewards
@@ -253,8 +255,8 @@ def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:
     """GPUs of the fewest whole nodes that hold the job; part of one node if that is enough.
 
     Ranks and engines take the same nodes, unless one `engine` alone fills what a plan may use of a
-    card. An engine of more GPUs than a node has takes whole nodes. Reward models have GPUs of their
-    own behind the ranks.
+    card. An engine of more GPUs than a node has takes whole nodes. Reward models that do not share
+    GPUs have theirs behind the ranks.
     """
     size, num_engines = cfg.rollout.gpus_per_engine, cfg.num_engines
     rank_nodes = -(-cfg.dims.world_size // card.per_node)
@@ -263,7 +265,7 @@ def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:
     else:
         engine_nodes = -(-num_engines // (card.per_node // size))
     # An engine starts at a multiple of its size.
-    behind = cfg.dims.world_size + sum(m.num_gpus for m in served_here(cfg.rewards.values()))
+    behind = cfg.dims.world_size + count_gpus(served_here(cfg.rewards.values()), shared=False)
     apart = round_up(behind, size if num_engines else 1) + num_engines * size
     if engine and engine.total > memory_limit(card):
         return apart if apart <= card.per_node else (rank_nodes + engine_nodes) * card.per_node

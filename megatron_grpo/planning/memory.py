@@ -62,7 +62,7 @@ class StageMemory:
     buffers: int
     """Those of NCCL (an estimate) and of the push, which both stay, and the CUDA context."""
     engine: int
-    """Memory that an engine on the same GPU never releases."""
+    """Memory that an engine, or a reward model, on the same GPU never releases."""
     phases: dict[Phase, int]
     """Additional memory of each phase of a step, at its peak."""
     away: dict[Phase, int]

@@ -25,6 +25,7 @@ from megatron_grpo.planning.memory import (
     memory_limit,
     stages_memory,
 )
+from megatron_grpo.planning.reward_models import beside_reward_models
 from megatron_grpo.planning.rollout_time import mode_of, training_loop
 from megatron_grpo.planning.simulation import Forecast, simulate
 from megatron_grpo.planning.state import StateBytes, stage_states
@@ -258,12 +259,12 @@ def _fitting(
         if host is not None and not host.fits:
             continue
         # Packing takes longest, so first rule out what does not even fit with one microbatch.
-        one = fullest_stage(stages_memory(cfg, shape, states, 1, colocated))
-        if one.total > memory_limit(card):
+        stages = beside_reward_models(cfg, card, stages_memory(cfg, shape, states, 1, colocated))
+        if fullest_stage(stages).total > memory_limit(card):
             continue
         work = workload(cfg, shape, lengths)
         stages = stages_memory(cfg, shape, states, work.microbatches, colocated)
-        memory = fullest_stage(stages)
+        memory = fullest_stage(beside_reward_models(cfg, card, stages))
         if memory.total <= memory_limit(card):
             time = step_time(cfg, shape, states, work, card)
             return [Suggestion(cfg=cfg, memory=memory, time=time)]

@@ -44,16 +44,17 @@ async def reward_model(
     step_tag: str | None = None,
     step_separator: str = STEP_SEPARATOR,
     tensor_parallel_size: int = 1,
+    share_gpus: bool = False,
     vllm: dict[str, Any] | None = None,
     reward_timeout: float,
     **_: Any,
 ) -> list[float | StepScores | Unscored]:
     """The logit that a model gives the prompt with the completion; an Unscored without one.
 
-    The model is the folder `path`, which the run serves itself with `tensor_parallel_size` GPUs and
-    the engine arguments `vllm`, or the one that a vLLM serves at `base_url`. It reads the prompt's
-    messages and the completion as the assistant's, by its own chat template and tokenizer; without
-    a chat template of the policy, the text of both.
+    The model is the folder `path`, which the run serves itself with `tensor_parallel_size` GPUs,
+    its own or those of the ranks (`share_gpus`), and the engine arguments `vllm`, or the one that a
+    vLLM serves at `base_url`. It reads the prompt's messages and the completion as the assistant's,
+    by its own chat template and tokenizer; without a chat template of the policy, the text of both.
 
     With `step_tag`, a token of the model, it is a process reward model: the text between
     `step_separator` is a step, and the tag is put at the end of each step in place of it, where the
@@ -61,7 +62,7 @@ async def reward_model(
     labels, or the logit of one.
     """
     _check(path, base_url, api_key, step_separator)
-    _check_server(base_url, tensor_parallel_size, vllm)
+    _check_server(base_url, tensor_parallel_size, share_gpus, vllm)
     if path is not None:
         check_folder(Path(path), of_steps=step_tag is not None)
     if not completions:
@@ -102,13 +103,19 @@ def _check(
         raise ValueError("step_separator is empty: give the text between two steps")
 
 
-def _check_server(base_url: str | None, size: int, vllm: dict[str, Any] | None) -> None:
+def _check_server(
+    base_url: str | None, size: int, share_gpus: bool, vllm: dict[str, Any] | None
+) -> None:
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"tensor_parallel_size {size!r}: give a number of GPUs")
+    if not isinstance(share_gpus, bool):
+        raise ValueError(f"share_gpus {share_gpus!r}: give true or false")
     if not isinstance(vllm or {}, dict):
         raise ValueError(f"vllm {vllm!r}: give a table of arguments, such as max_model_len: 8192")
-    if base_url is not None and (vllm or size > 1):
-        raise ValueError("tensor_parallel_size and vllm are for a model that the run serves: path")
+    if base_url is not None and (vllm or share_gpus or size > 1):
+        raise ValueError(
+            "tensor_parallel_size, share_gpus and vllm are for a model that the run serves: path"
+        )
 
 
 def check_folder(path: Path, *, of_steps: bool) -> None:

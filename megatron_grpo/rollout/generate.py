@@ -93,7 +93,7 @@ class Rollouter:
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
-        self.pools = RewardPools(RewardModels.of_run(cfg, logs, num_ranks))
+        self.pools = RewardPools(RewardModels.of_run(cfg, logs, num_ranks, self.servers))
         self.rewards = RewardsBySource(cfg.by_source, self.pools)
         tokenizer = load_tokenizer(cfg.model.path)
         pool = EnginePool.of_run(self.servers, cfg)

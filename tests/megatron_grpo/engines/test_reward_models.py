@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from helpers.models import character_tokenizer
@@ -25,12 +26,14 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.http import EngineError
+from megatron_grpo.engines.processes import ServerProcesses
 from megatron_grpo.engines.reward_models import RewardModels, check_served, reward_devices, tag_id
+from megatron_grpo.launch.run_dir import bearer
 from megatron_grpo.prompt_checks import check_reward_models
 from megatron_grpo.rewards import RewardPool, RewardPools
 from parallel import ParallelDims
 
-ROLLOUT = RolloutConfig(max_completion_length=8)
+ROLLOUT = RolloutConfig(max_completion_length=8, request_timeout=10)
 SYSTEM = "Be good."
 TEXTS = ["It is 4.", "First\n\nthen 8.\n\n\n\nSo 12.", ""]
 
@@ -129,21 +132,71 @@ def test_a_server_that_dies_is_started_again_once_and_scoring_goes_on(tmp_path, 
             pool.score(batch, num_completions=len(batch))
 
 
+@pytest.mark.slow
+def test_a_server_that_shares_gpus_sleeps_unless_it_scores_and_is_started_again_if_it_does_not_wake(
+    tmp_path, capfd
+) -> None:
+    """A CPU server answers the same requests, and keeps its memory; tests/gpu has the memory."""
+    folder, batch = reward_model_folder(tmp_path / "model"), samples(1)
+    expected = [reference_score(folder, read_by_the_model(each, each.text)) for each in batch]
+    with served(function(folder, share_gpus=True), tmp_path / "logs") as (models, pool):
+
+        def is_asleep() -> bool:
+            url, headers = f"{models.base_urls[0]}/is_sleeping", bearer(models._token)
+            assert httpx.get(url).status_code == 401
+            answer: bool = httpx.get(url, headers=headers).json()["is_sleeping"]
+            return answer
+
+        def pid() -> int:
+            return models._engines[0].process.pid
+
+        assert is_asleep() and models.awaited == ""
+        first = pid()
+        for _ in range(2):
+            assert scores(pool, batch) == pytest.approx(expected, abs=1e-4)
+            assert is_asleep() and pid() == first
+        os.kill(first, signal.SIGKILL)
+        assert scores(pool, batch) == pytest.approx(expected, abs=1e-4)
+        assert is_asleep() and pid() != first
+        assert "ended with signal SIGKILL" in capfd.readouterr().err
+        second = pid()
+        os.kill(second, signal.SIGSTOP)
+        assert scores(pool, batch) == pytest.approx(expected, abs=1e-4)
+        assert is_asleep() and pid() != second
+        assert ": no wake_up: ReadTimeout" in capfd.readouterr().err
+
+
+def test_those_that_share_gpus_start_when_the_engines_answer(tmp_path) -> None:
+    """Two servers that load at once would both count what the other takes as their own."""
+    engines = ServerProcesses(("http://127.0.0.1:9",), tmp_path)  # where nothing listens
+    rollout = ROLLOUT.model_copy(update={"startup_timeout": 0.1})
+    shared, logs = function(tmp_path, share_gpus=True), tmp_path / "logs"
+    with pytest.raises(TimeoutError, match=r"rollout engine http://127\.0\.0\.1:9 did not answer"):
+        RewardModels([shared], rollout, logs, engines=engines)
+    assert not logs.exists()  # of a server that was started
+
+
+SHARED = {"share_gpus": True}
+
+
 @pytest.mark.parametrize(
-    ("num_devices", "num_ranks", "rollout", "expected"),
+    ("num_devices", "num_ranks", "rollout", "arguments", "expected"),
     [
-        (0, 2, {}, [None, None]),
-        (8, 4, {"num_engines": 1}, ["5,6", "7"]),
-        (8, 4, {"base_urls": ["http://10.0.0.1:8000"]}, ["4,5", "6"]),
-        (4, 1, {"num_engines": 4}, ["1,2", "3"]),  # engines share the GPUs of the rank
-        (8, 4, {"num_engines": 2}, "3 GPUs for reward models, and of the 8 .* leave 2"),
+        (0, 2, {}, {}, [None, None]),
+        (8, 4, {"num_engines": 1}, {}, ["5,6", "7"]),
+        (8, 4, {"base_urls": ["http://10.0.0.1:8000"]}, {}, ["4,5", "6"]),
+        (4, 1, {"num_engines": 4}, {}, ["1,2", "3"]),  # engines share the GPUs of the rank
+        (8, 4, {"num_engines": 2}, {}, "3 GPUs for reward models, and of the 8 .* leave 2"),
+        (3, 3, {"num_engines": 3}, SHARED, ["0,1", "2"]),
+        (2, 2, {"num_engines": 2}, SHARED, "3 GPUs for reward models that share .* host has 2"),
     ],
 )
-def test_reward_models_have_the_gpus_after_ranks_and_engines(
-    num_devices, num_ranks, rollout, expected
+def test_reward_models_have_the_gpus_after_ranks_and_engines_or_share_the_first(
+    num_devices, num_ranks, rollout, arguments, expected
 ) -> None:
     config = RolloutConfig(max_completion_length=8, **rollout)
-    arguments = (config, [2, 1], num_devices, num_ranks, {})
+    models = [function(Path("m"), tensor_parallel_size=size, **arguments) for size in (2, 1)]
+    arguments = (config, models, num_devices, num_ranks, {})
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
             reward_devices(*arguments)
@@ -155,15 +208,24 @@ def test_what_vllm_could_not_serve_is_refused(tmp_path) -> None:
     folder = tmp_path / "model"
     tokenizer().save_pretrained(folder)
 
-    def refusal(**arguments) -> str:
+    def refusal(*overrides: str, **arguments) -> str:
         reward = RewardConfig(functions=(function(folder, **arguments),))
-        cfg = tiny_config(tmp_path, ParallelDims()).model_copy(update={"reward": reward})
+        cfg = tiny_config(tmp_path, ParallelDims(), *overrides)
+        cfg = cfg.model_copy(update={"reward": reward})
         with pytest.raises(ValueError, match=r"reward_model|step_tag") as refused:
             check_served(cfg)
         return str(refused.value)
 
     assert "vllm.runner cannot be set: a reward model has" in refusal(vllm={"runner": "generate"})
     assert "vllm.max_len cannot be set" in refusal(vllm={"max_len": 5})
+    assert "vllm.enable_sleep_mode cannot be set: set share_gpus" in refusal(
+        vllm={"enable_sleep_mode": True}
+    )
+    assert "set rollout.enable_sleep_mode=true, or leave it out" in refusal(share_gpus=True)
+    sleeps = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.8")
+    for vllm in ({}, {"gpu_memory_utilization": 0.3}, {"gpu_memory_utilization": 0.0}):
+        told = refusal(*sleeps, share_gpus=True, vllm=vllm)
+        assert "is 0.8: together at most 1, such as 0.1" in told
     assert "step_tag '<x>' is 3 tokens" in refusal(step_tag="<x>")
     without = character_tokenizer(200)
     without.chat_template = None

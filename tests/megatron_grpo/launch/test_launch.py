@@ -95,8 +95,9 @@ def test_engines_share_the_ranks_gpus_where_no_others_are_left_one_per_node_firs
 
 
 def test_reward_models_have_the_gpus_behind_the_ranks_of_the_first_node():
-    def with_model(cfg, size: int):
-        model = {"name": "reward_model", "arguments": {"path": "p", "tensor_parallel_size": size}}
+    def with_model(cfg, size: int, **others):
+        arguments = {"path": "p", "tensor_parallel_size": size, **others}
+        model = {"name": "reward_model", "arguments": arguments}
         return cfg.model_copy(update={"reward": RewardConfig(functions=[model])})
 
     placed = place(with_model(job(3, 2, tensor=2), 1), ["a"], 8)
@@ -108,6 +109,11 @@ def test_reward_models_have_the_gpus_behind_the_ranks_of_the_first_node():
     assert [at.gpus.start for at in placed.engines] == [0, 2, 6]
     with pytest.raises(ValueError, match="2 GPUs for reward models behind the 8 ranks of a node"):
         place(with_model(job(8, 1), 2), NODES, 8)
+    # Those that share take none from engines.
+    placed = place(with_model(job(8, 1), 8, share_gpus=True), ["a"], 8)
+    assert placed.engines == place(job(8, 1), ["a"], 8).engines
+    with pytest.raises(ValueError, match=r"9 GPUs for reward models that share .* host has 8"):
+        place(with_model(job(8, 1), 9, share_gpus=True), NODES, 8)
 
 
 def test_engine_larger_than_a_node_takes_whole_nodes():

@@ -284,6 +284,45 @@ def test_a_reward_model_has_gpus_of_its_own(cfg, capsys, tmp_path):
     )
 
 
+def test_a_reward_model_that_shares_gpus_takes_its_share_while_it_scores(
+    cfg, capsys, monkeypatch, tmp_path
+):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"0" * 20_000_000)
+    vllm = "vllm: {gpu_memory_utilization: 0.1}"
+    model = f"path: {tmp_path}, tensor_parallel_size: 2, share_gpus: true, {vllm}"
+    function = f"reward.functions=[{{name: reward_model, arguments: {{{model}}}}}]"
+    options = (*OFFLOADS, "train.offload=all", "rollout.vllm.gpu_memory_utilization=0.7")
+
+    def planned(*overrides, as_json=True):
+        print_plan(cfg(*options, "eval.data=null", *overrides), **DEFAULTS | {"as_json": as_json})
+        return capsys.readouterr().out
+
+    alone, beside = (json.loads(planned(*more)) for more in ([], [function]))
+    assert beside["num_gpus"] == alone["num_gpus"] == 64
+    (first, *others), (changed, *same) = alone["stages"], beside["stages"]
+    assert same == others  # ranks 0 and 1 are of the first stage
+    assert changed["phases"] == first["phases"] | {"generate": 0.8 * CARDS["h100"].memory}
+    assert changed["away"] == first["away"]
+    context = 600 * 10**6 + 500 * 10**6  # of CUDA and NCCL
+    assert changed["engine"] - first["engine"] == context
+    assert beside["host"]["total"] - alone["host"]["total"] == 2 * 20_000_000
+    assert beside["host"]["scoring_seconds"] == 10_000_000 / CARDS["h100"].host_rate
+    table = planned(function, as_json=False)
+    assert "for 2 GPUs that it shares on the node of rank 0" in table
+    assert "reward models that sleep copy their weights from their host before" in table
+    with pytest.raises(ValueError, match=r"needs 83\.8 GB in phase generate, but may use 76\.5"):
+        planned("rollout.vllm.gpu_memory_utilization=0.8", function)
+    small = replace(CARDS["h100"], host_memory=10**12)
+    monkeypatch.setitem(CARDS, "h100", small)
+    with file.open("ab") as weights:
+        weights.truncate(10**12)
+    with pytest.raises(
+        ValueError, match=r"with a reward model that sleeps.* set share_gpus to false"
+    ):
+        planned(function)
+
+
 def test_lengths_of_a_file_make_the_microbatches(cfg, capsys, tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("\n".join(["500"] * 90 + ["3000"] * 10))

@@ -197,6 +197,7 @@ PROCESS = {"architectures": ["Qwen2ForProcessRewardModel"]}
         (SCALAR, {"step_separator": ""}, "step_separator is empty"),
         (SCALAR, {"devices": "0"}, "has no argument 'devices'"),
         (SCALAR, {"tensor_parallel_size": 0}, "give a number of GPUs"),
+        (SCALAR, {"share_gpus": "yes"}, "share_gpus 'yes': give true or false"),
         (SCALAR, {"vllm": "dtype"}, "give a table of arguments"),
         (SCALAR, {"path": None, "base_url": "http://h", "vllm": {"dtype": "x"}}, "run serves"),
     ],
