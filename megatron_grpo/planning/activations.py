@@ -332,17 +332,16 @@ def _offloaded(cfg: Config, shape: ModelShape) -> float:
     )
     row = itemsize * shape.hidden_size * share
     norm = _norm(cfg, shape.hidden_size) * share
-    parts = {"attn_norm": norm - row}
-    if shape.linear is None:
-        output = itemsize * shape.num_attention_heads * shape.value_dim / cfg.dims.tensor
-        parts |= {
-            # With the norm that is fused into it, and those of queries and keys.
-            "qkv_linear": (norm if fused and shape.has_pre_norms else row)
-            + _norms_of_heads(cfg, shape),
-            # The product after it keeps its output, too.
-            "core_attn": _core_attention(cfg, shape) / cfg.dims.tensor - output,
-            "attn_proj": output,
-        }
+    output = itemsize * shape.num_attention_heads * shape.value_dim / cfg.dims.tensor
+    parts = {
+        "attn_norm": norm - row,
+        # With the norm that is fused into it, and those of queries and keys.
+        "qkv_linear": (norm if fused and shape.has_pre_norms else row)
+        + _norms_of_heads(cfg, shape),
+        # The product after it keeps its output, too.
+        "core_attn": _core_attention(cfg, shape) / cfg.dims.tensor - output,
+        "attn_proj": output,
+    }
     if shape.moe is not None or not fused:
         parts["mlp_norm"] = norm - row
     if shape.moe is not None:
