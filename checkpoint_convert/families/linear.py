@@ -1,5 +1,7 @@
 """Linear attention by the gated delta rule: see `LinearShape`."""
 
+from functools import partial
+
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
 from checkpoint_convert.shape import LinearShape, ModelShape
@@ -18,8 +20,8 @@ def linear_attention(
     keys, values = linear.num_key_heads * linear.key_dim, num_heads * linear.value_dim
     fused, rates, conv = (f"{source}{x}.weight" for x in ("in_proj_qkvz", "in_proj_ba", "conv1d"))
     if FAMILIES[shape.family].linear == "by head":
-        qkvz = (Tensor(fused, (2 * (keys + values), hidden)),)
-        ba = (Tensor(rates, (2 * num_heads, hidden)),)
+        qkvz: tuple[Tensor, ...] = (Tensor(fused, (2 * (keys + values), hidden)),)
+        ba: tuple[Tensor, ...] = (Tensor(rates, (2 * num_heads, hidden)),)
     else:
         name = f"{source}in_proj_qkv.weight"
         qkv = in_one_tensor(name, [Tensor(name, (size, hidden)) for size in (keys, keys, values)])
@@ -27,15 +29,9 @@ def linear_attention(
         ba = tuple(Tensor(f"{source}in_proj_{x}.weight", (num_heads, hidden)) for x in "ba")
     kernel = (1, linear.kernel_size)
     mixed = in_one_tensor(conv, [Tensor(conv, (size, *kernel)) for size in (keys, keys, values)])
-    by_head = {"split": 0, "interleave_groups": linear.num_key_heads}
+    by_head = partial(Parameter, split=0, interleave_groups=linear.num_key_heads)
     return [
-        Parameter(
-            f"{target}in_proj.weight",
-            (*qkvz, *ba),
-            engine_parts=((fused, len(qkvz)), (rates, len(ba))),
-            **by_head,
-        ),
-        Parameter(f"{target}conv1d_weight", mixed, engine_name=conv, **by_head),
+        by_head(f"{target}conv1d_weight", mixed, engine_name=conv),
         Parameter(f"{target}dt_bias", (Tensor(f"{source}dt_bias", (num_heads,)),), split=0),
         Parameter(
             f"{target}A_log",
@@ -45,6 +41,11 @@ def linear_attention(
         ),
         Parameter(
             f"{target}out_norm_weight", (Tensor(f"{source}norm.weight", (linear.value_dim,)),)
+        ),
+        by_head(
+            f"{target}in_proj.weight",
+            (*qkvz, *ba),
+            engine_parts=((fused, len(qkvz)), (rates, len(ba))),
         ),
         Parameter(
             f"{target}out_proj.weight",

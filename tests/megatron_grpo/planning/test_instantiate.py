@@ -130,6 +130,12 @@ IN_BUCKETS = [
     # Larger buckets for more data ranks; context ranks do not count.
     ("SmolLM2-135M", {}, {"data": 61, "context": 2}),
     ("Qwen3-30B-A3B", {"num_hidden_layers": 4}, {"data": 10, "expert": 2, "pipeline": 2}),
+    # Small parameters of linear attention, which is not in the last layer of each stage.
+    (
+        "Qwen3-Next-80B-A3B",
+        {"num_hidden_layers": 8, "num_experts": 16},
+        {"data": 10, "expert": 2, "pipeline": 2},
+    ),
 ]
 
 
