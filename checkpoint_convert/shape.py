@@ -158,6 +158,11 @@ class ModelShape:
         return self.num_layers if self.moe is None else self.moe.num_dense_layers
 
     @property
+    def num_attending_layers(self) -> int:
+        """Number of layers with keys and values of all tokens: those without linear attention."""
+        return self.num_layers - len(self.linear_layers)
+
+    @property
     def value_dim(self) -> int:
         """Size of one head of values."""
         return self.head_dim if self.latent is None else self.latent.value_dim

@@ -41,14 +41,15 @@ class CostModel:
     400 TFLOP/s for h = 4096."""
 
     @classmethod
-    def transformer(cls, hidden_size: int) -> "CostModel":
+    def transformer(cls, hidden_size: int, attending: float = 1.0) -> "CostModel":
         """The usual block: 24 h**2 FLOP per token in matrices, 4 h per causal (query, key) pair.
 
-        A sequence has L**2 / 2 such pairs, so quadratic / linear = 2 h / (24 h**2) (Kaplan et
-        al., arXiv 2001.08361, section 2.1).
+        A sequence has L**2 / 2 such pairs in the `attending` part of the layers, so quadratic /
+        linear = attending 2 h / (24 h**2) (Kaplan et al., arXiv 2001.08361, section 2.1). The
+        others have linear attention, whose context ranks exchange no less.
         """
         exchange = cls.exchange * (4096 / hidden_size) ** 2
-        return cls(linear=1.0, quadratic=1 / (12 * hidden_size), exchange=exchange)
+        return cls(linear=1.0, quadratic=attending / (12 * hidden_size), exchange=exchange)
 
 
 class ScheduledPlan(NamedTuple):

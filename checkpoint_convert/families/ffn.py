@@ -61,15 +61,15 @@ def moe_block(
     assert names is not None, f"{shape.family} names no experts"
     block = f"{source}{names.block}."
     parameters = _router(shape, moe, names, block)
+    if moe.has_shared_gate:
+        gate = Tensor(f"{block}{names.shared}_gate.weight", (1, shape.hidden_size))
+        parameters.append(Parameter("mlp.shared_experts.gate_weight", (gate,)))
     if moe.shared_intermediate_size:
         parameters += gated_mlp(
             (moe.shared_intermediate_size, shape.hidden_size),
             f"{block}{names.shared}.",
             "mlp.shared_experts.",
         )
-    if moe.has_shared_gate:
-        gate = Tensor(f"{block}{names.shared}_gate.weight", (1, shape.hidden_size))
-        parameters.append(Parameter("mlp.shared_experts.gate_weight", (gate,)))
     pattern = "mlp.experts.{}{}" if grouped else "mlp.experts.local_experts.{1}.{0}"
     kinds = ("weight", "bias") if shape.has_linear_biases else ("weight",)
     for local_index, index in enumerate(experts):

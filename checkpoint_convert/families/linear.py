@@ -31,11 +31,6 @@ def linear_attention(
     mixed = in_one_tensor(conv, [Tensor(conv, (size, *kernel)) for size in (keys, keys, values)])
     by_head = partial(Parameter, split=0, interleave_groups=linear.num_key_heads)
     return [
-        by_head(
-            f"{target}in_proj.weight",
-            (*qkvz, *ba),
-            engine_parts=((fused, len(qkvz)), (rates, len(ba))),
-        ),
         by_head(f"{target}conv1d_weight", mixed, engine_name=conv),
         Parameter(f"{target}dt_bias", (Tensor(f"{source}dt_bias", (num_heads,)),), split=0),
         Parameter(
@@ -46,6 +41,11 @@ def linear_attention(
         ),
         Parameter(
             f"{target}out_norm_weight", (Tensor(f"{source}norm.weight", (linear.value_dim,)),)
+        ),
+        by_head(
+            f"{target}in_proj.weight",
+            (*qkvz, *ba),
+            engine_parts=((fused, len(qkvz)), (rates, len(ba))),
         ),
         Parameter(
             f"{target}out_proj.weight",

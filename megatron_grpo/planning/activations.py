@@ -6,44 +6,16 @@ counted once, and parts that run a second time in the backward keep less.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import mul
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import ITEMSIZE
+from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds
+from megatron_grpo.planning.linear_attention import kept_bytes
 from parallel import pipeline_layers
 from parallel.tiles import tile_columns
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerKind:
-    """Consecutive layers of one kind: all dense, or all mixtures of experts."""
-
-    layers: range
-    """Their indices in the model."""
-    shape: ModelShape
-    """The model with all of its layers of this kind."""
-
-    def count_in(self, *chunks: range) -> int:
-        """Layers of this kind in model chunks, such as `range(0, 8)`."""
-        return sum(
-            len(range(max(self.layers.start, chunk.start), min(self.layers.stop, chunk.stop)))
-            for chunk in chunks
-        )
-
-
-def layer_kinds(shape: ModelShape) -> list[LayerKind]:
-    """The kinds of layers of a model, in its order: dense ones come before mixtures."""
-    if shape.moe is None:
-        return [LayerKind(layers=range(shape.num_layers), shape=shape)]
-    mixture = replace(shape, moe=replace(shape.moe, num_dense_layers=0))
-    kinds = [
-        LayerKind(layers=range(shape.num_dense_layers), shape=replace(shape, moe=None)),
-        LayerKind(layers=range(shape.num_dense_layers, shape.num_layers), shape=mixture),
-    ]
-    return [kind for kind in kinds if kind.layers]
-
 
 DEFAULT_MODULES = ("core_attn",)
 """What Megatron-Core recomputes with `recompute_granularity: selective` and no list of modules."""
@@ -228,8 +200,7 @@ def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
     parts = {
         "layernorm": outputs,
         "norms": norms - outputs,
-        "core_attn": _core_attention(cfg, shape) / cfg.dims.tensor,
-        "around attention": _around_attention(cfg, shape),
+        **_attention(cfg, shape),
     }
     if shape.moe is None:
         parts["mlp"] = _gated(cfg, itemsize) * shape.intermediate_size / cfg.dims.tensor
@@ -237,6 +208,25 @@ def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
         parts["moe"] = _experts(cfg, shape)
         columns = shape.moe.shared_intermediate_size / cfg.dims.tensor
         parts["shared_experts"] = _gated(cfg, itemsize) * columns
+        if shape.moe.has_shared_gate:  # what is multiplied by a sigmoid, and that
+            parts["shared_experts"] += itemsize * (shape.hidden_size + 1) * _token_share(cfg)
+    return parts
+
+
+def _attention(cfg: Config, shape: ModelShape) -> dict[str, float]:
+    """The parts before the MLP, without the norms of hidden states."""
+    itemsize, tensor = ITEMSIZE[cfg.model.dtype], cfg.dims.tensor
+    if shape.linear is not None:
+        split, whole = kept_bytes(shape.linear, cfg.dims.context)
+        output = itemsize * shape.linear.num_value_heads * shape.linear.value_dim
+        return {"linear attention": (split + output) / tensor + whole}
+    parts = {
+        "core_attn": _core_attention(cfg, shape) / tensor,
+        "around attention": _around_attention(cfg, shape),
+    }
+    if shape.has_output_gate:  # a sigmoid in float32, and its product with the attention's output
+        width = shape.num_attention_heads * shape.value_dim
+        parts["around attention"] += (4 + itemsize) * width / tensor
     return parts
 
 
@@ -323,8 +313,9 @@ def _entry_of(module: str, cfg: Config, shape: ModelShape) -> float:
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     queries_and_keys = shape.head_dim * (heads + kv_heads)
     values, output = kv_heads * shape.value_dim, heads * shape.value_dim
-    if shape.latent is None:  # they are a view of the fused queries, keys and values
-        values += queries_and_keys
+    if shape.latent is None:  # they are a view of what comes with queries and keys
+        gates = heads * shape.head_dim if shape.has_output_gate else 0
+        values += queries_and_keys + gates
     inputs = queries_and_keys + values
     return ITEMSIZE[cfg.model.dtype] * (inputs + output) / cfg.dims.tensor
 
@@ -360,10 +351,12 @@ def _offloaded(cfg: Config, shape: ModelShape) -> float:
     return sum(parts[name] for name in settings.get("offload_modules", ()) if name in parts)
 
 
-PARTS = frozenset({"attention", "core_attn", "layernorm", "mlp", "moe", "shared_experts"})
+PARTS = frozenset(
+    {"attention", "core_attn", "delta_rule", "layernorm", "mlp", "moe", "shared_experts"}
+)
 """The parts of a layer, by Megatron-Core's names for `recompute_modules`; those that it lacks have
 no operations that count (`moe_act`) or are refused by the trainer (`mla_up_proj`). `attention` is
-all of it but `core_attn`, and only full recomputation repeats it."""
+all of it but `core_attn` or `delta_rule`. Only full recomputation repeats it, and `delta_rule`."""
 
 
 def recomputed_parts(cfg: Config) -> frozenset[str]:

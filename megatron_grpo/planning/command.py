@@ -19,7 +19,7 @@ from megatron_grpo.planning.job_plan import (
     not_counted,
     plan_job,
 )
-from megatron_grpo.planning.memory import StageMemory, engine_bytes
+from megatron_grpo.planning.memory import EngineBytes, StageMemory, engine_bytes
 from megatron_grpo.planning.reward_models import file_bytes
 from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
 from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
@@ -142,11 +142,18 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
         lines.append(
             f"an engine has {plan.engine.weights / 1e9:.2f} GB of weights and "
             f"{plan.engine.cache / 1e9:.1f} GB for keys and values on each GPU: "
-            f"{plan.engine.cached_tokens:,} tokens at once"
+            f"{plan.engine.cached_tokens:,} tokens at once{_memory_words(plan.engine)}"
         )
     if plan.rollout:
         lines.append(_rollout_line(cfg, plan.rollout))
     return lines + [_reward_model_line(model) for model in served_here(cfg.rewards.values())]
+
+
+def _memory_words(engine: EngineBytes) -> str:
+    if not engine.sequence_bytes:
+        return ""
+    tokens = engine.sequence_bytes / engine.token_bytes
+    return f", of which linear attention's memory of a sequence takes the place of {tokens:,.0f}"
 
 
 def _reward_model_line(model: RewardFunction) -> str:

@@ -15,6 +15,7 @@ from megatron_grpo.engines.layouts import engine_dims, shard_bytes
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
+from megatron_grpo.planning.linear_attention import sequence_elements
 from megatron_grpo.planning.optimizer_bytes import page_locked
 from megatron_grpo.planning.state import StateBytes, part_bytes
 from megatron_grpo.policy.lora_targets import targets_of
@@ -39,8 +40,10 @@ class EngineBytes:
     """Bytes left for keys and values, including vLLM's activations."""
     token_bytes: int
     """Bytes of what it caches of one token: keys and values, or their latents."""
+    sequence_bytes: int
+    """Bytes of what linear attention remembers of one sequence, in the same cache."""
     cached_tokens: int
-    """Tokens that fit in the cache of the whole engine."""
+    """Tokens that fit in the cache of the whole engine, if it remembers no sequences."""
     outside: int
     """CUDA context and NCCL buffers, which vLLM allocates before it determines its share, and the
     buffers of the push, which its memory profiling does not see."""
@@ -117,6 +120,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
         pushed=_adapter_bytes(cfg, shape) or weights - _absorbed_bytes(cfg, shape),
         cache=cache,
         token_bytes=per_token,
+        sequence_bytes=_sequence_bytes(cfg, shape),
         cached_tokens=cfg.rollout.data_parallel_size * (cache // per_token),
         outside=CONTEXT_BYTES
         + COMMUNICATOR_BYTES * (cfg.rollout.gpus_per_engine > 1)
@@ -183,7 +187,20 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
     else:
         num_heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
         elements = 2 * num_heads * shape.head_dim
-    return shape.num_layers * elements * _cache_itemsize(cfg)
+    return shape.num_attending_layers * elements * _cache_itemsize(cfg)
+
+
+def _sequence_bytes(cfg: Config, shape: ModelShape) -> int:
+    """What linear attention remembers of a sequence on each worker, which has some of its heads.
+
+    The last tokens are in the dtype of the model, the memory in float32. Left out: vLLM keeps it in
+    pages of some thousand tokens' size, and for moments two of a sequence.
+    """
+    if shape.linear is None:
+        return 0
+    tokens, memory = sequence_elements(shape.linear)
+    num_bytes = ITEMSIZE[cfg.model.dtype] * tokens + ITEMSIZE["float32"] * memory
+    return len(shape.linear_layers) * num_bytes // cfg.rollout.tensor_parallel_size
 
 
 def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token: int) -> int:

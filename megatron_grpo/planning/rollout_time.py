@@ -12,6 +12,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
+from megatron_grpo.planning.linear_attention import delta_rule_flops
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.simulation import Loop, Mode
 from megatron_grpo.planning.step_time import StepTime, active_weights
@@ -51,9 +52,10 @@ def rollout_time(
     With completions of c_i tokens behind prompts of p_i, an engine makes as many passes as its
     longest completion has tokens, or more where its cache (or `max_num_seqs`) does not hold all
     completions at once. Each pass reads the weights; completion i reads the keys and values of
-    p_i c_i + c_i^2 / 2 tokens in all. Prompts are computed once per group, as with vLLM's prefix
-    caching. Data-parallel groups of an engine share its completions evenly, and experts are reached
-    by those of all. Prompts have `data.max_prompt_length`; None without that.
+    p_i c_i + c_i^2 / 2 tokens in all, and what linear attention remembers c_i times, which it also
+    writes. Prompts are computed once per group, as with vLLM's prefix caching. Data-parallel groups
+    of an engine share its completions evenly, and experts are reached by those of all. Prompts have
+    `data.max_prompt_length`; None without that.
 
     Left out: the latency of kernels and all-reduces, all-reduces within a node, scheduling, prompts
     that are computed while completions wait, and those that several groups of an engine compute and
@@ -68,13 +70,14 @@ def rollout_time(
     completions = sorted(completion for _, completion in pairs)
     tokens = sum(completions)
     group = cfg.grpo.num_generations
-    cached = sum(p * c / group + c * c / 2 for p, c in pairs)
+    remembered = engine.sequence_bytes / engine.token_bytes  # in tokens
+    cached = sum(p * c / group + c * c / 2 + remembered * c for p, c in pairs)
     read = sum(p * c + c * c / 2 for p, c in pairs)
     at_once = _most_sequences(cfg) or count
     passes = max(completions[-1], ceil(tokens / at_once), ceil(cached / engine.cached_tokens))
     dense, experts = _read_bytes(cfg, shape)
     num_bytes = passes * dense + _expert_passes(shape, completions) * experts
-    num_bytes += read / cfg.rollout.data_parallel_size * engine.token_bytes
+    num_bytes += _cache_traffic(engine, tokens, read) / cfg.rollout.data_parallel_size
     prompt_tokens = sum(p for p, _ in pairs) / group
     return RolloutTime(
         completions=total,
@@ -120,6 +123,7 @@ def training_loop(
     group, tokens = grpo.num_generations, sum(completions)
     read = sum(p * c + c * c / 2 for p, c in pairs) / tokens
     cached = sum(p * c / group + c * c / 2 for p, c in pairs) / tokens
+    cached += engine.sequence_bytes / engine.token_bytes
     dense, experts = _read_bytes(cfg, shape)
     rate, groups = cfg.rollout.gpus_per_engine * card.flops, cfg.rollout.data_parallel_size
     decode, prefill = _flops(shape, 1, 0, read) / rate, _flops(shape, 0, 1, 0) / rate
@@ -127,7 +131,7 @@ def training_loop(
 
     def pass_seconds(running: int) -> float:
         num_bytes = dense + _reached(shape, running) * experts
-        num_bytes += running / groups * read * engine.token_bytes
+        num_bytes += _cache_traffic(engine, running, running * read) / groups
         return max(num_bytes / card.memory_rate, running * decode) + running * network
 
     return Loop(
@@ -179,6 +183,11 @@ def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:
     return dense, experts
 
 
+def _cache_traffic(engine: EngineBytes, tokens: int, read: float) -> float:
+    """Bytes to generate `tokens`, which read those of `read` tokens before them."""
+    return read * engine.token_bytes + 2.0 * tokens * engine.sequence_bytes
+
+
 def _expert_passes(shape: ModelShape, completions: Sequence[int]) -> float:
     """How often all experts are read while completions (ascending) end one after another.
 
@@ -223,7 +232,7 @@ def _sent_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> float:
 
 
 def _flops(shape: ModelShape, tokens: int, prompt_tokens: float, read: float) -> float:
-    """Twice the weights per token, the head for what is generated, and attention.
+    """Twice the weights per token, the head for what is generated, and attention or memories.
 
     Engines generate from latents without projecting them up to keys and values: queries are
     multiplied with them instead, and so are their weighted sums (DeepSeek-V2, arXiv 2405.04434,
@@ -234,6 +243,11 @@ def _flops(shape: ModelShape, tokens: int, prompt_tokens: float, read: float) ->
     sizes = shape.head_dim + shape.value_dim
     if shape.latent is not None:
         sizes = 2 * shape.latent.rank + shape.latent.rotary_dim
-    attention = 2.0 * shape.num_attention_heads * sizes * shape.num_layers
+    attention = 2.0 * shape.num_attention_heads * sizes * shape.num_attending_layers
     layers = active_weights(shape)
-    return 2.0 * (layers * (tokens + prompt_tokens) + head * tokens) + attention * read
+    flops = 2.0 * (layers * (tokens + prompt_tokens) + head * tokens) + attention * read
+    if shape.linear is not None:
+        generated = delta_rule_flops(shape.linear, chunk=1) * tokens
+        prompts = delta_rule_flops(shape.linear) * prompt_tokens
+        flops += len(shape.linear_layers) * (generated + prompts)
+    return flops

@@ -11,8 +11,8 @@ from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Part
-from megatron_grpo.planning.activations import layer_kinds
 from megatron_grpo.planning.card import ITEMSIZE
+from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds
 from megatron_grpo.planning.optimizer_bytes import shard_bytes
 from megatron_grpo.policy.lora_targets import planned_adapters
 from parallel import Coordinates, ParallelDims, pipeline_layers
@@ -122,14 +122,15 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
 def stage_states(cfg: Config, shape: ModelShape) -> list[StateBytes]:
     """`state_bytes` of the first rank of every stage; the others differ at most by some padding.
 
-    Stages with equally many layers of each kind are alike, except for the first and the last.
+    Stages with layers of the same kinds in the same order are alike, except for the first and the
+    last.
     """
-    kinds = layer_kinds(shape)
-    known: dict[tuple[int, ...], StateBytes] = {}
+    kind_of = _kind_of_layers(layer_kinds(shape))
+    known: dict[tuple[object, ...], StateBytes] = {}
     states = []
     for stage, chunks in enumerate(pipeline_layers(shape.num_layers, cfg.dims)):
         ends = int(chunks[0].start == 0), int(chunks[-1].stop == shape.num_layers)
-        role = *ends, *(kind.count_in(chunk) for kind in kinds for chunk in chunks)
+        role = *ends, *(tuple(kind_of[layer] for layer in chunk) for chunk in chunks)
         if role not in known:
             known[role] = state_bytes(cfg, shape, stage * cfg.dims.stage_size)
         states.append(known[role])
@@ -228,14 +229,21 @@ def _parameters(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Itera
     Layers of a kind are alike, so each is that of a model with one layer of its kind per chunk.
     """
     kinds = layer_kinds(shape)
+    kind_of = _kind_of_layers(kinds)
     chunks = pipeline_layers(shape.num_layers, dims)[at.pipeline]
     shallow = [_shallow_chunks(kind.shape, dims, at) for kind in kinds]
     for layers, *of_kinds in zip(chunks, *shallow, strict=True):
         before, _, after = of_kinds[0]  # the same of all kinds
         yield from before
-        for kind, (_, layer, _) in zip(kinds, of_kinds, strict=True):
-            yield from layer * kind.count_in(layers)
+        for layer in layers:
+            _, own, _ = of_kinds[kind_of[layer]]
+            yield from own
         yield from after
+
+
+def _kind_of_layers(kinds: Sequence[LayerKind]) -> dict[int, int]:
+    """The index of each layer's kind."""
+    return {layer: index for index, kind in enumerate(kinds) for layer in kind.layers}
 
 
 def _adapters(cfg: Config, shape: ModelShape, at: Coordinates) -> Iterator[_Parameter]:

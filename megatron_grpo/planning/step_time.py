@@ -8,13 +8,10 @@ from math import prod
 
 from checkpoint_convert import ModelShape, hf_tensors
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.activations import (
-    PARTS,
-    layer_kinds,
-    recomputed_layers,
-    recomputed_parts,
-)
+from megatron_grpo.planning.activations import PARTS, recomputed_layers, recomputed_parts
 from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.linear_attention import delta_rule_flops
 from megatron_grpo.planning.state import StateBytes
 from megatron_grpo.planning.traffic import Cover, LinkUse, activation_links, step_links
 from megatron_grpo.planning.workload import Computed, Workload, forwards_alone
@@ -129,7 +126,7 @@ def _passes(cfg: Config, part: str) -> int:
     A backward costs two (Kaplan et al., arXiv 2001.08361): for the gradients of inputs, and those
     of weights, which frozen ones have not.
     """
-    return 2 if cfg.lora.r and part != "core_attn" else 3
+    return 2 if cfg.lora.r and part not in ("core_attn", "delta_rule") else 3
 
 
 def forward_flops(shape: ModelShape, work: Computed) -> float:
@@ -144,9 +141,11 @@ def _part_flops(shape: ModelShape, work: Computed) -> dict[str, float]:
     """Operations of each of a layer's `PARTS` in a forward; all layers of `shape` are of one kind.
 
     Twice the weights per token. Attention multiplies the query with the key, and its weight with
-    the value, of each pair of tokens that attend.
+    the value, of each pair of tokens that attend; linear attention has no pairs.
     """
     flops = {part: 2.0 * size * work.tokens for part, size in _part_weights(shape).items()}
+    if shape.linear is not None:
+        return flops | {"delta_rule": delta_rule_flops(shape.linear) * work.tokens}
     of_pair = 2.0 * shape.num_attention_heads * (shape.head_dim + shape.value_dim)
     return flops | {"core_attn": of_pair * _pairs(shape, work)}
 
@@ -185,9 +184,9 @@ def _weights_of_layer(shape: ModelShape) -> Mapping[str, float]:
 
 def _part(name: str, shape: ModelShape) -> str:
     """Which of a layer's `PARTS` a Hugging Face tensor belongs to."""
-    if ".self_attn." in name:
+    if "_attn." in name:
         return "attention"
-    if ".shared_experts." in name:
+    if ".shared_expert" in name:
         return "shared_experts"
     if "norm." in name:
         return "layernorm"

@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.activations import (
-    layer_bytes,
-    layer_kinds,
-    recomputed_layers,
-    recomputed_parts,
-)
+from megatron_grpo.planning.activations import layer_bytes, recomputed_layers, recomputed_parts
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
+from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.linear_attention import exchanged_elements
 from megatron_grpo.planning.state import (
     StateBytes,
     bucket_elements,
@@ -75,9 +72,7 @@ def step_links(
     dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
     tokens = work.filled / dims.data / dims.context
     width = itemsize * shape.hidden_size * tokens
-    gathered, attended, dispatched = _exchanges(cfg, shape)
-    heads = shape.num_key_value_heads / dims.tensor
-    keys_and_values = heads * (shape.head_dim + shape.value_dim) * itemsize * tokens
+    gathered, attended, mixed, dispatched = _exchanges(cfg, shape)
     shards = dims.data * dims.context
     copied = max(
         _ring_share(shards) * (state.trained - state.expert_weights)
@@ -96,11 +91,9 @@ def step_links(
             dims.tensor,
             _ring_share(dims.tensor) * itemsize * tokens * gathered,
         ),
-        (
-            "context",
-            dims.context,
-            dims.tensor * dims.context,
-            work.received / work.filled * keys_and_values * attended,
+        *(
+            (purpose, dims.context, dims.tensor * dims.context, itemsize * tokens * elements)
+            for purpose, elements in _of_context(cfg, shape, work, attended, mixed).items()
         ),
         ("pipeline", dims.pipeline, dims.world_size, sends * width * share),
         ("data", shards, dims.stage_size, copied / itemsize * (gradient_itemsize(cfg) + itemsize)),
@@ -116,6 +109,19 @@ def step_links(
         for purpose, size, span, num_bytes in uses
         if size > 1
     ]
+
+
+def _of_context(
+    cfg: Config, shape: ModelShape, work: Workload, attended: float, mixed: float
+) -> dict[str, float]:
+    """Elements that context ranks exchange for each of their own tokens, by purpose."""
+    heads, others = shape.num_key_value_heads, work.received / work.filled
+    keys_and_values = heads * (shape.head_dim + shape.value_dim) / cfg.dims.tensor
+    uses = {"context": others * keys_and_values * attended}
+    if shape.linear is not None:  # of its tokens a rank keeps the heads that it computes
+        whole = exchanged_elements(shape.linear) / cfg.dims.tensor
+        uses["linear attention"] = others / (others + 1) * whole * mixed
+    return uses
 
 
 def _with_hidden(
@@ -179,15 +185,16 @@ def _steady_share(dims: ParallelDims, microbatches: int) -> float:
     return max(0.0, 1 - warm_up / (microbatches * chunks))
 
 
-def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float]:
+def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float, float]:
     """What ranks exchange in all forwards and the backward, each on the stage with the most of it.
 
     Elements that tensor ranks gather and reduce for a token; how often context ranks exchange keys
-    and values, over all layers; and how often tokens go to their experts and back. Gradients of
-    keys and values are as much as both and are summed, and those of tokens take the same ways.
+    and values, over all layers; how often they exchange tokens for heads of linear attention; and
+    how often tokens go to their experts and back. Gradients of keys and values are as much as both
+    and are summed, and those of tokens take the same ways.
     """
     forwards, parts = 1 + forwards_alone(cfg), recomputed_parts(cfg)
-    gathered, attended, dispatched = [], [], []
+    gathered, attended, mixed, dispatched = [], [], [], []
     for chunks in pipeline_layers(shape.num_layers, cfg.dims):
         again = recomputed_layers(cfg, chunks)
         counts = [
@@ -204,7 +211,15 @@ def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float]:
         attended.append(
             sum(
                 layers * (forwards + 2) + repeated * ("core_attn" in parts)
-                for _, layers, repeated in counts
+                for kind, layers, repeated in counts
+                if kind.linear is None
+            )
+        )
+        mixed.append(
+            sum(
+                layers * (forwards + 1) + repeated * ("delta_rule" in parts)
+                for kind, layers, repeated in counts
+                if kind.linear
             )
         )
         dispatched.append(
@@ -214,7 +229,7 @@ def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float]:
                 if kind.moe
             )
         )
-    return max(gathered), max(attended), max(dispatched)
+    return max(gathered), max(attended), max(mixed), max(dispatched)
 
 
 def _gathered(shape: ModelShape, forwards: float, recomputed: frozenset[str]) -> float:

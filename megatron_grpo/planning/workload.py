@@ -136,7 +136,8 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
         expert=dims.data if dims.expert > 1 else 1,
     )
     alignment = cfg.alignment
-    packing = tuple(chosen), limit, sizes, alignment, shape.hidden_size
+    cost = CostModel.transformer(shape.hidden_size, shape.num_attending_layers / shape.num_layers)
+    packing = tuple(chosen), limit, sizes, alignment, cost
     is_shared = cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None
     if is_shared:
         group = cfg.data.max_prompt_length, cfg.grpo.num_generations
@@ -168,10 +169,9 @@ def _packed(
     max_tokens: int,
     dims: ParallelDims,
     alignment: Alignment,
-    hidden_size: int,
+    cost: CostModel,
 ) -> tuple[list[int], Computed, int]:
     """`Packed`, and the tokens that ranks receive from their context ranks."""
-    cost = CostModel.transformer(hidden_size)
     if dims.context > 1:  # see `workload`: else it is left out
         plan = plan_turns(lengths, max_tokens, dims, alignment, cost)
     else:
@@ -194,7 +194,7 @@ def _packed_groups(
     max_tokens: int,
     dims: ParallelDims,
     alignment: Alignment,
-    hidden_size: int,
+    cost: CostModel,
 ) -> Packed:
     """Pack groups of `num_generations` sequences, whose prompts are shared."""
     groups = []
@@ -203,7 +203,6 @@ def _packed_groups(
         prompt = min(max_prompt_length, lengths[first])  # the shortest of the group
         responses = {i: lengths[i] - prompt for i in members}
         groups.append(PromptGroup(num_prompt_tokens=prompt, responses=responses))
-    cost = CostModel.transformer(hidden_size)
     plan = plan_shared_prompts(groups, max_tokens, dims, alignment, cost)
     multiple, filled, tokens, squares = alignment.sequence, [], 0, 0
     for microbatch in chain.from_iterable(plan):

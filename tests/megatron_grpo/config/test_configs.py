@@ -30,6 +30,7 @@ RUNS = [
     ("grpo_32b_64k", "DeepSeek-R1-Distill-Qwen-32B"),
     ("grpo_30b_a3b", "Qwen3-30B-A3B"),
     ("grpo_30b_glm_flash", "GLM-4.7-Flash"),
+    ("grpo_qwen3_next_80b", "Qwen3-Next-80B-A3B"),
     ("grpo_106b_a12b", "GLM-4.5-Air"),
     ("grpo_235b_a22b", "Qwen3-235B-A22B"),
     ("grpo_405b", "Llama-3.1-405B"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.shape import LinearShape
 from helpers.models import tiny_model
 from helpers.policies import pack_all, tiny_config
 from helpers.published_models import write_config
@@ -22,13 +23,14 @@ from megatron_grpo.planning.activations import (
     head_bytes,
     in_flight,
     layer_bytes,
-    layer_kinds,
     stage_activations,
 )
+from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.policy.model import build_model, forward
 from megatron_grpo.policy.releases import IS_OLD
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
+from parallel.delta_rule import CHUNK
 from parallel.groups import init_groups
 from parallel.tiles import even_columns
 
@@ -39,11 +41,13 @@ MASK_BYTES = 4 * sum(length // 4 * length * 5 // 4 for length in map(sum, LENGTH
 """Of context rank 1 of 2: its chunks, a quarter of a sequence each, see two and three of four."""
 FULL = ["recompute_granularity: full", "recompute_method: uniform", "recompute_num_layers: 1"]
 
-OFFLOADED = [
-    "fine_grained_activation_offloading: true",
-    "offload_modules: [attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm]",
-    "min_offloaded_tensor_size: 0",
-]
+
+def offloaded(modules: str) -> list[str]:
+    return [
+        "fine_grained_activation_offloading: true",
+        f"offload_modules: [{modules}]",
+        "min_offloaded_tensor_size: 0",
+    ]
 
 
 def recomputed(module: str) -> list[str]:
@@ -92,9 +96,24 @@ RUNS = {
     "latents over tensor": Run("deepseek_v3", ParallelDims(tensor=2)),
     "latents over context": Run("deepseek_v3", ParallelDims(context=2)),
     "latents recomputed": Run("deepseek_v3", megatron=FULL),
+    "linear": Run("qwen3_5_text"),
+    "linear over tensor": Run("qwen3_next", ParallelDims(tensor=2)),
+    "linear over context": Run("qwen3_next", ParallelDims(context=2)),
+    "linear recomputed": Run("qwen3_next", megatron=FULL),
+    "attention between linear recomputed": Run("qwen3_5_text", megatron=recomputed("core_attn")),
 }
 if not IS_OLD:
-    RUNS["offloaded"] = Run("qwen3_moe", ParallelDims(tensor=2), OFFLOADED)
+    everything = offloaded("attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm")
+    RUNS["offloaded"] = Run("qwen3_moe", ParallelDims(tensor=2), everything)
+    RUNS["linear, norms offloaded"] = Run("qwen3_next", megatron=offloaded("attn_norm, mlp_norm"))
+
+
+def without_memory(linear: LinearShape) -> int:
+    """What linear attention keeps less: in the first chunk of each sequence, before which nothing
+    is remembered, of what is; and in the last of all, whose memory nothing reads."""
+    heads, keys = linear.num_value_heads, linear.num_value_heads * linear.key_dim
+    first, last = 2 * keys + heads, 2 * keys + 2 * heads
+    return 4 * CHUNK * (len(LENGTHS[0]) * first + last)
 
 
 class Saved:
@@ -143,7 +162,13 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
     if run.dims.tensor == 2:
         left_out += TOKENS  # which of the vocabulary's rows are this rank's
     if run.dims.context == 2:
-        left_out += shape.num_layers * MASK_BYTES
+        left_out += shape.num_attending_layers * MASK_BYTES
+    if run.dims.context == 2 and shape.linear is not None:
+        left_out += (
+            2 * 8 * TOKENS
+        )  # the order of all tokens that ranks exchange for heads, and back
+    if shape.linear is not None and run.megatron != FULL:
+        left_out -= len(shape.linear_layers) * without_memory(shape.linear) / run.dims.world_size
     if IS_OLD and shape.moe and run.megatron not in (FULL, recomputed("moe")):
         # 0.16.1 keeps a mask and a probability of 5 bytes, where 0.19.2 keeps a number of 8.
         routers = sum(len(kind.layers) for kind in layer_kinds(shape) if kind.shape.moe)

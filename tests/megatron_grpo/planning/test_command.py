@@ -200,7 +200,15 @@ def test_a_plan_that_cannot_work_is_refused_with_a_legal_value(cfg, overrides, o
         print_plan(cfg(*overrides), **DEFAULTS | options)
 
 
-FULL = EngineBytes(weights=80 * 10**9, pushed=0, cache=0, token_bytes=1, cached_tokens=0, outside=0)
+FULL = EngineBytes(
+    weights=80 * 10**9,
+    pushed=0,
+    cache=0,
+    token_bytes=1,
+    sequence_bytes=0,
+    cached_tokens=0,
+    outside=0,
+)
 
 
 @pytest.mark.parametrize(

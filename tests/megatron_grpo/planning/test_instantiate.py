@@ -123,6 +123,8 @@ def test_bytes_are_those_of_real_ranks_and_of_the_plan(elsewhere, tmp_path):
     ]
 
 
+LINEAR, ATTENDING = "linear_attention", "full_attention"
+LAYER_TYPES = [LINEAR, ATTENDING, LINEAR, LINEAR] * 2
 IN_BUCKETS = [
     # Numbers of ranks that do not divide the parameters, so that the ends of buckets are padded. An
     # embedding tied over two stages, of which the second does not divide its gradients.
@@ -130,6 +132,12 @@ IN_BUCKETS = [
     # Larger buckets for more data ranks; context ranks do not count.
     ("SmolLM2-135M", {}, {"data": 61, "context": 2}),
     ("Qwen3-30B-A3B", {"num_hidden_layers": 4}, {"data": 10, "expert": 2, "pipeline": 2}),
+    # Small parameters of linear attention, in the order of layers: not kind by kind.
+    (
+        "Qwen3-Next-80B-A3B",
+        {"num_hidden_layers": 8, "num_experts": 16, "layer_types": LAYER_TYPES},
+        {"data": 10, "expert": 2, "pipeline": 2},
+    ),
 ]
 
 

@@ -170,6 +170,14 @@ def test_where_workers_outnumber_key_value_heads_each_holds_and_caches_one_whole
     assert engine.token_bytes == layers * 2 * 128 * 2
 
 
+def test_of_linear_attention_an_engine_caches_a_memory_per_sequence_and_no_tokens(tmp_path):
+    engine = engine_of(tmp_path, "Qwen3-Next-80B-A3B", tensor=4)
+    # Keys and values of 12 layers, one of two heads of 256. In 36 layers three tokens of what is
+    # convolved, and 32 heads' float32 matrices.
+    assert engine.token_bytes == 12 * 2 * 256 * 2
+    assert engine.sequence_bytes == 36 * (3 * 8192 * 2 + 32 * 128 * 128 * 4) // 4
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "given", "message"),
     [

@@ -114,6 +114,27 @@ def test_completions_that_do_not_all_run_at_once_take_more_passes(limit, time_of
     assert time.passes == {"m": 4000, "k": -(-16 * (25 + 500) * 1000 // 2184)}[limit[0]]
 
 
+def test_each_token_reads_and_writes_what_linear_attention_remembers(time_of):
+    # 16 completions of 1,000 tokens; 8 of 32 layers have 4 heads of keys and values of 256.
+    time, shape = time_of("Qwen3.5-9B", [1100])
+    matrices = 8_953_803_264 - 2 * shape.vocab_size * shape.hidden_size
+    head = shape.vocab_size * shape.hidden_size
+    read, token = 16 * (100 * 1000 + 1000**2 / 2), 8 * 2 * 4 * 256 * 2
+    memory = 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+    num_bytes = 1000 * 2 * (matrices + head) + read * token + 2 * 16_000 * memory
+    assert time.memory_seconds == pytest.approx(num_bytes / 3.35e12, rel=1e-4)
+    # Generated as if in chunks of one token, prompts in those of 64.
+    heads, products = 24 * 32, 6 * 128 * 128
+    rule = heads * (16_000 * (8 * 128 + products) + 400 * (64 * 8 * 128 + products))
+    flops = 2 * (matrices * (16_000 + 400) + head * 16_000) + rule
+    flops += 8 * 16 * 4 * 256 * read
+    assert time.compute_seconds == pytest.approx(flops / 989e12, rel=1e-4)
+    # A cache for 20,000 tokens, of which each memory takes the place of some.
+    few, _ = time_of("Qwen3.5-9B", [1100], f"rollout.vllm.kv_cache_memory_bytes={20_000 * token}")
+    cached = 25 + 500 + memory / token
+    assert few.passes == -(-16 * cached * 1000 // 20_000)
+
+
 def test_multiplying_is_what_takes_longest_where_very_many_run_at_once(time_of):
     many = "grpo={num_generations: 4, generation_batch_size: 4096, beta: 0.0}"
     time, shape = time_of("Llama-3.1-8B", [110], many)

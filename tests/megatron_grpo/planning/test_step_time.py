@@ -115,6 +115,9 @@ GLM_DENSE = 3 * 4096 * 10944
         ("GLM-4.5-Air", "mlp", 2 * GLM_DENSE * 1000),  # in the first layer only
         ("GLM-4.5-Air", "shared_experts", 45 * 2 * GLM_EXPERT * 1000),
         ("GLM-4.5-Air", "moe", 45 * 2 * (9 * GLM_EXPERT + GLM_ROUTER) * 1000),
+        # In one of four layers; the expert has a gate of one row.
+        ("Qwen3-Next-80B-A3B", "core_attn", 12 * 2 * 2 * 16 * 256 * 1000**2 / 2),
+        ("Qwen3-Next-80B-A3B", "shared_experts", 48 * 2 * (3 * 2048 * 512 + 2048) * 1000),
     ],
 )
 def test_selective_recomputation_runs_the_named_modules_again(name, modules, again, tmp_path):
@@ -232,6 +235,24 @@ def test_tokens_attend_to_a_window_in_the_layers_that_have_one(tmp_path):
         assert forward_flops(shape, work) == pytest.approx(forward_flops(plain, work) - saved)
 
 
+def test_linear_attention_computes_in_chunks_and_has_no_pairs(tmp_path):
+    folder, shape = model(tmp_path, "Qwen3-Next-80B-A3B")
+    # Queries, keys, values, gates and two rates of 32 heads; the convolution; the output.
+    linear = 2048 * (4 * 4096 - 4096 + 2 * 32) + 4 * 8192 + 4096 * 2048
+    attention = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048  # queries with their gates
+    mixture = 11 * 3 * 2048 * 512 + 2048 + 512 * 2048
+    active = 36 * linear + 12 * attention + 48 * mixture
+    pairs = 4096**2 / 2 * 16 * 2 * (256 + 256)
+    # Chunks of 64 tokens and heads of 128: products of queries and of keys with keys, weights with
+    # values, and a triangular system of as many columns as both; three products with the memory.
+    chunks = 4096 * 32 * (64 * (2 * 128 + 2 * 128 + 2 * 128 + 256) + 3 * 2 * 128 * 128)
+    expected = 2 * active * 4096 + 12 * pairs + 36 * chunks
+    assert forward_flops(shape, Computed.of([4096])) == pytest.approx(expected, rel=1e-4)  # norms
+    # Only full recomputation repeats the chunks.
+    more = of_step(folder, shape, FULL) - of_step(folder, shape)
+    assert more == pytest.approx(forward_flops(shape, Computed.of([1000])))
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_traffic_by_hand(tmp_path, recompute):
     folder, shape = model(tmp_path)
@@ -335,6 +356,21 @@ def test_tensor_ranks_gather_latents_and_context_ranks_keys_and_values_of_all_he
     # A quarter of 128 heads to the other rank; gradients are as much as a forward and are summed.
     keys_and_values = 128 / 4 * (192 + 128)
     assert sent["context"] == pytest.approx(2 * tokens * keys_and_values * 9 * (forwards + 2))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_context_ranks_exchange_tokens_for_heads_of_linear_attention(recompute, tmp_path):
+    folder, shape = model(tmp_path, "Qwen3.5-9B")
+    dims = ParallelDims(tensor=2, context=4)
+    sent = traffic(folder, shape, dims, *([FULL] if recompute else []))
+    tokens, forwards = 16 * 1024 / 4, 2 if recompute else 1
+    # Queries, keys, values, gates and rates there; outputs back. Of its tokens a rank keeps the
+    # heads that it computes.
+    elements = 2048 + 2048 + 4096 + 4096 + 2 * 32 + 4096
+    exchanged = 3 / 4 * 24 * (forwards + 1) * elements / 2
+    assert sent["linear attention"] == pytest.approx(2 * tokens * exchanged)
+    keys_and_values = 8 * (forwards + 2) * 2 * 256 * 4 / 2  # in 8 layers, to three ranks
+    assert sent["context"] == pytest.approx(3 * 2 * tokens * keys_and_values)
 
 
 @pytest.mark.parametrize(("name", "share"), [("Llama-3.1-8B", 0.5), ("Qwen3-30B-A3B", 0.3)])

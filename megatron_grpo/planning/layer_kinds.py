@@ -1,0 +1,40 @@
+"""The layers of a model by what modules they have: planning counts those of a kind once."""
+
+from dataclasses import dataclass, replace
+
+from checkpoint_convert import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """Layers with the same modules: dense or a mixture of experts, with linear attention or not."""
+
+    layers: frozenset[int]
+    """Their indices in the model."""
+    shape: ModelShape
+    """The model with all of its layers of this kind."""
+
+    def count_in(self, *chunks: range) -> int:
+        """Layers of this kind in model chunks, such as `range(0, 8)`."""
+        return sum(len(self.layers.intersection(chunk)) for chunk in chunks)
+
+
+def layer_kinds(shape: ModelShape) -> list[LayerKind]:
+    """The kinds of layers of a model, in the order of their first ones."""
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for layer in range(shape.num_layers):
+        kind = layer < shape.num_dense_layers, layer in shape.linear_layers
+        kinds.setdefault(kind, []).append(layer)
+    return [
+        LayerKind(layers=frozenset(layers), shape=_of_one_kind(shape, *kind))
+        for kind, layers in kinds.items()
+    ]
+
+
+def _of_one_kind(shape: ModelShape, is_dense: bool, is_linear: bool) -> ModelShape:
+    return replace(
+        shape,
+        moe=replace(shape.moe, num_dense_layers=0) if shape.moe and not is_dense else None,
+        linear=shape.linear if is_linear else None,
+        linear_layers=tuple(range(shape.num_layers)) if is_linear else (),
+    )

@@ -1,0 +1,63 @@
+"""What linear attention by the gated delta rule computes, keeps and remembers."""
+
+from checkpoint_convert.shape import LinearShape
+
+CHUNK = 64
+"""Tokens of a chunk, as in `parallel.delta_rule`; that imports torch, which takes seconds."""
+
+
+def delta_rule_flops(linear: LinearShape, chunk: int = CHUNK) -> float:
+    """Operations of a token in a layer, without projections and convolution, which have weights.
+
+    In chunks of C tokens (Gated DeltaNet, arXiv 2412.06464, section 3.3), a head with keys of size
+    k and values of size v multiplies, per token: its key and its query with the keys of the chunk,
+    4 C k; what its key recalls of the memory, what its query reads there, and what it adds to it,
+    6 k v; and the weights of its query with changes of values, 2 C v. The triangular system has
+    k + v right-hand sides, C (k + v). An engine generates in chunks of one token.
+    """
+    key, value = linear.key_dim, linear.value_dim
+    return linear.num_value_heads * (chunk * (5 * key + 3 * value) + 6.0 * key * value)
+
+
+def kept_bytes(linear: LinearShape, context: int) -> tuple[float, float]:
+    """Bytes per token that a layer keeps for its backward between its two projections.
+
+    The first are split over tensor ranks, the second are not. Counts the tensors that autograd
+    saves of `policy.linear_attention` and `parallel.delta_rule`, all in float32, for sequences of
+    whole chunks, of which the first keeps less. Kernels of flash-linear-attention, which are not
+    used, compute most of it again.
+    """
+    groups, heads, mixed = linear.num_key_heads, linear.num_value_heads, linear.mixed_dim
+    key, value = linear.key_dim, linear.value_dim
+    # What the convolution multiplies, and the input and output of the activation after it; the
+    # inverse lengths of queries and keys.
+    convolution = groups * ((linear.kernel_size + 2) * mixed + 2)
+    # Decays and strengths, and what they are computed of; the inverse length of the output.
+    rates = 11
+    # Products of keys and of queries with keys, decays between two tokens, and the system.
+    pairs = 6 * CHUNK
+    keys = 14 * key  # queries and keys, plain, with decays and in the order of a product
+    values = 9 * value  # values, their changes, the output, its norm and its gate
+    memory = key * value / CHUNK  # before each chunk
+    split = convolution + heads * (rates + pairs + keys + values + memory)
+    # Whether tokens are of the same sequence, and their places in chunks. Context ranks each have
+    # some heads of all tokens.
+    whole = linear.kernel_size - 1 + 8
+    return 4 * split, whole * context
+
+
+def exchanged_elements(linear: LinearShape) -> int:
+    """Elements of a token that a layer's context ranks exchange: what the projection gives, and
+    what goes into that of the output. A rank has whole tokens before and after, and whole heads in
+    between."""
+    groups, values = linear.num_key_heads, linear.num_value_heads * linear.value_dim
+    return groups * linear.mixed_dim + values + 2 * linear.num_value_heads + values
+
+
+def sequence_elements(linear: LinearShape) -> tuple[int, int]:
+    """Elements that a layer of an engine remembers of a sequence: last tokens, and the memory.
+
+    The first are inputs of the convolution, in the dtype of the model.
+    """
+    tokens = (linear.kernel_size - 1) * linear.num_key_heads * linear.mixed_dim
+    return tokens, linear.num_value_heads * linear.key_dim * linear.value_dim
