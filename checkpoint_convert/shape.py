@@ -163,6 +163,11 @@ class ModelShape:
         return self.num_layers - len(self.linear_layers)
 
     @property
+    def attending_share(self) -> float:
+        """The same as a share of all layers."""
+        return self.num_attending_layers / self.num_layers
+
+    @property
     def value_dim(self) -> int:
         """Size of one head of values."""
         return self.head_dim if self.latent is None else self.latent.value_dim

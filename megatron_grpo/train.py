@@ -101,8 +101,7 @@ class Trainer:
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = read_shape(cfg.model.path)
         self.schedule = BatchSchedule.of(cfg.grpo)
-        attending = shape.num_attending_layers / shape.num_layers
-        self.cost = CostModel.transformer(shape.hidden_size, attending)
+        self.cost = CostModel.transformer(shape.hidden_size, shape.attending_share)
         rollouter = None
         if run.groups.rank == 0:
             num_ranks = cfg.dims.world_size // run.num_hosts

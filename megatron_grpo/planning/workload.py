@@ -136,7 +136,7 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
         expert=dims.data if dims.expert > 1 else 1,
     )
     alignment = cfg.alignment
-    cost = CostModel.transformer(shape.hidden_size, shape.num_attending_layers / shape.num_layers)
+    cost = CostModel.transformer(shape.hidden_size, shape.attending_share)
     packing = tuple(chosen), limit, sizes, alignment, cost
     is_shared = cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None
     if is_shared:

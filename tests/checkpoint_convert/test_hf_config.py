@@ -167,7 +167,9 @@ def shape_by_transformers(config):
         latent=latent,
         # An attribute that not every version of transformers knows.
         num_mtp_layers=getattr(
-            config, "num_nextn_predict_layers", int(family in (*MULTI_TOKEN, "qwen3_next"))
+            config,
+            "mtp_num_hidden_layers" if family == "qwen3_5_text" else "num_nextn_predict_layers",
+            int(family in (*MULTI_TOKEN, "qwen3_next")),
         ),
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,

@@ -194,6 +194,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 32,
         "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
     },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }

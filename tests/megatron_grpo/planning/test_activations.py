@@ -30,7 +30,7 @@ from megatron_grpo.policy.model import build_model, forward
 from megatron_grpo.policy.releases import IS_OLD
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
-from parallel.delta_rule import CHUNK
+from parallel.delta_rule import LARGEST_CHUNK
 from parallel.groups import init_groups
 from parallel.tiles import even_columns
 
@@ -113,7 +113,7 @@ def without_memory(linear: LinearShape) -> int:
     is remembered, of what is; and in the last of all, whose memory nothing reads."""
     heads, keys = linear.num_value_heads, linear.num_value_heads * linear.key_dim
     first, last = 2 * keys + heads, 2 * keys + 2 * heads
-    return 4 * CHUNK * (len(LENGTHS[0]) * first + last)
+    return 4 * LARGEST_CHUNK * (len(LENGTHS[0]) * first + last)
 
 
 class Saved:
