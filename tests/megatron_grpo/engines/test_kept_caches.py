@@ -19,8 +19,6 @@ from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.in_flight import InFlight
 
 KEEPS = {"max_staleness": 2, "in_flight_updates": True, "recompute_kv_cache": False}
-BLOCK = 32
-"""Tokens of a block of the cache."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ def in_flight(engine, folders):
     in_flight.close()
 
 
-def generation(prompts, version, num_tokens=300, number=0, num_samples=16):
+def generation(prompts, version, number=0, num_samples=8, num_tokens=400):
     """Samples of `num_tokens` tokens; each `number` has others."""
     params = sampling_params(
         num_generations=num_samples,
@@ -63,9 +61,10 @@ def generation(prompts, version, num_tokens=300, number=0, num_samples=16):
     return Generation(prompts, params)
 
 
-def num_generated_after(engine, before, count):
-    """Wait until the engine has generated so many more tokens."""
-    assert wait_until(lambda: engine.num_generated() >= before + count, 60, 0.005)
+def wait_until_generated(engine, count):
+    """Return when the engine has generated so many more tokens."""
+    first = engine.num_generated()
+    assert wait_until(lambda: engine.num_generated() >= first + count, 60, 0.005)
 
 
 @pytest.mark.long
@@ -73,48 +72,45 @@ def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_f
     weights, prompts = {engine.version: folders[0]}, random_prompts(2, lengths=(40, 80))
     asked, answered = [], []
 
-    def ask():
-        asked.append(generation(prompts, engine.version, number=len(asked)))
+    def ask(**given):
+        asked.append(generation(prompts, engine.version, len(asked), **given))
         answered.append(in_flight.submit(len(asked), asked[-1]))
 
-    before = engine.num_generated()
-    ask()
+    ask(num_samples=32)
     for folder in folders[1:]:
-        num_generated_after(engine, before, 1000)
-        ask()  # just before the pause, and while it lasts
+        wait_until_generated(engine, 500)
+        ask()  # just before the pause, and after the push
         in_flight.hold(engine.version + 1)
         engine.pause()
-        ask()
         weights[engine.push(folder)] = folder
-        before = engine.num_generated()
         in_flight.resume(engine.version)
+        ask()
     for each in answered:
         each.result(timeout=120)
     samples = [sample for each in asked for sample in each.samples()]
-    assert {len(sample.spans) for sample in samples} == {1, 2, 3}
+    assert {len(sample.spans) for sample in samples} >= {1, 3}
     assert all(kept_cache_error(weights, sample) < 1e-3 for sample in samples[::4])
     assert largest_error_by_version(weights, samples[0]) > 0.1  # keys of one version are others
 
 
 @pytest.mark.long
 def test_a_new_prompt_is_served_no_keys_of_older_weights(engine, in_flight, folders):
-    before = engine.num_generated()
-    prompts = random_prompts(1, lengths=(BLOCK + 1, BLOCK + 2))
-    asked = generation(prompts, engine.version, num_tokens=3 * BLOCK, num_samples=8)
+    [prompt] = random_prompts(1)
+    asked = generation([prompt], engine.version, num_samples=32)
     answered = in_flight.submit(0, asked)
-    num_generated_after(engine, before, 1)
+    wait_until_generated(engine, 500)
     in_flight.hold(engine.version + 1)
     engine.pause()
     engine.push(folders[1])
     in_flight.resume(engine.version)
-    answered.result(timeout=60)
-    crossed = asked.samples()
-    assert {sample.spans[0][1] < BLOCK for sample in crossed} == {True}
+    answered.result(timeout=120)
+    crossed = [sample for sample in asked.samples() if len(sample.spans) == 2][:8]
     turns = [
-        Prompt(index=0, token_ids=(*prompts[0].token_ids, *sample.completion_ids), text="", row={})
+        Prompt(index=0, token_ids=(*prompt.token_ids, *sample.completion_ids), text="", row={})
         for sample in crossed
     ]
-    for number, new in enumerate((prompts, turns), 1):  # what begins as `crossed` did comes last
-        asked = generation(new, engine.version, num_tokens=4, number=number, num_samples=2)
-        in_flight.submit(number, asked).result(timeout=60)
-        assert largest_logprob_error(folders[1], asked.samples()) < 1e-3
+    assert turns
+    for number in (1, 2):  # the second finds what is cached behind blocks of the first
+        again = generation(turns, engine.version, number, num_samples=1, num_tokens=4)
+        in_flight.submit(number, again).result(timeout=60)
+        assert largest_logprob_error(folders[1], again.samples()) < 1e-3
