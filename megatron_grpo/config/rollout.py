@@ -58,6 +58,10 @@ class RolloutConfig(Section):
     in_flight_updates: bool = False
     """Push weights without waiting for completions in progress: these go on under the new weights,
     which compute their tokens anew. Needed by a max_staleness above 1."""
+    recompute_kv_cache: bool = True
+    """After a push in flight, engines compute the keys and values of what they go on with anew.
+    false: they keep those of older weights, as PipelineRL does, which saves that prefill; no
+    version alone gives the tokens that follow their probabilities then. vLLM only."""
     over_sampling: float = Field(default=1.0, ge=1.0)
     """Above 1: as many times the prompts of a generation are at the engines, the first groups that
     are complete make up the generation, and the others go on into the next, for at most
@@ -171,6 +175,27 @@ class RolloutConfig(Section):
                 "before a push has two: that of the weights that sampled it, and that of those "
                 "that computed it anew for the tokens after it: use "
                 "rollout.in_flight_updates=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_caches(self) -> Self:
+        if self.recompute_kv_cache:
+            return self
+        if not self.in_flight_updates:
+            raise ValueError(
+                "rollout.recompute_kv_cache false keeps keys and values of completions that go on "
+                "after a push, and with rollout.in_flight_updates false there are none: leave it "
+                "out, or set rollout.in_flight_updates=true"
+            )
+        others = {
+            f"rollout.engine {self.engine}": self.engine != "vllm",
+            "rollout.vllm.speculative_config": self.vllm.get("speculative_config"),
+        }
+        if told := [key for key, is_on in others.items() if is_on]:
+            raise ValueError(
+                f"{told[0]} does not go with rollout.recompute_kv_cache false yet: leave out one "
+                "of the two"
             )
         return self
 

@@ -262,7 +262,7 @@ class RolloutClient:
         async with http_client(
             url, self.pool.token, rollout.request_timeout, rollout.health_timeout
         ) as http:
-            yield Engine(url, http, patience, self._lora.is_served)
+            yield Engine(url, http, patience, self._lora.is_served, not rollout.recompute_kv_cache)
 
 
 async def _describe(engine: Engine) -> list[EngineReport]:

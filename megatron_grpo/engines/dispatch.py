@@ -77,7 +77,8 @@ class RequestDispatcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # none of their answers is taken then
-        await gather_all(queue.go_on() for queue in [*self._queues.values()])
+        for queue in self._queues.values():
+            queue.go_on()
         self._is_held = False
         if self._is_over.is_set():
             return

@@ -71,6 +71,8 @@ class Engine:
     patience: Patience
     serves_adapter: bool = False
     """Whether its weights stay as they were loaded, and pushes are of an adapter."""
+    keeps_caches: bool = False
+    """Whether requests in progress keep their keys and values through a push."""
 
     async def complete(
         self,
@@ -259,10 +261,11 @@ class Engine:
         await self.post("/pause?mode=abort&clear_cache=false")
 
     async def pause(self) -> None:
-        """Hold all requests until /resume, and drop all keys and values, also those of requests in
-        progress: these are computed anew, and sampling goes on."""
+        """Hold all requests until /resume, and drop all keys and values; those of requests in
+        progress only if they are to be computed anew. Then sampling goes on."""
         await self.post("/pause?mode=keep&clear_cache=false")  # the call below reports success
-        if not (await self.post("/reset_prefix_cache?reset_running_requests=true"))["success"]:
+        drop = "false" if self.keeps_caches else "true"
+        if not (await self.post(f"/reset_prefix_cache?reset_running_requests={drop}"))["success"]:
             raise EngineError(f"rollout engine {self.url} could not reset its prefix cache")
 
     async def get(self, route: str) -> Json:

@@ -44,6 +44,8 @@ class EngineQueue:
         self._asks: dict[int, asyncio.Task[None]] = {}
         self._push = ""
         """The one that the engine has its weights from."""
+        self._turn = asyncio.Lock()
+        """Of what the engine is asked between pushes."""
         self.is_settled = asyncio.Event()
         """Whether the engine has started, or failed to."""
         self._num_at_engine = self._num_arrived = self._num_answered = 0
@@ -89,28 +91,32 @@ class EngineQueue:
         """Return when a push of that version may begin, through which the engine keeps its
         requests. What fails is raised by `answer`."""
         await self.is_settled.wait()
-        await self._in_group(self._check_push)
+        if self._is_working:
+            await asyncio.wait([self._in_group(self._check_push)])
         self._next_version, self._is_held = next_version, True
 
-    async def go_on(self) -> None:
-        """Go on after that push. What fails is raised by `answer`."""
-        self._policy_version = self._next_version
-        self._note_change()
-        await self._in_group(self._note_push)
-        self._is_held = False
+    def go_on(self) -> None:
+        """Go on after that push. What fails is raised by `answer`.
 
-    async def _in_group(self, ask: Callable[[], Awaitable[None]]) -> None:
-        """Ask the engine something; what fails ends `answer`."""
+        Nobody waits: the engine answers when it has computed anew what it goes on with.
+        """
+        self._policy_version, self._is_held = self._next_version, False
+        self._note_change()
+        if self._is_working:
+            self._in_group(self._note_push)
+
+    def _in_group(self, ask: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Ask the engine something, after what it was asked before; what fails ends `answer`."""
 
         async def asked() -> None:
             try:
-                await ask()
+                async with self._turn:
+                    await ask()
             except BaseException:
                 self._is_working = self._is_sending = False  # the group takes no more tasks
                 raise
 
-        if self._is_working:
-            await asyncio.wait([self._group.create_task(asked())])
+        return self._group.create_task(asked())
 
     @property
     def has_room(self) -> bool:

@@ -145,6 +145,7 @@ def training_loop(
         pass_seconds=pass_seconds,
         prompt_seconds=sum(p for p, _ in pairs) / len(pairs) / group * (prefill + network),
         token_seconds=prefill + network,
+        recomputes=cfg.rollout.recompute_kv_cache,
         start_seconds=0.0,
         train_seconds=step.estimate * BatchSchedule.of(grpo).updates_per_generation,
         push_seconds=push.seconds,

@@ -53,6 +53,8 @@ class Loop:
     """To compute a prompt, per completion."""
     token_seconds: float
     """To compute one token anew after a push."""
+    recomputes: bool = True
+    """Whether what was sampled is computed anew after a push."""
     start_seconds: float
     """Until an idle engine has its requests and computes."""
     train_seconds: float
@@ -120,13 +122,13 @@ class Engine:
         return self._ended.get(generation, 0.0)
 
     def push(self, now: float, version: int) -> None:
-        """Take new weights, and compute anew what was sampled of running completions."""
+        """Take new weights, and compute anew what was sampled of running completions, if it is."""
         for end, generation, length in self._running:
             self._count(end, generation, length)
         again = sum(self._passes - end + length for end, _, length in self._running)
         self._version, self._pushed_at = version, self._passes
         self.clock = max(self.clock, now) + self._loop.push_seconds
-        if self._running:
+        if self._running and self._loop.recomputes:
             prompts = len(self._running) * self._loop.prompt_seconds
             self._work(again * self._loop.token_seconds + prompts)
 

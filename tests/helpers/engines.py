@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.hf_config import has_other_towers
@@ -198,6 +198,22 @@ def largest_error_by_version(weights: Mapping[int, Path], sample: Sample) -> flo
         float((reference_logprobs(weights[version], sample) - found)[start:end].abs().max())
         for (version, _), (start, end) in zip(sample.spans, bounds, strict=True)
     )
+
+
+def kept_cache_error(weights: Mapping[int, Path], sample: Sample) -> float:
+    """Largest difference between the log-probabilities of a sample and those over keys and values
+    that are kept: each position's are of the weights that sampled the token behind it."""
+    tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
+    first = len(sample.prompt.token_ids) - 1
+    ends = [first + end for end in accumulate(count for _, count in sample.spans)]
+    cache, logits = DynamicCache(), []
+    with _LOADING:
+        models = [AutoModelForCausalLM.from_pretrained(weights[v]) for v, _ in sample.spans]
+    with torch.inference_mode():
+        for model, (start, end) in zip(models, pairwise([0, *ends]), strict=True):
+            logits.append(model.float()(tokens[:, start:end], past_key_values=cache).logits[0])
+    logprobs = torch.cat(logits).log_softmax(-1)[first:].gather(1, tokens[0, first + 1 :, None])
+    return float((logprobs[:, 0] - torch.tensor(sample.logprobs)).abs().max())
 
 
 def wait_until(condition, seconds: float, poll: float = 0.05) -> bool:

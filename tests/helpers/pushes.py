@@ -67,6 +67,10 @@ def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[
         f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}",
         f"rollout.data_parallel_size={rollout.data_parallel_size}",
         f"rollout.enable_sleep_mode={str(rollout.enable_sleep_mode).lower()}",
+        f"rollout.max_staleness={rollout.max_staleness}",
+        f"grpo.old_logprobs={'rollout' if rollout.max_staleness else 'recompute'}",
+        f"rollout.in_flight_updates={str(rollout.in_flight_updates).lower()}",
+        f"rollout.recompute_kv_cache={str(rollout.recompute_kv_cache).lower()}",
         *([f"rollout.vllm.enable_expert_parallel={expert_parallel}"] if rollout.vllm else []),
     ]
 
@@ -123,10 +127,11 @@ def push(
 ) -> tuple[str, list[str]]:
     cfg = tiny_config(folder, dims, *overrides)
     timer = PhaseTimer(lambda name: None)
-    sleeps = cfg.rollout.enable_sleep_mode
+    keys = "enable_sleep_mode", "max_staleness", "in_flight_updates", "recompute_kv_cache"
     engines = None
     if rank == 0:
-        engines = client_of(cfg.rollout.base_urls, token, enable_sleep_mode=sleeps)
+        chosen = cfg.rollout.model_dump(include={*keys})
+        engines = client_of(cfg.rollout.base_urls, token, **chosen)
     with closing(
         WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1, engines)
     ) as sync:

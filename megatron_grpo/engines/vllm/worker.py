@@ -44,6 +44,7 @@ from megatron_grpo.engines.vllm.args import (
     QUANTIZED,
 )
 from megatron_grpo.engines.vllm.cpu_layers import compute_by_torch
+from megatron_grpo.engines.vllm.kept_caches import keep_caches
 from megatron_grpo.engines.weight_receivers import Receiver, open_receiver
 from megatron_grpo.launch.parent_death import die_with_parent
 from parallel.checksum import checksums
@@ -61,6 +62,7 @@ def register() -> None:
         if not parent.is_alive():
             sys.exit("the process that started this one has ended")
     answer_for_all_groups()
+    keep_caches()
     WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
     for scheme in SCHEMES:

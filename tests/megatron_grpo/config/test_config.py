@@ -20,6 +20,7 @@ IN_FLIGHT = (
     "rollout.in_flight_updates=true + rollout.max_staleness=2"
     " + grpo.rollout_importance_sampling_mode=token_truncate"
 )
+KEEPS = f"{IN_FLIGHT} + rollout.recompute_kv_cache=false"
 
 
 def refusal(*overrides: str, path: Path = DEMO) -> str:
@@ -441,6 +442,9 @@ REFUSED = [
     ("rollout.over_sampling=1.5", "set rollout.in_flight_updates=true"),
     (f"{IN_FLIGHT} + rollout.engine=transformers", "rollout.engine=vllm"),
     (f"{IN_FLIGHT} + rollout.router_replay=true", "rollout.in_flight_updates=false"),
+    ("rollout.recompute_kv_cache=false", "rollout.in_flight_updates=true"),
+    (f"{KEEPS} + rollout.engine=sglang", "rollout.engine sglang does not go with"),
+    (f"{KEEPS} + rollout.vllm.speculative_config={{method: ngram}}", "speculative_config does not"),
     (
         f"{IN_FLIGHT} + rollout.over_sampling=2 + environment.name=a.py:B",
         "set rollout.over_sampling=1",

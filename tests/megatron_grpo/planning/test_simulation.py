@@ -69,14 +69,16 @@ def test_what_an_engine_does_not_hold_at_once_waits():
     assert simulate(loop(prompt_seconds=0.05), SYNCHRONOUS).seconds == pytest.approx(1.7)
 
 
-def test_a_push_in_flight_computes_anew_what_was_sampled():
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_push_in_flight_computes_anew_what_was_sampled_unless_it_is_kept(recomputes):
     costs = {"token_seconds": 0.001, "prompt_seconds": 0.2, "start_seconds": 0.3}
-    engine = Engine(loop(pass_seconds=constant, **costs))
+    engine = Engine(loop(pass_seconds=constant, recomputes=recomputes, **costs))
     engine.ask(0.0, 0, [100, 100])
     engine.run(1.2)  # the start, two prompts, and 50 passes
     engine.push(1.2, 1)
-    assert engine.finish(0) == pytest.approx(1.2 + 0.1 + 2 * (0.2 + 50 * 0.001) + 0.5)
-    assert engine.busy == pytest.approx(4 * 0.2 + 2 * 50 * 0.001 + 1.0)
+    anew = recomputes * 2 * (0.2 + 50 * 0.001)
+    assert engine.finish(0) == pytest.approx(1.2 + 0.1 + anew + 0.5)
+    assert engine.busy == pytest.approx(2 * 0.2 + anew + 1.0)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

@@ -1,0 +1,116 @@
+"""Keys and values that requests keep through pushes: against a real vLLM with three models."""
+
+from functools import partial
+
+import pytest
+from transformers import AutoTokenizer
+
+from helpers.engines import (
+    kept_cache_error,
+    largest_error_by_version,
+    largest_logprob_error,
+    random_prompts,
+    sampling_params,
+    served_model,
+    wait_until,
+)
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.in_flight import InFlight
+
+KEEPS = {"max_staleness": 2, "in_flight_updates": True, "recompute_kv_cache": False}
+
+
+@pytest.fixture(scope="module")
+def folders(tied_model, tmp_path_factory):
+    """`tied_model`, and it with other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    others = [served_model(folder / str(n), "qwen3", tied=True, seed=n) for n in (1, 2)]
+    return [tied_model, *others]
+
+
+@pytest.fixture
+def engine(live_engine, monkeypatch):
+    if live_engine.rollout.engine == "sglang":
+        pytest.skip("SGLang drops no prefixes while requests run")
+    keeps = live_engine.rollout.model_copy(update=KEEPS)
+    monkeypatch.setattr(live_engine, "rollout", keeps)
+    return live_engine
+
+
+@pytest.fixture
+def in_flight(engine, folders):
+    engine.push(folders[0])
+    decode = AutoTokenizer.from_pretrained(folders[0]).decode
+    in_flight = InFlight(engine.client(**KEEPS), partial(decode, skip_special_tokens=True))
+    in_flight.resume(engine.version)
+    yield in_flight
+    in_flight.end()
+    in_flight.close()
+
+
+def generation(prompts, version, number=0, num_samples=8, num_tokens=400):
+    """Samples of `num_tokens` tokens; each `number` has others."""
+    params = sampling_params(
+        num_generations=num_samples,
+        policy_version=version,
+        max_completion_length=num_tokens,
+        stop_token_ids=(),
+        series=number,
+    )
+    return Generation(prompts, params)
+
+
+def wait_until_generated(engine, count):
+    """Return when the engine has generated so many more tokens."""
+    first = engine.num_generated()
+    assert wait_until(lambda: engine.num_generated() >= first + count, 60, 0.005)
+
+
+@pytest.mark.long
+def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_flight, folders):
+    weights, prompts = {engine.version: folders[0]}, random_prompts(2, lengths=(40, 80))
+    asked, answered = [], []
+
+    def ask(**given):
+        asked.append(generation(prompts, engine.version, len(asked), **given))
+        answered.append(in_flight.submit(len(asked), asked[-1]))
+
+    ask(num_samples=32)
+    for folder in folders[1:]:
+        wait_until_generated(engine, 500)
+        ask()  # just before the pause, and after the push
+        in_flight.hold(engine.version + 1)
+        engine.pause()
+        weights[engine.push(folder)] = folder
+        in_flight.resume(engine.version)
+        ask()
+    for each in answered:
+        each.result(timeout=120)
+    samples = [sample for each in asked for sample in each.samples()]
+    assert {len(sample.spans) for sample in samples} >= {1, 3}
+    assert all(kept_cache_error(weights, sample) < 1e-3 for sample in samples[::4])
+    assert largest_error_by_version(weights, samples[0]) > 0.1  # keys of one version are others
+
+
+@pytest.mark.long
+def test_a_new_prompt_is_served_no_keys_of_older_weights(engine, in_flight, folders):
+    [prompt] = random_prompts(1)
+    asked = generation([prompt], engine.version, num_samples=32)
+    answered = in_flight.submit(0, asked)
+    wait_until_generated(engine, 500)
+    in_flight.hold(engine.version + 1)
+    engine.pause()
+    engine.push(folders[1])
+    in_flight.resume(engine.version)
+    answered.result(timeout=120)
+    crossed = [sample for sample in asked.samples() if len(sample.spans) == 2][:8]
+    turns = [
+        Prompt(index=0, token_ids=(*prompt.token_ids, *sample.completion_ids), text="", row={})
+        for sample in crossed
+    ]
+    assert turns
+    for number in (1, 2):  # the second finds what is cached behind blocks of the first
+        again = generation(turns, engine.version, number, num_samples=1, num_tokens=4)
+        in_flight.submit(number, again).result(timeout=60)
+        assert largest_logprob_error(folders[1], again.samples()) < 1e-3
