@@ -139,6 +139,17 @@ def has_other_towers(folder: Path) -> bool:
     return path.is_file() and is_multimodal(read_json(path))
 
 
+def may_have_linear_attention(folder: Path) -> bool:
+    """Whether layers of such a model can have it, by the config.json of `folder`, if any."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    model_type = text_config(path, read_json(path)).get("model_type")
+    return (
+        isinstance(model_type, str) and model_type in FAMILIES and bool(FAMILIES[model_type].linear)
+    )
+
+
 def read_scheme(folder: Path) -> Scheme | mxfp4.Mxfp4Scheme | None:
     """How the weights in `folder` are quantised; None if they are not, or it has no config.json.
 

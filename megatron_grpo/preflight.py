@@ -147,6 +147,11 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
             "it out"
         )
     check_attention(rollout.engine, shape)
+    if shape.linear is not None and not rollout.recompute_kv_cache:
+        raise ValueError(
+            "rollout.recompute_kv_cache false is not supported for a model with linear attention: "
+            "leave it out"
+        )
     check_drafts(cfg, shape)
     for url in rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert import ModelShape, read_shape
-from checkpoint_convert.hf_config import has_other_towers, read_scheme
+from checkpoint_convert.hf_config import (
+    has_other_towers,
+    may_have_linear_attention,
+    read_scheme,
+)
 from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served, max_rank_for
 from megatron_grpo.config.lora import LoraConfig
@@ -191,7 +195,7 @@ def engine_flags(
         "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }
     arguments |= platform_arguments(rollout.gpus_per_engine, on_gpu)
-    if read_shape(model.path).linear is not None:
+    if may_have_linear_attention(model.path):
         arguments |= linear_arguments(on_gpu)
     overrides = arguments.get("hf_overrides", {})
     if rollout.quantization != "none":
