@@ -37,15 +37,25 @@ def adopt_orphans() -> None:
 def kill_tree(root: int) -> None:
     """Kill a child of this process that adopts orphans, and all its descendants.
 
-    They are stopped before they are killed: else one could fork faster than it is found.
+    They are stopped before they are killed: else one could fork faster than it is found. One that
+    forks and ends meanwhile may hide its child, which then is the root's: nothing is left when two
+    walks have found the same processes, and none of them lives.
     """
     stopped = {root}
     _send(root, signal.SIGSTOP)
     deadline = time.monotonic() + TREE_SECONDS
-    while (living := set(_descendants(root))) and time.monotonic() < deadline:
-        for pid in living:
-            _send(pid, signal.SIGKILL if pid in stopped else signal.SIGSTOP)
-        stopped |= living
+    ended: set[int] | None = None  # what the last walk found, if none of it lived
+    while time.monotonic() < deadline:
+        found, is_any_living = set(), False
+        for pid in _descendants(root):
+            found.add(pid)
+            if _is_living(pid):
+                is_any_living = True
+                _send(pid, signal.SIGKILL if pid in stopped else signal.SIGSTOP)
+                stopped.add(pid)
+        if not is_any_living and found == ended:
+            break
+        ended = None if is_any_living else found
     _send(root, signal.SIGKILL)
 
 
@@ -55,17 +65,32 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """The living descendants of a process, as far as they are found while they change."""
-    left = [root]
+    """The descendants of a process as far as they are found while they change, latest first.
+
+    Children of each are read when the next is asked for: it may be stopped before.
+    """
+    left = _children(root)
     while left:
-        pid = left.pop()
-        with suppress(OSError):  # it has ended
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if pid != root and state not in "ZX":
-                yield pid
-            for task in os.listdir(f"/proc/{pid}/task"):
-                children = Path(f"/proc/{pid}/task/{task}/children").read_text()
-                left += map(int, children.split())
+        yield (pid := left.pop())
+        left += _children(pid)
+
+
+def _children(pid: int) -> list[int]:
+    """The children of a process, the latest last; none once it has ended."""
+    children: list[int] = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            path = Path(f"/proc/{pid}/task/{task}/children")
+            children += map(int, path.read_text().split())
+    return children
+
+
+def _is_living(pid: int) -> bool:
+    """Whether a process runs or is stopped; false of zombies too."""
+    with suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def kill_group(group: int) -> bool:
