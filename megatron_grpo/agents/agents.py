@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.agents import actors
-from megatron_grpo.agents.chat import ChatTemplate
+from megatron_grpo.agents.chat import BadRequest, ChatTemplate
 from megatron_grpo.agents.endpoint import Endpoint
 from megatron_grpo.agents.generation import AgentGeneration
 from megatron_grpo.agents.mixture import MixedDialogues
@@ -22,7 +22,7 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.arguments import engine_table
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.http import EngineDown
+from megatron_grpo.engines.http import EngineDown, EngineError
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments.dialogues import (
@@ -205,13 +205,18 @@ class Agents:
         return message
 
     async def _post(self, route: str, body: Json, url: str) -> Json:
-        """The answer of the engine at `url`, or of another one if that is lost."""
+        """The answer of the engine at `url`, or of another one if that is lost.
+
+        Raises BadRequest if the engine refuses what the agent has sent (a tool without a name).
+        """
         for address in (url, *(each for each in self._client.pool.serving if each != url)):
             try:
                 async with self._client.connect(address) as engine:
                     return await engine.post(route, body)
             except (EngineDown, TimeoutError) as error:
                 lost = error
+            except EngineError as error:
+                raise BadRequest(f"the turn cannot be parsed: {error}") from None
         raise SessionOver(f"the turn could not be parsed: {lost}")
 
 

@@ -21,6 +21,7 @@ from helpers.engines import reference_logprobs, running_engine, served_model, wa
 from helpers.environments import LONG_SLEEP
 from helpers.models import EOS_ID, tiny_model
 from helpers.runs import TINY_CONFIG, marked_processes
+from megatron_grpo.agents.chat import BadRequest
 from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.choice import Choice, Logprobs
 
@@ -241,6 +242,8 @@ def test_the_parser_of_the_engine_finds_the_calls_in_a_turn(engine_kind, tied_mo
             return asyncio.run(agents._parse(turn, request, engine.servers.base_urls[0]))
 
         found, plain = message_of(f"I add.{call}", asked | tools), message_of("I cannot.", asked)
+        with pytest.raises(BadRequest, match=r"the turn cannot be parsed: .*answered .* with 4\d\d"):
+            message_of("I add.", asked | {"tools": [{"type": "function", "function": {}}]})
     assert plain == {"role": "assistant", "content": "I cannot."}
     assert (found["role"], found["content"].strip()) == ("assistant", "I add.")
     [told] = found["tool_calls"]
