@@ -1,7 +1,7 @@
 """The log of a run, step by step: terminal output and files. Rank 0 only."""
 
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import EvalConfig
 from megatron_grpo.config.file import dump_config
-from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
@@ -25,6 +24,7 @@ from megatron_grpo.evaluation.evaluation import (
     metric_prefix,
 )
 from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
+from megatron_grpo.reporting.lag import gap_metrics, lag_metrics
 from megatron_grpo.reporting.metrics import StepReport, reward_metrics
 from megatron_grpo.reporting.progress import ProgressBar
 from megatron_grpo.reporting.symptoms import Symptoms
@@ -44,7 +44,7 @@ class RunLog:
         self._tokenizer, self._prompt_column = tokenizer, cfg.data.prompt_column
         self._num_printed = cfg.train.print_completions
         self._model, self._first_step = cfg.model.path, first_step
-        self._rollout = cfg.rollout
+        self._rollout, self._old_is_rollout = cfg.rollout, cfg.grpo.old_logprobs == "rollout"
         self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
         self._has_dialogues, self._has_sources = cfg.has_dialogues, bool(cfg.sources.by_name)
         self._held_out = tuple(cfg.eval.named_sets)
@@ -72,7 +72,11 @@ class RunLog:
         Completions are logged in the step that first trains on them.
         """
         samples, cursor = experience.samples, self.batches.cursor(step - 1)
-        times = timer.metrics()
+        indices = self.batches.minibatches(cursor.generation, self.seed)[cursor.minibatch]
+        updates, times = self.batches.updates_per_generation, timer.metrics()
+        compared_version = step - 1
+        if not self._old_is_rollout:  # with the policy that training on the generation began with
+            compared_version -= compared_version % updates
         metrics = {
             **metrics,
             **report.metrics,
@@ -83,7 +87,10 @@ class RunLog:
                 [sample.num_sampled for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
-            **lag_metrics(step - 1, samples, self.batches.updates_per_generation, self._rollout),
+            **lag_metrics(step - 1, samples, updates, self._rollout),
+            **gap_metrics(
+                compared_version, [samples[i] for i in indices], report.tokens, self._rollout
+            ),
             "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
             **times,
         }
@@ -91,7 +98,6 @@ class RunLog:
             metrics |= dialogue_metrics(samples, experience.rewards)
         if self._has_sources:
             metrics |= source_metrics(experience)
-        indices = self.batches.minibatches(cursor.generation, self.seed)[cursor.minibatch]
         rows = []
         if cursor.iteration == 0:
             rows = completion_rows(
@@ -180,34 +186,6 @@ class RunLog:
         with print_failure(f"{CURVES_FILE} could not be drawn"):
             if (self.run_dir / METRICS_FILE).stat().st_size:
                 draw_curves(self.run_dir)
-
-
-def lag_metrics(
-    policy_version: int, samples: Sequence[Sample], updates: int, rollout: RolloutConfig
-) -> dict[str, float]:
-    """Optimizer steps between the weights that sampled a token and those that are trained.
-
-    If weights are pushed in flight, also the share of completions of more than one version, and
-    for each age the share of tokens: how many generations, of `updates` steps each, were begun
-    since the weights that sampled them.
-    """
-    spans = [(policy_version - version, n) for sample in samples for version, n in sample.spans]
-    num_tokens = sum(n for _, n in spans)
-    mean = sum(lag * n for lag, n in spans) / num_tokens
-    if not rollout.in_flight_updates:
-        return {"rollout/version_lag_mean": mean}
-    ages = Counter[int]()
-    for lag, n in spans:
-        ages[lag // updates] += n
-    return {
-        "rollout/version_lag_mean": mean,
-        "rollout/version_lag_max": max(lag for lag, _ in spans),
-        "rollout/mixed_versions_frac": sum(bool(s.versions) for s in samples) / len(samples),
-        **{
-            f"rollout/staleness_frac/{age}": ages[age] / num_tokens
-            for age in range(rollout.max_staleness + 1)
-        },
-    }
 
 
 @contextmanager

@@ -2,20 +2,24 @@ import json
 import os
 import signal
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.conversions import file_size_limit
 from helpers.policies import tiny_config
+from megatron_grpo.batch.token_log import VALUES
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.reporting.runlog import RunLog, lag_metrics
+from megatron_grpo.reporting.lag import gap_metrics, lag_metrics
+from megatron_grpo.reporting.runlog import RunLog
 from parallel import ParallelDims
 
 
@@ -95,6 +99,28 @@ def test_the_age_of_tokens_is_told_as_shares_of_generations():
         "rollout/staleness_frac/0": pytest.approx(3 / 18),
         "rollout/staleness_frac/1": pytest.approx(14 / 18),
         "rollout/staleness_frac/2": pytest.approx(1 / 18),
+    }
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_the_weights_changed_is_told_apart_from_what_kept_caches_changed(recompute):
+    """Of two turns, a push falls into the first; and half a completion of old weights is logged."""
+    rollout = RolloutConfig(
+        max_completion_length=8,
+        max_staleness=2,
+        in_flight_updates=True,
+        recompute_kv_cache=recompute,
+    )
+    turns = replace(sample(versions=((2, 1), (4, 5))), loss_mask=[1, 1, 1, 0, 1, 1])
+    old, values = sample(versions=()), torch.zeros(11, len(VALUES))
+    values[:, VALUES.index("mask")] = torch.tensor([1, 1, 1, 0, 1, 1] + 5 * [1.0])
+    values[:, VALUES.index("gap")] = torch.tensor([3, -7, 9, 99, 1, 2] + 5 * [5.0])
+    found = gap_metrics(4, [turns, old], values, rollout)
+    kept = {"stale": (3 + 25) / 6, "current": 3 / 2, "current_kept_cache": (7 + 9) / 2}
+    computed_anew = {"stale": (3 + 25) / 6, "current": (7 + 9 + 3) / 4}
+    assert found == {
+        f"rollout/logprob_gap_mean/{name}": pytest.approx(mean)
+        for name, mean in (computed_anew if recompute else kept).items()
     }
 
 

@@ -1,0 +1,92 @@
+"""Metrics of tokens that older weights sampled, and of what that changed. Rank 0 only."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from megatron_grpo.batch.token_log import VALUES, first_rows
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.data.samples import Sample
+
+
+def lag_metrics(
+    policy_version: int, samples: Sequence[Sample], updates: int, rollout: RolloutConfig
+) -> dict[str, float]:
+    """Optimizer steps between the weights that sampled a token and those that are trained.
+
+    If weights are pushed in flight, also the share of completions of more than one version, and
+    for each age the share of tokens: how many generations, of `updates` steps each, were begun
+    since the weights that sampled them.
+    """
+    spans = [(policy_version - version, n) for sample in samples for version, n in sample.spans]
+    num_tokens = sum(n for _, n in spans)
+    mean = sum(lag * n for lag, n in spans) / num_tokens
+    if not rollout.in_flight_updates:
+        return {"rollout/version_lag_mean": mean}
+    ages = Counter[int]()
+    for lag, n in spans:
+        ages[lag // updates] += n
+    return {
+        "rollout/version_lag_mean": mean,
+        "rollout/version_lag_max": max(lag for lag, _ in spans),
+        "rollout/mixed_versions_frac": sum(bool(s.versions) for s in samples) / len(samples),
+        **{
+            f"rollout/staleness_frac/{age}": ages[age] / num_tokens
+            for age in range(rollout.max_staleness + 1)
+        },
+    }
+
+
+def gap_metrics(
+    compared_version: int, samples: Sequence[Sample], values: Tensor, rollout: RolloutConfig
+) -> dict[str, float]:
+    """The mean gap between trainer and engine, by what differs between them.
+
+    `values` is the `TokenLog` of the optimizer batch `samples`; its gaps compare the engine with
+    the trainer's weights `compared_version`. Tokens are `current` if those sampled them, and
+    `stale` otherwise. With `rollout.recompute_kv_cache` false, tokens that follow some of other
+    weights in their turn read keys and values of those: `current_kept_cache` and
+    `stale_kept_cache`. So `current` is numerics, `stale` - `current` is what the weights changed,
+    and `current_kept_cache` - `current` what the kept keys and values changed. Names without
+    tokens in the log are left out.
+    """
+    if not rollout.in_flight_updates:
+        return {}
+    gaps = values[:, VALUES.index("gap")].abs().double().numpy()
+    sums, counts = Counter[str](), Counter[str]()
+    firsts = first_rows([len(sample.completion_ids) for sample in samples], len(values))
+    for sample, first in zip(samples, firsts, strict=True):
+        if first is None:
+            continue
+        own = gaps[first : first + len(sample.completion_ids)]
+        versions, lengths = zip(*sample.spans, strict=True)
+        version = np.repeat(versions, lengths)[: len(own)]
+        counted = values[first : first + len(own), VALUES.index("mask")].numpy() > 0
+        is_stale = version != compared_version
+        has_kept = _follows_other_versions(sample, version) & (not rollout.recompute_kv_cache)
+        for name, chosen in {
+            "current": ~is_stale & ~has_kept,
+            "stale": is_stale & ~has_kept,
+            "current_kept_cache": ~is_stale & has_kept,
+            "stale_kept_cache": is_stale & has_kept,
+        }.items():
+            sums[name] += own[chosen & counted].sum()
+            counts[name] += int((chosen & counted).sum())
+    return {
+        f"rollout/logprob_gap_mean/{name}": sums[name] / count
+        for name, count in counts.items()
+        if count
+    }
+
+
+def _follows_other_versions(sample: Sample, version: np.ndarray) -> np.ndarray:
+    """Whether each of the first tokens follows one of another version in its turn.
+
+    The prompt of a turn is computed by the weights that its first token is sampled by.
+    """
+    mask = np.asarray(sample.loss_mask[: len(version)])
+    begins = np.diff(mask, prepend=0) == 1
+    starts = np.maximum.accumulate(np.where(begins, np.arange(len(version)), 0))
+    return version != version[starts]
