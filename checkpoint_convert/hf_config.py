@@ -241,10 +241,12 @@ def _linear(path: Path, values: Mapping[str, Any]) -> tuple[LinearShape | None, 
     if not kinds:
         every = integer(path, values, "full_attention_interval")
         kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or {*kinds} - {FULL, LINEAR}:
+    known = [FULL, LINEAR]
+    is_list = isinstance(kinds, list) and all(kind in known for kind in kinds)
+    if not is_list or len(kinds) != num_layers or FULL not in kinds:
         raise ValueError(
-            f"{path}: layer_types is {kinds!r}; it must list {[FULL, LINEAR]}, one for each of "
-            f"num_hidden_layers({num_layers})"
+            f"{path}: layer_types is {kinds!r}; it must list {known}, one for each of "
+            f"num_hidden_layers({num_layers}), and {FULL} at least once"
         )
     layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
     if not layers:
@@ -321,7 +323,8 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
         groups_per_token=groups_per_token,
         weight_scale=1.0 if keys.weight_scale is None else number(path, values, keys.weight_scale),
         shared_intermediate_size=(
-            _count(path, values, keys.shared_size) or size * _count(path, values, keys.num_shared)
+            _count(path, values, keys.shared_size, minimum=int(keys.has_shared_gate))
+            or size * _count(path, values, keys.num_shared)
         ),
         has_shared_gate=keys.has_shared_gate,
         num_dense_layers=_num_dense_layers(path, values, keys.num_dense_layers),
@@ -332,8 +335,8 @@ def _switch(path: Path, values: Mapping[str, Any], key: bool | str) -> bool:
     return boolean(path, values, key) if isinstance(key, str) else key
 
 
-def _count(path: Path, values: Mapping[str, Any], key: str | None) -> int:
-    return 0 if key is None else integer(path, values, key, minimum=0)
+def _count(path: Path, values: Mapping[str, Any], key: str | None, minimum: int = 0) -> int:
+    return 0 if key is None else integer(path, values, key, minimum)
 
 
 def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) -> int:

@@ -80,11 +80,11 @@ def create_folder(
     is too full.
     """
     stored = {**stored_tensors(shape, dtypes, quantized)}
-    names, others = _towers(source_folder, quantized)
-    stored |= {name: (place.dtype, place.shape) for name, place in others.items()}
+    names, towers = _towers(source_folder, quantized)
     dtype = main_dtype(hf_tensors(shape), dtypes)
     mtp = {} if quantized else _mtp_layers(source_folder, shape, dtypes, dtype)
-    stored |= mtp
+    others = {name: place for name, place in towers.items() if name not in mtp}
+    stored |= mtp | {name: (place.dtype, place.shape) for name, place in others.items()}
     sizes = {name: num_bytes_of({name: each}) for name, each in stored.items()}
     needed = sum(sizes.values())
     check_space(folder, needed)

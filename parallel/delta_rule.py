@@ -70,13 +70,62 @@ def unit_heads(heads: Tensor) -> Tensor:
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + 1e-6)
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """Packed sequences cut into chunks of at most `LARGEST_CHUNK` tokens.
+
+    A step takes the next chunk of every sequence that has one, of those with most chunks first: the
+    sequences of a step are the first ones of the step before.
+    """
+
+    size: int
+    """Tokens of a chunk; the last of a sequence may have fewer."""
+    slots: Tensor
+    """[T] the place of each token among those of all chunks, which follow each other."""
+    order: Tensor
+    """[chunks] all chunks in the order of steps."""
+    steps: Sequence[int]
+    """The number of chunks of each step."""
+    sequences: Tensor
+    """[n] the sequences, those with most chunks first."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> "Chunks":
+        """Those of sequences of `lengths`, on `device`, for which the host waits."""
+        size = min(LARGEST_CHUNK, 1 << (max(lengths) - 1).bit_length())
+        counts = [-(-length // size) for length in lengths]
+        firsts = [*accumulate(counts, initial=0)]
+        slots = [torch.arange(n) + f * size for f, n in zip(firsts, lengths, strict=False)]
+        sequences = sorted(range(len(counts)), key=lambda i: -counts[i])
+        steps = [[i for i in sequences if counts[i] > step] for step in range(max(counts))]
+        order = [firsts[i] + step for step, own in enumerate(steps) for i in own]
+        return cls(
+            size,
+            torch.cat(slots).to(device),
+            torch.tensor(order, device=device),
+            [len(own) for own in steps],
+            torch.tensor(sequences, device=device),
+        )
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """[chunks, heads, size, ...] of [T, heads, ...], with zeros behind ends of sequences."""
+        slotted = x.new_zeros(len(self.order) * self.size, *x.shape[1:])
+        slotted = slotted.index_put((self.slots,), x)  # which keeps no `x`, as index_copy does
+        # Contiguous, as products of matrices would copy it for their backward each time.
+        return slotted.unflatten(0, (-1, self.size)).transpose(1, 2).contiguous()
+
+    def by_step(self, x: Tensor) -> Sequence[Tensor]:
+        """The parts of `x` [chunks, ...], one for each step."""
+        return x.index_select(0, self.order).split(self.steps)
+
+
 def gated_delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     decay: Tensor,
     strength: Tensor,
-    lengths: Sequence[int],
+    chunks: Chunks,
     memory: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The outputs [T, heads, size of a value] of packed sequences, and S after each of them.
@@ -86,20 +135,9 @@ def gated_delta_rule(
     [n, heads, size of a key, size of a value] is S before each sequence, else 0. Computed in their
     dtype.
     """
-    size = min(LARGEST_CHUNK, 1 << (max(lengths) - 1).bit_length())
-    num_chunks = [-(-length // size) for length in lengths]
-    *first_chunks, total = accumulate(num_chunks, initial=0)
-    starts = [first * size for first in first_chunks]
-    slots = torch.cat([torch.arange(n) + s for s, n in zip(starts, lengths, strict=True)])
-    slots = slots.to(query.device)
-
-    def chunked(x: Tensor) -> Tensor:
-        """[chunks, heads, size, ...], with zeros behind the end of a sequence."""
-        slotted = x.new_zeros(total * size, *x.shape[1:]).index_copy(0, slots, x)
-        return slotted.unflatten(0, (total, size)).transpose(1, 2)
-
     if memory is None:
-        memory = value.new_zeros(len(lengths), *key.shape[1:], value.shape[-1])
+        memory = value.new_zeros(len(chunks.sequences), *key.shape[1:], value.shape[-1])
+    chunked, size = chunks.of_tokens, chunks.size
     query, key, value = chunked(query * query.shape[-1] ** -0.5), chunked(key), chunked(value)
     weighted = chunked(strength).unsqueeze(-1)
     # Since the beginning of the chunk: differences of two lose digits, which float64 has.
@@ -115,20 +153,18 @@ def gated_delta_rule(
         unitriangular=True,
     ).split([value.shape[-1], key.shape[-1]], -1)
     seen = (query @ key.transpose(-1, -2)) * between
-    outputs, chunks, memories = [], [], memory.split(1)
-    for number in range(max(num_chunks)):
-        going = [i for i, num in enumerate(num_chunks) if num > number]
-        now = torch.tensor([first_chunks[i] + number for i in going], device=query.device)
-        before = torch.cat([memories[i] for i in going])
-        change = fresh[now] - carried[now] @ before
-        outputs.append((query[now] * since[now]) @ before + seen[now] @ change)
-        after = before * since[now][..., -1:, :]
-        after = after + (key[now] * until[now]).transpose(-1, -2) @ change
-        found = dict(zip(going, after.split(1), strict=True))
-        memories = tuple(found.get(i, each) for i, each in enumerate(memories))
-        chunks.append(now)
-    in_order = torch.cat(outputs)[torch.cat(chunks).argsort()]
-    return in_order.transpose(1, 2).flatten(0, 1)[slots], torch.cat(memories)
+    by_chunk = (fresh, carried, query * since, seen, since[..., -1:, :], key * until)
+    outputs, ended, memory = [], [], memory[chunks.sequences]
+    by_step = zip(*(chunks.by_step(x) for x in by_chunk), strict=True)
+    for new, recalled, asked, near, stays, added in by_step:
+        memory, end = memory.split([len(new), len(memory) - len(new)])
+        change = new - recalled @ memory
+        outputs.append(asked @ memory + near @ change)
+        memory = memory * stays + added.transpose(-1, -2) @ change
+        ended.append(end)
+    in_order = torch.cat(outputs)[chunks.order.argsort()]
+    memories = torch.cat([memory, *reversed(ended)])[chunks.sequences.argsort()]
+    return in_order.transpose(1, 2).flatten(0, 1)[chunks.slots], memories
 
 
 @dataclass(frozen=True)
@@ -137,7 +173,7 @@ class Stage:
 
     tokens: Tensor | slice
     """Packed positions of the tokens of one run after the other."""
-    lengths: Sequence[int]
+    chunks: Chunks
     cu_seqlens: Tensor
     """Cumulative lengths of the runs."""
     follows: Tensor | None
@@ -152,7 +188,8 @@ def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
     waits for both.
     """
     if prefixes is None:
-        return [Stage(slice(None), cu_seqlens.diff().tolist(), cu_seqlens, None)]
+        chunks = Chunks.of(cu_seqlens.diff().tolist(), cu_seqlens.device)
+        return [Stage(slice(None), chunks, cu_seqlens, None)]
     bounds = cu_seqlens.tolist()
     parts = [[end for start, end in each if end > start] for each in prefixes.tolist()]
     continued = {start: ends[-1] for start, ends in zip(bounds, parts, strict=False) if ends}
@@ -172,7 +209,7 @@ def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
         found.append(
             Stage(
                 torch.cat([torch.arange(*run) for run in own]).to(device),
-                lengths,
+                Chunks.of(lengths, device),
                 torch.tensor([*accumulate(lengths, initial=0)], device=device),
                 None if follows is None else torch.tensor(follows, device=device),
             )
@@ -195,12 +232,12 @@ def read_memories(
     outputs, memories, lasts = [], x.new_zeros(0), x.new_zeros(0)
     for stage in stages:
         own, memory = x[stage.tokens], None
-        before = x.new_zeros(len(stage.lengths), weight.shape[1] - 1, x.shape[1])
+        before = x.new_zeros(len(stage.cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1])
         if stage.follows is not None:
             before, memory = lasts[stage.follows], memories[stage.follows]
         mixed = silu(causal_convolution(own, weight, stage.cu_seqlens, before))
         rates = decay[stage.tokens], strength[stage.tokens]
-        read, memory = gated_delta_rule(*heads(mixed), *rates, stage.lengths, memory)
+        read, memory = gated_delta_rule(*heads(mixed), *rates, stage.chunks, memory)
         last = last_tokens(own, stage.cu_seqlens, before)
         if stage.follows is None:
             memories, lasts = memory, last

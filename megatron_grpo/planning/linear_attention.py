@@ -24,7 +24,7 @@ def kept_bytes(linear: LinearShape, context: int) -> tuple[float, float]:
 
     The first are split over tensor ranks, the second are not. Counts the tensors that autograd
     saves of `policy.linear_attention` and `parallel.delta_rule`, all in float32, for sequences of
-    whole chunks, of which the first keeps less. Kernels of flash-linear-attention, which are not
+    whole chunks. Kernels of flash-linear-attention, which are not
     used, compute most of it again.
     """
     groups, heads, mixed = linear.num_key_heads, linear.num_value_heads, linear.mixed_dim
@@ -33,11 +33,11 @@ def kept_bytes(linear: LinearShape, context: int) -> tuple[float, float]:
     # inverse lengths of queries and keys.
     convolution = groups * ((linear.kernel_size + 2) * mixed + 2)
     # Decays and strengths, and what they are computed of; the inverse length of the output.
-    rates = 11
+    rates = 8
     # Products of keys and of queries with keys, decays between two tokens, and the system.
     pairs = 6 * CHUNK
-    keys = 14 * key  # queries and keys, plain, with decays and in the order of a product
-    values = 9 * value  # values, their changes, the output, its norm and its gate
+    keys = 7 * key  # queries and keys, plain and with decays, and in the order of steps
+    values = 8 * value  # values, their changes, the output, its norm and its gate
     memory = key * value / CHUNK  # before each chunk
     split = convolution + heads * (rates + pairs + keys + values + memory)
     # Whether tokens are of the same sequence, and their places in chunks. Context ranks each have

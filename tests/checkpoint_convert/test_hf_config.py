@@ -50,6 +50,7 @@ GLM4_MOE_LITE = {
 PHI3 = {"model_type": "phi3"}
 QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": None}
 OLMO3 = {"model_type": "olmo3"}
+QWEN3_NEXT = {"model_type": "qwen3_next", "num_key_value_heads": 2}
 FULL, WINDOWED = "full_attention", "sliding_attention"
 DEEPSEEK_V3 = GLM4_MOE_LITE | ROUTER | {"model_type": "deepseek_v3"}
 
@@ -573,6 +574,13 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         (DEEPSEEK_V3 | {"n_group": 256}, "n_group(256) must divide n_routed_experts(256)"),
         (DEEPSEEK_V3 | {"n_group": 2}, "topk_group(4) must be at most n_group(2)"),
         (DEEPSEEK_V3 | {"topk_group": 3}, "at most n_group(8), and half of num_experts_per_tok(8)"),
+        (QWEN3_NEXT | {"shared_expert_intermediate_size": 0}, "is 0; it must be an integer of at"),
+        # Linear attention
+        (
+            QWEN3_NEXT | {"layer_types": ["linear_attention"] * 2},
+            "and full_attention at least once",
+        ),
+        (QWEN3_NEXT | {"layer_types": [[FULL], FULL]}, "it must list ['full_attention', 'linear_a"),
         # RoPE
         ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported; supported: ['def"),
         ({"rope_scaling": {"rope_type": ["linear"]}}, "RoPE scaling ['linear'] is not supported"),

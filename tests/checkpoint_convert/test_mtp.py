@@ -12,6 +12,7 @@ from checkpoint_convert.megatron_to_hf import export_checkpoint
 from helpers.conversions import assert_same, weights_of
 from helpers.models import add_mtp_layer, tiny_model
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
+from helpers.towers import tiny_multimodal
 from parallel import ParallelDims
 
 
@@ -73,6 +74,21 @@ def test_they_have_the_dtype_of_the_export_and_are_counted_in_its_progress(tmp_p
     assert {total} == {each for _, each in told}
     assert told == sorted(told)
     assert told[-1] == (total, total)
+
+
+def test_beside_other_towers_they_have_the_dtype_of_the_export(tmp_path):
+    folder = tiny_multimodal(tmp_path / "model", "qwen3_5")
+    config, weights = json.loads((folder / "config.json").read_text()), weights_of(folder)
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    layer = {name: torch.randn(64, 128) for name in ("mtp.fc.weight", "mtp.layers.0.mlp.up.weight")}
+    save_file(weights | layer, folder / "model.safetensors")
+    import_checkpoint(folder, tmp_path / "checkpoint", ParallelDims())
+    export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", hf_config=folder, dtype="BF16")
+    found = weights_of(tmp_path / "out")
+    assert {found[name].dtype for name in layer} == {torch.bfloat16}
+    assert found["model.visual.merger.norm.weight"].dtype == torch.float32
+    assert_same(found, {n: each.to(found[n].dtype) for n, each in (weights | layer).items()})
 
 
 def test_what_cannot_be_read_is_named_before_training(tmp_path):

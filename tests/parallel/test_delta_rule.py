@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import normalize, pad
 
 from parallel.delta_rule import (
+    Chunks,
     causal_convolution,
     gated_delta_rule,
     last_tokens,
@@ -19,6 +20,10 @@ HEADS, KEY_DIM, VALUE_DIM = 3, 8, 12
 
 def cumulative(lengths):
     return pad(torch.tensor(lengths).cumsum(0), (1, 0))
+
+
+def chunks(lengths):
+    return Chunks.of(lengths, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -51,7 +56,7 @@ def by_token(query, key, value, decay, strength):
 
 
 def test_outputs_memories_and_gradients_are_those_of_the_recurrence(inputs):
-    found, expected = gated_delta_rule(*inputs, LENGTHS), by_token(*inputs)
+    found, expected = gated_delta_rule(*inputs, chunks(LENGTHS)), by_token(*inputs)
     weights = [torch.randn_like(each) for each in expected]
     gradients = [
         torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, xs, strict=True)), inputs)
@@ -65,7 +70,7 @@ def test_sequences_in_two_parts_are_those_in_one(inputs):
     whole, cuts = cumulative(LENGTHS), (2, 70, 64, 1, 10)
     memory, before = None, torch.zeros(len(LENGTHS), 3, VALUE_DIM, dtype=torch.float64)
     x, weight = inputs[2][:, 0], torch.randn(VALUE_DIM, 4, dtype=torch.float64)
-    read, memories = gated_delta_rule(*inputs, LENGTHS)
+    read, memories = gated_delta_rule(*inputs, chunks(LENGTHS))
     mixed = causal_convolution(x, weight, whole)
     rests = [length - cut for length, cut in zip(LENGTHS, cuts, strict=True)]
     for part, lengths in enumerate((cuts, rests)):
@@ -74,7 +79,7 @@ def test_sequences_in_two_parts_are_those_in_one(inputs):
             [torch.arange(s, s + n) for s, n in zip(starts.tolist(), lengths, strict=True)]
         )
         cu_seqlens = cumulative(lengths)
-        found, memory = gated_delta_rule(*(each[own] for each in inputs), lengths, memory)
+        found, memory = gated_delta_rule(*(each[own] for each in inputs), chunks(lengths), memory)
         torch.testing.assert_close(found, read[own])
         torch.testing.assert_close(
             causal_convolution(x[own], weight, cu_seqlens, before), mixed[own]

@@ -10,7 +10,13 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
-from parallel.delta_rule import causal_convolution, gated_delta_rule, last_tokens, unit_heads
+from parallel.delta_rule import (
+    Chunks,
+    causal_convolution,
+    gated_delta_rule,
+    last_tokens,
+    unit_heads,
+)
 
 
 def attend_by_torch() -> None:
@@ -53,8 +59,8 @@ def linear_attention(
     query, key = (unit_heads(each).repeat_interleave(size, dim=1) for each in (query, key))
     decay = -layer.A_log.exp() * softplus(a[:num_tokens].float() + layer.dt_bias.float())
     strength = b[:num_tokens].float().sigmoid()
-    lengths = cu_seqlens.diff().tolist()
-    read, memory = gated_delta_rule(query, key, value, decay, strength, lengths, memory)
+    chunks = Chunks.of(cu_seqlens.diff().tolist(), x.device)
+    read, memory = gated_delta_rule(query, key, value, decay, strength, chunks, memory)
     core_attn_out[:num_tokens] = read.to(core_attn_out.dtype)
     all_before[slots] = last_tokens(x, cu_seqlens, before).to(all_before.dtype)
     memories[slots] = memory.mT.to(memories.dtype)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.shape import LinearShape
 from helpers.models import tiny_model
 from helpers.policies import pack_all, tiny_config
 from helpers.published_models import write_config
@@ -30,7 +29,6 @@ from megatron_grpo.policy.model import build_model, forward
 from megatron_grpo.policy.releases import IS_OLD
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
-from parallel.delta_rule import LARGEST_CHUNK
 from parallel.groups import init_groups
 from parallel.tiles import even_columns
 
@@ -108,14 +106,6 @@ if not IS_OLD:
     RUNS["linear, norms offloaded"] = Run("qwen3_next", megatron=offloaded("attn_norm, mlp_norm"))
 
 
-def without_memory(linear: LinearShape) -> int:
-    """What linear attention keeps less: in the first chunk of each sequence, before which nothing
-    is remembered, of what is; and in the last of all, whose memory nothing reads."""
-    heads, keys = linear.num_value_heads, linear.num_value_heads * linear.key_dim
-    first, last = 2 * keys + heads, 2 * keys + 2 * heads
-    return 4 * LARGEST_CHUNK * (len(LENGTHS[0]) * first + last)
-
-
 class Saved:
     """A tensor that autograd keeps, as long as it keeps this."""
 
@@ -167,8 +157,6 @@ def test_layers_keep_what_autograd_saves(run, tmp_path):
         left_out += (
             2 * 8 * TOKENS
         )  # the order of all tokens that ranks exchange for heads, and back
-    if shape.linear is not None and run.megatron != FULL:
-        left_out -= len(shape.linear_layers) * without_memory(shape.linear) / run.dims.world_size
     if IS_OLD and shape.moe and run.megatron not in (FULL, recomputed("moe")):
         # 0.16.1 keeps a mask and a probability of 5 bytes, where 0.19.2 keeps a number of 8.
         routers = sum(len(kind.layers) for kind in layer_kinds(shape) if kind.shape.moe)
