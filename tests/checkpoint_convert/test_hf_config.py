@@ -50,7 +50,7 @@ GLM4_MOE_LITE = {
 PHI3 = {"model_type": "phi3"}
 QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": None}
 OLMO3 = {"model_type": "olmo3"}
-QWEN3_NEXT = {"model_type": "qwen3_next", "num_key_value_heads": 2}
+QWEN3_NEXT = {"model_type": "qwen3_next", "num_key_value_heads": 2, "full_attention_interval": 2}
 FULL, WINDOWED = "full_attention", "sliding_attention"
 DEEPSEEK_V3 = GLM4_MOE_LITE | ROUTER | {"model_type": "deepseek_v3"}
 
@@ -225,6 +225,7 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
 # Required keys: without them transformers assumes values that we refuse.
 MUST_SAY = {
     "deepseek_v3": ROUTER | {"num_attention_heads": 128, "num_hidden_layers": 4},
+    **dict.fromkeys(HYBRIDS, {"num_hidden_layers": 4}),
     "glm4_moe": {"head_dim": 2},
     "glm4_moe_lite": {"num_attention_heads": 20, "first_k_dense_replace": 1},
     "minimax_m2": ROUTER_OF_MINIMAX | {"rotary_dim": 64},
