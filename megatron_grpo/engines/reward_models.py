@@ -6,7 +6,8 @@ sleep unless completions are scored, with their weights in the memory of the hos
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,10 @@ RESERVED = {
     "enable_sleep_mode": "set share_gpus",
 }
 """Names that cannot be in the table `vllm` of the arguments."""
+
+MOST_TOGETHER = 0.95
+"""Of a GPU, for an engine and a reward model: the CUDA context of each, 0.6 to 1.1 GB, is outside
+of its share, and vLLM starts only where its share is free."""
 
 
 class RewardModels(ServerProcesses):
@@ -119,8 +124,7 @@ class RewardModels(ServerProcesses):
         completions are scored, or as it starts. Call it only from a thread that lasts as long as
         the run.
         """
-        for url in self._asleep:
-            self._tell(url, "wake_up")
+        self._tell(self._asleep, "wake_up")
         self._asleep.clear()
         dead = [url for url in self.base_urls if self.end(url)] if self._is_ready else []
         for url in dead:
@@ -142,18 +146,26 @@ class RewardModels(ServerProcesses):
         Those that share GPUs have given back their memory when this returns.
         """
         self._restarted.clear()
-        for url in self._sharing:
-            self._tell(url, "sleep?level=1")
+        self._tell(self._sharing, "sleep?level=1")
         self._asleep = {*self._sharing}
 
-    def _tell(self, url: str, route: str) -> None:
-        """Have a server sleep or wake; one that does not is killed, as if it had died."""
-        try:
-            post(f"{url}/{route}", self._token, self._rollout.request_timeout)
-        except httpx.HTTPError as error:
-            if not self.end(url):
+    def _tell(self, urls: Iterable[str], route: str) -> None:
+        """Have servers sleep or wake, all at once; one that does not is killed, as if it died."""
+
+        def tell(url: str) -> httpx.HTTPError | None:
+            try:
+                post(f"{url}/{route}", self._token, self._rollout.request_timeout)
+            except httpx.HTTPError as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor() as threads:
+            answers = [*zip(urls, threads.map(tell, urls), strict=True)]
+        for url, error in answers:
+            if error and not self.end(url):
                 print(f"{self.kind} {url}: no {route}: {error!r}", file=sys.stderr, flush=True)
-            self.kill(url)
+            if error:
+                self.kill(url)
 
 
 def reward_devices(
@@ -269,15 +281,21 @@ def gpu_share(model: RewardFunction, rollout: RolloutConfig) -> float:
             "reward_model: share_gpus true is for GPUs that ranks and engines have by turns: set "
             "rollout.enable_sleep_mode=true, or leave it out, for GPUs of its own"
         )
-    names = PLANNED["vllm"]
-    of_engine = engine_table(rollout).get(names.memory_fraction, names.default_fraction)
-    share = model.arguments.get("vllm", {}).get(names.memory_fraction)
-    if not isinstance(share, float) or share <= 0 or share + of_engine > 1:
+    names, own = PLANNED["vllm"], model.arguments.get("vllm", {})
+    engine = engine_table(rollout)
+    if "kv_cache_memory_bytes" in own or "kv_cache_memory_bytes" in engine:
+        raise ValueError(
+            "reward_model: share_gpus true with kv_cache_memory_bytes, of its own or in "
+            f"rollout.vllm: vLLM then does not keep to {names.memory_fraction}: leave it out"
+        )
+    of_engine = engine.get(names.memory_fraction, names.default_fraction)
+    share = own.get(names.memory_fraction)
+    if not isinstance(share, float) or share <= 0 or share + of_engine > MOST_TOGETHER:
         raise ValueError(
             f"reward_model: share_gpus true with vllm.{names.memory_fraction} {share}: give the "
             "fraction of a GPU that the model takes beside an engine, whose "
-            f"rollout.vllm.{names.memory_fraction} is {of_engine:g}: together at most 1, such as "
-            f"{(1 - of_engine) / 2:.2g}, or lower the engine's"
+            f"rollout.vllm.{names.memory_fraction} is {of_engine:g}: together at most "
+            f"{MOST_TOGETHER}, such as {(1 - of_engine) / 2:.2g}, or lower the engine's"
         )
     return share
 

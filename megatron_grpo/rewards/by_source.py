@@ -18,7 +18,7 @@ class RewardsBySource:
     """
 
     def __init__(self, views: Mapping[str, Config], pools: RewardPools) -> None:
-        self._views = views
+        self._views, self._all_pools = views, pools
         self._pools = {name: pools.pool_for(view.reward) for name, view in views.items()}
 
     def try_out(self, prompts: Sequence[Prompt]) -> None:
@@ -30,6 +30,7 @@ class RewardsBySource:
             pool.wait_ready([prompt.row for prompt in own])
             if own:
                 pool.score_trial(own[0])
+        self._all_pools.finish_scoring()
 
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
         """The scores of every sample by label: those of its source's functions, and `environment`
@@ -44,6 +45,7 @@ class RewardsBySource:
             if term := self._views[name].dialogue_term:
                 add_dialogue_rewards(found, own, term)
             scores |= zip(places, found, strict=True)
+        self._all_pools.finish_scoring()
         return [scores[i] for i in range(len(samples))]
 
 

@@ -214,8 +214,6 @@ class RewardPool:
         except RewardError:
             self.close()
             raise
-        if self._servers:
-            self._servers.finish_scoring()
         return scoring.scores
 
     def _revive(self) -> None:
@@ -364,6 +362,11 @@ class RewardPools:
         """Wait until the servers of reward models answer; raises EngineError or TimeoutError."""
         if self._servers:
             self._servers.revive(show)
+
+    def finish_scoring(self) -> None:
+        """Tell the servers that a round of samples has been scored, by all its pools."""
+        if self._servers:
+            self._servers.finish_scoring()
 
     def cancel(self) -> None:
         """Soon end a running `score` of any pool; safe from any thread."""

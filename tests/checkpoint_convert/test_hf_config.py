@@ -225,7 +225,7 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
 # Required keys: without them transformers assumes values that we refuse.
 MUST_SAY = {
     "deepseek_v3": ROUTER | {"num_attention_heads": 128, "num_hidden_layers": 4},
-    **dict.fromkeys(HYBRIDS, {"num_hidden_layers": 4}),
+    **{family: {"num_hidden_layers": 4} for family in HYBRIDS},
     "glm4_moe": {"head_dim": 2},
     "glm4_moe_lite": {"num_attention_heads": 20, "first_k_dense_replace": 1},
     "minimax_m2": ROUTER_OF_MINIMAX | {"rotary_dim": 64},

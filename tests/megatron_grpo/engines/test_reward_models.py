@@ -154,14 +154,17 @@ def test_a_server_that_shares_gpus_sleeps_unless_it_scores_and_is_started_again_
         first = pid()
         for _ in range(2):
             assert scores(pool, batch) == pytest.approx(expected, abs=1e-4)
+            models.finish_scoring()
             assert is_asleep() and pid() == first
         os.kill(first, signal.SIGKILL)
         assert scores(pool, batch) == pytest.approx(expected, abs=1e-4)
+        models.finish_scoring()
         assert is_asleep() and pid() != first
         assert "ended with signal SIGKILL" in capfd.readouterr().err
         second = pid()
         os.kill(second, signal.SIGSTOP)
         assert scores(pool, batch) == pytest.approx(expected, abs=1e-4)
+        models.finish_scoring()
         assert is_asleep() and pid() != second
         assert ": no wake_up: ReadTimeout" in capfd.readouterr().err
 
@@ -225,7 +228,11 @@ def test_what_vllm_could_not_serve_is_refused(tmp_path) -> None:
     sleeps = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.8")
     for vllm in ({}, {"gpu_memory_utilization": 0.3}, {"gpu_memory_utilization": 0.0}):
         told = refusal(*sleeps, share_gpus=True, vllm=vllm)
-        assert "is 0.8: together at most 1, such as 0.1" in told
+        assert "is 0.8: together at most 0.95, such as 0.1" in told
+    for bytes_of in (["rollout.vllm.kv_cache_memory_bytes=1000"], []):
+        own = {"gpu_memory_utilization": 0.1} | ({} if bytes_of else {"kv_cache_memory_bytes": 9})
+        told = refusal(*sleeps, *bytes_of, share_gpus=True, vllm=own)
+        assert "vLLM then does not keep to gpu_memory_utilization" in told
     assert "step_tag '<x>' is 3 tokens" in refusal(step_tag="<x>")
     without = character_tokenizer(200)
     without.chat_template = None
