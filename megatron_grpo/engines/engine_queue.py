@@ -100,10 +100,12 @@ class EngineQueue:
 
         Nobody waits: the engine answers when it has computed anew what it goes on with.
         """
-        self._policy_version, self._is_held = self._next_version, False
+        self._policy_version = self._next_version
         self._note_change()
         if self._is_working:
-            self._in_group(self._note_push)
+            self._in_group(self._note_next_push)
+        else:
+            self._is_held = False
 
     def _in_group(self, ask: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Ask the engine something, after what it was asked before; what fails ends `answer`."""
@@ -177,7 +179,7 @@ class EngineQueue:
         return last
 
     def _progress(self) -> object:
-        if self._is_held:  # a push has limits of its own
+        if self._is_held:  # a push has limits of its own, and what is computed anew after it
             return time.monotonic()
         # An idle engine makes progress as long as its counts can be read.
         is_idle = self._is_working and not self._num_at_engine
@@ -207,6 +209,10 @@ class EngineQueue:
 
     async def _note_push(self) -> None:
         self._push = await self._engine.push_of(self._policy_version)
+
+    async def _note_next_push(self) -> None:
+        await self._note_push()
+        self._is_held = False
 
     async def _check_push(self) -> None:
         if await self._engine.held_push() != self._push:

@@ -21,21 +21,23 @@ def keep_caches() -> None:
 def reset_prefix_cache(
     self: Scheduler, reset_running_requests: bool = False, reset_connector: bool = False
 ) -> bool:
-    """Empty the prefix cache; requests that have begun to sample keep their blocks.
+    """Empty the prefix cache; requests keep their blocks.
 
     What these compute from now on follows keys of older weights, so it is not cached either: a
     prompt that begins like a completion in progress, such as the next turn's, would find it. A
-    request of which only a part of the prompt is computed begins anew.
+    request of which only a part is computed begins anew: of its prompt, or of all that it has, if
+    it was preempted before.
     """
     if reset_running_requests:
         return _reset_prefix_cache(self, reset_running_requests, reset_connector)
-    for request in [each for each in self.running if not each.num_output_tokens]:
+    for request in [r for r in self.running if r.num_computed_tokens < r.num_tokens - 1]:
         self.running.remove(request)
         self._preempt_request(request, time.monotonic(), drop_stale_output=True)
         self.prev_step_scheduled_req_ids.discard(request.request_id)
     kept = [request.request_id for request in self.running]
-    for manager in self.kv_cache_manager.coordinator.single_type_managers:
-        pool = manager.block_pool
+    managers = self.kv_cache_manager.coordinator.single_type_managers
+    for pool in dict.fromkeys(manager.block_pool for manager in managers):
         pool.evict_blocks({*range(len(pool.blocks))})
+    for manager in managers:
         manager.num_cached_block.update(dict.fromkeys(kept, sys.maxsize))
     return True
