@@ -1,6 +1,5 @@
 """Reads config.json into a `ModelShape`; refuses settings that would change what is computed."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ from checkpoint_convert import mxfp4
 from checkpoint_convert.config_values import boolean, even, integer, number, token_ids
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
-from checkpoint_convert.formats.safetensors_file import NAMES
+from checkpoint_convert.folder import read_json
+from checkpoint_convert.formats.safetensors_file import NAMES, stored_names
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
 from checkpoint_convert.rope import num_positions, read_ropes
 from checkpoint_convert.shape import LatentShape, LinearShape, ModelShape, MoeShape
@@ -189,28 +189,6 @@ def _with_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def check_folder(folder: Path) -> None:
-    """Raise ValueError unless `folder` is an existing folder."""
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file: give its folder")
-    if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist: give a Hugging Face model folder")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError, naming the file, if it is missing or malformed."""
-    check_folder(path.parent)
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: give a Hugging Face model folder")
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # arrays can be nested arbitrarily deep
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {type(value).__name__}, not an object")
-    return value
-
-
 def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
     num_heads, num_kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if num_heads != num_kv_heads:
@@ -328,7 +306,13 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
         ),
         has_shared_gate=keys.has_shared_gate,
         num_dense_layers=_num_dense_layers(path, values, keys.num_dense_layers),
+        stacks=None if keys.may_be_apart and _are_experts_apart(path.parent) else keys.stacks,
     )
+
+
+def _are_experts_apart(folder: Path) -> bool:
+    """Whether the weight files of `folder`, if any, have each expert by itself."""
+    return any(".experts.0." in name for name in stored_names(folder))
 
 
 def _switch(path: Path, values: Mapping[str, Any], key: bool | str) -> bool:
@@ -372,7 +356,8 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
         if given != (own := round(family.partial_rotary_factor * size)):
             key = f"with head_dim {size}, {family.rotary_size}"
             refused.append(f"{key} is {given!r}, only {own} is supported")
-    if mxfp4.is_method_of(config) and not (family.experts and family.experts.are_stacked):
+    alternates = family.experts is not None and family.experts.stacks == "alternating"
+    if mxfp4.is_method_of(config) and not alternates:
         refused.append("weights are quantised with quant_method 'mxfp4', which is of stacks only")
     is_mixed = family.windows or family.linear  # their kinds of layers are checked elsewhere
     layers = [] if is_mixed else config.get("layer_types") or []

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoint_convert.folder import check_folder, read_json
 from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
-from checkpoint_convert.hf_config import check_folder, read_json
 from parallel import Shape
 
 PEFT_PREFIX = "base_model.model."

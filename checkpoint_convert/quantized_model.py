@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Parameter
 from checkpoint_convert.families.ffn import ROUTER
 from checkpoint_convert.peft import WEIGHT
@@ -55,8 +54,7 @@ def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> Quantiz
     """
     if quantization == "none":
         return None
-    experts = FAMILIES[shape.family].experts
-    if experts is not None and experts.are_stacked:
+    if shape.moe is not None and shape.moe.stacks is not None:
         raise ValueError(
             f"quantization {quantization} is not supported for {shape.family}, whose weight files "
             "stack experts: leave it out"

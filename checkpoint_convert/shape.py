@@ -2,12 +2,21 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from parallel import ParallelDims, divisors, pipeline_layers
 
 # Fields that do not change what is computed: Mistral and Llama compute the same.
-_NO_NUMBERS = ("family", "max_position_embeddings", "eos_token_ids", "num_mtp_layers")
+_NO_NUMBERS = (
+    "family",
+    "max_position_embeddings",
+    "eos_token_ids",
+    "num_mtp_layers",
+    "moe.stacks",
+)
+Stacks = Literal["alternating", "joined"]
+"""`alternating`: [experts, inputs, outputs], of which those of gate and up alternate; `joined`:
+[experts, outputs, inputs], of which those of gate come before those of up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +88,9 @@ class MoeShape:
     """Whether what that expert returns is multiplied by a sigmoid, of one output of its own."""
     num_dense_layers: int = 0
     """Number of layers with an MLP instead; they come first."""
+    stacks: Stacks | None = None
+    """How weight files have the experts of a layer in one tensor for each linear layer, with gate
+    and up as one; None: they do not."""
 
 
 @dataclass(frozen=True, kw_only=True)

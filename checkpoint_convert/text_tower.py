@@ -15,6 +15,7 @@ _FAMILIES = {
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
 }
 MULTIMODAL = [*_FAMILIES]

@@ -268,9 +268,9 @@ def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     workers = "" if dims.data == 1 else f"with {dims.num_workers} workers "
     if dims.expert_parallel and dims.num_workers > shape.moe.num_experts:
         obstacles.append(f"{workers}is more than num_experts({shape.moe.num_experts})")
-    size, names = shape.moe.intermediate_size, FAMILIES[shape.family].experts
-    # vLLM asks for both of stacks, however the workers share experts.
-    is_stacked = names is not None and names.are_stacked
+    size = shape.moe.intermediate_size
+    # vLLM asks for both of such stacks, however the workers share experts.
+    is_stacked = shape.moe.stacks == "alternating"
     if (is_stacked or not dims.expert_parallel) and size % dims.num_workers:
         obstacles.append(f"{workers}does not divide intermediate_size of the experts({size})")
     if is_stacked and dims.expert_parallel and shape.moe.num_experts % dims.num_workers:

@@ -16,7 +16,7 @@ from checkpoint_convert.families.olmo3 import OLMO3
 from checkpoint_convert.families.phi3 import PHI3
 from checkpoint_convert.families.qwen2 import QWEN2
 from checkpoint_convert.families.qwen3 import QWEN3
-from checkpoint_convert.families.qwen3_5 import QWEN3_5
+from checkpoint_convert.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from checkpoint_convert.families.qwen3_moe import QWEN3_MOE
 from checkpoint_convert.families.qwen3_next import QWEN3_NEXT
 from checkpoint_convert.families.seed_oss import SEED_OSS
@@ -41,6 +41,7 @@ FAMILIES = {
         QWEN2,
         QWEN3,
         QWEN3_5,
+        QWEN3_5_MOE,
         QWEN3_MOE,
         QWEN3_NEXT,
         SEED_OSS,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from checkpoint_convert.shape import Stacks
 from parallel import Axes, Box, Shape, ShardMapping
 
 
@@ -25,9 +26,10 @@ class Experts:
     """Names of the three matrices of an expert."""
     router: str = "gate"
     """Name of the router."""
-    are_stacked: bool = False
-    """Whether weight files have the experts of a layer in one tensor for each linear layer,
-    [experts, inputs, outputs], with gate and up as one whose outputs alternate."""
+    stacks: Stacks | None = None
+    """See `MoeShape`."""
+    may_be_apart: bool = False
+    """Whether some weight files of the family have no stacks."""
     score_function: str = "softmax"
     """See `MoeShape`."""
     weight_scale: str | None = None

@@ -3,7 +3,7 @@
 A mixture has a router, gated experts and perhaps a shared expert, which processes every token.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import (
@@ -13,7 +13,7 @@ from checkpoint_convert.families.description import (
     Tensor,
     in_one_tensor,
 )
-from checkpoint_convert.shape import ModelShape, MoeShape
+from checkpoint_convert.shape import ModelShape, MoeShape, Stacks
 
 
 def gated_mlp(inward: tuple[int, int], source: str, target: str) -> list[Parameter]:
@@ -117,10 +117,11 @@ def _expert(
     inward, outward = (sizes, sizes[::-1]) if is_weight else (sizes[:1], sizes[1:])
     gate, up = (Tensor(f"{source}{index}.{name}.{kind}", inward) for name in (names.gate, names.up))
     down = Tensor(f"{source}{index}.{names.down}.{kind}", outward)
-    if names.are_stacked:
+    if moe.stacks is not None:
         end = "" if is_weight else "_bias"
-        gate, up = _alternating(f"{source}gate_up_proj{end}", (gate, up), index, moe.num_experts)
-        down = _stacked(f"{source}down_proj{end}", down, index, moe.num_experts)
+        stack = _Stack(moe.stacks, index, moe.num_experts)
+        gate, up = stack.halves(f"{source}gate_up_proj{end}", (gate, up))
+        down = stack.whole(f"{source}down_proj{end}", down)
     first, second = (f"mlp.experts.experts.{linear}.{kind}" for linear in EXPERT_LINEARS)
     stack_axes = ((index, moe.num_experts),)
     return [
@@ -132,7 +133,7 @@ def _expert(
             is_expert=True,
             key=first,
             engine_name=f"{source}routed_experts.w13_{kind}",
-            alternates_in_engine=names.are_stacked,
+            alternates_in_engine=moe.stacks == "alternating",
             stack_axes=stack_axes,
         ),
         Parameter(
@@ -148,21 +149,34 @@ def _expert(
     ]
 
 
-def _stacked(name: str, tensor: Tensor, index: int, size: int) -> Tensor:
-    """Number `index` of a stack of `size`, which has matrices transposed."""
-    shape, num_dims = (size, *tensor.shape[::-1]), len(tensor.shape)
-    start = (index, *(0 for _ in tensor.shape))
-    place = StackPlace(name, shape, shape, start, axes=tuple(range(num_dims, 0, -1)))
-    return replace(tensor, stack=place)
+@dataclass(frozen=True)
+class _Stack:
+    """Number `index` of the `size` experts of a layer in the tensors that stack them."""
 
+    kind: Stacks
+    index: int
+    size: int
 
-def _alternating(
-    name: str, tensors: tuple[Tensor, Tensor], index: int, size: int
-) -> tuple[Tensor, ...]:
-    """The same of two tensors whose rows alternate there."""
-    rows, *columns = tensors[0].shape
-    stored, shape = (size, *columns, 2 * rows), (size, *columns, rows, 2)
-    axes = tuple(range(len(columns) + 1, 0, -1))
-    starts = ((index, *(0 for _ in tensors[0].shape), number) for number in (0, 1))
-    places = [StackPlace(name, stored, shape, start, axes) for start in starts]
-    return tuple(replace(x, stack=place) for x, place in zip(tensors, places, strict=True))
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor that is alone of its expert."""
+        sizes, axes = tensor.shape, tuple(range(1, len(tensor.shape) + 1))
+        if self.kind == "alternating":  # matrices are transposed
+            sizes, axes = sizes[::-1], axes[::-1]
+        shape, start = (self.size, *sizes), (self.index, *(0 for _ in sizes))
+        return replace(tensor, stack=StackPlace(name, shape, shape, start, axes))
+
+    def halves(self, name: str, tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Two tensors of an expert whose rows are the halves of one, or alternate there."""
+        rows, *columns = tensors[0].shape
+        if self.kind == "alternating":
+            stored, shape = (self.size, *columns, 2 * rows), (self.size, *columns, rows, 2)
+            axes, half = tuple(range(len(columns) + 1, 0, -1)), len(shape) - 1
+        else:
+            stored, shape = (self.size, 2 * rows, *columns), (self.size, 2, rows, *columns)
+            axes, half = tuple(range(2, len(shape))), 1
+        first = (self.index, *(0 for _ in shape[1:]))
+        places = [
+            StackPlace(name, stored, shape, (*first[:half], number, *first[half + 1 :]), axes)
+            for number in range(2)
+        ]
+        return tuple(replace(x, stack=place) for x, place in zip(tensors, places, strict=True))

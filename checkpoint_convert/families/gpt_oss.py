@@ -53,6 +53,6 @@ GPT_OSS = Family(
         intermediate_size="intermediate_size",
         normalize_topk=None,
         router="router",
-        are_stacked=True,
+        stacks="alternating",
     ),
 )

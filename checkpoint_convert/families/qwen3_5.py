@@ -1,6 +1,9 @@
-"""Qwen3.5, dense, such as Qwen3.5-9B: the text of a multimodal model, with Qwen3-Next's layers."""
+"""Qwen3.5, such as Qwen3.5-9B, or with experts Qwen3.5-35B-A3B: the text of a multimodal model,
+with Qwen3-Next's layers."""
 
-from checkpoint_convert.families.description import Family
+from dataclasses import replace
+
+from checkpoint_convert.families.description import Experts, Family
 from checkpoint_convert.families.qwen3_next import LINEAR_DEFAULTS
 
 QWEN3_5 = Family(
@@ -25,4 +28,34 @@ QWEN3_5 = Family(
     linear="one by one",
     partial_rotary_factor=0.25,
     num_mtp_layers="mtp_num_hidden_layers",
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    defaults={
+        **QWEN3_5.defaults,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,  # of no layer
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    required={
+        **QWEN3_5.required,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    experts=Experts(
+        num_experts="num_experts",
+        intermediate_size="moe_intermediate_size",
+        normalize_topk=None,
+        shared="shared_expert",
+        shared_size="shared_expert_intermediate_size",
+        has_shared_gate=True,
+        is_shared_whole_in_engine=True,
+        stacks="joined",
+        may_be_apart=True,
+    ),
 )

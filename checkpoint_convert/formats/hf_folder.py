@@ -6,16 +6,21 @@ from os.path import isfile  # false also for names that no file can have
 from pathlib import Path
 from typing import TypeVar
 
-from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
-from checkpoint_convert.hf_config import check_folder, has_other_towers, read_json, read_scheme
+from checkpoint_convert.folder import check_folder, read_json
+from checkpoint_convert.formats.safetensors_file import (
+    INDEX_FILE,
+    ITEM_SIZES,
+    SINGLE_FILE,
+    TensorPlace,
+    read_header,
+)
+from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.megatron import file_tensors
 from checkpoint_convert.mxfp4 import Mxfp4Scheme, with_blocks
 from checkpoint_convert.quantization import Scheme, with_scales
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.text_tower import is_of_text, text_name
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
 ADAPTER_FILE = "adapter_config.json"

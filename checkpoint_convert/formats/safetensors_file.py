@@ -6,7 +6,7 @@ the header count from the first byte of the data.
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from checkpoint_convert.folder import read_json
 from parallel import Shape
 
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -26,6 +27,8 @@ STORED_SIZES = {**ITEM_SIZES, **dict.fromkeys(QUANTIZED_TORCH_NAMES, 1)}
 """Bytes per element of both."""
 NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 _METADATA = "__metadata__"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,14 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
         offset = 8 + num_bytes + start
         places[name] = TensorPlace(path, entry["dtype"], tuple(entry["shape"]), offset, end - start)
     return places
+
+
+def stored_names(folder: Path) -> Collection[str]:
+    """Names of the tensors of a model in `folder`, by its index or only file; none without both."""
+    if (folder / INDEX_FILE).is_file():
+        index = read_json(folder / INDEX_FILE).get("weight_map")
+        return index if isinstance(index, dict) else ()
+    return read_header(folder / SINGLE_FILE) if (folder / SINGLE_FILE).is_file() else ()
 
 
 def copy_tensors(

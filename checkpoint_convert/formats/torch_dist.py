@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats import METADATA_FILE, errors_named
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, NAMES, TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_file import read_place
-from checkpoint_convert.hf_config import read_json
 from parallel import Box, Layout, Shape, ShardMapping
 
 BACKENDS_FILE = "metadata.json"

@@ -122,7 +122,8 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
     first: dict[int, tuple[str, Tensor]] = {}
     is_multimodal = hasattr(model, "language_model")
     family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
-    alternates = family is not None and family.experts is not None and family.experts.are_stacked
+    experts = None if family is None else family.experts
+    alternates = experts is not None and experts.stacks == "alternating"
     for name, parameter in model.named_parameters():
         if name.endswith(ABSORBED) or (is_multimodal and not is_of_text(text_name(name))):
             continue

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats.safetensors_file import NAMES
-from checkpoint_convert.hf_config import read_json
 from checkpoint_convert.hf_export import (
     create_export,
     finish_export,

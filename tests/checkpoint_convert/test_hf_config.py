@@ -51,6 +51,7 @@ PHI3 = {"model_type": "phi3"}
 QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": None}
 OLMO3 = {"model_type": "olmo3"}
 QWEN3_NEXT = {"model_type": "qwen3_next", "num_key_value_heads": 2, "full_attention_interval": 2}
+QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
 FULL, WINDOWED = "full_attention", "sliding_attention"
 DEEPSEEK_V3 = GLM4_MOE_LITE | ROUTER | {"model_type": "deepseek_v3"}
 
@@ -124,6 +125,7 @@ def shape_by_transformers(config):
             shared_intermediate_size=getattr(config, "shared_expert_intermediate_size", shared),
             has_shared_gate=family in HYBRIDS,
             num_dense_layers=getattr(config, "first_k_dense_replace", 0),
+            stacks={"gpt_oss": "alternating", "qwen3_5_moe_text": "joined"}.get(family),
         )
     linear, linear_layers = linear_by_transformers(config)
     window, windowed = windows_by_transformers(config)
@@ -169,13 +171,14 @@ def shape_by_transformers(config):
         # An attribute that not every version of transformers knows.
         num_mtp_layers=getattr(
             config,
-            "mtp_num_hidden_layers" if family == "qwen3_5_text" else "num_nextn_predict_layers",
+            "mtp_num_hidden_layers" if family in QWEN3_5 else "num_nextn_predict_layers",
             int(family in (*MULTI_TOKEN, "qwen3_next")),
         ),
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.num_key_value_heads,
-        intermediate_size=config.intermediate_size,
+        # Of no layer in a mixture that has none.
+        intermediate_size=getattr(config, "intermediate_size", 512),
         vocab_size=config.vocab_size,
         tie_word_embeddings=config.tie_word_embeddings,
         rms_norm_eps=config.rms_norm_eps,
@@ -289,11 +292,12 @@ OF_QWEN3_5 = {
     *("deepstack_visual_indexes", "depth", "image_token_id", "in_channels", "num_heads"),
     *("num_position_embeddings", "out_hidden_size", "patch_size", "spatial_merge_size"),
     *("temporal_patch_size", "video_token_id", "vision_config"),
-    *("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "num_experts"),
 }
+OF_EXPERTS = {"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "num_experts"}
 # Values that differ from those of `tiny_config`, where `other_value` cannot derive one.
 OTHER_VALUES = {
     "attn_output_gate": False,
+    "decoder_sparse_step": 2,
     "eos_token_id": 3,
     "head_dim": 32,
     "hidden_act": "gelu",
@@ -304,6 +308,7 @@ OTHER_VALUES = {
     "mlp_only_layers": [1],
     "model_type": "gemma",
     "moe_layer_freq": 2,
+    "norm_topk_prob": False,
     "num_attention_heads": 8,
     "num_key_value_heads": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10.0},
@@ -337,7 +342,7 @@ VLLM_FILES = {
     "olmo3": (),
     "gemma3_text": ("gemma3",),
     "phi3": ("phi3", "llama"),
-    "qwen3_5_text": ("qwen3_5", "qwen3_next"),
+    **dict.fromkeys(QWEN3_5, ("qwen3_5", "qwen3_next")),
     "seed_oss": (),
 }
 
@@ -369,7 +374,8 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     # vLLM writes it.
     harmless |= {"max_model_len"} if family == "minimax_m2" else set()
     harmless |= OF_IMAGES if family == "gemma3_text" else set()
-    harmless |= OF_QWEN3_5 if family == "qwen3_5_text" else set()
+    harmless |= OF_QWEN3_5 if family in QWEN3_5 else set()
+    harmless |= OF_EXPERTS if family == "qwen3_5_text" else set()
     harmless -= {"first_k_dense_replace"} if family in MULTI_TOKEN else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
     # Of scalings that this family's RoPE cannot have here.

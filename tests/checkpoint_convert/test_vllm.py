@@ -182,7 +182,10 @@ def test_neighbours_hold_the_same_key_value_head_where_there_are_fewer_than_work
             "it is more than num_experts(128); legal values are [1, 2, 4, 8, 16, 32, 64, 128]",
         ),
         (
-            replace(MIXTRAL_8X7B, family="gpt_oss", moe=replace(MIXTRAL_8X7B.moe, num_experts=6)),
+            replace(
+                MIXTRAL_8X7B,
+                moe=replace(MIXTRAL_8X7B.moe, num_experts=6, stacks="alternating"),
+            ),
             EngineDims(tensor=4, expert_parallel=True),
             "it does not divide num_experts(6); legal values are [1, 2]",
         ),

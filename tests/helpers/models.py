@@ -1,6 +1,7 @@
 """Tiny random models in Hugging Face folders, with a tokenizer, for tests to load and train."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -29,6 +30,7 @@ from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
 from transformers.models.seed_oss import SeedOssConfig
@@ -48,6 +50,7 @@ CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "qwen3_next": Qwen3NextConfig,
     "glm4_moe": Glm4MoeConfig,
@@ -67,7 +70,7 @@ WHOLE_EXPERTS = ("gpt_oss",)
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
 """Families with latent attention."""
 NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss", "qwen3_next")
-HYBRIDS = ("qwen3_5_text", "qwen3_next")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Families with linear attention in most layers."""
 # Two heads of values for each of keys, and two layers of three.
 LINEAR: dict[str, Any] = {
@@ -187,6 +190,13 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR
+    | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32,
+    },
     "qwen3_next": LINEAR
     | {
         "num_experts": 4,
@@ -324,6 +334,24 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         additional_special_tokens=["<start>"],
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def stacked_experts(model: Path, folder: Path) -> Path:
+    """A copy of a model whose experts are stacked, as Qwen3.5 is published: gate above up."""
+    shutil.copytree(model, folder)
+    weights = load_file(model / "model.safetensors")
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(weights):
+        if match := re.fullmatch(r"(.*\.experts)\.\d+\.(.*)\.weight", name):
+            parts.setdefault(".".join(match.groups()), []).append(weights.pop(name))
+    for name, each in parts.items():
+        weights[name] = torch.stack(each)
+    for name in [name for name in parts if name.endswith(".gate_proj")]:
+        block = name.removesuffix(".gate_proj")
+        both = [weights.pop(f"{block}.{half}_proj") for half in ("gate", "up")]
+        weights[f"{block}.gate_up_proj"] = torch.cat(both, 1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def add_mtp_layer(folder: Path) -> Path:

@@ -9,10 +9,18 @@ from transformers.models.gemma3 import Gemma3Config
 from transformers.models.mistral3 import Mistral3Config
 from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig
 from transformers.models.qwen3_5 import Qwen3_5Config
+from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig
 from transformers.models.qwen3_vl import Qwen3VLConfig
 
 from checkpoint_convert.windows import FULL, WINDOWED
-from helpers.models import EOS_ID, LINEAR, PAD_ID, character_tokenizer, make_random
+from helpers.models import (
+    EOS_ID,
+    LINEAR,
+    OWN_FIELDS,
+    PAD_ID,
+    character_tokenizer,
+    make_random,
+)
 
 TEXT: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -33,6 +41,7 @@ CONFIGS = {
     "mistral3": Mistral3Config,
     "qwen2_5_vl": Qwen2_5_VLConfig,
     "qwen3_5": Qwen3_5Config,
+    "qwen3_5_moe": Qwen3_5MoeConfig,
     "qwen3_vl": Qwen3VLConfig,
 }
 OWN_TEXT: dict[str, dict[str, Any]] = {
@@ -50,6 +59,15 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {
         **LINEAR,
+        "head_dim": 32,
+        "rope_parameters": {
+            **LINEAR["rope_parameters"],
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+    "qwen3_5_moe": {
+        **OWN_FIELDS["qwen3_5_moe_text"],
         "head_dim": 32,
         "rope_parameters": {
             **LINEAR["rope_parameters"],
@@ -97,6 +115,14 @@ VISION: dict[str, dict[str, Any]] = {
         "out_hidden_size": 64,
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [],
+    },
+    "qwen3_5_moe": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
     },
     "qwen3_vl": {
         "depth": 1,

@@ -13,7 +13,7 @@ from helpers.engines import (
     running_engine,
     served_model,
 )
-from helpers.models import mixture_of_blocks, servable_model
+from helpers.models import mixture_of_blocks, servable_model, stacked_experts
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
 from helpers.towers import tiny_multimodal
 from helpers.vllm_workers import loaded_parameters
@@ -64,13 +64,16 @@ QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_la
         pytest.param("deepseek_v3", {"q_lora_rank": None}, 2, marks=slow),
         pytest.param("glm4_moe_lite", {}, 2, marks=slow),
         pytest.param("qwen3_5_text", {"tied": True}, 2, marks=slow),
+        pytest.param("qwen3_5_moe_text", {}, 2, marks=slow),
     ],
 )
 def test_workers_take_their_shards_of_every_family(tmp_path, family, overrides, size):
-    if family == "qwen3_5_text":
+    if family.startswith("qwen3_5"):
         pytest.importorskip("torchvision", reason="vLLM has it in a file with a model of images")
     folder = servable_model(tmp_path / "model", family, **overrides)
     other = servable_model(tmp_path / "other", family, seed=1, **overrides)
+    if family == "qwen3_5_moe_text":
+        folder = stacked_experts(folder, tmp_path / "stacked")
     with running_engine("vllm", folder, tmp_path, tensor_parallel_size=size) as engine:
         check_pushes(engine, other, folder)
 

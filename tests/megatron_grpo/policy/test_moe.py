@@ -64,6 +64,7 @@ MODELS = {
     "minimax_m2": ("minimax_m2", {}),
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
     # Linear attention, before the last layer; a gate of attention, and one of the shared expert.
     "qwen3_next": ("qwen3_next", {"full_attention_interval": 4, "num_key_value_heads": 1}),
     # The weights of a token's experts do not sum to 1.
