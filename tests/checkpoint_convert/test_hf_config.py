@@ -111,7 +111,7 @@ def shape_by_transformers(config):
             value_dim=config.v_head_dim,
         )
     if hasattr(config, "num_experts_per_tok"):
-        size = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         shared = getattr(config, "n_shared_experts", 0) * size
         moe = MoeShape(
             num_experts=getattr(config, "num_local_experts", None) or config.num_experts,
