@@ -26,7 +26,8 @@ backward: the first, or the second for each data rank, if that is more."""
 ROUTER_WEIGHT = ".router.weight"
 """Suffix of what `model.freeze_moe_router` keeps from being trained."""
 
-
+_REGISTERED = ("input_layernorm.", "softmax_offset", "linear_proj.", "self_attention.")
+"""Parts of names in a layer, in order; the rest is in the order of `megatron_layout`."""
 _Parameter = tuple[int, str, int]
 """Chunk, name and number of elements."""
 
@@ -268,4 +269,11 @@ def _shallow_chunks(
         in_layer = [".layers." in name for _, name, _ in own]
         begin = in_layer.index(True)
         end = begin + sum(in_layer)
-        yield own[:begin], own[begin:end], own[end:]
+        yield own[:begin], sorted(own[begin:end], key=_registration), own[end:]
+
+
+def _registration(parameter: _Parameter) -> int:
+    """Sorts the parameters of a layer as Megatron-Core's modules register them: what follows the
+    scores of attention comes before the projections that they are computed of."""
+    _, name, _ = parameter
+    return next((i for i, part in enumerate(_REGISTERED) if part in name), len(_REGISTERED))

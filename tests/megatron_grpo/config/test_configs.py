@@ -31,6 +31,7 @@ RUNS = [
     ("grpo_30b_a3b", "Qwen3-30B-A3B"),
     ("grpo_30b_glm_flash", "GLM-4.7-Flash"),
     ("grpo_qwen3_next_80b", "Qwen3-Next-80B-A3B"),
+    ("grpo_gpt_oss_120b", "gpt-oss-120b"),
     ("grpo_106b_a12b", "GLM-4.5-Air"),
     ("grpo_235b_a22b", "Qwen3-235B-A22B"),
     ("grpo_405b", "Llama-3.1-405B"),
@@ -136,8 +137,11 @@ def test_trainer_and_engine_fit_on_a_gpu(name, published, tmp_path, elsewhere):
     share = cfg.rollout.vllm.get("gpu_memory_utilization", 0) if name not in OWN_NODES else 0
     memory = card_of(name).memory
     engine = share * memory
+    together = sum(trainer) + engine
+    if cfg.rollout.enable_sleep_mode and cfg.train.offload == "optimizer":  # by turns
+        together = max(sum(trainer), first.weight_bytes + engine)
     # What is left is for activations, logits and buffers of the communication.
-    assert sum(trainer) + engine < 0.82 * memory
+    assert together < 0.82 * memory
     # The config's reader is told the same.
     said = " + ".join(str(round(num_bytes / 1e9)) for num_bytes in trainer)
     text = " ".join((CONFIGS / f"{name}.yaml").read_text().replace("#", "").split())
