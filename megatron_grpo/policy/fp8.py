@@ -61,6 +61,10 @@ def check_fp8(
             f"transformer_impl {implementation} in {str(dtype).removeprefix('torch.')}: train on "
             "GPUs with Transformer Engine and model.dtype=bfloat16, or leave fp8 out"
         )
+    if shape.indexer is not None:
+        raise ValueError(
+            f"{prefix} is not supported for a model with sparse attention: leave it out"
+        )
     if recipe is None:
         raise ValueError(
             f"{prefix} needs model.megatron.fp8_recipe: blockwise for Hopper, mxfp8 for Blackwell, "

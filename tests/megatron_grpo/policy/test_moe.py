@@ -51,6 +51,9 @@ MODELS = {
     # Latent attention, and groups of experts. With and without a latent of queries.
     "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN}),
     "deepseek_v3, whole queries": ("deepseek_v3", {"q_lora_rank": None}),
+    # An indexer in every layer chooses fewer tokens than most sequences have.
+    "deepseek_v32": ("deepseek_v32", {"rope_parameters": YARN}),
+    "glm_moe_dsa": ("glm_moe_dsa", {}),
     # A shared expert, experts chosen by biased sigmoid scores, a dense layer, and half of RoPE.
     "glm4_moe": ("glm4_moe", {}),
     # transformers has this epsilon in the norms of latents, whatever the config says.
