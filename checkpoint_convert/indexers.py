@@ -22,7 +22,8 @@ def read_indexer(
     if family.indexer_pairs is None:
         return None
     for key, kind in _LAYERS.items():
-        if (values.get(key) or [kind]) != [kind] * len(values.get(key) or [kind]):
+        kinds = values.get(key)
+        if kinds and (not isinstance(kinds, list) or {*map(str, kinds)} != {kind}):
             raise ValueError(f"{path}: {key} must have {kind!r} for every layer, or be absent")
     if latent is None or latent.query_rank is None:
         raise ValueError(f"{path}: q_lora_rank is null; indexers need a latent of queries")

@@ -115,12 +115,10 @@ class _SparseAttention(torch.autograd.Function):
         sums = [torch.zeros_like(each, dtype=wide) for each in (key, value)]
         of_queries = []
         for rows, keys in ctx.queries.blocks(BLOCK):
-            given = [
-                each.detach().requires_grad_() for each in (query[rows], key[keys], value[keys])
-            ]
+            q, k, v = (x.detach().requires_grad_() for x in (query[rows], key[keys], value[keys]))
             with torch.enable_grad():
-                output = _attend(*given, chosen[rows] - keys.start, ctx.scale)
-            of_query, *others = torch.autograd.grad(output, given, grad[rows])
+                output = _attend(q, k, v, chosen[rows] - keys.start, ctx.scale)
+            of_query, *others = torch.autograd.grad(output, (q, k, v), grad[rows])
             of_queries.append(of_query)
             for total, part in zip(sums, others, strict=True):
                 total[keys] += part
@@ -132,9 +130,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scale: fl
     """Of a block of queries, to those of its keys that are `chosen` [queries, topk]."""
     sees = torch.zeros(len(query), len(key), dtype=torch.bool, device=query.device)
     sees.scatter_(1, chosen.long(), True)
-    output = scaled_dot_product_attention(
-        *(each.transpose(0, 1).unsqueeze(0) for each in (query, key, value)),
-        attn_mask=sees,
-        scale=scale,
-    )
+    q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    output = scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale)
     return output.squeeze(0).transpose(0, 1)

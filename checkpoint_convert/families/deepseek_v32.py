@@ -11,16 +11,16 @@ from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
-    defaults=DEEPSEEK_V3.defaults
-    | {
+    defaults={
+        **DEEPSEEK_V3.defaults,
         "max_position_embeddings": 163840,
         "index_topk": 2048,
         "index_head_dim": 128,
         "index_n_heads": 64,
     },
     # transformers rotates halves here, whatever the last one says.
-    required={key: value for key, value in DEEPSEEK_V3.required.items() if key != "index_topk"}
-    | {
+    required={
+        **{key: value for key, value in DEEPSEEK_V3.required.items() if key != "index_topk"},
         "mlp_bias": False,
         "index_topk_freq": 1,
         "index_topk_pattern": None,

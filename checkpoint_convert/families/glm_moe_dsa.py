@@ -10,8 +10,8 @@ from checkpoint_convert.families.deepseek_v32 import DEEPSEEK_V32
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     model_type="glm_moe_dsa",
-    defaults=DEEPSEEK_V32.defaults
-    | {
+    defaults={
+        **DEEPSEEK_V32.defaults,
         "num_key_value_heads": 64,
         "intermediate_size": 12288,
         "max_position_embeddings": 202752,
@@ -29,6 +29,6 @@ GLM_MOE_DSA = replace(
         if key not in ("indexer_rope_interleave", "moe_router_dtype")
     },
     # transformers always rotates neighbours.
-    explicit=DEEPSEEK_V32.explicit | {"indexer_rope_interleave": True},
+    explicit={**DEEPSEEK_V32.explicit, "indexer_rope_interleave": True},
     indexer_pairs="neighbours",
 )

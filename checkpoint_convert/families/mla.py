@@ -4,7 +4,6 @@ the indexer of sparse attention, which is given the latent of queries, too."""
 from checkpoint_convert.families.description import Parameter, Tensor
 from checkpoint_convert.shape import IndexerShape, LatentShape, ModelShape
 
-
 INDEXER = "self_attention.indexer."
 """Prefix of the parameters of an indexer, which are not trained."""
 KEY_NORM = tuple(f"{INDEXER}k_norm.{kind}" for kind in ("weight", "bias"))

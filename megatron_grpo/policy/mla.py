@@ -157,7 +157,7 @@ class LatentAttention(Attention):
         rotary_pos_emb: Tensor,
         params: PackedParams,
     ) -> Tensor:
-        """What `heads`, queries, keys and values, return; sparse attention reads the others, too."""
+        """What queries, keys and values, the `heads`, return; sparse attention reads all else."""
         recomputes = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if recomputes else self.core_attention
         mixed: Tensor = attend(

@@ -17,7 +17,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn.functional import layer_norm, linear, rms_norm
 
 from checkpoint_convert import ModelShape
@@ -26,7 +25,7 @@ from megatron_grpo.policy.mla import LatentAttention
 from megatron_grpo.policy.packed_params import PackedParams
 from parallel.attention import gather_packed
 from parallel.dtypes import attention_dtype
-from parallel.sparse_attention import Queries, choose_tokens, sparse_attention
+from parallel.sparse_attention import choose_tokens, sparse_attention
 
 NORM_EPS = 1e-6
 """Of the norm of the indexer's keys, whatever `rms_norm_eps` says."""
@@ -41,7 +40,7 @@ def use_indexer(layer: ModuleSpec, shape: ModelShape) -> None:
 
 
 class SparseAttention(LatentAttention):
-    """The attention of a layer; whole for microbatches in which a token sees no more than `topk`."""
+    """The attention of a layer; whole where no sequence of a microbatch is longer than `topk`."""
 
     def __init__(
         self, config: TransformerConfig, submodules: Any, *, indexer: IndexerShape, **options: Any
@@ -141,7 +140,7 @@ class Indexer(MegatronModule):
         return query, key, weights * scale
 
     def _rotate(self, part: Tensor, angles: Tensor) -> Tensor:
-        """RoPE of the first elements; neighbours become halves, which leaves products as they are."""
+        """RoPE of the first elements; neighbours become halves, which leaves products the same."""
         turned, rest = part.split([self.rotary_dim, part.shape[-1] - self.rotary_dim], dim=-1)
         if self.shape.has_neighbouring_pairs:
             turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
