@@ -8,6 +8,9 @@ from dataclasses import replace
 
 from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
 
+# Routers are computed in float32 whatever the second one says, in transformers and here.
+_OF_OTHERS = ("index_topk", "moe_router_dtype")
+
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
@@ -18,9 +21,9 @@ DEEPSEEK_V32 = replace(
         "index_head_dim": 128,
         "index_n_heads": 64,
     },
-    # transformers rotates halves here, whatever the last one says.
+    # Only vLLM reads the last three, and transformers the first of them for GLM-5.
     required={
-        **{key: value for key, value in DEEPSEEK_V3.required.items() if key != "index_topk"},
+        **{key: value for key, value in DEEPSEEK_V3.required.items() if key not in _OF_OTHERS},
         "mlp_bias": False,
         "index_topk_freq": 1,
         "index_topk_pattern": None,

@@ -1,7 +1,4 @@
-"""GLM-5: DeepSeek-V3.2 in other sizes, without groups of experts, whose indexer rotates neighbours.
-
-vLLM computes its routers in float32, whatever config.json says, as we do.
-"""
+"""GLM-5: DeepSeek-V3.2 without groups of experts, whose indexer rotates neighbours."""
 
 from dataclasses import replace
 
@@ -26,7 +23,7 @@ GLM_MOE_DSA = replace(
     required={
         key: value
         for key, value in DEEPSEEK_V32.required.items()
-        if key not in ("indexer_rope_interleave", "moe_router_dtype")
+        if key != "indexer_rope_interleave"
     },
     # transformers always rotates neighbours.
     explicit={**DEEPSEEK_V32.explicit, "indexer_rope_interleave": True},

@@ -63,8 +63,7 @@ class SparseAttention(LatentAttention):
         chosen = self._choose(hidden, latent, rotary_pos_emb, params)
         query, key, value = heads
         group = params.cp_group or self.context_group
-        both = gather_packed(torch.cat([key, value], dim=-1), params, group)
-        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        key, value = (gather_packed(each, params, group) for each in (key, value))
         dtype = attention_dtype(query.dtype)
         scale = self.config.softmax_scale or self.head_dim**-0.5
         output = sparse_attention(

@@ -261,7 +261,14 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
 
 GPT_OSS_SIZES = ("gpt-oss-20b", "gpt-oss-120b")
 # Published with YaRN, of which test_rope.py says what it means.
-WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B", *GPT_OSS_SIZES)
+WITH_YARN = (
+    "DeepSeek-V3",
+    "DeepSeek-V3.2",
+    "Kimi-K2",
+    "Ministral-3-8B",
+    "OLMo-3-7B",
+    *GPT_OSS_SIZES,
+)
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED_MODELS if name not in WITH_YARN])
@@ -394,6 +401,7 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     harmless |= OF_QWEN3_5 if family == "qwen3_5_text" else set()
     harmless -= {"first_k_dense_replace"} if family in MULTI_TOKEN else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
+    harmless -= {"index_topk_freq", "index_topk_pattern"} if family in INDEXED else set()
     # Of scalings that this family's RoPE cannot have here.
     harmless |= {"original_max_position_embeddings"} if family == "phi3" else set()
     # vLLM's file of this family's mixture is DeepSeek's, whose own mixture reads these.

@@ -312,6 +312,8 @@ def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
         heads["intermediate_size"] = 128
     if family in LATENTS:
         heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    if family in INDEXED:
+        heads["index_head_dim"] = 128
     return tiny_model(folder, family, **(heads | overrides))
 
 
