@@ -243,8 +243,8 @@ def _core_attention(cfg: Config, shape: ModelShape) -> float:
     value, output = kv_heads * shape.value_dim, heads * shape.value_dim
     if shape.indexer is not None:  # and the tokens that an indexer chose, on every tensor rank
         wide = itemsize if _uses_transformer_engine(cfg) else 4
-        inner = wide * (query + (key + value) * cfg.dims.context)
-        return inner + itemsize * output + 4 * shape.indexer.topk * cfg.dims.tensor
+        all_heads = wide * (query + (key + value) * cfg.dims.context) + itemsize * output
+        return all_heads + 4 * shape.indexer.topk * cfg.dims.tensor
     if _uses_transformer_engine(cfg):
         return itemsize * (query + key + value + output) + 4 * heads
     context = cfg.dims.context
