@@ -55,15 +55,15 @@ def check_fp8(
                 )
         return
     prefix = f"model.megatron.fp8 {told}"
+    if shape.indexer is not None:
+        raise ValueError(
+            f"{prefix} is not supported for a model with sparse attention: leave it out"
+        )
     if implementation == "local" or dtype != torch.bfloat16:
         raise ValueError(
             f"{prefix} needs Transformer Engine's layers in bfloat16, and these are of "
             f"transformer_impl {implementation} in {str(dtype).removeprefix('torch.')}: train on "
             "GPUs with Transformer Engine and model.dtype=bfloat16, or leave fp8 out"
-        )
-    if shape.indexer is not None:
-        raise ValueError(
-            f"{prefix} is not supported for a model with sparse attention: leave it out"
         )
     if recipe is None:
         raise ValueError(

@@ -15,6 +15,7 @@ from helpers.policies import (
     LENGTHS,
     LOSS_WEIGHT,
     Lengths,
+    Numbers,
     OracleCase,
     accumulate,
     check_gradients,
@@ -22,6 +23,7 @@ from helpers.policies import (
     gradients_of,
     layout_name,
     load_oracle,
+    numbers_of,
     numbers_on_rank,
     pack_all,
     random_sequences,
@@ -247,6 +249,16 @@ def test_frozen_routers_have_no_gradient_and_stay_while_all_else_is_trained(case
     check_gradients([rank[""] for rank in ranks], expected)
     for changed in run_ranks(dims.world_size, changed_by_a_step, case.folder, dims, frozen):
         assert changed == {name: ".router." not in name for name in changed}
+
+
+def dynamic_numbers(rank: int, folder: Path, dims: ParallelDims) -> Numbers:
+    policy, groups = start_policy(rank, folder, dims, "parallel.dynamic_context_parallel=true")
+    return numbers_of(policy, groups, pack_all(LENGTHS, dims))
+
+
+def test_indexers_rotate_own_tokens_where_context_ranks_may_change(cases):
+    case, dims = cases["glm_moe_dsa"], ParallelDims(context=2)
+    case.check(run_ranks(2, dynamic_numbers, case.folder, dims))
 
 
 @pytest.mark.parametrize(
