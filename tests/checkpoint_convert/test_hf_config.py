@@ -319,6 +319,7 @@ OF_QWEN3_5 = {
 # Values that differ from those of `tiny_config`, where `other_value` cannot derive one.
 OTHER_VALUES = {
     "indexer_types": ["full", "full", "shared"],
+    "index_topk_freq": 2,
     "index_topk_pattern": "FFS",
     "attn_output_gate": False,
     "eos_token_id": 3,

@@ -88,8 +88,8 @@ def give_sparse_models_dense_kernels() -> None:
 
     own: Any = CpuPlatform.get_attn_backend_cls
 
-    def dense(selected: Any, config: Any, num_heads: int | None = None) -> str:
-        return str(own(selected, config._replace(use_sparse=False), num_heads))
+    def dense(selected: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        return str(own(selected, attn_selector_config._replace(use_sparse=False), num_heads))
 
     CpuPlatform.get_attn_backend_cls = dense  # type: ignore[method-assign, assignment]
 
