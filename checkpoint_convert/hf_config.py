@@ -64,8 +64,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     Raises ValueError for a missing or broken file, an unsupported `model_type`, a missing key, and
     any key whose value would change what the model computes and is not supported.
     """
-    path = Path(folder) / "config.json"
-    whole = read_json(path)
+    whole = read_json(path := Path(folder) / "config.json")
     config = text_config(path, whole)
     model_type = config.get("model_type")
     if model_type not in list(FAMILIES):  # a list, as a JSON value may be unhashable
