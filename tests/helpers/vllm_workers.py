@@ -91,7 +91,7 @@ def give_sparse_models_dense_kernels() -> None:
     def dense(selected: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
         return str(own(selected, attn_selector_config._replace(use_sparse=False), num_heads))
 
-    CpuPlatform.get_attn_backend_cls = dense  # type: ignore[method-assign, assignment]
+    CpuPlatform.get_attn_backend_cls = staticmethod(dense)  # type: ignore[method-assign, assignment]
 
 
 def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **arguments: Any) -> Any:
