@@ -10,6 +10,7 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Family
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats.safetensors_file import NAMES, stored_names
+from checkpoint_convert.indexers import read_indexer
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
 from checkpoint_convert.rope import num_positions, read_ropes
 from checkpoint_convert.shape import LatentShape, LinearShape, ModelShape, MoeShape
@@ -63,8 +64,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     Raises ValueError for a missing or broken file, an unsupported `model_type`, a missing key, and
     any key whose value would change what the model computes and is not supported.
     """
-    path = Path(folder) / "config.json"
-    whole = read_json(path)
+    whole = read_json(path := Path(folder) / "config.json")
     config = text_config(path, whole)
     model_type = config.get("model_type")
     if model_type not in list(FAMILIES):  # a list, as a JSON value may be unhashable
@@ -112,6 +112,7 @@ def read_shape(folder: str | Path) -> ModelShape:
         window_rope_theta=window_rope_theta if windowed_layers else None,
         moe=_moe(path, family, values),
         latent=latent,
+        indexer=read_indexer(path, values, family, latent),
         linear=linear,
         linear_layers=linear_layers,
         num_mtp_layers=_count(path, values, family.num_mtp_layers),
@@ -359,8 +360,9 @@ def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -
     alternates = family.experts is not None and family.experts.stacks == "alternating"
     if mxfp4.is_method_of(config) and not alternates:
         refused.append("weights are quantised with quant_method 'mxfp4', which is of stacks only")
-    is_mixed = family.windows or family.linear  # their kinds of layers are checked elsewhere
-    layers = [] if is_mixed else config.get("layer_types") or []
+    # Their kinds of layers are checked elsewhere.
+    has_kinds = family.windows or family.linear or family.indexer_pairs
+    layers = [] if has_kinds else config.get("layer_types") or []
     if not isinstance(layers, list):
         refused.append(f"layer_types is {layers!r}, only a list of 'full_attention' is supported")
     elif others := sorted({str(kind) for kind in layers} - {"full_attention"}):

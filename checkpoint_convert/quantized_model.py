@@ -59,9 +59,9 @@ def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> Quantiz
             f"quantization {quantization} is not supported for {shape.family}, whose weight files "
             "stack experts: leave it out"
         )
-    if shape.linear is not None:
+    if kind := "linear" if shape.linear else "sparse" if shape.indexer else None:
         raise ValueError(
-            f"quantization {quantization} is not supported for {shape.family}, which has linear "
+            f"quantization {quantization} is not supported for {shape.family}, which has {kind} "
             "attention: leave it out"
         )
     parameters = [*engine_parameters(shape)]

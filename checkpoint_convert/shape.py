@@ -36,6 +36,23 @@ class LatentShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexerShape:
+    """Sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1): every layer has an indexer,
+    which chooses the tokens that all of its heads attend to. Training leaves it as it is."""
+
+    topk: int
+    """Number of tokens, itself included, that a token attends to: those with the largest scores."""
+    num_heads: int
+    """Heads of the indexer's queries; all have the same keys."""
+    head_dim: int
+    """Size of one of these. RoPE rotates as much of it as of a head of attention; it comes first.
+    """
+    has_neighbouring_pairs: bool
+    """Whether the elements that RoPE rotates together are neighbours, as those of attention are;
+    otherwise the first is in the first half of the part, the second in the second."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinearShape:
     """Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464): each head has a
     matrix for what it remembers of all tokens before, in place of their keys and values."""
@@ -157,6 +174,8 @@ class ModelShape:
     """None for a dense model."""
     latent: LatentShape | None = None
     """None: keys and values are projections of hidden states."""
+    indexer: IndexerShape | None = None
+    """None: attention is not sparse."""
     linear: LinearShape | None = None
     """Attention of `linear_layers`; None: there are none."""
     linear_layers: tuple[int, ...] = ()
@@ -200,7 +219,7 @@ class ModelShape:
 def named_fields(shape: ModelShape) -> dict[str, Any]:
     """All fields; those of experts, for example, have names such as ``moe.num_experts``."""
     fields = asdict(shape)
-    for part in ("latent", "linear", "moe"):
+    for part in ("latent", "indexer", "linear", "moe"):
         values = fields.pop(part) or {}
         fields |= {f"{part}.{name}": value for name, value in values.items()}
     return fields

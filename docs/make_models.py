@@ -40,6 +40,16 @@ transformers is tested for every family (`tests/megatron_grpo/policy/test_model.
 - **8 bits**: the schemes of `rollout.quantization` in which vLLM serves it, at a tensor-parallel
   size of 1.
 - **SGLang**: `rollout.engine: sglang`.
+
+Sparse attention (DeepSeek-V3.2, GLM-5): indexers choose the tokens that attention sees, and stay
+as they were read, in training, pushes and exports. DeepSeek trains them by a loss of their own
+(arXiv 2512.02556, section 2.1), which is not here. `grpo.shared_prompts`, 8 bits
+(`rollout.quantization`, `model.megatron.fp8`), speculative decoding and
+`rollout.recompute_kv_cache: false` are refused, and so are models whose layers share what one
+indexer chose. vLLM serves sparse attention on GPUs only, where none of this has been run: what
+its workers load is compared on a CPU, with kernels of another attention in their place, and a
+generation was made by `rollout.engine: transformers`. vLLM's indexers score in 8 bits and the
+trainer's in float32, so they may choose other tokens, and vLLM returns no choices to train with.
 """
 SIZES = range(1, 17)
 RUN_WITH_SGLANG = ("glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
@@ -78,6 +88,7 @@ def row(name: str, shape: ModelShape) -> list[str]:
     sglang = "yes" if shape.family in RUN_WITH_SGLANG else "not tried"
     if not is_accepted(check_attention, "sglang", shape):
         sglang = "no: linear attention" if shape.linear else "no: windows"
+        sglang = "no: sparse attention" if shape.indexer else sglang
         sglang = "no: sinks" if shape.has_sinks else sglang
     return [
         name,

@@ -147,10 +147,16 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
             "it out"
         )
     check_attention(rollout.engine, shape)
-    if shape.linear is not None and not rollout.recompute_kv_cache:
+    kind = "linear" if shape.linear else "sparse" if shape.indexer else None
+    if kind and not rollout.recompute_kv_cache:
         raise ValueError(
-            "rollout.recompute_kv_cache false is not supported for a model with linear attention: "
+            f"rollout.recompute_kv_cache false is not supported for a model with {kind} attention: "
             "leave it out"
+        )
+    if shape.indexer is not None and cfg.grpo.shared_prompts:
+        raise ValueError(
+            "grpo.shared_prompts true is not supported for a model with sparse attention: leave it "
+            "out"
         )
     check_drafts(cfg, shape)
     for url in rollout.base_urls:
@@ -170,6 +176,11 @@ def check_attention(engine: str, shape: ModelShape) -> None:
         raise ValueError(
             f"rollout.engine sglang is not supported for the {shape.family} in model.path, which "
             "has linear attention: use vllm"
+        )
+    if engine == "sglang" and shape.indexer is not None:
+        raise ValueError(
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, which "
+            "has sparse attention: use vllm"
         )
     windows = FAMILIES[shape.family].windows
     if shape.window is None or windows is None:

@@ -327,6 +327,15 @@ class _GatherPacked(torch.autograd.Function):
         return local, None, None, None
 
 
+def gather_packed(local: Tensor, params: PackedSequences, group: ProcessGroup) -> Tensor:
+    """The context slices of a tensor, one after the other along its first dimension, as they lie in
+    the microbatch; that of a single rank is the whole."""
+    if group.size() == 1:
+        return local
+    gathered: Tensor = _GatherPacked.apply(local, *params.context_order, group)
+    return gathered
+
+
 class PackedAttention(torch.nn.Module):
     """Core attention for Megatron-Core's ``SelfAttention``: packed, causal, context-parallel."""
 
@@ -365,8 +374,7 @@ class PackedAttention(torch.nn.Module):
         group = packed_seq_params.cp_group or self.group
         size = group.size()
         if size > 1:
-            order, inverse = packed_seq_params.context_order
-            both = _GatherPacked.apply(torch.cat([key, value], dim=-1), order, inverse, group)
+            both = gather_packed(torch.cat([key, value], dim=-1), packed_seq_params, group)
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         if packed_seq_params.block_masks:
             mask = packed_seq_params.block_masks[self.window]

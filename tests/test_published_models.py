@@ -8,7 +8,7 @@ from helpers.published_models import PUBLISHED_MODELS, write_config
 # Counts of the parameters in the weight files, from the model hub, with the biases by which routers
 # choose experts. GLM's and DeepSeek's are without the layer that predicts further tokens; those of
 # the Qwens with linear attention (80B: 81.3 billion with that layer), of GLM-4.7-Flash and from
-# Seed-OSS to Kimi-K2 are of transformers' models.
+# Seed-OSS to Kimi-K2, of DeepSeek-V3.2 and of GLM-5 are of transformers' models.
 NUM_PARAMETERS = {
     "SmolLM2-135M": 134_515_008,
     "Llama-3.1-8B": 8_030_261_248,
@@ -36,6 +36,8 @@ NUM_PARAMETERS = {
     "Ministral-3-8B": 8_489_553_920,
     "Kimi-K2": 1_026_408_232_448,
     "DeepSeek-V3": 671_026_419_200,
+    "DeepSeek-V3.2": 671_877_944_064,
+    "GLM-5": 743_911_218_432,
 }
 
 

@@ -1,9 +1,11 @@
 """Model families. Each is described once; conversions in every direction follow from that."""
 
 from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
+from checkpoint_convert.families.deepseek_v32 import DEEPSEEK_V32
 from checkpoint_convert.families.gemma3_text import GEMMA3_TEXT
 from checkpoint_convert.families.glm4_moe import GLM4_MOE
 from checkpoint_convert.families.glm4_moe_lite import GLM4_MOE_LITE
+from checkpoint_convert.families.glm_moe_dsa import GLM_MOE_DSA
 from checkpoint_convert.families.gpt_oss import GPT_OSS
 from checkpoint_convert.families.kimi_k2 import KIMI_K2
 from checkpoint_convert.families.llama import LLAMA
@@ -25,9 +27,11 @@ FAMILIES = {
     family.model_type: family
     for family in (
         DEEPSEEK_V3,
+        DEEPSEEK_V32,
         GEMMA3_TEXT,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        GLM_MOE_DSA,
         GPT_OSS,
         KIMI_K2,
         LLAMA,

@@ -113,6 +113,9 @@ class Family:
     """None: every layer has a dense MLP."""
     has_mla: bool = False
     """Whether its attention is `LatentShape`'s."""
+    indexer_pairs: Literal["halves", "neighbours"] | None = None
+    """How RoPE pairs elements in the indexers of sparse attention: see `IndexerShape`; None: it has
+    none."""
     windows: Windows | None = None
     """None: no layer has a window."""
     linear: Literal["by head", "one by one"] | None = None

@@ -1,7 +1,13 @@
-"""Multi-head latent attention: projections down to latents, their norms, and projections up."""
+"""Multi-head latent attention: projections down to latents, their norms, and projections up; and
+the indexer of sparse attention, which is given the latent of queries, too."""
 
 from checkpoint_convert.families.description import Parameter, Tensor
-from checkpoint_convert.shape import LatentShape, ModelShape
+from checkpoint_convert.shape import IndexerShape, LatentShape, ModelShape
+
+INDEXER = "self_attention.indexer."
+"""Prefix of the parameters of an indexer, which are not trained."""
+KEY_NORM = tuple(f"{INDEXER}k_norm.{kind}" for kind in ("weight", "bias"))
+"""Those that are float32 in a model of any dtype."""
 
 
 def mla_attention(
@@ -55,4 +61,43 @@ def mla_attention(
         *queries,
         down("kv", "kv_a_proj_with_mqa", kv_rows, query_rank),
         *up("kv", key_value_rows, latent.rank),
+        *(
+            _indexer(shape, shape.indexer, query_rank, f"{source}indexer.", f"{target}indexer.")
+            if shape.indexer
+            else []
+        ),
+    ]
+
+
+def _indexer(
+    shape: ModelShape, indexer: IndexerShape, query_rank: int, source: str, target: str
+) -> list[Parameter]:
+    """Every tensor rank and every worker of an engine holds it whole.
+
+    An engine computes keys and the weights of heads with one matrix, and keeps the norm of keys in
+    float32.
+    """
+    keys, heads, hidden = indexer.head_dim, indexer.num_heads, shape.hidden_size
+
+    def of_hidden(name: str, rows: int, first_row: int) -> Parameter:
+        return Parameter(
+            f"{target}{name}.weight",
+            (Tensor(f"{source}{name}.weight", (rows, hidden)),),
+            engine_name=f"{source}wk_weights_proj.weight",
+            engine_rows=(first_row, keys + heads),
+        )
+
+    queries = Tensor(f"{source}wq_b.weight", (heads * keys, query_rank))
+    return [
+        Parameter(f"{target}wq_b.weight", (queries,)),
+        of_hidden("wk", keys, 0),
+        of_hidden("weights_proj", heads, keys),
+        *(
+            Parameter(
+                f"{target}k_norm.{kind}",
+                (Tensor(f"{source}k_norm.{kind}", (keys,), is_float32=True),),
+                is_float32_in_engine=True,
+            )
+            for kind in ("weight", "bias")
+        ),
     ]

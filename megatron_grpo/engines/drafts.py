@@ -36,9 +36,9 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
         )
     if not table:
         return
-    if shape.linear is not None:
+    if kind := "linear" if shape.linear else "sparse" if shape.indexer else None:
         raise ValueError(
-            "rollout.vllm.speculative_config is not supported for a model with linear attention: "
+            f"rollout.vllm.speculative_config is not supported for a model with {kind} attention: "
             "leave it out"
         )
     method, model = str(table.get("method")), table.get("model")

@@ -124,6 +124,11 @@ def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
             f"rollout.engine vllm without a GPU has no kernel for the router of a {shape.family}: "
             f"{instead}"
         )
+    if shape.indexer is not None:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU has no sparse attention for a {shape.family}: "
+            f"{instead}"
+        )
     dims = engine_dims(rollout)
     part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)
     if shape.activation == "swigluoai" and part % CPU_EXPERT_SIZE:

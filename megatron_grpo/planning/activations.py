@@ -241,6 +241,10 @@ def _core_attention(cfg: Config, shape: ModelShape) -> float:
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     query, key = heads * shape.head_dim, kv_heads * shape.head_dim
     value, output = kv_heads * shape.value_dim, heads * shape.value_dim
+    if shape.indexer is not None:  # and the tokens that an indexer chose, on every tensor rank
+        wide = itemsize if _uses_transformer_engine(cfg) else 4
+        all_heads = wide * (query + (key + value) * cfg.dims.context) + itemsize * output
+        return all_heads + 4 * shape.indexer.topk * cfg.dims.tensor
     if _uses_transformer_engine(cfg):
         return itemsize * (query + key + value + output) + 4 * heads
     context = cfg.dims.context
@@ -352,11 +356,13 @@ def _offloaded(cfg: Config, shape: ModelShape) -> float:
 
 
 PARTS = frozenset(
-    {"attention", "core_attn", "delta_rule", "layernorm", "mlp", "moe", "shared_experts"}
+    {"attention", "core_attn", "delta_rule", "indexer"}
+    | {"layernorm", "mlp", "moe", "shared_experts"}
 )
 """The parts of a layer, by Megatron-Core's names for `recompute_modules`; those that it lacks have
 no operations that count (`moe_act`) or are refused by the trainer (`mla_up_proj`). `attention` is
-all of it but `core_attn` or `delta_rule`. Only full recomputation repeats it, and `delta_rule`."""
+all of it but `core_attn`, `delta_rule`, and the scores of an `indexer`. Only full recomputation
+repeats these two, and `attention`."""
 
 
 def recomputed_parts(cfg: Config) -> frozenset[str]:

@@ -180,14 +180,18 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
     """What each worker caches of a token.
 
     At least one key-value head, however many workers there are. Of latent attention it is the
-    latent and the rotated part of keys, which have no heads: every worker has both whole.
+    latent and the rotated part of keys, which have no heads: every worker has both whole. So it has
+    the key of an indexer, in 8 bits with a float32 scale for 128 elements.
     """
     if shape.latent is not None:
         elements = shape.latent.rank + shape.latent.rotary_dim
     else:
         num_heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
         elements = 2 * num_heads * shape.head_dim
-    return shape.num_attending_layers * elements * _cache_itemsize(cfg)
+    num_bytes = elements * _cache_itemsize(cfg)
+    if shape.indexer is not None:
+        num_bytes += shape.indexer.head_dim + shape.indexer.head_dim // 128 * ITEMSIZE["float32"]
+    return shape.num_attending_layers * num_bytes
 
 
 def _sequence_bytes(cfg: Config, shape: ModelShape) -> int:

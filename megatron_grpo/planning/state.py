@@ -9,6 +9,7 @@ from math import inf, lcm, prod
 
 from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.families.ffn import EXPERT_BIAS
+from checkpoint_convert.families.mla import INDEXER, KEY_NORM
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Part
 from megatron_grpo.planning.card import ITEMSIZE
@@ -25,6 +26,8 @@ BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
 backward: the first, or the second for each data rank, if that is more."""
 ROUTER_WEIGHT = ".router.weight"
 """Suffix of what `model.freeze_moe_router` keeps from being trained."""
+FLOAT32 = (EXPERT_BIAS, *KEY_NORM)
+"""Suffixes of what is float32 in a model of any dtype, and is never trained."""
 
 _REGISTERED = ("input_layernorm.", "softmax_offset", "linear_proj.", "self_attention.")
 """Parts of names in a layer, in order; the rest is in the order of `megatron_layout`."""
@@ -89,13 +92,16 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     weights = frozen = expert_weights = gradients = 0
     at = cfg.dims.coordinates(rank)
     parameters = list(_parameters(shape, cfg.dims, at))
-    biases = sum(size for _, name, size in parameters if name.endswith(EXPERT_BIAS))
+    biases = sum(size for _, name, size in parameters if name.endswith(FLOAT32))
+    parameters = [each for each in parameters if not each[1].endswith(FLOAT32)]
     if cfg.lora.r:
-        frozen = sum(size for *_, size in parameters) - biases
+        frozen = sum(size for *_, size in parameters)
         parameters = list(_adapters(cfg, shape, at))
-    elif cfg.model.freeze_moe_router:  # weights without gradients and moments
-        weights = sum(size for _, name, size in parameters if name.endswith(ROUTER_WEIGHT))
-        parameters = [each for each in parameters if not each[1].endswith(ROUTER_WEIGHT)]
+    else:  # weights without gradients and moments
+        router = (ROUTER_WEIGHT,) if cfg.model.freeze_moe_router else ()
+        kept = [each for each in parameters if INDEXER in each[1] or each[1].endswith(router)]
+        weights = sum(size for *_, size in kept)
+        parameters = [each for each in parameters if each not in kept]
     buckets = list(_buckets(parameters, shape, cfg, at))
     for bucket in buckets:
         weights += sum(bucket.sizes)
@@ -183,8 +189,7 @@ def _buckets(
     buffers: dict[tuple[int, bool], list[tuple[int, bool]]] = {}
     for chunk, name, size in parameters:
         is_tied = is_tied_over_stages and ("word_embeddings" in name or "output_layer" in name)
-        if not name.endswith(EXPERT_BIAS):
-            buffers.setdefault((chunk, ".experts." in name), []).append((size, is_tied))
+        buffers.setdefault((chunk, ".experts." in name), []).append((size, is_tied))
     for (_, is_expert), buffer in buffers.items():
         if is_expert:
             num_shards, shard = expert_shards(dims), dims.expert_place(at).data

@@ -124,8 +124,10 @@ def _passes(cfg: Config, part: str) -> int:
     """Forwards that a forward and a backward cost.
 
     A backward costs two (Kaplan et al., arXiv 2001.08361): for the gradients of inputs, and those
-    of weights, which frozen ones have not.
+    of weights, which frozen ones have not. An indexer has no backward.
     """
+    if part == "indexer":
+        return 1
     return 2 if cfg.lora.r and part not in ("core_attn", "delta_rule") else 3
 
 
@@ -141,12 +143,15 @@ def _part_flops(shape: ModelShape, work: Computed) -> dict[str, float]:
     """Operations of each of a layer's `PARTS` in a forward; all layers of `shape` are of one kind.
 
     Twice the weights per token. Attention multiplies the query with the key, and its weight with
-    the value, of each pair of tokens that attend; linear attention has no pairs.
+    the value, of each pair of tokens that attend; linear attention has no pairs. Sparse attention
+    computes all pairs and masks most: it saves nothing here, and its indexer scores all pairs, too.
     """
     flops = {part: 2.0 * size * work.tokens for part, size in _part_weights(shape).items()}
     if shape.linear is not None:
         return flops | {"delta_rule": delta_rule_flops(shape.linear) * work.tokens}
     of_pair = 2.0 * shape.num_attention_heads * (shape.head_dim + shape.value_dim)
+    if shape.indexer is not None:
+        flops["indexer"] = 2.0 * shape.indexer.num_heads * shape.indexer.head_dim * work.pairs
     return flops | {"core_attn": of_pair * _pairs(shape, work)}
 
 

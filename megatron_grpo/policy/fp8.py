@@ -55,6 +55,10 @@ def check_fp8(
                 )
         return
     prefix = f"model.megatron.fp8 {told}"
+    if shape.indexer is not None:
+        raise ValueError(
+            f"{prefix} is not supported for a model with sparse attention: leave it out"
+        )
     if implementation == "local" or dtype != torch.bfloat16:
         raise ValueError(
             f"{prefix} needs Transformer Engine's layers in bfloat16, and these are of "

@@ -8,6 +8,7 @@ from math import isclose
 from typing import Literal
 
 from checkpoint_convert import ModelShape, hf_tensors, megatron_layout
+from checkpoint_convert.families.mla import INDEXER
 from checkpoint_convert.megatron import local_parameters
 from checkpoint_convert.peft import (
     WEIGHT,
@@ -145,6 +146,7 @@ def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:
     for _, parameter in local_parameters(shape, ParallelDims(), one, transformer_engine=True):
         is_linear = parameter.name.startswith("decoder.layers.") and not parameter.is_expert
         is_linear = is_linear and ".router." not in parameter.name
+        is_linear = is_linear and INDEXER not in parameter.name
         for source in parameter.sources:
             if len(source.shape) == 2:
                 module = source.name.removesuffix(WEIGHT)

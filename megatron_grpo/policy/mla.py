@@ -59,6 +59,7 @@ class LatentAttention(Attention):
     ) -> None:
         super().__init__(config, submodules, attention_type="self", **options)
         self.latent, self.head_dim = latent, head_dim
+        self.context_group = self.pg_collection.cp  # RoPE's may become another: `dynamic_context`
         # In place of the base's, whose heads have one size. Transformer Engine's takes no options
         # beside these.
         self.core_attention = build_module(
@@ -141,28 +142,34 @@ class LatentAttention(Attention):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Takes and returns [t, 1, hidden size], or with sequence parallelism a rank's tokens."""
-        query, key, value = self.get_query_key_value_tensors(
-            hidden_states, rotary_pos_emb, packed_seq_params
-        )
-        recomputes = self.checkpoint_core_attention and self.training
-        attend = self._checkpointed_attention_forward if recomputes else self.core_attention
-        mixed = attend(
-            query,
-            key,
-            value,
-            attention_mask,
-            attn_mask_type=self.attn_mask_type,
-            packed_seq_params=packed_seq_params,
-        )
-        output: tuple[Tensor, Tensor | None] = self.linear_proj(mixed.reshape(len(query), 1, -1))
+        hidden = hidden_states.squeeze(1)
+        latent = hidden if self.latent.query_rank is None else self.linear_q_down_proj(hidden)[0]
+        heads = self.get_query_key_value_tensors(hidden, latent, rotary_pos_emb, packed_seq_params)
+        mixed = self._attend(heads, hidden, latent, rotary_pos_emb, packed_seq_params)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(mixed.reshape(len(mixed), 1, -1))
         return output
 
+    def _attend(
+        self,
+        heads: tuple[Tensor, Tensor, Tensor],
+        hidden: Tensor,
+        latent: Tensor,
+        rotary_pos_emb: Tensor,
+        params: PackedParams,
+    ) -> Tensor:
+        """What queries, keys and values, the `heads`, return; sparse attention reads all else."""
+        recomputes = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if recomputes else self.core_attention
+        mixed: Tensor = attend(
+            *heads, None, attn_mask_type=self.attn_mask_type, packed_seq_params=params
+        )
+        return mixed
+
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, rotary_pos_emb: Tensor, params: PackedParams
+        self, hidden: Tensor, query_latent: Tensor, rotary_pos_emb: Tensor, params: PackedParams
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[t, heads of this rank, head_dim] of queries and keys, and the same of values."""
         rotary_dim, value_dim = self.latent.rotary_dim, self.latent.value_dim
-        hidden = hidden_states.squeeze(1)
         both, _ = self.linear_kv_down_proj(hidden)
         latent, rotated = both.split([self.latent.rank, rotary_dim], dim=-1)
         # All heads attend to it, so its gradient is a sum over tensor ranks.
@@ -173,7 +180,7 @@ class LatentAttention(Attention):
             [self.head_dim - rotary_dim, value_dim], dim=-1
         )
         query, turned = (
-            self._queries(hidden)
+            self._queries(query_latent)
             .unflatten(-1, (heads, -1))
             .split([self.head_dim - rotary_dim, rotary_dim], dim=-1)
         )
@@ -184,11 +191,10 @@ class LatentAttention(Attention):
         key = torch.cat([key, rotated.expand(-1, heads, -1)], dim=-1)
         return query, key, value.contiguous()
 
-    def _queries(self, hidden: Tensor) -> Tensor:
+    def _queries(self, latent: Tensor) -> Tensor:
         if self.latent.query_rank is None:
-            queries: Tensor = self.linear_q_proj(hidden)[0]
+            queries: Tensor = self.linear_q_proj(latent)[0]
         else:
-            latent, _ = self.linear_q_down_proj(hidden)
             queries = self.linear_q_up_proj(self.q_layernorm(latent))[0]
         return queries
 

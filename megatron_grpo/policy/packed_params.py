@@ -15,6 +15,7 @@ from parallel.attention import block_mask
 from parallel.context import context_indices, context_order
 from parallel.delta_rule import Stage, stages
 from parallel.packing import PackedBatch
+from parallel.sparse_attention import Queries
 
 EVEN_LENGTH = 512
 """Longest lengths are rounded up to a multiple of this, for each context rank.
@@ -34,6 +35,8 @@ class PackedParams(PackedSeqParams):
     context_size: int = 1
     num_tokens: int = 0
     """Of the whole microbatch."""
+    local: Tensor | None = None
+    """[t] packed positions of this context rank's tokens."""
     rope_length: int = 0
     """Rows of the RoPE table that are passed on; every sequence starts at row 0."""
     prefixes: Tensor | None = None
@@ -60,6 +63,12 @@ class PackedParams(PackedSeqParams):
     def context_order(self) -> tuple[Tensor, Tensor]:
         """For `PackedAttention`; computed once for all layers."""
         return context_order(self.cu_seqlens_q, self.context_size, self.num_tokens)
+
+    @cached_property
+    def queries(self) -> Queries:
+        """For sparse attention; computed once for all layers."""
+        assert self.local is not None
+        return Queries.of(self.local, self.cu_seqlens_q)
 
     @cached_property
     def stages(self) -> list[Stage]:
@@ -93,6 +102,7 @@ def packed_params(
         max_seqlen_kv=longest,
         context_size=size,
         num_tokens=num_tokens,
+        local=local,
         rope_length=batch.max_seqlen,
     )
     if batch.tokens.is_cuda and (batch.prefixes is not None or any(windows)):

@@ -49,6 +49,7 @@ from megatron_grpo.policy.releases import (
     mlp_submodules,
     no_initialization,
 )
+from megatron_grpo.policy.sparse_attention import use_indexer
 from parallel import ParallelDims, pipeline_layers
 
 # Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
@@ -206,6 +207,7 @@ def fused_layer_spec(
     if shared_prompts or shape.has_sinks or (is_split and shape.window is not None):
         layer.submodules.self_attention.submodules.core_attention = packed_attention_of(shape)
     use_latents(layer, shape)
+    use_indexer(layer, shape)
     use_windows(layer, shape)
     _use_gates(layer, shape)
     use_norms(layer, shape, config, LayerNormImpl)
@@ -247,6 +249,7 @@ def torch_layer_spec(
             for x in ("q", "kv")
         }
     use_latents(layer, shape)
+    use_indexer(layer, shape)
     use_windows(layer, shape)
     _use_gates(layer, shape)
     use_norms(layer, shape, config, RMSNorm)

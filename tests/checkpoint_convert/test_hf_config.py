@@ -15,8 +15,8 @@ from transformers.models.llama import LlamaConfig
 
 from checkpoint_convert import LatentShape, ModelShape, MoeShape, read_shape
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.shape import LinearShape
-from helpers.models import CONFIGS, HYBRIDS, LATENTS, NEVER_TIED, OWN_FIELDS
+from checkpoint_convert.shape import IndexerShape, LinearShape
+from helpers.models import CONFIGS, HYBRIDS, INDEXED, LATENTS, NEVER_TIED, OWN_FIELDS
 from helpers.published_models import PUBLISHED_MODELS, write_config
 
 LLAMA3_ROPE = {
@@ -54,6 +54,8 @@ QWEN3_NEXT = {"model_type": "qwen3_next", "num_key_value_heads": 2, "full_attent
 QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
 FULL, WINDOWED = "full_attention", "sliding_attention"
 DEEPSEEK_V3 = GLM4_MOE_LITE | ROUTER | {"model_type": "deepseek_v3"}
+DEEPSEEK_V32 = DEEPSEEK_V3 | {"model_type": "deepseek_v32"}
+GLM_MOE_DSA = DEEPSEEK_V3 | {"model_type": "glm_moe_dsa"}
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
@@ -168,6 +170,7 @@ def shape_by_transformers(config):
         partial_rotary_factor=factor,
         moe=moe,
         latent=latent,
+        indexer=indexer_by_transformers(config),
         # An attribute that not every version of transformers knows.
         num_mtp_layers=getattr(
             config,
@@ -183,6 +186,17 @@ def shape_by_transformers(config):
         tie_word_embeddings=config.tie_word_embeddings,
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+def indexer_by_transformers(config):
+    if config.model_type not in INDEXED:
+        return None
+    return IndexerShape(
+        topk=config.index_topk,
+        num_heads=config.index_n_heads,
+        head_dim=config.index_head_dim,
+        has_neighbouring_pairs=config.model_type == "glm_moe_dsa",
     )
 
 
@@ -211,7 +225,8 @@ def yarn_by_transformers(config):
 def windows_by_transformers(config):
     """The window, and the layers that have it: by their kinds, or all of them."""
     window = getattr(config, "sliding_window", None)
-    if config.model_type in ("llama", "glm4_moe", "deepseek_v3", "seed_oss", "olmo2") or not window:
+    without = ("llama", "glm4_moe", "deepseek_v3", "seed_oss", "olmo2", *INDEXED)
+    if config.model_type in without or not window:
         return None, ()
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -228,6 +243,9 @@ def test_what_transformers_saves_is_read_back(tmp_path, family):
 # Required keys: without them transformers assumes values that we refuse.
 MUST_SAY = {
     "deepseek_v3": ROUTER | {"num_attention_heads": 128, "num_hidden_layers": 4},
+    "deepseek_v32": ROUTER | {"num_attention_heads": 128, "num_hidden_layers": 4},
+    "glm_moe_dsa": ROUTER
+    | {"num_attention_heads": 64, "num_hidden_layers": 4, "indexer_rope_interleave": True},
     **{family: {"num_hidden_layers": 4} for family in HYBRIDS},
     "glm4_moe": {"head_dim": 2},
     "glm4_moe_lite": {"num_attention_heads": 20, "first_k_dense_replace": 1},
@@ -246,7 +264,14 @@ def test_absent_keys_have_the_defaults_of_transformers(tmp_path, family):
 
 GPT_OSS_SIZES = ("gpt-oss-20b", "gpt-oss-120b")
 # Published with YaRN, of which test_rope.py says what it means.
-WITH_YARN = ("DeepSeek-V3", "Kimi-K2", "Ministral-3-8B", "OLMo-3-7B", *GPT_OSS_SIZES)
+WITH_YARN = (
+    "DeepSeek-V3",
+    "DeepSeek-V3.2",
+    "Kimi-K2",
+    "Ministral-3-8B",
+    "OLMo-3-7B",
+    *GPT_OSS_SIZES,
+)
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED_MODELS if name not in WITH_YARN])
@@ -296,6 +321,9 @@ OF_QWEN3_5 = {
 OF_EXPERTS = {"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "num_experts"}
 # Values that differ from those of `tiny_config`, where `other_value` cannot derive one.
 OTHER_VALUES = {
+    "indexer_types": ["full", "full", "shared"],
+    "index_topk_freq": 2,
+    "index_topk_pattern": "FFS",
     "attn_output_gate": False,
     "decoder_sparse_step": 2,
     "eos_token_id": 3,
@@ -335,6 +363,8 @@ SHARED_MODULES = (
 # Where vLLM's model of a family is, if not in a file of the same name only.
 VLLM_FILES = {
     "deepseek_v3": ("deepseek_v2",),
+    "deepseek_v32": ("deepseek_v2",),
+    "glm_moe_dsa": ("deepseek_v2",),
     "glm4_moe_lite": ("glm4_moe_lite", "glm4_moe", "deepseek_v2"),
     "mistral": ("mistral", "llama"),
     "ministral3": ("mistral", "llama"),
@@ -378,6 +408,7 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     harmless |= OF_EXPERTS if family == "qwen3_5_text" else set()
     harmless -= {"first_k_dense_replace"} if family in MULTI_TOKEN else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
+    harmless -= {"index_topk_freq", "index_topk_pattern"} if family in INDEXED else set()
     # Of scalings that this family's RoPE cannot have here.
     harmless |= {"original_max_position_embeddings"} if family == "phi3" else set()
     # vLLM's file of this family's mixture is DeepSeek's, whose own mixture reads these.
@@ -582,6 +613,16 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         (DEEPSEEK_V3 | {"n_group": 2}, "topk_group(4) must be at most n_group(2)"),
         (DEEPSEEK_V3 | {"topk_group": 3}, "at most n_group(8), and half of num_experts_per_tok(8)"),
         (QWEN3_NEXT | {"shared_expert_intermediate_size": 0}, "is 0; it must be an integer of at"),
+        # Sparse attention
+        (DEEPSEEK_V32 | {"index_topk_freq": 4}, "index_topk_freq is 4, only 1 is supported"),
+        (DEEPSEEK_V32 | {"layer_types": [FULL] * 2}, "layer_types must have 'indexed_attention' f"),
+        (DEEPSEEK_V32 | {"q_lora_rank": None}, "q_lora_rank is null; indexers need a latent of q"),
+        (DEEPSEEK_V32 | {"index_head_dim": 48}, "(48) must be at least qk_rope_head_dim(64)"),
+        (GLM_MOE_DSA, "indexer_rope_interleave is None, only True is supported"),
+        (
+            GLM_MOE_DSA | {"indexer_rope_interleave": True, "indexer_types": ["full", "shared"]},
+            "indexer_types must have 'full' for every layer",
+        ),
         # Linear attention
         (
             QWEN3_NEXT | {"layer_types": ["linear_attention"] * 2},

@@ -20,7 +20,9 @@ def num_mtp_layers(folder):
     return json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "qwen3_next"]
+)
 def test_a_checkpoint_is_exported_with_those_of_the_folder_that_is_given(tmp_path, family):
     folder = add_mtp_layer(tiny_model(tmp_path / "model", family))
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"

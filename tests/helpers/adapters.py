@@ -33,6 +33,7 @@ TARGETS = {
     "qwen3_moe": ATTENTION,
     "gpt_oss": ATTENTION,
     "deepseek_v3": LATENTS,
+    "deepseek_v32": LATENTS,
     "qwen3_5_text": "lora.target_modules=all-linear",
 }
 STEPS = ("optimizer.lr=1e-2", "optimizer.adam_eps=1e-3", "optimizer.lr_warmup_steps=0")

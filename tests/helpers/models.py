@@ -15,9 +15,11 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v32 import DeepseekV32Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
+from transformers.models.glm_moe_dsa import GlmMoeDsaConfig
 from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.minimax_m2 import MiniMaxM2Config
@@ -57,6 +59,8 @@ CONFIGS = {
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "gpt_oss": GptOssConfig,
     "deepseek_v3": DeepseekV3Config,
+    "deepseek_v32": DeepseekV32Config,
+    "glm_moe_dsa": GlmMoeDsaConfig,
     "seed_oss": SeedOssConfig,
     "phi3": Phi3Config,
     "ministral3": Ministral3Config,
@@ -67,7 +71,9 @@ CONFIGS = {
 }
 WHOLE_EXPERTS = ("gpt_oss",)
 """Families whose experts are not split over tensor ranks."""
-LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Families with sparse attention."""
+LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", *INDEXED)
 """Families with latent attention."""
 NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss", "qwen3_next")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
@@ -89,27 +95,38 @@ LINEAR: dict[str, Any] = {
         "partial_rotary_factor": 0.25,
     },
 }
+DEEPSEEK: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_mtp_layers": 0,
+}
+# Fewer tokens than most sequences have, and so many heads that no two scores are zero.
+SPARSE = DEEPSEEK | {
+    "num_nextn_predict_layers": 0,
+    "rms_norm_eps": 1e-6,
+    "index_topk": 5,
+    "index_n_heads": 16,
+    "index_head_dim": 12,
+}
 # Fields that only this family has, or names differently.
 OWN_FIELDS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "num_hidden_layers": 3,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 48,
-        "routed_scaling_factor": 1.5,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "num_mtp_layers": 0,
-    },
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v32": SPARSE,
+    "glm_moe_dsa": SPARSE | {"n_group": 1, "topk_group": 1, "indexer_rope_interleave": True},
     "gemma3_text": {
         "query_pre_attn_scalar": 24,
         "sliding_window": 6,
@@ -305,6 +322,8 @@ def servable_model(folder: Path, family: str, **overrides: Any) -> Path:
         heads["intermediate_size"] = 128
     if family in LATENTS:
         heads = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    if family in INDEXED:
+        heads["index_head_dim"] = 128
     return tiny_model(folder, family, **(heads | overrides))
 
 

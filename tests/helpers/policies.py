@@ -197,7 +197,9 @@ def load_oracle(folder: Path) -> AutoModelForCausalLM:
 def gradients_of(model: AutoModelForCausalLM, loss: Tensor) -> dict[str, Tensor]:
     """Gradients by the names of the weight files, with one for each matrix of each expert."""
     loss.backward()
-    return revert_weight_conversion(model, {n: p.grad for n, p in model.named_parameters()})
+    return revert_weight_conversion(
+        model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    )
 
 
 def unstacked(stored: dict[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:

@@ -637,6 +637,52 @@ PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+PUBLISHED_MODELS["DeepSeek-V3.2"] = PUBLISHED_MODELS["DeepSeek-V3"] | {
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+PUBLISHED_MODELS["GLM-5"] = {
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 154880,
+    "num_hidden_layers": 78,
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "attention_bias": False,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "max_position_embeddings": 202752,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "eos_token_id": [154820, 154827, 154829],
+    "pad_token_id": 154820,
+    "dtype": "bfloat16",
+}
+
 
 def write_config(folder: Path, name: str, **differing: Any) -> Path:
     """Create `folder` and write the config.json of a published model there; returns the folder.

@@ -67,6 +67,7 @@ def _load(
     rank: int, models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str
 ) -> list[Any]:
     become_worker(models[0][1].num_workers)
+    give_sparse_models_dense_kernels()
     loaded = []
     for folder, dims in models:
         worker = start_worker(rank, folder, dims, dtype)
@@ -78,6 +79,19 @@ def become_worker(num_workers: int) -> None:
     """Set the environment variables of a worker, which vLLM reads when it is imported."""
     os.environ.update(vllm_environment(num_workers, on_gpu=False))
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+
+def give_sparse_models_dense_kernels() -> None:
+    """Let vLLM build models with sparse attention on CPUs, where it has no kernels for that: the
+    same parameters are loaded, and nothing is computed."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    own: Any = CpuPlatform.get_attn_backend_cls
+
+    def dense(selected: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        return str(own(selected, attn_selector_config._replace(use_sparse=False), num_heads))
+
+    CpuPlatform.get_attn_backend_cls = staticmethod(dense)  # type: ignore[method-assign, assignment]
 
 
 def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **arguments: Any) -> Any:
@@ -224,6 +238,7 @@ def worker_engines(
 def _take_calls(rank: int, addresses: Sequence[str]) -> None:
     with Listener(addresses[rank], "AF_UNIX") as listener:
         become_worker(len(addresses))
+        give_sparse_models_dense_kernels()
         process = WorkerProcess(rank)
         function = None
         while function is not _end:

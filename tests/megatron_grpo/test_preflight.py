@@ -17,12 +17,14 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.quantized_model import quantized_model
 from helpers.environments import write_environments
 from helpers.models import character_tokenizer, servable_model, tiny_model
 from helpers.towers import tiny_multimodal
 from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.server import check_cpu_kernels
 from megatron_grpo.preflight import check_attention, check_same_run, preflight
 
@@ -306,6 +308,33 @@ def test_what_the_kernels_of_an_engine_on_cpus_cannot_do_is_refused(config, tmp_
         check_cpu_kernels(config().rollout, replace(experts, intermediate_size=48))
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
     assert "needs AVX2" in refusal(config())
+
+
+SPARSE_REFUSALS = [
+    ("grpo.shared_prompts=true", "grpo.shared_prompts true is not supported for a model with"),
+    ("model.megatron.fp8=hybrid", "model.megatron.fp8 hybrid is not supported for a model with"),
+    ("rollout.engine=vllm", "rollout.engine vllm without a GPU has no sparse attention for a deep"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="engines would run on GPUs")
+@pytest.mark.parametrize(("override", "told"), SPARSE_REFUSALS)
+def test_what_does_not_go_with_sparse_attention_is_refused(config, tmp_path, override, told):
+    folder = servable_model(tmp_path / "sparse", "deepseek_v32")
+    common = (f"model.path={folder}", "rollout.engine=transformers")
+    preflight(config(*common), None)
+    assert told in refusal(config(*common, override))
+
+
+def test_engines_refuse_sparse_attention_by_name(config, tmp_path):
+    shape = read_shape(tiny_model(tmp_path / "sparse", "glm_moe_dsa"))
+    with pytest.raises(ValueError, match=r"sglang is not supported for the glm_moe_dsa .* sparse"):
+        check_attention("sglang", shape)
+    with pytest.raises(ValueError, match="fp8 is not supported for glm_moe_dsa, which has sparse"):
+        quantized_model("fp8", shape, "BF16")
+    drafts = "rollout.vllm.speculative_config={method: ngram, num_speculative_tokens: 2}"
+    with pytest.raises(ValueError, match=r"speculative_config .* sparse attention: leave"):
+        check_drafts(config(drafts), shape)
 
 
 def without_a_weight(folder: Path) -> None:

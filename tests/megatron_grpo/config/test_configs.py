@@ -36,6 +36,7 @@ RUNS = [
     ("grpo_235b_a22b", "Qwen3-235B-A22B"),
     ("grpo_405b", "Llama-3.1-405B"),
     ("grpo_671b_a37b", "DeepSeek-V3"),
+    ("grpo_671b_a37b", "DeepSeek-V3.2"),
 ]
 ADAPTED = [("grpo_70b_lora", "Llama-3.3-70B"), ("grpo_70b_lora", "Qwen2.5-72B")]
 """With adapters: ranks are not built, and no weights pushed."""

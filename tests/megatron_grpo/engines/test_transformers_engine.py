@@ -24,6 +24,7 @@ from megatron_grpo.engines.transformers.engine import TransformersEngine, load_m
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "glm4_moe")),
         "gpt_oss",
         "deepseek_v3",
+        "glm_moe_dsa",
     ],
 )
 def test_pushed_experts_are_taken_into_the_stacks_of_the_model(tmp_path, family):

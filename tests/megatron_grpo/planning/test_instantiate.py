@@ -80,6 +80,8 @@ ODD = [
         {"tensor": 4, "data": 2, "expert": 2, "pipeline": 2, "virtual_pipeline": 2},
     ),
     ("deepseek_v3", {}, {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1, "pipeline": 3}),
+    # Indexers, which are not trained, and have a norm in float32.
+    ("deepseek_v32", {}, {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1}),
 ]
 
 

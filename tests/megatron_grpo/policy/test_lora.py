@@ -63,6 +63,7 @@ CASES = [
     ("phi3", ParallelDims(tensor=2)),  # one adapter of queries, keys and values together
     ("qwen3_moe", EXPERTS[1]),
     ("deepseek_v3", EXPERTS[0]),
+    ("deepseek_v32", EXPERTS[0]),  # indexers, which have none
     ("gpt_oss", EXPERTS[0]),  # biases, beside which adapters are
     ("qwen3_5_text", ParallelDims(tensor=2, context=2)),  # linear attention
     *(

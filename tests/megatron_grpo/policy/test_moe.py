@@ -15,6 +15,7 @@ from helpers.policies import (
     LENGTHS,
     LOSS_WEIGHT,
     Lengths,
+    Numbers,
     OracleCase,
     accumulate,
     check_gradients,
@@ -22,6 +23,7 @@ from helpers.policies import (
     gradients_of,
     layout_name,
     load_oracle,
+    numbers_of,
     numbers_on_rank,
     pack_all,
     random_sequences,
@@ -51,6 +53,9 @@ MODELS = {
     # Latent attention, and groups of experts. With and without a latent of queries.
     "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN}),
     "deepseek_v3, whole queries": ("deepseek_v3", {"q_lora_rank": None}),
+    # An indexer in every layer chooses fewer tokens than most sequences have.
+    "deepseek_v32": ("deepseek_v32", {"rope_parameters": YARN}),
+    "glm_moe_dsa": ("glm_moe_dsa", {}),
     # A shared expert, experts chosen by biased sigmoid scores, a dense layer, and half of RoPE.
     "glm4_moe": ("glm4_moe", {}),
     # transformers has this epsilon in the norms of latents, whatever the config says.
@@ -221,9 +226,11 @@ def test_a_loss_that_routers_do_not_have_is_not_reported(cases, overrides, names
     assert list(found) == names
 
 
-def changed_by_a_step(rank: int, folder: Path, dims: ParallelDims, frozen: str) -> dict[str, bool]:
+def changed_by_a_step(
+    rank: int, folder: Path, dims: ParallelDims, *overrides: str
+) -> dict[str, bool]:
     """Whether a step has changed each parameter of this rank."""
-    policy, groups = start_policy(rank, folder, dims, frozen, "optimizer.weight_decay=0.1")
+    policy, groups = start_policy(rank, folder, dims, "optimizer.weight_decay=0.1", *overrides)
     before = {name: values.detach().clone() for name, values in policy.parameters().items()}
     accumulate(policy, groups, pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data])
     apply_gradient(policy.optimizer, gradient_norm(policy.optimizer))
@@ -243,6 +250,44 @@ def test_frozen_routers_have_no_gradient_and_stay_while_all_else_is_trained(case
     check_gradients([rank[""] for rank in ranks], expected)
     for changed in run_ranks(dims.world_size, changed_by_a_step, case.folder, dims, frozen):
         assert changed == {name: ".router." not in name for name in changed}
+
+
+def dynamic_numbers(rank: int, folder: Path, dims: ParallelDims) -> Numbers:
+    policy, groups = start_policy(rank, folder, dims, "parallel.dynamic_context_parallel=true")
+    return numbers_of(policy, groups, pack_all(LENGTHS, dims))
+
+
+def test_indexers_rotate_own_tokens_where_context_ranks_may_change(cases):
+    case, dims = cases["glm_moe_dsa"], ParallelDims(context=2)
+    case.check(run_ranks(2, dynamic_numbers, case.folder, dims))
+
+
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(tensor=2, expert_tensor=1), ParallelDims(data=2, expert=2)], ids=str
+)
+def test_indexers_stay_as_they_are_while_all_else_is_trained(cases, dims):
+    assert not any(".indexer." in name for name in cases["deepseek_v32"].gradients)
+    for changed in run_ranks(2, changed_by_a_step, cases["deepseek_v32"].folder, dims):
+        kept = {name for name, is_other in changed.items() if not is_other}
+        fixed = (".indexer.", ".expert_bias")
+        assert kept == {name for name in changed if any(part in name for part in fixed)}
+        assert len([name for name in kept if ".indexer." in name]) == 4 * 5
+
+
+@pytest.mark.long
+def test_checkpoints_hold_indexers_without_moments_and_load_at_another_layout(cases, tmp_path):
+    folder, run, again = cases["glm_moe_dsa"].folder, tmp_path / "run", tmp_path / "again"
+    run_ranks(2, train_and_save, folder, ParallelDims(data=2, expert=2), run)
+    run_ranks(2, load_and_save, folder, ParallelDims(pipeline=2), run, again)
+    before, after = (read_checkpoint(at / "checkpoints" / "step_2") for at in (run, again))
+    weights = load_file(folder / "model.safetensors")
+    names = [name for name in weights if ".layers.2.self_attn.indexer." in name]
+    assert len(names) == 5
+    assert [key for key, values in before.items() if not torch.equal(values, after[key])] == []
+    for name in names:
+        key = "decoder.layers.2.self_attention.indexer." + name.partition(".indexer.")[2]
+        assert [each for each in before if key in each] == [key]
+        assert torch.equal(before[key], weights[name])
 
 
 def train_and_save(rank: int, folder: Path, dims: ParallelDims, run: Path, *overrides: str) -> None:

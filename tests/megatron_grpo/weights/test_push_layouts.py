@@ -83,7 +83,7 @@ def others(tmp_path_factory):
     folder = tmp_path_factory.mktemp("others")
     return {
         family: uneven_model(folder / family, family, tied=family == "qwen3", seed=99)
-        for family in ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
+        for family in ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next")
     }
 
 
@@ -113,6 +113,7 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         "deepseek_v3",  # all that qwen3_moe has but its attention, which is qwen3's
+        "deepseek_v32",  # indexers, of which engines have two matrices as one
         "qwen3_next",  # linear attention, whose rows engines have in another order
     ],
 )

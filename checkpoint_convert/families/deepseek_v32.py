@@ -1,0 +1,33 @@
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, whose indexer rotates halves.
+
+A model is refused if some of its layers attend to what the indexer of an earlier one chose
+(IndexCache, arXiv 2603.12201).
+"""
+
+from dataclasses import replace
+
+from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
+
+# Routers are computed in float32 whatever the second one says, in transformers and here.
+_OF_OTHERS = ("index_topk", "moe_router_dtype")
+
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "max_position_embeddings": 163840,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+    },
+    # Only vLLM reads the last three, and transformers the first of them for GLM-5.
+    required={
+        **{key: value for key, value in DEEPSEEK_V3.required.items() if key not in _OF_OTHERS},
+        "mlp_bias": False,
+        "index_topk_freq": 1,
+        "index_topk_pattern": None,
+        "indexer_rope_interleave": False,
+    },
+    indexer_pairs="halves",
+)

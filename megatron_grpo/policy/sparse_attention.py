@@ -1,0 +1,148 @@
+"""Latent attention to the tokens that an indexer chooses (DeepSeek-V3.2, GLM-5).
+
+Megatron-Core has this as an experimental variant, which is not used. Without fused kernels 0.19.2
+has scores of all pairs of tokens for every head of an indexer at once, and leaves to torch which of
+equal ones are chosen, which may depend on the layout; its indexer is trained, by a loss of its own;
+and its latent attention is not ours, see `mla.py`. 0.16.1 refuses packed sequences.
+
+The indexer is frozen: no gradient comes through a choice. Every tensor rank holds it whole, and
+chooses for its own tokens; all of them then attend to the same tokens.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear, rms_norm
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.shape import IndexerShape
+from megatron_grpo.policy.mla import LatentAttention
+from megatron_grpo.policy.packed_params import PackedParams
+from parallel.attention import gather_packed
+from parallel.dtypes import attention_dtype
+from parallel.sparse_attention import choose_tokens, sparse_attention
+
+NORM_EPS = 1e-6
+"""Of the norm of the indexer's keys, whatever `rms_norm_eps` says."""
+
+
+def use_indexer(layer: ModuleSpec, shape: ModelShape) -> None:
+    """Make latent attention sparse, if the model has indexers."""
+    if shape.indexer is not None:
+        attention = layer.submodules.self_attention
+        attention.module = SparseAttention
+        attention.params |= {"indexer": shape.indexer}
+
+
+class SparseAttention(LatentAttention):
+    """The attention of a layer; whole where no sequence of a microbatch is longer than `topk`."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: Any, *, indexer: IndexerShape, **options: Any
+    ) -> None:
+        super().__init__(config, submodules, **options)
+        rank = self.latent.query_rank
+        assert rank is not None, "read_indexer refuses others"
+        self.indexer = Indexer(config, indexer, rank, self.latent.rotary_dim)
+
+    def _attend(
+        self,
+        heads: tuple[Tensor, Tensor, Tensor],
+        hidden: Tensor,
+        latent: Tensor,
+        rotary_pos_emb: Tensor,
+        params: PackedParams,
+    ) -> Tensor:
+        if params.rope_length <= self.indexer.shape.topk:
+            return super()._attend(heads, hidden, latent, rotary_pos_emb, params)
+        chosen = self._choose(hidden, latent, rotary_pos_emb, params)
+        query, key, value = heads
+        group = params.cp_group or self.context_group
+        key, value = (gather_packed(each, params, group) for each in (key, value))
+        dtype = attention_dtype(query.dtype)
+        scale = self.config.softmax_scale or self.head_dim**-0.5
+        output = sparse_attention(
+            query.to(dtype), key.to(dtype), value.to(dtype), chosen, params.queries, scale
+        )
+        return output.to(query.dtype)
+
+    @torch.no_grad()
+    def _choose(
+        self, hidden: Tensor, latent: Tensor, rotary_pos_emb: Tensor, params: PackedParams
+    ) -> Tensor:
+        """[t, topk] for all tokens of this context rank, of which each tensor rank has a part."""
+        size = self.tp_group.size() if self.config.sequence_parallel else 1
+        rank = self.tp_group.rank() if size > 1 else 0
+        own = params.queries.part(rank, size)
+        weight = getattr(self.linear_q_up_proj, "layer_norm_weight", None)
+        if weight is None:  # else Transformer Engine fuses the norm into that product
+            weight = self.q_layernorm.weight
+        normed = rms_norm(latent, latent.shape[-1:], weight, self.config.layernorm_epsilon)
+        # Where context ranks may change, the table has a row for each of this rank's tokens.
+        angles = rotary_pos_emb[:, 0, 0]
+        if params.rope_positions is None:
+            angles = angles[params.queries.offsets]
+        query, key, weights = self.indexer(hidden, normed, angles.chunk(size)[rank])
+        if size > 1:
+            key = gather_from_sequence_parallel_region(key, group=self.tp_group)
+        key = gather_packed(key, params, params.cp_group or self.context_group)
+        chosen = choose_tokens(query, key, weights, own, self.indexer.shape.topk)
+        if size > 1:
+            chosen = gather_from_sequence_parallel_region(chosen, group=self.tp_group)
+        return chosen
+
+
+class Indexer(MegatronModule):
+    """Queries of some heads, keys that all of them share, and a weight for each head."""
+
+    def __init__(
+        self, config: TransformerConfig, shape: IndexerShape, query_rank: int, rotary_dim: int
+    ) -> None:
+        super().__init__(config)
+        self.shape, self.rotary_dim = shape, rotary_dim
+        self.wq_b = self._weights(shape.num_heads * shape.head_dim, query_rank)
+        self.wk = self._weights(shape.head_dim, config.hidden_size)
+        self.weights_proj = self._weights(shape.num_heads, config.hidden_size)
+        self.k_norm = self._weights(shape.head_dim, dtype=torch.float32)
+        self.k_norm.bias = torch.nn.Parameter(torch.empty_like(self.k_norm.weight))
+        self.requires_grad_(False)
+
+    def _weights(self, *size: int, dtype: torch.dtype | None = None) -> Any:
+        module: Any = torch.nn.Module()
+        device, dtype = torch.cuda.current_device(), dtype or self.config.params_dtype
+        module.weight = torch.nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        return module
+
+    def forward(
+        self, hidden: Tensor, latent: Tensor, angles: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Arguments of `choose_tokens`, float32 at least: [t, heads, d], [t, d] and [t, heads].
+
+        From `hidden` [t, hidden size], the normed `latent` of queries [t, rank], and the `angles`
+        of RoPE [t, rotary_dim]. Scores are divided by the square roots of d and of the number of
+        heads.
+        """
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        angles = angles.to(wide)
+        query = linear(latent, self.wq_b.weight).unflatten(-1, (self.shape.num_heads, -1)).to(wide)
+        norm = self.k_norm.weight.to(wide), self.k_norm.bias.to(wide)
+        key = linear(hidden, self.wk.weight).to(wide)
+        key = layer_norm(key, key.shape[-1:], *norm, NORM_EPS)
+        weights = linear(hidden, self.weights_proj.weight).to(wide)
+        scale = (self.shape.head_dim * self.shape.num_heads) ** -0.5
+        query, key = self._rotate(query, angles.unsqueeze(1)), self._rotate(key, angles)
+        return query, key, weights * scale
+
+    def _rotate(self, part: Tensor, angles: Tensor) -> Tensor:
+        """RoPE of the first elements; neighbours become halves, which leaves products the same."""
+        turned, rest = part.split([self.rotary_dim, part.shape[-1] - self.rotary_dim], dim=-1)
+        if self.shape.has_neighbouring_pairs:
+            turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        first, second = turned.chunk(2, dim=-1)
+        crossed = torch.cat([-second, first], dim=-1)
+        return torch.cat([turned * angles.cos() + crossed * angles.sin(), rest], dim=-1)

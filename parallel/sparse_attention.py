@@ -1,0 +1,135 @@
+"""Sparse attention over packed sequences (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
+
+For each token an indexer chooses a few tokens of its sequence, up to itself, and attention sees no
+others. Scores of the indexer and of attention are computed for a block of queries at a time, in
+the backward again, so that no tensor has a number for each pair of tokens. Keys are complete and in
+packed order, as in `attention.py`, and queries those of any rank: each is told apart by its packed
+position, and so has the same scores wherever it is computed, but for the order of sums.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+BLOCK = 128
+"""Queries of attention at a time."""
+INDEX_BLOCK = 32
+"""Queries of the indexer, which has a score for each of its heads: 1 GB at 128k tokens."""
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Which tokens of a packed microbatch queries are of."""
+
+    places: Tensor
+    """int64 [2, t]: the packed position at which the sequence of each begins, and its own."""
+    places_on_host: Tensor
+    """The same."""
+
+    @classmethod
+    def of(cls, positions: Tensor, cu_seqlens: Tensor) -> "Queries":
+        """Those at packed `positions` [t]; `cu_seqlens` [n + 1] as in a `PackedBatch`."""
+        sequence = torch.bucketize(positions, cu_seqlens[1:], right=True)
+        places = torch.stack([cu_seqlens.long()[sequence], positions])
+        return cls(places, places.cpu())
+
+    def part(self, rank: int, size: int) -> "Queries":
+        """Share `rank` of `size` equal ones."""
+        return Queries(
+            *(each.chunk(size, dim=1)[rank] for each in (self.places, self.places_on_host))
+        )
+
+    @property
+    def offsets(self) -> Tensor:
+        """[t] position of each in its sequence."""
+        return self.places[1] - self.places[0]
+
+    def blocks(self, size: int) -> Iterator[tuple[slice, slice]]:
+        """So many queries at a time, and the range of keys that any of them sees."""
+        for row in range(0, self.places.shape[1], size):
+            first, last = self.places_on_host[:, row : row + size]
+            yield slice(row, row + size), slice(int(first.min()), int(last.max()) + 1)
+
+
+@torch.no_grad()
+def choose_tokens(
+    query: Tensor, key: Tensor, weights: Tensor, queries: Queries, topk: int
+) -> Tensor:
+    """int32 [t, topk]: the packed positions of the tokens with the largest scores.
+
+    The score of token s for t is sum_h weights[t, h] relu(query[t, h] . key[s]) (equation 1), of
+    `query` [t, heads, d], `key` [T, d] and `weights` [t, heads]. Of equal scores, as zeros often
+    are, earlier tokens come first. A query that sees fewer has its own position in their place.
+    """
+    chosen = queries.places[1].int()[:, None].repeat(1, topk)
+    for rows, keys in queries.blocks(INDEX_BLOCK):
+        first, last = queries.places[:, rows, None]
+        by_head = torch.relu(query[rows] @ key[keys].T)
+        scores = (weights[rows].unsqueeze(1) @ by_head).squeeze(1)
+        positions = torch.arange(keys.start, keys.stop, device=scores.device)
+        scores = scores.masked_fill((positions < first) | (positions > last), -torch.inf)
+        best = scores.sort(dim=1, descending=True, stable=True)
+        number = min(topk, len(positions))
+        is_seen = best.values[:, :number] > -torch.inf
+        found = (best.indices[:, :number] + keys.start).int()
+        chosen[rows, :number] = torch.where(is_seen, found, chosen[rows, :number])
+    return chosen
+
+
+def sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, queries: Queries, scale: float
+) -> Tensor:
+    """Attention of `query` [t, heads, d] to the `chosen` [t, topk] of `key` and `value`
+    [T, heads, d or size of a value], which is [t, heads, size of a value]."""
+    output: Tensor = _SparseAttention.apply(query, key, value, chosen, queries, scale)
+    return output
+
+
+class _SparseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        chosen: Tensor,
+        queries: Queries,
+        scale: float,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, chosen)
+        ctx.queries, ctx.scale = queries, scale
+        blocks = [
+            _attend(query[rows], key[keys], value[keys], chosen[rows] - keys.start, scale)
+            for rows, keys in queries.blocks(BLOCK)
+        ]
+        return torch.cat(blocks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, chosen = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)  # a sum over all blocks
+        sums = [torch.zeros_like(each, dtype=wide) for each in (key, value)]
+        of_queries = []
+        for rows, keys in ctx.queries.blocks(BLOCK):
+            q, k, v = (x.detach().requires_grad_() for x in (query[rows], key[keys], value[keys]))
+            with torch.enable_grad():
+                output = _attend(q, k, v, chosen[rows] - keys.start, ctx.scale)
+            of_query, *others = torch.autograd.grad(output, (q, k, v), grad[rows])
+            of_queries.append(of_query)
+            for total, part in zip(sums, others, strict=True):
+                total[keys] += part
+        of_key, of_value = (total.to(key.dtype) for total in sums)
+        return torch.cat(of_queries), of_key, of_value, None, None, None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scale: float) -> Tensor:
+    """Of a block of queries, to those of its keys that are `chosen` [queries, topk]."""
+    sees = torch.zeros(len(query), len(key), dtype=torch.bool, device=query.device)
+    sees.scatter_(1, chosen.long(), True)
+    q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    output = scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale)
+    return output.squeeze(0).transpose(0, 1)
