@@ -7,7 +7,13 @@ from typing import Any
 from parallel import ParallelDims, divisors, pipeline_layers
 
 # Fields that do not change what is computed: Mistral and Llama compute the same.
-_NO_NUMBERS = ("family", "max_position_embeddings", "eos_token_ids", "num_mtp_layers")
+_NO_NUMBERS = (
+    "family",
+    "max_position_embeddings",
+    "eos_token_ids",
+    "num_mtp_layers",
+    "trains_mtp",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +156,9 @@ class ModelShape:
     linear_layers: tuple[int, ...] = ()
     num_mtp_layers: int = 0
     """Number of layers that weight files may have behind the last one, to predict tokens after the
-    next (multi-token prediction). They are not trained, and stay in an export."""
+    next (multi-token prediction). They are no part of the model, and stay in an export."""
+    trains_mtp: bool = False
+    """Whether the only one of these layers is a part of the model after all, as it is trained."""
 
     @property
     def num_dense_layers(self) -> int:
