@@ -151,7 +151,8 @@ def optimizer_parts(policy: Policy) -> list[StatePart]:
 def chained_optimizers(policy: Policy) -> list[Any]:
     """Those that Megatron chains, of the policy and of its layer for multi-token prediction."""
     optimizers = [policy.optimizer, *([policy.mtp.optimizer] if policy.mtp else ())]
-    return [part for optimizer in optimizers for part in optimizer.chained_optimizers]
+    chained = [part for optimizer in optimizers for part in optimizer.chained_optimizers]
+    return [part for part in chained if part.optimizer is not None]  # None has no parameters
 
 
 def object_names(policy: Policy) -> list[str]:

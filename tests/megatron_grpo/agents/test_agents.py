@@ -242,7 +242,9 @@ def test_the_parser_of_the_engine_finds_the_calls_in_a_turn(engine_kind, tied_mo
             return asyncio.run(agents._parse(turn, request, engine.servers.base_urls[0]))
 
         found, plain = message_of(f"I add.{call}", asked | tools), message_of("I cannot.", asked)
-        with pytest.raises(BadRequest, match=r"the turn cannot be parsed: .*answered .* with 4\d\d"):
+        with pytest.raises(
+            BadRequest, match=r"the turn cannot be parsed: .*answered .* with 4\d\d"
+        ):
             message_of("I add.", asked | {"tools": [{"type": "function", "function": {}}]})
     assert plain == {"role": "assistant", "content": "I cannot."}
     assert (found["role"], found["content"].strip()) == ("assistant", "I add.")

@@ -11,7 +11,10 @@ from torch.nn.functional import linear, rms_norm
 from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.megatron_to_hf import export_checkpoint
+from helpers.conversions import assert_same, weights_of
 from helpers.models import add_mtp_layer, tiny_model
+from helpers.optimizers import state_of, wholes
 from helpers.policies import (
     LENGTHS,
     LOSS_WEIGHT,
@@ -24,7 +27,10 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from helpers.train_steps import BUDGETS, Case, batches_of, config
+from megatron_grpo.checkpoints.checkpointer import Checkpoints
+from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.forward import response_logprobs, run_schedule
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.optimizer import gradient_norm
@@ -200,3 +206,72 @@ def test_a_policy_is_trained_to_the_bit_as_without_the_layer(folders, dims):
         assert losses[0] > losses[-1] + 0.01
     names = {name for rank in ranks for name in rank[1][1].keys() - rank[0][1].keys()}
     assert {name.partition(".")[2].split(".")[0] for name in names} == {"mtp"}
+
+
+RUN = (*ON, "optimizer.lr=1e-3", "optimizer.lr_warmup_steps=0")
+
+
+def start(rank, folder, dims, run_dir):
+    """A policy, and what it takes to step, with the checkpoints of its run."""
+    setup_device(rank)
+    groups = init_groups(dims)
+    cfg = config(folder, dims, {}, BUDGETS[0], *RUN, f"train.run_dir={run_dir}")
+    policy = build_policy(cfg, trained_shape(cfg), groups)
+    return policy, cfg, groups, Checkpoints(cfg, policy, None)
+
+
+def train_and_save(rank, folder, dims, case, run_dir):
+    """The state after two steps, which is saved and exported, and after a third one."""
+    policy, cfg, groups, checkpoints = start(rank, folder, dims, run_dir)
+    batches = batches_of(policy, case, cfg, groups)
+    states = []
+    for step in range(3):
+        train_step(policy, batches, cfg, groups, SkippedSteps(1), 0.0)
+        if step > 0:
+            states.append(state_of(policy))
+        if step == 1:
+            checkpoints.save(TrainerState(step=2), None)
+            checkpoints.wait()
+            export_model(run_dir / "hf", policy, cfg, groups)
+    return states
+
+
+def resume(rank, folder, dims, case, run_dir):
+    policy, cfg, groups, checkpoints = start(rank, folder, dims, run_dir)
+    assert checkpoints.load().step == 2
+    states = [state_of(policy)]
+    train_step(policy, batches_of(policy, case, cfg, groups), cfg, groups, SkippedSteps(1), 0.0)
+    return [*states, state_of(policy)]
+
+
+def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_path):
+    folder, run_dir = folders["deepseek_v3"], tmp_path / "run"
+    case = Case(folder, {}).experience()
+    first, other = ParallelDims(tensor=2, expert_tensor=1, expert=2), ParallelDims(pipeline=2)
+    saved, trained = wholes(run_ranks(2, train_and_save, folder, first, case, run_dir))
+    resumed, further = wholes(run_ranks(2, resume, folder, other, case, run_dir))
+    for name, values in saved.items():
+        assert torch.equal(resumed[name], values), name
+    moved = [
+        name for name in saved if "mtp." in name and not torch.equal(saved[name], trained[name])
+    ]
+    assert {"mtp.layers.0.eh_proj.weight", "optimizer.state.exp_avg.mtp.layers.0.enorm.weight"} <= {
+        *moved
+    }
+    for name in moved:  # with the learning rate and the correction of the third step
+        torch.testing.assert_close(further[name], trained[name], rtol=1e-3, atol=1e-6)
+    export_checkpoint(run_dir / "checkpoints" / "step_2", tmp_path / "out", hf_config=folder)
+    exported, source = (load_file(at / "model.safetensors") for at in (run_dir / "hf", folder))
+    assert_same(weights_of(tmp_path / "out"), exported)
+    layer = {name for name in source if name.startswith("model.layers.4.")}
+    assert exported.keys() == source.keys()
+    kept = {name for name in layer if torch.equal(exported[name], source[name])}
+    assert {name.removeprefix("model.layers.4.") for name in kept} >= {
+        "embed_tokens.weight",  # engines have those of the model in their place
+        "shared_head.head.weight",
+        "mlp.gate.e_score_correction_bias",
+    }
+    assert not kept & {f"model.layers.4.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")}
+    torch.testing.assert_close(
+        exported["model.layers.4.eh_proj.weight"], saved["mtp.layers.0.eh_proj.weight"]
+    )
