@@ -326,12 +326,12 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def add_mtp_layer(folder: Path) -> Path:
+def add_mtp_layer(folder: Path, seed: int = 7) -> Path:
     """Put a layer for multi-token prediction behind the last one, or apart in a hybrid, with the
     tensors that published models have there. Returns the folder."""
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     size, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
-    weights, own = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(7)
+    weights, own = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
     sizes = {name.removeprefix(last): each.shape for name, each in weights.items() if last in name}
     if config["model_type"] in HYBRIDS:
         sizes = {f"mtp.layers.0.{name}": shape for name, shape in sizes.items()}
