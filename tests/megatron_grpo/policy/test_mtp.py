@@ -12,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.megatron_to_hf import export_checkpoint
+from checkpoint_convert.verify import verify_weights
 from helpers.conversions import assert_same, weights_of
 from helpers.models import add_mtp_layer, tiny_model
 from helpers.optimizers import state_of, wholes
@@ -172,7 +173,7 @@ def test_loss_and_gradient_equal_those_of_transformers(folders, answers, dims):
 def trained_on_rank(rank, dims, experience, configs):
     """Weights and metrics of a policy after some steps, by config."""
     setup_device(rank)
-    groups = init_groups(dims)
+    groups = init_groups(dims, dynamic_context=configs[0].parallel.dynamic_context_parallel)
     found = {}
     for name, cfg in configs.items():
         policy = build_policy(cfg, trained_shape(cfg), groups)
@@ -185,27 +186,64 @@ def trained_on_rank(rank, dims, experience, configs):
     return found
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(tensor=2, pipeline=2)], ids=str)
-def test_a_policy_is_trained_to_the_bit_as_without_the_layer(folders, dims):
-    folder = folders["glm4_moe"]
+SETTINGS = ("optimizer.lr=1e-3", "optimizer.lr_warmup_steps=0", "optimizer.max_grad_norm=0.01")
+OVERLAP = ("parallel.overlap_grad_reduce=true", "parallel.overlap_param_gather=true")
+DYNAMIC = "parallel.dynamic_context_parallel=true"
+
+
+def train_with_and_without(folder, dims, *overrides):
     case = Case(folder, {})
-    options = ("optimizer.lr=1e-3", "optimizer.lr_warmup_steps=0", "optimizer.max_grad_norm=0.01")
+    options = (*SETTINGS, *overrides)
     configs = {
         number: config(folder, dims, {}, BUDGETS[0], *options, f"model.mtp_num_layers={number}")
         for number in (0, 1)
     }
-    ranks = run_ranks(dims.world_size, trained_on_rank, dims, case.experience(), configs)
+    return run_ranks(dims.world_size, trained_on_rank, dims, case.experience(), configs)
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    """Trained on one rank."""
+    return train_with_and_without(folders["glm4_moe"], ParallelDims())
+
+
+@pytest.mark.parametrize(
+    ("dims", "overrides"),
+    [
+        (ParallelDims(), ()),
+        (ParallelDims(tensor=2, pipeline=2), ()),
+        (ParallelDims(pipeline=2, data=2), OVERLAP),
+        (ParallelDims(context=2), (DYNAMIC,)),
+    ],
+    ids=str,
+)
+def test_a_policy_is_trained_to_the_bit_as_without_the_layer(folders, alone, dims, overrides):
+    ranks = alone
+    if dims.world_size > 1:
+        ranks = train_with_and_without(folders["glm4_moe"], dims, *overrides)
     for rank in ranks:
         (without, expected), (steps, weights) = rank[0], rank[1]
         for name, values in expected.items():
             assert torch.equal(weights[name], values), name
         for step, metrics in zip(steps, without, strict=True):
             assert metrics == {n: v for n, v in step.items() if not n.startswith("mtp/")}
-        losses = [step["mtp/loss"] for step in steps]
-        assert losses == sorted(losses, reverse=True)
-        assert losses[0] > losses[-1] + 0.01
     names = {name for rank in ranks for name in rank[1][1].keys() - rank[0][1].keys()}
     assert {name.partition(".")[2].split(".")[0] for name in names} == {"mtp"}
+
+
+def test_the_layer_learns_the_same_however_the_work_is_shared(folders, alone):
+    ((steps, _),) = (rank[1] for rank in alone)
+    losses = [step["mtp/loss"] for step in steps]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > losses[-1] + 0.01
+    for dims, overrides in (
+        (ParallelDims(pipeline=2, data=2), OVERLAP),
+        (ParallelDims(context=2), (DYNAMIC,)),
+    ):
+        for rank in train_with_and_without(folders["glm4_moe"], dims, *overrides):
+            for step, expected in zip(rank[1][0], steps, strict=True):
+                for name in ("mtp/loss", "mtp/grad_norm"):
+                    assert step[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 RUN = (*ON, "optimizer.lr=1e-3", "optimizer.lr_warmup_steps=0")
@@ -260,7 +298,9 @@ def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_pa
     }
     for name in moved:  # with the learning rate and the correction of the third step
         torch.testing.assert_close(further[name], trained[name], rtol=1e-3, atol=1e-6)
-    export_checkpoint(run_dir / "checkpoints" / "step_2", tmp_path / "out", hf_config=folder)
+    checkpoint = run_dir / "checkpoints" / "step_2"
+    export_checkpoint(checkpoint, tmp_path / "out", hf_config=folder)
+    assert verify_weights(checkpoint, run_dir / "hf") == []
     exported, source = (load_file(at / "model.safetensors") for at in (run_dir / "hf", folder))
     assert_same(weights_of(tmp_path / "out"), exported)
     layer = {name for name in source if name.startswith("model.layers.4.")}
