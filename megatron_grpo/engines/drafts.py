@@ -42,7 +42,8 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
             "leave it out"
         )
     method, model = str(table.get("method")), table.get("model")
-    if method not in WITHOUT_WEIGHTS and cfg.rollout.vllm.get("load_format") == "dummy":
+    are_there = method in WITHOUT_WEIGHTS or (method.endswith("mtp") and shape.trains_mtp)
+    if not are_there and cfg.rollout.vllm.get("load_format") == "dummy":
         raise ValueError(
             "rollout.vllm.load_format dummy: the weights that engines draft with are not pushed; "
             "leave out speculative_config, or load_format"
