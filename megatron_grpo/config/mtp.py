@@ -27,6 +27,7 @@ def trained_shape(cfg: Config) -> ModelShape:
         "train.offload": cfg.train.offload != "none",
         "train.export_quantization": cfg.train.export_quantization != "none",
         "rollout.quantization": cfg.rollout.quantization != "none",
+        "optimizer.optimizer_cpu_offload": cfg.optimizer.optimizer_cpu_offload,
         **{
             f"model.megatron.{name}": megatron.get(name)
             for name in (

@@ -95,7 +95,7 @@ class Mtp:
         self.module: Any = _build_module(cfg, shape, chunks[-1], groups)
         """In Megatron's DistributedDataParallel if it has gradients."""
         self.num_steps = 0
-        """Number of updates, which is the same on all ranks; few of them have a count of Adam's."""
+        """Updates so far: Adam counts them, too, but only where there is a layer."""
         self._num_tokens = 1
         self._loss = torch.zeros((), device=next(chunks[0].parameters()).device)
         self._embedding = _embedding_for(chunks[-1], shape)

@@ -345,7 +345,7 @@ def add_mtp_layer(folder: Path, seed: int = 7) -> Path:
         layer = f"model.layers.{config['num_hidden_layers']}."
         sizes = {layer + name: shape for name, shape in sizes.items()}
     for name, shape in sizes.items():
-        weights[name] = 0.02 * torch.randn(shape, generator=own)
+        weights[name] = 0.02 * torch.randn(shape, generator=own) + name.endswith("norm.weight")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder

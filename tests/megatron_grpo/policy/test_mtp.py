@@ -35,11 +35,13 @@ from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.forward import response_logprobs, run_schedule
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.optimizer import gradient_norm
+from megatron_grpo.policy.router import with_own_layers
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.train_step import train_step
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
+from tests.megatron_grpo.policy.test_router import EXPERTS, LAYERS, TOPK, follow, random_routes
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 TEMPERATURE = 0.8
@@ -63,7 +65,7 @@ class Oracle:
     DeepSeek-V3's equations 21 to 25 with the decoder layer of `transformers`."""
 
     def __init__(self, folder):
-        last = read_shape(folder).num_layers
+        last, self.folder = read_shape(folder).num_layers, folder
         self.prefix = f"model.layers.{last}."
         deeper = shutil.copytree(folder, folder.with_name("deeper"))
         config = json.loads((folder / "config.json").read_text())
@@ -98,8 +100,15 @@ class Oracle:
         targets = sequence.tokens[first:]
         return logits.log_softmax(0)[targets, torch.arange(first - 2, len(sequence.tokens) - 2)]
 
-    def answer(self, lengths):
-        logprobs = torch.cat([self.logprobs(each) for each in random_sequences(lengths)])
+    def answer(self, lengths, routes=None):
+        """`routes`: the experts of the model's tokens, by sequence; None: its routers choose."""
+        logprobs = []
+        for number, sequence in enumerate(random_sequences(lengths)):
+            if routes is not None:
+                self.model = load_oracle(self.folder)
+                follow(self.model, routes[number : number + 1])
+            logprobs.append(self.logprobs(sequence))
+        logprobs = torch.cat(logprobs)
         loss = -logprobs.mean()
         loss.backward()
         of_layer = {n: p.grad for n, p in self.deeper.named_parameters() if p.grad is not None}
@@ -123,11 +132,12 @@ def answers(folders):
     return {family: Oracle(folder).answer(LENGTHS) for family, folder in folders.items()}
 
 
-def gradients_on_rank(rank, folders, dims, *overrides):
+def gradients_on_rank(rank, folders, dims, *overrides, routes=None):
     """For each model: metrics, and boxes of the gradient of all that is trained."""
     setup_device(rank)
     groups = init_groups(dims)
-    share = pack_all(LENGTHS, dims)[groups.coordinates.data :: dims.data]
+    share = pack_all(LENGTHS, dims, routes)[groups.coordinates.data :: dims.data]
+    share = [with_own_layers(batch, groups) for batch in share]
     found = {}
     for family, folder in folders.items():
         cfg = tiny_config(folder, dims, *overrides)
@@ -154,7 +164,10 @@ def gradients_on_rank(rank, folders, dims, *overrides):
     ids=layout_name,
 )
 def test_loss_and_gradient_equal_those_of_transformers(folders, answers, dims):
-    ranks = run_ranks(dims.world_size, gradients_on_rank, folders, dims, *ON)
+    check(run_ranks(dims.world_size, gradients_on_rank, folders, dims, *ON), answers)
+
+
+def check(ranks, answers):
     for family, (loss, expected) in answers.items():
         norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
         actual = {name: torch.full_like(g, torch.nan) for name, g in expected.items()}
@@ -168,6 +181,19 @@ def test_loss_and_gradient_equal_those_of_transformers(folders, answers, dims):
         for name, gradient in expected.items():
             error = (actual[name] - gradient).norm()  # an expert may have no tokens
             assert error <= 1e-5 * gradient.norm(), f"{family} {name}: {error:.1e}"
+
+
+def routed_gradients_on_rank(rank, folders, dims):
+    options = (*ON, "rollout.router_replay=true", "rollout.engine=transformers")
+    return gradients_on_rank(rank, folders, dims, *options, routes=random_routes())
+
+
+def test_its_router_chooses_where_those_of_the_policy_replay(tmp_path):
+    sizes = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOPK, "num_hidden_layers": LAYERS}
+    folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe", **sizes))
+    answer = Oracle(folder).answer(LENGTHS, random_routes())
+    dims, folders = ParallelDims(pipeline=2), {"glm4_moe": folder}
+    check(run_ranks(2, routed_gradients_on_rank, folders, dims), {"glm4_moe": answer})
 
 
 def trained_on_rank(rank, dims, experience, configs):
