@@ -326,9 +326,10 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def add_mtp_layer(folder: Path, seed: int = 7) -> Path:
+def add_mtp_layer(folder: Path, seed: int = 7, norm: float = 0.0) -> Path:
     """Put a layer for multi-token prediction behind the last one, or apart in a hybrid, with the
-    tensors that published models have there. Returns the folder."""
+    tensors that published models have there; weights of its norms are near `norm`. Returns the
+    folder."""
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     size, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
     weights, own = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
@@ -345,7 +346,9 @@ def add_mtp_layer(folder: Path, seed: int = 7) -> Path:
         layer = f"model.layers.{config['num_hidden_layers']}."
         sizes = {layer + name: shape for name, shape in sizes.items()}
     for name, shape in sizes.items():
-        weights[name] = 0.02 * torch.randn(shape, generator=own) + name.endswith("norm.weight")
+        weights[name] = 0.02 * torch.randn(shape, generator=own) + norm * name.endswith(
+            "norm.weight"
+        )
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -27,7 +27,7 @@ def decided_model(folder: Path) -> Path:
 
 @pytest.mark.long
 def test_engines_take_more_drafts_as_the_layer_is_trained(tmp_path: Path) -> None:
-    model = add_mtp_layer(decided_model(tmp_path / "model"))
+    model = add_mtp_layer(decided_model(tmp_path / "model"), norm=1.0)
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, sums())))
     run_dir = tmp_path / "run"
     ended = finish_run(

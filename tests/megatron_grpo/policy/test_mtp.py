@@ -123,7 +123,9 @@ def folders(tmp_path_factory):
     for family in FAMILIES:
         folder = tmp_path_factory.mktemp(family) / "model"
         options = {"rms_norm_eps": 1e-6} if family == "glm4_moe_lite" else {}
-        made[family] = add_mtp_layer(tiny_model(folder, family, num_hidden_layers=4, **options))
+        made[family] = add_mtp_layer(
+            tiny_model(folder, family, num_hidden_layers=4, **options), norm=1.0
+        )
     return made
 
 
@@ -190,7 +192,7 @@ def routed_gradients_on_rank(rank, folders, dims):
 
 def test_its_router_chooses_where_those_of_the_policy_replay(tmp_path):
     sizes = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOPK, "num_hidden_layers": LAYERS}
-    folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe", **sizes))
+    folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe", **sizes), norm=1.0)
     answer = Oracle(folder).answer(LENGTHS, random_routes())
     dims, folders = ParallelDims(pipeline=2), {"glm4_moe": folder}
     check(run_ranks(2, routed_gradients_on_rank, folders, dims), {"glm4_moe": answer})
