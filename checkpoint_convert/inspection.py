@@ -35,7 +35,7 @@ def print_inspection(
             console.print(_chunk_table(weights))
         console.print(
             f"{weights.format}: {len(weights.layout.shapes):,} stored tensors are exactly the "
-            f"{len(hf_tensors(shape)):,} tensors of the model"
+            f"{len(hf_tensors(weights.shape)):,} tensors of the model"
         )
 
 

@@ -275,5 +275,7 @@ def _chunks(
             ]
         if is_last:
             chunk += decoder.head(shape, padded_vocab, shares_embedding=is_first)
+        if is_last and shape.trains_mtp:
+            chunk += decoder.mtp_layer(shape, experts, transformer_engine=transformer_engine)
         chunks.append(chunk)
     return chunks

@@ -103,7 +103,7 @@ def create_folder(
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     copy_tensors(others, locate_tensors(folder, others))
     config = {} if quantized is None else {"quantization_config": quantized.config}
-    num_mtp_layers = shape.num_mtp_layers if mtp else 0
+    num_mtp_layers = shape.num_mtp_layers if mtp or shape.trains_mtp else 0
     copy_sidecar_files(source_folder, folder, dtype, config, num_mtp_layers)
 
 

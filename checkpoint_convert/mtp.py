@@ -1,8 +1,9 @@
 """Layers for multi-token prediction (MTP): an export has those of its source.
 
 They are draft models for speculative decoding, lie behind the last layer of the model or apart from
-it, and are not trained. The copies of the embedding and of the head that are stored with them stay
-as well; engines use those of the model instead.
+it, and are not trained, but for one that is a part of the model: see `ModelShape.trains_mtp`. The
+copies of the embedding and of the head that are stored with them stay as well; engines use those of
+the model instead.
 """
 
 import re

@@ -13,6 +13,7 @@ _NO_NUMBERS = (
     "eos_token_ids",
     "num_mtp_layers",
     "moe.stacks",
+    "trains_mtp",
 )
 Stacks = Literal["alternating", "joined"]
 """`alternating`: [experts, inputs, outputs], of which those of gate and up alternate; `joined`:
@@ -181,7 +182,9 @@ class ModelShape:
     linear_layers: tuple[int, ...] = ()
     num_mtp_layers: int = 0
     """Number of layers that weight files may have behind the last one, to predict tokens after the
-    next (multi-token prediction). They are not trained, and stay in an export."""
+    next (multi-token prediction). They are no part of the model, and stay in an export."""
+    trains_mtp: bool = False
+    """Whether the only one of these layers is a part of the model after all, as it is trained."""
 
     @property
     def num_dense_layers(self) -> int:

@@ -172,4 +172,14 @@ def _open_both(
         stack.enter_context(closing(open_weights(path, shape)))
         for path, shape in zip((a, b), shapes, strict=True)
     ]
+    if any(side.shape.trains_mtp for side in opened):  # then the other side has the layer, too
+        opened = [
+            stack.enter_context(closing(open_weights(path, replace(shape, trains_mtp=True))))
+            for path, shape in zip((a, b), shapes, strict=True)
+        ]
+        if not all(side.shape.trains_mtp for side in opened):
+            raise ValueError(
+                f"{a} and {b} are different models: only one was trained with its layer for "
+                "multi-token prediction"
+            )
     return opened[0], opened[1]

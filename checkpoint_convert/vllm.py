@@ -63,6 +63,8 @@ def engine_parameters(shape: ModelShape) -> list[Parameter]:
     for index in range(shape.num_layers):
         parameters += decoder.layer(shape, index, experts, transformer_engine=True)
     parameters += decoder.head(shape, padded_vocab, shares_embedding=True)
+    if shape.trains_mtp:
+        parameters += decoder.mtp_layer(shape, experts, transformer_engine=True)
     if names := FAMILIES[shape.family].engine_names:
         parameters = [replace(each, engine_name=_renamed(each, names)) for each in parameters]
     return [part for each in parameters for part in each.in_engine()]

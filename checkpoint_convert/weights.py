@@ -119,6 +119,7 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
             f"{path} is not a checkpoint of a Megatron-Core GPTModel: it has no {_EMBEDDING}, but "
             f"{', '.join(found)} ..."
         )
+    shape = replace(shape, trains_mtp=any(key.startswith("mtp.") for key in stored.shapes))
     wanted = checkpoint_layout(shape, _padded_vocab(path, shape, stored.shapes[_EMBEDDING][0]))
     faults = [
         f"{key} {list(size)} is missing"
@@ -162,7 +163,7 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
 
 def _is_model_key(key: str) -> bool:
     """Whether a tensor of a checkpoint is a model weight, not optimizer or trainer state."""
-    return key.startswith(("embedding.", "decoder.", "output_layer."))
+    return key.startswith(("embedding.", "decoder.", "output_layer.", "mtp."))
 
 
 # Megatron-Core and other loaders read chunks whole, so they should not be large.

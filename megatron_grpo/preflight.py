@@ -24,6 +24,7 @@ from megatron_grpo.checkpoints.manifest import read_manifest
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
+from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
@@ -290,7 +291,7 @@ def _check_model(cfg: Config) -> ModelShape:
                 f"model.path {folder} would be overwritten by what the run exports to {exported}: "
                 "choose another train.run_dir"
             )
-    shape = read_shape(folder)
+    shape = trained_shape(cfg)
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
     sidecar_files(folder)  # the files that every checkpoint and export copies

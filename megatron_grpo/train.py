@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert import ModelShape
 from megatron_grpo.algorithm.kl import beta_after
 from megatron_grpo.batch.cached_values import with_cached_values
 from megatron_grpo.batch.distribute import Minibatches
@@ -16,6 +16,7 @@ from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.pushed import loaded_sums, pushed_sender, pushed_weights
 from megatron_grpo.evaluation.evaluation import is_due
@@ -99,7 +100,7 @@ class Trainer:
     def __init__(self, run: Run, stack: ExitStack) -> None:
         self.run, self.cfg, cfg = run, run.cfg, run.cfg
         run.watchdog.enter("load")  # a phase in which reading files may take long
-        shape = read_shape(cfg.model.path)
+        shape = trained_shape(cfg)
         self.schedule = BatchSchedule.of(cfg.grpo)
         self.cost = CostModel.transformer(shape.hidden_size, shape.attending_share)
         rollouter = None

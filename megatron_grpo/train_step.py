@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss
@@ -20,7 +19,7 @@ from megatron_grpo.policy.optimizer import (
     own_gradient_is_finite,
 )
 from megatron_grpo.policy.skipped_steps import SkippedSteps, is_so_on_all_ranks, name_nonfinite
-from megatron_grpo.reporting.metrics import AllReduce, StepReport, TrainMetrics
+from megatron_grpo.reporting.metrics import StepReport, TrainMetrics
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
 
@@ -51,9 +50,11 @@ def train_step(
     if cause and groups.rank == 0:
         print(f"optimizer step skipped: {cause}", file=sys.stderr, flush=True)
     skipped.count(cause)
-    report = metrics.reduce(_over_other_tokens(groups), cfg.grpo)
+    report = metrics.reduce(groups.reduce_over_tokens, cfg.grpo)
     lr = policy.optimizer.param_groups[0]["lr"]
     reduced = {**report.metrics, **policy.router_losses.means(), "lr": lr}
+    if policy.mtp:
+        reduced |= policy.mtp.update(policy.scheduler.num_steps)
     if grad_norm > 0 and not cause:
         apply_gradient(policy.optimizer, grad_norm)
     policy.optimizer.zero_grad()  # lets go of the float32 copies of gradients in bfloat16
@@ -96,6 +97,8 @@ def accumulate_gradient(
     )
 
     def loss_of(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+        if policy.mtp:
+            policy.mtp.add_loss(hidden, batch, policy.head_weight)
         chosen = response_logprobs(policy, hidden, batch, cfg.rollout.temperature, groups)
         tokens = LossTokens.select(batch, chosen, groups.contexts[batch.context_size])
         loss = grpo_loss(tokens, cfg.grpo, beta)
@@ -106,15 +109,7 @@ def accumulate_gradient(
         return loss.total, None
 
     policy.zero_grad()
+    if policy.mtp:
+        batches = policy.mtp.begin(policy.chunks, batches)
     run_schedule(policy, groups, batches, loss_of, forward_only=False)
     return metrics
-
-
-def _over_other_tokens(groups: Groups) -> AllReduce:
-    """An all-reduce over the ranks with different tokens; earlier pipeline stages add nothing."""
-
-    def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        dist.all_reduce(tensor, op, group=groups.data_context)
-        dist.all_reduce(tensor, op, group=groups.pipeline)
-
-    return all_reduce

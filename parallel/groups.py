@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 from megatron.core import parallel_state
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
 from parallel.dims import Coordinates, ParallelDims, divisors
 
@@ -46,6 +46,14 @@ class Groups:
     def answers_for(self, size: int) -> bool:
         """Whether this rank is the first of those that hold a microbatch split over `size`."""
         return self.coordinates.context % size == 0
+
+    def reduce_over_tokens(
+        self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM
+    ) -> None:
+        """All-reduce, in place, what the last pipeline stage has of its tokens: over the ranks with
+        others, and to all stages. Earlier ones have what changes nothing."""
+        torch.distributed.all_reduce(tensor, op, group=self.data_context)
+        torch.distributed.all_reduce(tensor, op, group=self.pipeline)
 
     @property
     def is_dynamic(self) -> bool:

@@ -57,6 +57,30 @@ class Predictions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecondTokens:
+    """The tokens after the next ones, which a layer for multi-token prediction predicts."""
+
+    next: Tensor
+    """[T / cp] int64, packed positions of the next tokens, which it is given; any at the end of a
+    sequence."""
+    predictions: Predictions
+    """Those that predict tokens of the loss."""
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: Tensor, select: Tensor, local: Tensor, num_parts: int
+    ) -> "SecondTokens":
+        """See `RankPart.of`; `local` are the rank's own positions."""
+        following = prediction_targets(cu_seqlens, local)
+        second = prediction_targets(cu_seqlens, following).masked_fill(following < 0, -1)
+        return cls(next=following.relu(), predictions=Predictions.of(second, select, num_parts))
+
+    def to(self, device: torch.device | str) -> "SecondTokens":
+        """A copy with the tensors on `device`."""
+        return SecondTokens(next=self.next.to(device), predictions=self.predictions.to(device))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankPart:
     """Indices of a rank, which all passes over a microbatch use: forwards and backwards.
 
@@ -68,6 +92,8 @@ class RankPart:
     """[T / cp] int64, the packed positions that the context rank holds, in its order."""
     predictions: Predictions
     """Those that predict tokens of the loss; read on the last pipeline stage."""
+    second: SecondTokens | None = None
+    """None: nothing predicts these."""
 
     @classmethod
     def of(
@@ -92,4 +118,6 @@ class RankPart:
 
     def to(self, device: torch.device | str) -> "RankPart":
         """A copy with the tensors on `device`."""
-        return RankPart(local=self.local.to(device), predictions=self.predictions.to(device))
+        second = self.second and self.second.to(device)
+        predictions = self.predictions.to(device)
+        return RankPart(local=self.local.to(device), predictions=predictions, second=second)

@@ -99,6 +99,28 @@ def layer(
     ]
 
 
+MTP_LAYER = "mtp.layers.0."
+"""Where Megatron-Core has the first layer for multi-token prediction."""
+
+
+def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) -> list[Parameter]:
+    """The layer for multi-token prediction, behind the last; parameters of the last stage only."""
+    source, hidden = f"model.layers.{shape.num_layers}.", shape.hidden_size
+    sizes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
+    own = [
+        *((name, name, size) for name, size in sizes.items()),
+        ("final_layernorm", "shared_head.norm", (hidden,)),
+    ]
+    inner = layer(shape, shape.num_layers, experts, transformer_engine=transformer_engine)
+    return [
+        *(
+            Parameter(f"{MTP_LAYER}{name}.weight", (Tensor(f"{source}{stored}.weight", size),))
+            for name, stored, size in own
+        ),
+        *(each.under(f"{MTP_LAYER}transformer_layer.") for each in inner),
+    ]
+
+
 def fused_attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:
     """Attention whose queries, keys and values are one projection of hidden states.
 

@@ -250,6 +250,10 @@ class Parameter:
             first += num_sources
         return found or [self]
 
+    def under(self, prefix: str) -> "Parameter":
+        """The parameter with this prefix of its name, and of its key in a checkpoint."""
+        return replace(self, name=prefix + self.name, key=prefix + (self.key or self.name))
+
     def in_layer(self, local_index: int, index: int, num_stacked: int) -> "Parameter":
         """The parameter of a layer renamed as that of the whole model.
 

@@ -119,13 +119,17 @@ def other_towers(folder: Path) -> tuple[dict[str, str], dict[str, TensorPlace]]:
 
 
 def mtp_tensors(folder: Path, shape: ModelShape) -> dict[str, TensorPlace]:
-    """Places of the tensors of layers for multi-token prediction; none in a folder without weights.
+    """Places of the tensors of layers for multi-token prediction, but for those that are trained;
+    none in a folder without weights.
 
     Raises ValueError, as `locate_tensors`, and for tensors that cannot be read.
     """
     if not shape.num_mtp_layers or not _has_weights(folder):
         return {}
-    places = _located(folder, lambda name: _is_of_mtp_layer(name, shape), text_name)
+    trained = file_tensors(shape) if shape.trains_mtp else {}
+    places = _located(
+        folder, lambda name: _is_of_mtp_layer(name, shape) and name not in trained, text_name
+    )
     faults: list[str] = []
     if isinstance(scheme := read_scheme(folder), Scheme):
         places, faults = with_scales(places, scheme)

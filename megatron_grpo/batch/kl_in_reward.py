@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.algorithm.kl import kl_estimate
@@ -30,8 +29,7 @@ def sequence_kl(minibatches: Minibatches, num_samples: int, groups: Groups) -> l
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k1")
             kl = kl.double().where(batch.loss_mask, 0.0)
             sums.index_add_(0, batch.sequence_index.clamp(min=0) % num_samples, kl)
-        for group in (groups.data_context, groups.pipeline):
-            dist.all_reduce(sums, group=group)
+        groups.reduce_over_tokens(sums)
         found.append(sums)
     return found
 

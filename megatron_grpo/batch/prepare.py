@@ -22,6 +22,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Model, Policy
+from megatron_grpo.policy.mtp import with_second_tokens
 from megatron_grpo.policy.router import with_own_layers
 from megatron_grpo.policy.skipped_steps import is_so_on_all_ranks
 from megatron_grpo.timing import PhaseTimer
@@ -124,23 +125,23 @@ def packed_minibatches(
 
     Rank 0 divides the next optimizer batch while the others pack theirs.
     """
-    alignment = cfg.alignment
     shards = split_for_data_parallel(experience, generation, cost, cfg) if experience else None
     minibatches = []
     for _ in range(cfg.grpo.steps_per_generation):
         shard = distribute(next(shards) if shards else None, groups)
         batches = shard.pack(
-            alignment,
+            cfg.alignment,
             share_prompts=cfg.grpo.shared_prompts,
             context_rank=groups.coordinates.context,
         )
-        minibatches.append([_on_rank(batch, groups).to(device) for batch in batches])
+        minibatches.append([_on_rank(batch, cfg, groups).to(device) for batch in batches])
     return minibatches
 
 
-def _on_rank(batch: PackedBatch, groups: Groups) -> PackedBatch:
+def _on_rank(batch: PackedBatch, cfg: Config, groups: Groups) -> PackedBatch:
     """The batch with what this rank alone needs, computed while the host has it."""
-    return with_own_layers(batch, groups).on_rank(groups.dims, groups.coordinates)
+    batch = with_own_layers(batch, groups).on_rank(groups.dims, groups.coordinates)
+    return with_second_tokens(batch, groups) if cfg.model.mtp_num_layers else batch
 
 
 @dataclass(frozen=True)

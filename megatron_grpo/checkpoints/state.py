@@ -141,11 +141,18 @@ def optimizer_parts(policy: Policy) -> list[StatePart]:
             sharded_of.setdefault(sharded.data, []).append(sharded)
     return [
         found
-        for part in policy.optimizer.chained_optimizers
+        for part in chained_optimizers(policy)
         for parameter in part.model_param_group_index_map
         for sharded in sharded_of[parameter]
         for found in _states_of(part, parameter, sharded)
     ]
+
+
+def chained_optimizers(policy: Policy) -> list[Any]:
+    """Those that Megatron chains, of the policy and of its layer for multi-token prediction."""
+    optimizers = [policy.optimizer, *([policy.mtp.optimizer] if policy.mtp else ())]
+    chained = [part for optimizer in optimizers for part in optimizer.chained_optimizers]
+    return [part for part in chained if part.optimizer is not None]  # None has no parameters
 
 
 def object_names(policy: Policy) -> list[str]:
@@ -198,14 +205,22 @@ def counters(policy: Policy) -> dict[str, Any]:
     return {
         "optimizer_steps": steps_taken(policy.optimizer),
         "scheduler": policy.scheduler.state_dict(),
+        **({"mtp_steps": policy.mtp.num_steps} if policy.mtp else {}),
     }
 
 
 def set_counters(policy: Policy, saved: Mapping[str, Any]) -> None:
-    """Restore `counters`."""
+    """Restore `counters`; ValueError if those of a layer that is trained are not there."""
     set_steps_taken(policy.optimizer, saved["optimizer_steps"])
     policy.scheduler.num_steps = 0  # set by a checkpoint that failed to load: Megatron adds to it
     policy.scheduler.load_state_dict(saved["scheduler"])
+    if policy.mtp:
+        if "mtp_steps" not in saved:
+            raise ValueError(
+                "its layer for multi-token prediction was not trained: set model.mtp_num_layers=0"
+            )
+        policy.mtp.num_steps = saved["mtp_steps"]
+        set_steps_taken(policy.mtp.optimizer, saved["mtp_steps"])
 
 
 def random_state() -> Tensor:
@@ -245,6 +260,8 @@ def _sharded(model: Model) -> Iterator[Any]:
         return
     for chunk in model.chunks:
         yield from nested_values(unwrapped(chunk).sharded_state_dict(metadata={}))
+    if model.mtp is not None:
+        yield from nested_values(model.mtp.sharded_state_dict())
 
 
 def _parts(sharded: Any) -> Iterator[tuple[ShardedTensor, Box]]:

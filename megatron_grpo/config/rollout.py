@@ -324,3 +324,9 @@ class RolloutConfig(Section):
                     f"rollout.base_urls: {url!r} is not an address like http://host:8000"
                 )
         return self
+
+    @property
+    def drafts_with_mtp(self) -> bool:
+        """Whether engines draft with a layer for multi-token prediction."""
+        table = self.vllm.get("speculative_config")
+        return isinstance(table, dict) and str(table.get("method")).endswith("mtp")

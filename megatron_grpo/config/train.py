@@ -33,6 +33,10 @@ class ModelConfig(Section):
     """Dtype of the weights in forward and backward; master weights are float32."""
     freeze_moe_router: bool = False
     """With a mixture of experts, keep the weights of its routers as they were read."""
+    mtp_num_layers: Literal[0, 1] = 0
+    """1: also train the model's layer for multi-token prediction, with which engines draft
+    (`speculative_config` of method `mtp` in rollout.vllm), to predict what is sampled. The policy
+    is trained as without it."""
     megatron: dict[str, Any] = Field(default={})
     """Fields of Megatron-Core's TransformerConfig for speed, memory, rounding and the losses of
     routers; those listed above."""

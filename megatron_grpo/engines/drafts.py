@@ -42,7 +42,8 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
             "leave it out"
         )
     method, model = str(table.get("method")), table.get("model")
-    if method not in WITHOUT_WEIGHTS and cfg.rollout.vllm.get("load_format") == "dummy":
+    are_there = method in WITHOUT_WEIGHTS or (method.endswith("mtp") and shape.trains_mtp)
+    if not are_there and cfg.rollout.vllm.get("load_format") == "dummy":
         raise ValueError(
             "rollout.vllm.load_format dummy: the weights that engines draft with are not pushed; "
             "leave out speculative_config, or load_format"
@@ -55,7 +56,18 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
             "weights, which vLLM dequantises without the layer for it: leave it out, or train from "
             "a copy that is not quantised"
         )
-    if model in (None, str(cfg.model.path)) and not mtp_tensors(cfg.model.path, shape):
+    is_own = model in (None, str(cfg.model.path))
+    if shape.trains_mtp:
+        others = {
+            f"rollout.vllm.speculative_config of the model {model}": not is_own,
+            "rollout.weight_transport disk": cfg.rollout.weight_transport == "disk",
+        }
+        if told := [key for key, is_on in others.items() if is_on]:
+            raise ValueError(
+                f"{told[0]} does not go with model.mtp_num_layers 1, which pushes the layer that "
+                "engines draft with: leave out one of the two"
+            )
+    elif is_own and not mtp_tensors(cfg.model.path, shape):
         raise ValueError(
             f"rollout.vllm.speculative_config drafts with {method}, and model.path has no layer "
             "for multi-token prediction: give as its `model` a folder that has it, or leave it out"

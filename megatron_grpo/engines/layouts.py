@@ -85,8 +85,15 @@ def engine_dims(rollout: RolloutConfig) -> EngineDims:
     )
 
 
+def served_shape(shape: ModelShape, rollout: RolloutConfig) -> ModelShape:
+    """The part of a model that engines have: the layer that it is trained to draft with, if they
+    draft."""
+    return replace(shape, trains_mtp=shape.trains_mtp and rollout.drafts_with_mtp)
+
+
 def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
     """The layout of each worker of an engine, in rank order; the same for all engines."""
+    shape = served_shape(shape, rollout)
     if rollout.engine == "transformers":
         return [file_layout(shape)]
     layouts = engine_layouts(shape, engine_dims(rollout))
@@ -95,6 +102,7 @@ def worker_layouts(shape: ModelShape, rollout: RolloutConfig) -> list[Layout]:
 
 def worker_dtypes(shape: ModelShape, rollout: RolloutConfig, dtype: str) -> dict[str, str]:
     """The dtype of every parameter of the workers, by name, in engines of `dtype`."""
+    shape = served_shape(shape, rollout)
     if rollout.engine == "transformers":
         found = hf_dtypes(shape, dtype, "float32")
         return {piece.local: found[piece.tensor] for piece in file_layout(shape).pieces}

@@ -136,6 +136,19 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
     return dict(first.values())
 
 
+def drafter_parameters(drafter: "Module", model: "Module") -> dict[str, "Tensor"]:
+    """Those of an engine's layer for multi-token prediction, by their names in the model.
+
+    vLLM lets it share the embedding and the head of the model, which are left out.
+    """
+    shared = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    return {
+        name.replace(".mtp_block.", "."): value
+        for name, value in own_parameters(drafter).items()
+        if value.untyped_storage().data_ptr() not in shared
+    }
+
+
 def parameter_table(parameters: Mapping[str, "Tensor"]) -> dict[str, tuple[list[int], str]]:
     """Shape and dtype (such as ``bfloat16``) of every parameter, by name."""
     return {

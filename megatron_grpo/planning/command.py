@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.config.offload import Part, parts_away
 from megatron_grpo.config.reward import RewardFunction, served_here
 from megatron_grpo.engines.arguments import PLANNED
@@ -250,7 +251,7 @@ def print_plan(
     cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
 ) -> None:
     """Print what `cfg` needs; ValueError, naming a layout that fits, if memory is too small."""
-    card, shape = card_named(gpu), read_shape(cfg.model.path)
+    card, shape = card_named(gpu), trained_shape(cfg)
     lengths = _lengths(cfg, shape, lengths_file)
     plan = plan_job(cfg, shape, card, lengths, num_gpus)
     print(json.dumps(plan.as_json()) if as_json else job_table(cfg, shape, gpu, plan), flush=True)
@@ -262,7 +263,7 @@ def print_suggestions(
     cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
 ) -> None:
     """Print layouts that fit; ValueError if none does."""
-    card, shape = card_named(gpu), read_shape(cfg.model.path)
+    card, shape = card_named(gpu), trained_shape(cfg)
     lengths = _lengths(cfg, shape, lengths_file)
     num_gpus = num_gpus or min_gpus(cfg, card, engine_bytes(cfg, shape, card))
     suggestions = suggest(cfg, shape, card, lengths, num_gpus)

@@ -18,12 +18,12 @@ from checkpoint_convert import (
     check_divisible,
     hf_tensors,
     padded_vocab_size,
-    read_shape,
 )
 from checkpoint_convert.megatron import checkpoint_layout, float32_tensors
-from megatron_grpo.checkpoints.state import weight_layout
+from megatron_grpo.checkpoints.state import chained_optimizers, weight_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_num_steps
+from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.engines.layouts import holdings, worker_layouts
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.state import state_bytes
@@ -109,7 +109,7 @@ def gradient_bytes(policy: Policy) -> int:
     """Bytes of all gradient buffers, including padding."""
     return sum(
         buffer.grad_data.nbytes
-        for chunk in policy.chunks
+        for chunk in [*policy.chunks, *([policy.mtp.module] if policy.mtp else ())]
         for buffer in chunk.buffers + chunk.expert_parallel_buffers
     )
 
@@ -122,7 +122,7 @@ def optimizer_bytes(policy: Policy) -> int:
     """
     return sum(
         values.rest.nbytes if isinstance(values, SplitFloats) else values.nbytes
-        for part in policy.optimizer.chained_optimizers
+        for part in chained_optimizers(policy)
         for parameter in part.model_param_group_index_map
         for name, values in states_of(part, parameter).items()
         if (name, parameter.dtype) != ("param", torch.float32)
@@ -246,7 +246,7 @@ def instantiate(cfg: Config) -> Instantiation:
             "theirs can be on the host; set it to false to build the rest"
         )
     cfg = with_num_steps(cfg, MANY_STEPS)
-    shape, dims = read_shape(cfg.model.path), cfg.dims
+    shape, dims = trained_shape(cfg), cfg.dims
     check_divisible(shape, dims)
     check_lora(cfg.lora, shape, dims.tensor)
     if cfg.num_engines:

@@ -37,4 +37,5 @@ def _of_one_kind(shape: ModelShape, is_dense: bool, is_linear: bool) -> ModelSha
         moe=replace(shape.moe, num_dense_layers=0) if shape.moe and not is_dense else None,
         linear=shape.linear if is_linear else None,
         linear_layers=tuple(range(shape.num_layers)) if is_linear else (),
+        trains_mtp=False,
     )

@@ -11,11 +11,12 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
-from megatron_grpo.engines.layouts import engine_dims, shard_bytes
+from megatron_grpo.engines.layouts import engine_dims, served_shape, shard_bytes
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.linear_attention import sequence_elements
+from megatron_grpo.planning.mtp import mtp_activations, mtp_embedding
 from megatron_grpo.planning.optimizer_bytes import page_locked
 from megatron_grpo.planning.state import StateBytes, part_bytes
 from megatron_grpo.policy.lora_targets import targets_of
@@ -63,7 +64,8 @@ class StageMemory:
     stage: int
     state: StateBytes
     buffers: int
-    """Those of NCCL (an estimate) and of the push, which both stay, and the CUDA context."""
+    """Those of NCCL (an estimate) and of the push, which both stay, the CUDA context, and the copy
+    of the embedding that a layer for multi-token prediction needs."""
     engine: int
     """Memory that an engine, or a reward model, on the same GPU never releases."""
     phases: dict[Phase, int]
@@ -135,7 +137,7 @@ def _push_buffers(cfg: Config) -> int:
 
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
-    first = first_worker_layout(shape, engine_dims(cfg.rollout))
+    first = first_worker_layout(served_shape(shape, cfg.rollout), engine_dims(cfg.rollout))
     loaded = shard_bytes([first], worker_itemsizes(cfg, shape))
     return loaded + _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape)
 
@@ -171,7 +173,7 @@ def _asleep_bytes(cfg: Config, shape: ModelShape) -> int:
     if not (cfg.lora.is_served and cfg.rollout.enable_sleep_mode):
         return 0
     itemsizes = worker_itemsizes(cfg, shape)
-    first = first_worker_layout(shape, engine_dims(cfg.rollout))
+    first = first_worker_layout(served_shape(shape, cfg.rollout), engine_dims(cfg.rollout))
     weights = [prod(size) * itemsizes[name] for name, size in first.shapes.items()]
     return sum(map(page_locked, [*weights, *_adapter_sizes(cfg, shape)]))
 
@@ -191,7 +193,8 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
     num_bytes = elements * _cache_itemsize(cfg)
     if shape.indexer is not None:
         num_bytes += shape.indexer.head_dim + shape.indexer.head_dim // 128 * ITEMSIZE["float32"]
-    return shape.num_attending_layers * num_bytes
+    num_layers = shape.num_attending_layers + served_shape(shape, cfg.rollout).trains_mtp
+    return num_layers * num_bytes
 
 
 def _sequence_bytes(cfg: Config, shape: ModelShape) -> int:
@@ -295,7 +298,8 @@ def stages_memory(
             state=state,
             buffers=CONTEXT_BYTES
             + COMMUNICATOR_BYTES * _num_communicators(cfg)
-            + _push_buffers(cfg),
+            + _push_buffers(cfg)
+            + mtp_embedding(cfg, shape, stage),
             engine=_engine_bytes_always(cfg, colocated),
             phases=phases,
             away=away,
@@ -315,7 +319,9 @@ def _phases(
     )
     return {
         "log-probabilities": forward_bytes(cfg, shape, stage) + head,
-        "train": stage_activations(cfg, shape, stage, microbatches) + backward_head,
+        "train": stage_activations(cfg, shape, stage, microbatches)
+        + backward_head
+        + mtp_activations(cfg, shape, stage),
     }
 
 

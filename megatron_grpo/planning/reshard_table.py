@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
+from checkpoint_convert import ModelShape, check_divisible, hf_tensors
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.engines.layouts import holdings, shard_bytes, worker_layouts
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.card import ITEMSIZE, file_itemsizes, worker_itemsizes
@@ -23,7 +24,7 @@ def reshard_table(cfg: Config) -> str:
     Raises ValueError when the mesh of the trainer or an engine cannot split the model, or when
     `rollout.update_weights_bucket_megabytes` is too small for the buffers.
     """
-    shape, dims, num_engines = read_shape(cfg.model.path), cfg.dims, cfg.rollout.num_engines
+    shape, dims, num_engines = trained_shape(cfg), cfg.dims, cfg.rollout.num_engines
     check_divisible(shape, dims)
     check_lora(cfg.lora, shape, dims.tensor)
     check_adapters(cfg.lora, shape)

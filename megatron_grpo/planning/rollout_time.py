@@ -1,7 +1,7 @@
 """The least time in which the engines can generate the completions of one generation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 
@@ -175,6 +175,7 @@ def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:
     """
     dense = experts = 0
     itemsizes = worker_itemsizes(cfg, shape)
+    shape = replace(shape, trains_mtp=False)  # as without drafts
     for piece in first_worker_layout(shape, engine_dims(cfg.rollout)).pieces:
         num_bytes = piece.box.num_elements * itemsizes[piece.local]
         if ".experts." in piece.tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf, lcm, prod
 
 from checkpoint_convert import ModelShape, megatron_layout
+from checkpoint_convert.families.decoder import MTP_LAYER
 from checkpoint_convert.families.ffn import EXPERT_BIAS
 from checkpoint_convert.families.mla import INDEXER, KEY_NORM
 from megatron_grpo.config.config import Config
@@ -33,6 +34,8 @@ _REGISTERED = ("input_layernorm.", "softmax_offset", "linear_proj.", "self_atten
 """Parts of names in a layer, in order; the rest is in the order of `megatron_layout`."""
 _Parameter = tuple[int, str, int]
 """Chunk, name and number of elements."""
+OF_MTP = -1
+"""In place of the chunk, of the layer for multi-token prediction, which has buffers of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +117,16 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     ]
     shard = shard_bytes(cfg, owned)
     has_reference = cfg.grpo.beta > 0 and not cfg.lora.r  # that of adapters has their base
+    reference = weights * _reference_itemsize(cfg) + (of_biases if has_reference else 0)
+    if shape.trains_mtp:  # not by the reference
+        reference = state_bytes(cfg, replace(shape, trains_mtp=False), rank).reference
     return StateBytes(
         weights=(weights + frozen) * itemsize + of_biases,
         frozen=frozen * itemsize + of_biases if cfg.lora.r else 0,
         expert_weights=expert_weights * itemsize,
         gradients=gradients * gradient_itemsize(cfg),
         optimizer=shard.device,
-        reference=weights * _reference_itemsize(cfg) + (of_biases if has_reference else 0),
+        reference=reference,
         update=shard.update,
         host=shard.host,
     )
@@ -190,12 +196,12 @@ def _buckets(
     for chunk, name, size in parameters:
         is_tied = is_tied_over_stages and ("word_embeddings" in name or "output_layer" in name)
         buffers.setdefault((chunk, ".experts." in name), []).append((size, is_tied))
-    for (_, is_expert), buffer in buffers.items():
+    for (chunk, is_expert), buffer in buffers.items():
         if is_expert:
             num_shards, shard = expert_shards(dims), dims.expert_place(at).data
         else:
             num_shards, shard = dims.data * dims.context, at.context + dims.context * at.data
-        for sizes in _divided(reversed(buffer), most):
+        for sizes in _divided(reversed(buffer), inf if chunk == OF_MTP else most):
             yield _Bucket(is_expert=is_expert, sizes=sizes, num_shards=num_shards, shard=shard)
 
 
@@ -245,6 +251,18 @@ def _parameters(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Itera
             _, own, _ = of_kinds[kind_of[layer]]
             yield from own
         yield from after
+    if shape.trains_mtp and chunks[-1].stop == shape.num_layers:
+        yield from _of_mtp(shape, dims, at)
+
+
+def _of_mtp(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[_Parameter]:
+    """The parameters of the layer for multi-token prediction of a rank of the last stage."""
+    num_chunks = dims.pipeline * dims.virtual_pipeline
+    shallow = replace(layer_kinds(shape)[-1].shape, num_layers=num_chunks, trains_mtp=True)
+    layout = megatron_layout(shallow, dims.even, at, transformer_engine=False)
+    for name, size in layout.shapes.items():
+        if f".{MTP_LAYER}" in name:
+            yield OF_MTP, name, prod(size)
 
 
 def _kind_of_layers(kinds: Sequence[LayerKind]) -> dict[int, int]:

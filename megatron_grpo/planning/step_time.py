@@ -96,6 +96,10 @@ def stage_flops(cfg: Config, shape: ModelShape, work: Computed) -> list[float]:
     flops = _layer_flops(cfg, shape, work, PARTS)
     head = 2.0 * shape.hidden_size * shape.vocab_size * work.tokens
     flops[-1] += head * (_passes(cfg, "head") + 1 + forwards_alone(cfg))
+    if shape.trains_mtp:  # with the head, which runs twice and has no gradient of its own
+        layer = sum(_part_flops(layer_kinds(shape)[-1].shape, work).values())
+        joins = 4.0 * shape.hidden_size**2 * work.tokens
+        flops[-1] += 3 * (layer + joins + head)
     return flops
 
 

@@ -1,6 +1,6 @@
 """Builds this rank's GPTModels for packed sequences, and sets what their config cannot say."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -61,23 +61,28 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     if config.fine_grained_activation_offloading:
         offload_activations(next(chunks[0].parameters()).device)
     packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape))
-    _freeze_expert_biases(chunks)
     for chunk in chunks:
-        _mark_experts(chunk)
-        if shape.has_linear_biases:
-            _add_expert_biases(chunk)
-        if cfg.model.freeze_moe_router:
-            _freeze_routers(chunk)
+        prepare_layers(chunk, cfg, shape, groups)
         if chunk.post_process:
             chunk.output_layer.forward = _pass_hidden_states
         chunk.rotary_pos_emb = packed_rotary
-        accumulate_in_products(chunk, cfg.model.megatron)
-        _pass_padding(chunk)
         if shape.scales_embeddings and chunk.pre_process:
             _scale_embeddings(chunk)
-        if groups.is_dynamic:
-            rotate_own_tokens(chunk, groups)
     return chunks
+
+
+def prepare_layers(module: Any, cfg: Config, shape: ModelShape, groups: Groups) -> None:
+    """Set what the config of the layers in a chunk, or of another module, cannot say."""
+    _freeze_expert_biases(module)
+    _mark_experts(module)
+    if shape.has_linear_biases:
+        _add_expert_biases(module)
+    if cfg.model.freeze_moe_router:
+        _freeze_routers(module)
+    accumulate_in_products(module, cfg.model.megatron)
+    _pass_padding(module)
+    if groups.is_dynamic:
+        rotate_own_tokens(module, groups)
 
 
 def describe(chunk: GPTModel, optimizer: Any) -> str:
@@ -96,25 +101,24 @@ def describe(chunk: GPTModel, optimizer: Any) -> str:
     )
 
 
-def expert_biases(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+def expert_biases(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     """The biases by which experts are chosen, by name: they are buffers."""
     return (each for each in chunk.named_buffers() if each[0].endswith(EXPERT_BIAS))
 
 
-def _freeze_expert_biases(chunks: Sequence[GPTModel]) -> None:
+def _freeze_expert_biases(module: Any) -> None:
     """Choose experts by the biases as they were read.
 
     In pretraining Megatron counts the tokens of each expert, in a function that it compiles first,
     and moves the biases after each step. With these flags off it still adds them to the scores.
     """
-    chunks[0].config.moe_router_enable_expert_bias = False
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, TopKRouter):
-                module.enable_expert_bias = False
+    module.config.moe_router_enable_expert_bias = False
+    for router in module.modules():
+        if isinstance(router, TopKRouter):
+            router.enable_expert_bias = False
 
 
-def _freeze_routers(chunk: GPTModel) -> None:
+def _freeze_routers(chunk: Any) -> None:
     """Keep the routers' weights: without gradients, they have no buffers and no moments either.
 
     Their scores still weight the outputs of experts, through which layers before have gradients.
@@ -129,7 +133,7 @@ def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
     return hidden, None
 
 
-def _pass_padding(chunk: GPTModel) -> None:
+def _pass_padding(chunk: Any) -> None:
     """Make Megatron pass `PackedParams.pad_between_seqs` to Transformer Engine's attention.
 
     0.16.1 passes the fields of its own class, which has none of this name.
@@ -147,7 +151,7 @@ def _scale_embeddings(chunk: GPTModel) -> None:
     chunk.embedding.register_forward_hook(lambda module, given, embedded: embedded * scale)
 
 
-def _mark_experts(chunk: GPTModel) -> None:
+def _mark_experts(chunk: Any) -> None:
     """Make the gradients of experts be summed over the experts' own data ranks in every layout.
 
     Megatron marks expert parameters only if expert > 1. Unmarked, their gradients would be summed
@@ -163,7 +167,7 @@ def _mark_experts(chunk: GPTModel) -> None:
             parameter.tensor_model_parallel = True
 
 
-def _add_expert_biases(chunk: GPTModel) -> None:
+def _add_expert_biases(chunk: Any) -> None:
     """Let torch's experts add the bias of their output in place, as Megatron does.
 
     Autograd refuses that for the view which Megatron's sum over a single tensor rank returns. With

@@ -6,6 +6,7 @@ microbatch. So here RoPE is told that every rank is alone, with one sequence of 
 the angles of each (cf. `PackedRotary`), and attention is told the boundaries of sequences apart.
 """
 
+from collections.abc import Collection
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -14,13 +15,26 @@ from megatron.core.transformer.attention import Attention
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_grpo.policy.packed_params import PackedParams
+from megatron_grpo.policy.packed_params import PackedParams, packed_params
 from parallel.attention import PackedAttention
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
 
 
-def split_dynamically(
+def params_on_rank(
+    batch: PackedBatch, groups: Groups, windows: Collection[int | None] = (None,)
+) -> PackedParams:
+    """The `packed_params` of a microbatch on this rank."""
+    assert batch.part is not None, "set by `run_schedule`"
+    local, size = batch.part.local, batch.context_size
+    group, rank = groups.context_of(size)
+    params = packed_params(batch, local, rank, size, windows)
+    if groups.is_dynamic:
+        _split_dynamically(params, batch, local, group)
+    return params
+
+
+def _split_dynamically(
     params: PackedParams, batch: PackedBatch, local: Tensor, group: ProcessGroup
 ) -> None:
     """Let the ranks of `group` alone split the microbatch, of which this one holds `local`."""

@@ -15,26 +15,27 @@ from megatron_grpo.config.config import Config
 
 def with_gradients(chunks: Sequence[GPTModel], cfg: Config) -> list[Any]:
     """Give the chunks of a rank gradient buffers, which are summed over data and context ranks."""
-    wrapped = [_with_gradients(chunk, cfg) for chunk in chunks]
+    wrapped = [with_own_gradients(chunk, cfg, overlaps=True) for chunk in chunks]
     if cfg.parallel.overlap_grad_reduce:
         _reduce_in_last_backward(wrapped)
     _weights_are_whole(wrapped)
     return wrapped
 
 
-def _with_gradients(chunk: GPTModel, cfg: Config) -> DistributedDataParallel:
+def with_own_gradients(module: Any, cfg: Config, *, overlaps: bool = False) -> Any:
+    """Give one module such buffers; `overlaps`: if `parallel` says so, hooks sum and gather."""
     return DistributedDataParallel(
-        chunk.config,
+        module.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=cfg.optimizer.grad_reduce_in_fp32,
             use_distributed_optimizer=True,
-            overlap_grad_reduce=cfg.parallel.overlap_grad_reduce,
-            overlap_param_gather=cfg.parallel.overlap_param_gather,
+            overlap_grad_reduce=overlaps and cfg.parallel.overlap_grad_reduce,
+            overlap_param_gather=overlaps and cfg.parallel.overlap_param_gather,
             # This check is an assert on one rank, which ends the run; `train_step` instead makes
             # all ranks skip the step.
             check_for_nan_in_grad=False,
         ),
-        chunk,
+        module,
     )
 
 

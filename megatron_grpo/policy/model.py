@@ -18,12 +18,12 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.attention import attention_windows
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
-from megatron_grpo.policy.dynamic_context import split_dynamically
+from megatron_grpo.policy.dynamic_context import params_on_rank
 from megatron_grpo.policy.gradients import gather_weights, with_gradients
 from megatron_grpo.policy.lora import Adapters, Merged, add_adapters
 from megatron_grpo.policy.lora_targets import LOCAL_NAME
+from megatron_grpo.policy.mtp import Mtp
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
-from megatron_grpo.policy.packed_params import packed_params
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
 from parallel import Layout, Sender
@@ -42,6 +42,8 @@ class Model:
     """GPTModels, wrapped in Megatron's DistributedDataParallel if they have gradients."""
     adapters: Adapters | None = None
     """What is trained in place of the weights, if `lora.r` is not 0."""
+    mtp: Mtp | None = None
+    """The layer for multi-token prediction, if it is trained."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -71,7 +73,7 @@ class Model:
                 unwrapped(chunk).named_parameters(), expert_biases(unwrapped(chunk))
             )
             if f"{LOCAL_NAME}." not in name
-        }
+        } | (self.mtp.parameters() if self.mtp else {})
 
     def saved_parameters(self) -> dict[str, Tensor]:
         """What checkpoints hold: the adapters, or else all parameters."""
@@ -151,18 +153,23 @@ def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
         groups.coordinates,
         transformer_engine=uses_transformer_engine(chunks[0].config),
     )
-    return Model(shape=shape, layout=layout, chunks=chunks)
+    mtp = Mtp(cfg, shape, chunks, groups) if shape.trains_mtp else None
+    return Model(shape=shape, layout=layout, chunks=chunks, mtp=mtp)
 
 
 def add_gradients(model: Model, cfg: Config) -> None:
     """Give a model's chunks gradient buffers, which are summed over data and context ranks."""
     model.chunks = with_gradients(model.chunks, cfg)
+    if model.mtp:
+        model.mtp.add_gradients()
 
 
 def add_optimizer(model: Model, cfg: Config) -> Policy:
     """Add optimizer and scheduler to a model with gradients; collective over all ranks."""
     optimizer = make_optimizer(model.chunks, cfg.optimizer)
     scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.num_steps)
+    if model.mtp:
+        model.mtp.add_optimizer()
     losses = RouterLosses([unwrapped(chunk) for chunk in model.chunks])
     return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler, router_losses=losses)
 
@@ -176,11 +183,7 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     """
     assert batch.part is not None, "set by `run_schedule`"
     local = batch.part.local
-    group, rank = groups.context_of(batch.context_size)
-    windows = attention_windows(unwrapped(chunk))
-    params = packed_params(batch, local, rank, batch.context_size, windows)
-    if groups.is_dynamic:
-        split_dynamically(params, batch, local, group)
+    params = params_on_rank(batch, groups, attention_windows(unwrapped(chunk)))
     params.routed_experts = own_routes(batch, local, groups)
     output: Tensor = chunk(
         input_ids=batch.tokens[local].unsqueeze(0),

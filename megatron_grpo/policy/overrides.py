@@ -26,6 +26,12 @@ NOT_FOR_PACKED_SEQUENCES = {
     "moe_pad_expert_input_to_capacity": "tokens would be dropped depending on others",
 }
 """Why fields are refused that Megatron has for microbatches of one length."""
+OF_MTP = {
+    "mtp_num_layers": "set model.mtp_num_layers",
+    "mtp_loss_scaling_factor": "the layer for multi-token prediction is trained apart from the "
+    "policy, and updates of Adam are the same for any factor: leave it out",
+}
+"""What to do in place of Megatron's fields for layers whose loss is a part of the policy's."""
 WHY_NOT = {
     "fp8_recipe=delayed": ", as its scales are a history that checkpoints do not have",
 }
@@ -227,6 +233,8 @@ def _check_field(name: str, decided: Mapping[str, Any]) -> None:
             f"model.megatron.{name} is not possible, as packed microbatches differ in length, and "
             f"{NOT_FOR_PACKED_SEQUENCES[name]}: leave it out"
         )
+    if name in OF_MTP:
+        raise ValueError(f"model.megatron.{name}: {OF_MTP[name]}")
     if name in decided:
         owner = f"parallel.{name}" if name in ParallelConfig.model_fields else "parallel.*"
         raise ValueError(

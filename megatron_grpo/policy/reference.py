@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -90,6 +90,7 @@ def reference_of(policy: Policy, cfg: Config, groups: Groups) -> Reference:
 
 def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Reference:
     """The reference, with the weights of `cfg.model.path`."""
+    shape = replace(shape, trains_mtp=False)
     model = build_model(cfg, shape, groups)
     for chunk in model.chunks:
         chunk.requires_grad_(False)

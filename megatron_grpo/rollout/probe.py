@@ -87,9 +87,8 @@ def _gap(
                 sums += torch.stack([gaps.sum(), torch.ones_like(gaps).sum()])
                 largest = torch.maximum(largest, gaps.max())
     # Tensor ranks have all counted the same tokens, earlier stages none.
-    for group in (groups.data_context, groups.pipeline):
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    groups.reduce_over_tokens(sums)
+    groups.reduce_over_tokens(largest, dist.ReduceOp.MAX)
     return Gap(float(sums[0] / sums[1]), float(largest))
 
 

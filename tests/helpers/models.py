@@ -373,12 +373,13 @@ def stacked_experts(model: Path, folder: Path) -> Path:
     return folder
 
 
-def add_mtp_layer(folder: Path) -> Path:
+def add_mtp_layer(folder: Path, seed: int = 7, norm: float = 0.0) -> Path:
     """Put a layer for multi-token prediction behind the last one, or apart in a hybrid, with the
-    tensors that published models have there. Returns the folder."""
+    tensors that published models have there; weights of its norms are near `norm`. Returns the
+    folder."""
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     size, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
-    weights, own = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(7)
+    weights, own = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
     sizes = {name.removeprefix(last): each.shape for name, each in weights.items() if last in name}
     if config["model_type"] in HYBRIDS:
         sizes = {f"mtp.layers.0.{name}": shape for name, shape in sizes.items()}
@@ -392,7 +393,9 @@ def add_mtp_layer(folder: Path) -> Path:
         layer = f"model.layers.{config['num_hidden_layers']}."
         sizes = {layer + name: shape for name, shape in sizes.items()}
     for name, shape in sizes.items():
-        weights[name] = 0.02 * torch.randn(shape, generator=own)
+        weights[name] = 0.02 * torch.randn(shape, generator=own) + norm * name.endswith(
+            "norm.weight"
+        )
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder

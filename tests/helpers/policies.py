@@ -141,7 +141,7 @@ def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> No
 
 def gradient_boxes(policy: Policy) -> list[tuple[str, Box, Tensor]]:
     """(Hugging Face name, box, values) for each part of the summed gradient that this rank owns."""
-    for chunk in policy.chunks:
+    for chunk in [*policy.chunks, *([policy.mtp.module] if policy.mtp else ())]:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:  # the distributed optimizer leaves each rank one shard

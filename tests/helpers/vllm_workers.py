@@ -28,6 +28,7 @@ from helpers.ranks import run_ranks
 from megatron_grpo.engines.push_protocol import WorkerSums, check_reports, own_parameters
 from megatron_grpo.engines.vllm.args import (
     BACKEND,
+    DRAFTING_BACKEND,
     WORKER_EXTENSION,
     dequantizing_arguments,
     vllm_environment,
@@ -38,6 +39,8 @@ Read = Callable[[Module, Path, EngineDims], Any]
 """Called in a worker with its loaded model, the model's folder and the engine's dims."""
 
 
+DRAFTING = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+"""Arguments of a worker that drafts with the model's layer for it, which pushes fill, too."""
 NUM_ENGINES = 2
 """Of those that take a push: the first feeds the second."""
 
@@ -120,7 +123,9 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **argume
         attention_backend="CPU_MLA",
         kv_cache_memory_bytes=2**20,
         distributed_executor_backend="mp",
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        weight_transfer_config=WeightTransferConfig(
+            backend=DRAFTING_BACKEND if "speculative_config" in arguments else BACKEND
+        ),
         worker_extension_cls=WORKER_EXTENSION,
         **arguments,
     ).create_engine_config()
@@ -159,13 +164,14 @@ class WorkerProcess:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._served: dict[tuple[Path, EngineDims, str], Any] = {}
+        self._served: dict[tuple[Path, EngineDims, str, bool], Any] = {}
 
-    def serve(self, folder: Path, dims: EngineDims, dtype: str) -> None:
+    def serve(self, folder: Path, dims: EngineDims, dtype: str, drafts: bool = False) -> None:
         """Set `worker` to one that started with the model in `folder`."""
-        key = folder, dims, dtype
+        key = folder, dims, dtype, drafts
         if key not in self._served:
-            self._served[key] = start_worker(self.rank, folder, dims, dtype)
+            options = DRAFTING if drafts else {}
+            self._served[key] = start_worker(self.rank, folder, dims, dtype, **options)
         self.worker = self._served[key]
 
 
@@ -257,7 +263,9 @@ def _end(process: WorkerProcess) -> None:
 
 
 def parameters_of(worker: Any) -> dict[str, Tensor]:
-    return dict(worker.get_model().named_parameters())
+    drafter = worker.get_draft_model()
+    drafts = {} if drafter is None else dict(drafter.named_parameters(prefix="drafter"))
+    return dict(worker.get_model().named_parameters()) | drafts
 
 
 class WorkerClient:

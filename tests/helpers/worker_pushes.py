@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims
 from helpers.conversions import bytes_of
 from helpers.policies import tiny_config
 from helpers.vllm_workers import (
+    DRAFTING,
     WorkerClient,
     WorkerEngines,
     WorkerProcess,
     parameters_of,
     start_worker,
 )
-from megatron_grpo.engines.push_protocol import own_parameters
+from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
 from megatron_grpo.timing import PhaseTimer
@@ -51,6 +51,15 @@ class Case:
     others: Path
     """Other weights of the same shapes, with which the engines start."""
     engines: Sequence[EngineDims]
+    drafts: bool = False
+    """Whether the engines draft with the model's layer for it, which is trained."""
+
+    @property
+    def options(self) -> list[str]:
+        """Overrides of the config."""
+        table = "{method: mtp, num_speculative_tokens: 1}"
+        drafts = ["model.mtp_num_layers=1", f"rollout.vllm.speculative_config={table}"]
+        return [f"model.dtype={DTYPE}", *(drafts if self.drafts else [])]
 
 
 @dataclass(frozen=True)
@@ -88,17 +97,17 @@ def push_all(
     counts = count_bytes()
     pushed = []
     for case in cases:
-        cfg = tiny_config(case.folder, dims, f"model.dtype={DTYPE}")
-        policy = build_policy(cfg, read_shape(case.folder), groups)
+        cfg = tiny_config(case.folder, dims, *case.options)
+        policy = build_policy(cfg, trained_shape(cfg), groups)
         exported = case.folder.with_name(f"{case.folder.name}-exported")
         export_model(exported, policy, cfg, groups)
         for kind in case.engines:
             client = WorkerClient(engines[kind.num_workers])
             if rank == 0:
-                client.workers.call(begin_with, case.others, kind)
+                client.workers.call(begin_with, case.others, kind, case.drafts)
             sent = push(case, policy, groups, client, kind, transport, counts)
             dist.barrier()
-            held = client.workers.call(compare, exported, kind) if rank == 0 else []
+            held = client.workers.call(compare, exported, kind, case.drafts) if rank == 0 else []
             pushed.append((sent, held))
     return pushed
 
@@ -128,7 +137,7 @@ def push(
     cfg = tiny_config(
         case.folder,
         groups.dims,
-        f"model.dtype={DTYPE}",
+        *case.options,
         f"rollout.base_urls=[{', '.join(client.base_urls)}]",
         f"rollout.tensor_parallel_size={kind.tensor}",
         f"rollout.data_parallel_size={kind.data}",
@@ -146,15 +155,17 @@ def push(
         return Sent(sync._weight_sender.bytes_sent, num_boxes, sum(counts))
 
 
-def begin_with(process: WorkerProcess, others: Path, kind: EngineDims) -> None:
-    process.serve(others, kind, DTYPE)
+def begin_with(process: WorkerProcess, others: Path, kind: EngineDims, drafts: bool) -> None:
+    process.serve(others, kind, DTYPE, drafts)
+    process.worker.describe_parameters("question")  # a client asks for them before it pushes
     process.before = {k: v.clone() for k, v in parameters_of(process.worker).items()}
 
 
-def compare(process: WorkerProcess, exported: Path, kind: EngineDims) -> Held:
+def compare(process: WorkerProcess, exported: Path, kind: EngineDims, drafts: bool) -> Held:
     held = parameters_of(process.worker)
-    loaded = parameters_of(start_worker(process.rank, exported, kind, DTYPE))
-    pushed = own_parameters(process.worker.get_model())
+    options = DRAFTING if drafts else {}
+    loaded = parameters_of(start_worker(process.rank, exported, kind, DTYPE, **options))
+    pushed = process.worker.weight_transfer_engine.parameters()
     changed = differing(held, process.before)
     # Of the workers that split an expert, the first has the bias of its output.
     zeros = {name for name, v in held.items() if name.endswith(".w2_bias") and not v.any()}

@@ -33,7 +33,9 @@ from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.lora_targets import targets_of
 
 BACKEND = "megatron_grpo"
-"""Our name in vLLM's registry of weight-transfer backends."""
+DRAFTING_BACKEND = "megatron_grpo_drafts"
+"""Our names in vLLM's registry of weight-transfer backends; the second one also fills the layer
+that the engine drafts with."""
 
 DEQUANTIZED, QUANTIZED = "dequantized", "quantized_"
 """Our names in vLLM's registry of formats that weights are loaded from; a scheme's follows."""
@@ -185,7 +187,7 @@ def engine_flags(
         "data_parallel_size": rollout.data_parallel_size,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "weight_transfer_config": {"backend": BACKEND},
+        "weight_transfer_config": {"backend": backend_of(model, rollout)},
         "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
         "enable_return_routed_experts": rollout.router_replay or None,
@@ -205,6 +207,12 @@ def engine_flags(
     if lora.is_served:
         arguments |= adapter_arguments(model, lora, on_gpu)
     return list(command_flags(arguments | rollout.vllm))
+
+
+def backend_of(model: ModelConfig, rollout: RolloutConfig) -> str:
+    """The backend by which an engine takes weights."""
+    fills_drafter = model.mtp_num_layers and rollout.drafts_with_mtp
+    return DRAFTING_BACKEND if fills_drafter else BACKEND
 
 
 def linear_arguments(on_gpu: bool) -> dict[str, Any]:

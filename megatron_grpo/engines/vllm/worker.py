@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,11 +35,18 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from checkpoint_convert.quantization import CONFIG_KEYS, SCHEMES
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engines.push_protocol import Json, PushState, own_parameters, parameter_table
+from megatron_grpo.engines.push_protocol import (
+    Json,
+    PushState,
+    drafter_parameters,
+    own_parameters,
+    parameter_table,
+)
 from megatron_grpo.engines.vllm.args import (
     ADAPTER_ID,
     BACKEND,
     DEQUANTIZED,
+    DRAFTING_BACKEND,
     ENGINE_VARIABLE,
     QUANTIZED,
 )
@@ -63,7 +70,8 @@ def register() -> None:
             sys.exit("the process that started this one has ended")
     answer_for_all_groups()
     keep_caches()
-    WeightTransferEngineFactory.register_engine(BACKEND, ShardTransfer)
+    for backend in (BACKEND, DRAFTING_BACKEND):
+        WeightTransferEngineFactory.register_engine(backend, ShardTransfer)
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
     for scheme in SCHEMES:
         register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
@@ -135,12 +143,12 @@ def unlink_group_memory() -> None:
         file.unlink(missing_ok=True)
 
 
-def absorb_latents(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def absorb_latents(model: torch.nn.Module | None, dtype: torch.dtype) -> None:
     """Let vLLM make anew, in place, what decode steps need of weights that project latents up.
 
     Of a quantised weight these are copies in `dtype`, that of the model.
     """
-    for module in model.modules():
+    for module in model.modules() if model is not None else ():
         if isinstance(module, MLAAttention):
             module.process_weights_after_loading(dtype)
 
@@ -209,9 +217,16 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.state = PushState()
+        self.drafter: torch.nn.Module | None = None
+        """What drafts, if pushes fill it, too; `PushWorker.describe_parameters` sets it."""
         self._receiver: Receiver | None = None
         if current_platform.is_cpu():
             unlink_group_memory()
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The weights that pushes bring, by name; with adapters, those that they do not."""
+        drafts = {} if self.drafter is None else drafter_parameters(self.drafter, self.model)
+        return own_parameters(self.model) | drafts
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open channels to all ranks that send to this worker, replacing earlier ones."""
@@ -222,7 +237,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
                 init_info.transfer,
                 init_info.engine,
                 number_of_worker(),
-                adapter_buffers(self.model) or own_parameters(self.model),
+                adapter_buffers(self.model) or self.parameters(),
                 self.device,
             )
 
@@ -234,9 +249,10 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
         if self._receiver is None:
             return  # the state says why
         with self.state.keep_error():
-            weights, adapters = own_parameters(self.model), adapter_buffers(self.model)
+            weights, adapters = self.parameters(), adapter_buffers(self.model)
             sums = self._receiver.receive_weights(adapters or weights)
-            absorb_latents(self.model, self.model_config.dtype)
+            for model in (self.model, self.drafter):
+                absorb_latents(model, self.model_config.dtype)
             self.state.mark_loaded(sums | checksums(weights) if adapters else sums)
 
     def finish_weight_update(self) -> None:
@@ -265,8 +281,10 @@ class PushWorker:
 
     def describe_parameters(self, question: str) -> Json:
         """Shape and dtype of every parameter that a push fills or verifies, by name."""
-        model = self.weight_transfer_engine.model
-        parameters = own_parameters(model) | adapter_buffers(model)
+        transfer, worker = self.weight_transfer_engine, cast(Any, self)
+        if transfer.config.backend == DRAFTING_BACKEND:
+            transfer.drafter = worker.get_draft_model()
+        parameters = transfer.parameters() | adapter_buffers(transfer.model)
         return {"question": question, "parameters": parameter_table(parameters)}
 
     def begin_push(self, question: str, push: str, channels: str) -> Json:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint_convert import read_shape
 from helpers.models import add_mtp_layer, servable_model
 from helpers.quantized import FORMATS, quantized_copy
 from megatron_grpo.config.file import load_config
+from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.engines.drafts import DraftMeter, check_drafts
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
@@ -34,11 +34,18 @@ def models(tmp_path_factory):
         ("8 bits", MTP, "drafts with mtp, and model.path has quantised weights"),
         ("with", MTP[:-1] + ", load_format: dummy}", "load_format dummy: the weights that engines"),
         ("with", "{speculative_config: '{}'}", "speculative_config is '{}': give a table"),
+        ("trained", MTP[:-1] + ", load_format: dummy}", None),
+        ("trained", MTP.replace("mtp,", "mtp, model: /other,"), "of the model /other does not go"),
+        ("trained, disk", MTP, "rollout.weight_transport disk does not go with model.mtp_num_la"),
     ],
 )
 def test_drafts_by_weights_that_engines_do_not_have_are_refused(models, model, table, message):
-    cfg = load_config(CONFIG, [f"model.path={models[model]}", f"rollout.vllm={table}"])
-    shape = read_shape(models[model])
+    folder = models["with" if "trained" in model else model]
+    options = [f"model.path={folder}", f"rollout.vllm={table}"]
+    options += ["model.mtp_num_layers=1"] * ("trained" in model)
+    options += ["rollout.weight_transport=disk"] * ("disk" in model)
+    cfg = load_config(CONFIG, options)
+    shape = trained_shape(cfg)
     if message is None:
         check_drafts(cfg, shape)
     else:

@@ -56,6 +56,7 @@ def test_405b_on_512_ranks_is_as_planned(elsewhere, tmp_path):
     assert "0-31                 0  3+4 " in table and "480-511             15  4+3 " in table
 
 
+MTP_LAYERS = "num_nextn_predict_layers"
 ODD = [
     # Fewer key-value heads than tensor ranks, and a vocabulary that they do not divide.
     ("llama", {"num_key_value_heads": 1}, {"tensor": 4, "data": 2}),
@@ -82,6 +83,9 @@ ODD = [
     ("deepseek_v3", {}, {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1, "pipeline": 3}),
     # Indexers, which are not trained, and have a norm in float32.
     ("deepseek_v32", {}, {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1}),
+    # A layer for multi-token prediction, which is trained; with one stage, and with two.
+    ("deepseek_v3", {MTP_LAYERS: 1}, {"tensor": 2, "data": 2, "expert": 2}),
+    ("glm4_moe", {MTP_LAYERS: 1}, {"tensor": 2, "expert_tensor": 1, "pipeline": 2, "data": 2}),
 ]
 
 
@@ -93,6 +97,7 @@ def test_odd_layouts_of_every_family_are_as_planned(elsewhere, tmp_path, family,
         for name, value in sizes.items()
     }
     values["model.freeze_moe_router"] = family == "mixtral"
+    values["model.mtp_num_layers"] = own.get(MTP_LAYERS, 0)
     assert elsewhere(instantiate, config(folder, **values)).faults == []
 
 

@@ -100,6 +100,8 @@ def test_the_layers_of_transformer_engine_are_fused_unless_they_are_told_not_to(
         ("moe_flex_dispatcher_backend", "deepep", "does nothing without .*_type=flex"),
         ("moe_shared_expert_overlap", True, "needs an expert that all tokens go to"),
         ("num_layers", 1, "model.megatron.num_layers is not free"),
+        ("mtp_num_layers", 1, "model.megatron.mtp_num_layers: set model.mtp_num_layers"),
+        ("mtp_loss_scaling_factor", 0.1, "mtp_loss_scaling_factor: .* any factor: leave it out"),
         ("calculate_per_token_loss", 1, "model.megatron.calculate_per_token_loss is not free"),
         (
             "num_layers_in_last_pipeline_stage",

@@ -16,7 +16,7 @@ import pytest
 from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.vllm import EngineDims, engine_sizes
-from helpers.models import mesh_for, servable_model
+from helpers.models import add_mtp_layer, mesh_for, servable_model
 from helpers.ranks import run_ranks
 from helpers.vllm_workers import NUM_ENGINES, worker_engines
 from helpers.worker_pushes import Case, Engines, push_all
@@ -121,6 +121,17 @@ def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, fam
     folder = uneven_model(tmp_path / "model", family)
     case = Case(folder, others[family], [TP1, TP2, EXPERT_PARALLEL, DATA_PARALLEL])
     check_pushes(EP2, [case], engines, "auto")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+def test_so_does_a_layer_to_draft_with_that_is_trained(tmp_path, engines, family):
+    folder, others = (
+        add_mtp_layer(servable_model(tmp_path / str(seed), family, seed=seed), seed)
+        for seed in (0, 1)
+    )
+    case = Case(folder, others, [TP1, TP2, EXPERT_PARALLEL], drafts=True)
+    check_pushes(ParallelDims(pipeline=2, data=2, expert=2), [case], engines, "auto")
 
 
 @pytest.mark.slow

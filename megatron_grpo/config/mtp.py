@@ -1,0 +1,46 @@
+"""What of a model is trained: its layer for multi-token prediction, too, or not."""
+
+from dataclasses import replace
+
+from checkpoint_convert import ModelShape, read_shape
+from megatron_grpo.config.config import Config
+
+
+def trained_shape(cfg: Config) -> ModelShape:
+    """The shape of the model in `cfg.model.path`; `trains_mtp` says whether the layer is a part.
+
+    Raises ValueError if the model has no such layer, and for what does not know one.
+    """
+    shape = read_shape(cfg.model.path)
+    if not cfg.model.mtp_num_layers:
+        return shape
+    if shape.linear is not None or shape.num_mtp_layers != 1:
+        found = "linear attention" if shape.linear else f"{shape.num_mtp_layers} of them"
+        raise ValueError(
+            "model.mtp_num_layers 1 trains the only layer for multi-token prediction of a "
+            f"DeepSeek-V3 or GLM-4.5, and model.path has {found}: set 0"
+        )
+    megatron = cfg.model.megatron
+    others = {
+        "lora.r": cfg.lora.r,
+        "grpo.shared_prompts": cfg.grpo.shared_prompts,
+        "train.offload": cfg.train.offload != "none",
+        "train.export_quantization": cfg.train.export_quantization != "none",
+        "rollout.quantization": cfg.rollout.quantization != "none",
+        "optimizer.optimizer_cpu_offload": cfg.optimizer.optimizer_cpu_offload,
+        **{
+            f"model.megatron.{name}": megatron.get(name)
+            for name in (
+                "fp8",
+                "fine_grained_activation_offloading",
+                "moe_aux_loss_coeff",
+                "moe_z_loss_coeff",
+            )
+        },
+    }
+    if told := [key for key, value in others.items() if value]:
+        raise ValueError(
+            f"{told[0]} does not go with the layer for multi-token prediction yet: leave it out, "
+            "or set model.mtp_num_layers=0"
+        )
+    return replace(shape, trains_mtp=True)

@@ -1,0 +1,245 @@
+"""The layer for multi-token prediction, trained beside the policy: engines draft with it.
+
+From the hidden state of a token and the next token it predicts the one after (DeepSeek-V3, arXiv
+2412.19437, section 2.2). The policy does not learn from that: hidden states, embedding and head are
+detached, and the layer has gradient buffers, a clipped norm and an optimizer of its own. So the
+policy's weights are to the bit those of a run without it.
+
+Megatron-Core's own layer is a part of its GPTModel, whose parameters share buffers and norm; on the
+last pipeline stage it comes with an embedding that is trained there, and it computes whole logits.
+"""
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.families.decoder import MTP_LAYER
+from megatron_grpo.config.config import Config
+from megatron_grpo.policy.chunks import expert_biases, prepare_layers
+from megatron_grpo.policy.dynamic_context import params_on_rank
+from megatron_grpo.policy.gradients import gather_weights, with_own_gradients
+from megatron_grpo.policy.mla import WholeLinear
+from megatron_grpo.policy.optimizer import (
+    apply_gradient,
+    gradient_norm,
+    make_optimizer,
+    make_scheduler,
+)
+from megatron_grpo.policy.packed_params import PackedParams
+from megatron_grpo.policy.transformer import block_spec
+from parallel.groups import Groups
+from parallel.logprobs import chosen_logprobs
+from parallel.packing import PackedBatch
+from parallel.rank_part import SecondTokens
+
+
+class MtpLayer(MegatronModule):
+    """DeepSeek-V3's equations 21 to 23 but for the head, by Megatron-Core's names."""
+
+    def __init__(
+        self, config: TransformerConfig, spec: TransformerBlockSubmodules, vp_stage: int | None
+    ) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        norm = partial(
+            spec.layer_norm, config=config, hidden_size=size, eps=config.layernorm_epsilon
+        )
+        self.enorm, self.hnorm, self.final_layernorm = norm(), norm(), norm()
+        self.eh_proj = WholeLinear(2 * size, size, config=config)
+        (layer,) = spec.layer_specs
+        self.transformer_layer = build_module(layer, config=config, vp_stage=vp_stage)
+
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, rotary: Tensor, params: PackedParams
+    ) -> Tensor:
+        """What the head is given, of the model's final hidden states and the embeddings of the next
+        tokens; [t, 1, H] each, or with sequence parallelism a rank's tokens."""
+        joined, _ = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        output, _ = self.transformer_layer(
+            hidden_states=joined,
+            attention_mask=None,
+            rotary_pos_emb=rotary,
+            packed_seq_params=params,
+        )
+        head_input: Tensor = self.final_layernorm(output)
+        return head_input
+
+
+class Mtp:
+    """The layer of a policy and its training. Every rank has one of these, and all make the same
+    calls; before the last pipeline stage its module is empty.
+    """
+
+    def __init__(
+        self, cfg: Config, shape: ModelShape, chunks: Sequence[GPTModel], groups: Groups
+    ) -> None:
+        self._cfg, self._shape, self._groups = cfg, shape, groups
+        self._first, self._last = chunks[0], chunks[-1]
+        self._prefix = f"{len(chunks) - 1}.{MTP_LAYER}"
+        self.module: Any = _build_module(cfg, shape, chunks[-1], groups)
+        """In Megatron's DistributedDataParallel if it has gradients."""
+        self.num_steps = 0
+        """Updates so far: Adam counts them, too, but only where there is a layer."""
+        self._num_tokens = 1
+        self._loss = torch.zeros((), device=next(chunks[0].parameters()).device)
+        self._embedding = _embedding_for(chunks[-1], shape)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """See `Model.parameters`: those of the layer, as of the last chunk."""
+        layer = self._unwrapped
+        named = chain(layer.named_parameters(), expert_biases(layer))
+        return {self._prefix + name: value for name, value in named}
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Megatron's description of the layer in a checkpoint."""
+        found: dict[str, Any] = self._unwrapped.sharded_state_dict(MTP_LAYER, metadata={})
+        return found
+
+    def add_gradients(self) -> None:
+        """Give the layer gradient buffers."""
+        self.module = with_own_gradients(self.module, self._cfg)
+
+    def add_optimizer(self) -> None:
+        """Add the optimizer, once weights are loaded."""
+        self.optimizer = make_optimizer([self.module], self._cfg.optimizer)
+        self._scheduler = make_scheduler(self.optimizer, self._cfg.optimizer, self._cfg.num_steps)
+
+    def begin(self, chunks: Sequence[Any], batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """Begin an optimizer step on the microbatches: returns them with their second tokens.
+
+        The loss is a mean over all such tokens of the optimizer batch, so each weighs the same
+        however they are split. Collective.
+        """
+        at, dims = self._groups.coordinates, self._groups.dims
+        batches = [with_second_tokens(b.on_rank(dims, at), self._groups) for b in batches]
+        rows = [b.part.second.predictions.rows for b in batches if b.part and b.part.second]
+        count = torch.tensor(sum(map(len, rows)), device=batches[0].tokens.device)
+        dist.all_reduce(count, group=self._groups.data_context)
+        self._num_tokens = max(int(count), 1)
+        self._loss.zero_()
+        self.module.zero_grad_buffer()
+        gather_weights(chunks)
+        self._send_embedding()
+        return batches
+
+    def add_loss(self, hidden: Tensor, batch: PackedBatch, head_weight: Tensor) -> None:
+        """Add the gradient of a microbatch, of which the model has these final hidden states."""
+        assert batch.part is not None and batch.part.second is not None, "set by `begin`"
+        second, params = batch.part.second, params_on_rank(batch, self._groups)
+        assert self._embedding is not None, "only the last stage has hidden states"
+        with torch.no_grad():
+            embedded = self._embedding(
+                input_ids=batch.tokens[second.next].unsqueeze(0), position_ids=None
+            )
+        rotary = self._last.rotary_pos_emb(params)
+        output = self.module(hidden.detach().unsqueeze(1), embedded, rotary, params)
+        chosen = chosen_logprobs(
+            output.squeeze(1),
+            head_weight.detach(),
+            batch.tokens,
+            second.predictions,
+            temperature=self._cfg.rollout.temperature,
+            vocab_size=self._shape.vocab_size,
+            tensor_group=self._groups.tensor,
+        )
+        loss = -chosen.logprobs.sum() / self._num_tokens
+        loss.backward()
+        self._loss += loss.detach()
+
+    def update(self, num_steps: int) -> dict[str, float]:
+        """Update the layer at the learning rate after `num_steps` steps; returns metrics, the same
+        on all ranks. Collective.
+
+        Leaves it as it is, and says so, if its gradient is not finite.
+        """
+        self._sum_gradient()
+        norm = gradient_norm(self.optimizer)
+        self._groups.reduce_over_tokens(self._loss)
+        loss = float(self._loss)
+        is_finite = math.isfinite(norm) and math.isfinite(loss)
+        if is_finite and norm > 0:
+            self._scheduler.step(increment=num_steps - self._scheduler.num_steps)
+            apply_gradient(self.optimizer, norm)
+            self.num_steps += 1
+        self.optimizer.zero_grad()
+        found = {"mtp/loss": loss, "mtp/grad_norm": norm} if is_finite else {}
+        return found | {"mtp/skipped_steps": float(not is_finite)}
+
+    def _sum_gradient(self) -> None:
+        """Sum over data and context ranks, and what tensor ranks have of parts of the tokens."""
+        self.module.finish_grad_sync()
+        if not self._cfg.parallel.sequence_parallel:
+            return
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
+                dist.all_reduce(parameter.main_grad, group=self._groups.tensor)
+
+    def _send_embedding(self) -> None:
+        """Copy the embedding to the last stage, if the first one alone has it."""
+        group, size = self._groups.pipeline, self._groups.dims.pipeline
+        if size > 1 and self._first.pre_process:
+            weight = self._first.embedding.word_embeddings.weight.detach()
+            dist.send(weight, group=group, group_dst=size - 1)
+        elif size > 1 and self._embedding is not None:
+            weight = self._embedding.word_embeddings.weight
+            dist.recv(weight, group=group, group_src=0)
+
+    @property
+    def _unwrapped(self) -> MegatronModule:
+        is_wrapped = isinstance(self.module, DistributedDataParallel)
+        layer: MegatronModule = self.module.module if is_wrapped else self.module
+        return layer
+
+
+def with_second_tokens(batch: PackedBatch, groups: Groups) -> PackedBatch:
+    """The batch, whose `part` is known, with its `second` tokens.
+
+    Call it before `to`, like `on_rank`.
+    """
+    part = batch.part
+    if part is None or part.second is not None:
+        return batch
+    second = SecondTokens.of(batch.cu_seqlens, batch.loss_mask, part.local, groups.dims.tensor)
+    return replace(batch, part=replace(part, second=second))
+
+
+def _build_module(
+    cfg: Config, shape: ModelShape, chunk: GPTModel, groups: Groups
+) -> MegatronModule:
+    """The layer behind the last one of the model, of the same kind; empty behind other chunks."""
+    config = copy(chunk.config)  # without what the chunks have added to theirs since
+    if not chunk.post_process:
+        return MegatronModule(config)
+    has_biases = shape.moe is not None and shape.moe.score_function == "sigmoid"
+    config.moe_router_enable_expert_bias = has_biases
+    spec = block_spec(config, range(shape.num_layers, shape.num_layers + 1), shape, False)
+    layer = MtpLayer(config, spec, chunk.vp_stage)
+    prepare_layers(layer, cfg, shape, groups)
+    return layer
+
+
+def _embedding_for(chunk: GPTModel, shape: ModelShape) -> LanguageModelEmbedding | None:
+    """The embedding of the last chunk, or one that is sent its weights: see `_send_embedding`."""
+    if not chunk.post_process:
+        return None
+    if chunk.pre_process:
+        return chunk.embedding
+    length = shape.max_position_embeddings
+    own = LanguageModelEmbedding(chunk.config, chunk.vocab_size, length, "rope")
+    return own.requires_grad_(False)

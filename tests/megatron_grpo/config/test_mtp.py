@@ -1,0 +1,55 @@
+"""What does not go with training a layer for multi-token prediction is refused by name."""
+
+import pytest
+
+from checkpoint_convert import read_shape
+from helpers.models import add_mtp_layer, tiny_model
+from helpers.policies import tiny_config
+from megatron_grpo.config.mtp import trained_shape
+from parallel import ParallelDims
+
+REFUSED = {
+    "lora.r": ("lora.r=4", "lora.sync=merged"),
+    "grpo.shared_prompts": ("grpo.shared_prompts=true",),
+    "train.offload": ("train.offload=optimizer", "rollout.enable_sleep_mode=true"),
+    "train.export_quantization": ("train.export_quantization=int8",),
+    "rollout.quantization": ("rollout.quantization=int8", "model.dtype=bfloat16"),
+    "model.megatron.fp8": ("model.megatron.fp8=e4m3",),
+    "model.megatron.moe_z_loss_coeff": ("model.megatron.moe_z_loss_coeff=0.1",),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {
+        family: tiny_model(tmp_path_factory.mktemp(family), family)
+        for family in ("qwen3", "glm4_moe", "deepseek_v3", "qwen3_next")
+    }
+    add_mtp_layer(made["deepseek_v3"])
+    add_mtp_layer(made["qwen3_next"])
+    return made
+
+
+def shape_with(folder, *overrides):
+    return trained_shape(tiny_config(folder, ParallelDims(), *overrides))
+
+
+def test_the_layer_is_a_part_of_the_model_only_if_it_is_trained(folders):
+    folder = folders["deepseek_v3"]
+    assert shape_with(folder) == read_shape(folder)
+    assert shape_with(folder, "model.mtp_num_layers=1").trains_mtp
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_does_not_go_with_it_is_named(folders, key):
+    with pytest.raises(ValueError, match=rf"^{key} does not go with .*model.mtp_num_layers=0"):
+        shape_with(folders["deepseek_v3"], "model.mtp_num_layers=1", *REFUSED[key])
+
+
+@pytest.mark.parametrize(
+    ("family", "found"),
+    [("qwen3", "0 of them"), ("glm4_moe", "0 of them"), ("qwen3_next", "linear attention")],
+)
+def test_so_is_a_model_without_such_a_layer(folders, family, found):
+    with pytest.raises(ValueError, match=f"model.path has {found}: set 0"):
+        shape_with(folders[family], "model.mtp_num_layers=1")
