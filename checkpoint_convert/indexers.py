@@ -17,13 +17,14 @@ def read_indexer(
 ) -> IndexerShape | None:
     """The indexer of every layer; None: attention is not sparse.
 
-    Raises ValueError for a layer without one, and for sizes that no engine computes with.
+    Raises ValueError for a layer without one, and for sizes that do not go together.
     """
     if family.indexer_pairs is None:
         return None
+    num_layers = integer(path, values, "num_hidden_layers")
     for key, kind in _LAYERS.items():
         kinds = values.get(key)
-        if kinds and (not isinstance(kinds, list) or {*map(str, kinds)} != {kind}):
+        if kinds and kinds != [kind] * num_layers:
             raise ValueError(f"{path}: {key} must have {kind!r} for every layer, or be absent")
     if latent is None or latent.query_rank is None:
         raise ValueError(f"{path}: q_lora_rank is null; indexers need a latent of queries")

@@ -23,6 +23,7 @@ from megatron_grpo.checkpoints.folders import checkpoint_at, instead_of, latest_
 from megatron_grpo.checkpoints.manifest import read_manifest
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
 from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS
@@ -154,10 +155,11 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
             f"rollout.recompute_kv_cache false is not supported for a model with {kind} attention: "
             "leave it out"
         )
-    if shape.indexer is not None and cfg.grpo.shared_prompts:
+    check_shared_prompts(cfg.grpo, shape)
+    if shape.indexer is not None and rollout.engine == "vllm" and shape.indexer.head_dim % 128:
         raise ValueError(
-            "grpo.shared_prompts true is not supported for a model with sparse attention: leave it "
-            "out"
+            f"vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim is "
+            f"{shape.indexer.head_dim}: use rollout.engine=transformers"
         )
     check_drafts(cfg, shape)
     for url in rollout.base_urls:

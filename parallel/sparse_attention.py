@@ -68,7 +68,7 @@ def choose_tokens(
     chosen = queries.places[1].int()[:, None].repeat(1, topk)
     for rows, keys in queries.blocks(INDEX_BLOCK):
         first, last = queries.places[:, rows, None]
-        by_head = torch.relu(query[rows] @ key[keys].T)
+        by_head = (query[rows] @ key[keys].T).relu_()
         scores = (weights[rows].unsqueeze(1) @ by_head).squeeze(1)
         positions = torch.arange(keys.start, keys.stop, device=scores.device)
         scores = scores.masked_fill((positions < first) | (positions > last), -torch.inf)

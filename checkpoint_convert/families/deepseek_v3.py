@@ -32,8 +32,9 @@ DEEPSEEK_V3 = Family(
         "num_nextn_predict_layers": 1,
     },
     # vLLM never ties the head. Megatron-Core always scales sigmoid scores to sum to 1. Only
-    # transformers reads `attention_bias` and `rope_interleave`. Only vLLM reads the last four,
-    # which are of DeepSeek-V2, of DeepSeek-V3.2's indexer, of Mistral's models and of GLM-5.
+    # transformers reads `attention_bias` and `rope_interleave`. Only vLLM reads the last three,
+    # which are of DeepSeek-V2, of DeepSeek-V3.2's indexer and of Mistral's models; and
+    # `moe_router_dtype`, as here and in transformers routers are computed in float32 anyway.
     required={
         "tie_word_embeddings": False,
         "attention_bias": False,
@@ -43,7 +44,6 @@ DEEPSEEK_V3 = Family(
         "moe_layer_freq": 1,
         "index_topk": None,
         "llama_4_scaling": None,
-        "moe_router_dtype": None,
     },
     # vLLM scores by a softmax, and adds no bias, unless these say otherwise.
     explicit={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},

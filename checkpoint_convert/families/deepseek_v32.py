@@ -8,9 +8,6 @@ from dataclasses import replace
 
 from checkpoint_convert.families.deepseek_v3 import DEEPSEEK_V3
 
-# Routers are computed in float32 whatever the second one says, in transformers and here.
-_OF_OTHERS = ("index_topk", "moe_router_dtype")
-
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
@@ -23,7 +20,7 @@ DEEPSEEK_V32 = replace(
     },
     # Only vLLM reads the last three, and transformers the first of them for GLM-5.
     required={
-        **{key: value for key, value in DEEPSEEK_V3.required.items() if key not in _OF_OTHERS},
+        **{key: value for key, value in DEEPSEEK_V3.required.items() if key != "index_topk"},
         "mlp_bias": False,
         "index_topk_freq": 1,
         "index_topk_pattern": None,

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.section import Section
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gmpo", "sapo", "luspo", "vespo"]
@@ -365,6 +366,15 @@ class GRPOConfig(Section):
                 raise ValueError(
                     f"grpo.{what} requires grpo.{name}={_as_yaml(value)}, not {_as_yaml(given)}"
                 )
+
+
+def check_shared_prompts(grpo: GRPOConfig, shape: ModelShape) -> None:
+    """Raise ValueError if a model of `shape` cannot share prompts, and the config says it does."""
+    if grpo.shared_prompts and shape.indexer is not None:
+        raise ValueError(
+            "grpo.shared_prompts true is not supported for a model with sparse attention: leave it "
+            "out"
+        )
 
 
 def _as_yaml(value: Any) -> str:

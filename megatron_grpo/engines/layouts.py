@@ -105,6 +105,8 @@ def worker_dtypes(shape: ModelShape, rollout: RolloutConfig, dtype: str) -> dict
     shape = served_shape(shape, rollout)
     if rollout.engine == "transformers":
         found = hf_dtypes(shape, dtype, "float32")
+        # Files and vLLM have the norms of indexers in float32; transformers has no exception.
+        found |= {name: dtype for name in found if ".indexer.k_norm." in name}
         return {piece.local: found[piece.tensor] for piece in file_layout(shape).pieces}
     dtypes = engine_dtypes(shape, dtype)
     if rollout.engine == "sglang":

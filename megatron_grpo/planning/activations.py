@@ -314,6 +314,8 @@ def _entry_of(module: str, cfg: Config, shape: ModelShape) -> float:
     """Bytes per token of a recomputed module's inputs and output, which it keeps all the same."""
     if module != "core_attn":
         return 0.0
+    if shape.indexer is not None:  # its blocks are computed again as it is
+        return _core_attention(cfg, shape) / cfg.dims.tensor
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     queries_and_keys = shape.head_dim * (heads + kv_heads)
     values, output = kv_heads * shape.value_dim, heads * shape.value_dim

@@ -7,6 +7,7 @@ from typing import Any
 
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.reward import count_gpus, served_here
 from megatron_grpo.launch.launch import check_engine_size, place
 from megatron_grpo.planning.card import GpuSpec
@@ -138,6 +139,7 @@ def plan_job(
     """
     check_divisible(shape, cfg.dims)
     check_lora(cfg.lora, shape, cfg.dims.tensor)
+    check_shared_prompts(cfg.grpo, shape)
     engine = engine_bytes(cfg, shape, card)
     num_gpus = num_gpus or min_gpus(cfg, card, engine)
     is_shared = shares_gpus(cfg, card, num_gpus)
@@ -176,7 +178,8 @@ def _shared_prompts(
     lengths: Sequence[int],
 ) -> dict[bool, PromptSharing]:
     steps = {}
-    for is_on in [False, True] if cfg.data.max_prompt_length is not None else [False]:
+    is_possible = cfg.data.max_prompt_length is not None and shape.indexer is None
+    for is_on in [False, True] if is_possible else [False]:
         grpo = cfg.grpo.model_copy(update={"shared_prompts": is_on})
         other = cfg.model_copy(update={"grpo": grpo})
         work = workload(other, shape, lengths)
