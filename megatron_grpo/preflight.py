@@ -175,9 +175,9 @@ def check_attention(engine: str, shape: ModelShape) -> None:
             f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
             "attention has sinks: use vllm"
         )
-    if engine == "sglang" and shape.linear is not None:
+    if engine != "vllm" and shape.linear is not None:  # transformers cannot repeat its memory
         raise ValueError(
-            f"rollout.engine sglang is not supported for the {shape.family} in model.path, which "
+            f"rollout.engine {engine} is not supported for the {shape.family} in model.path, which "
             "has linear attention: use vllm"
         )
     if engine == "sglang" and shape.indexer is not None:

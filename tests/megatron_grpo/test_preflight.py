@@ -123,6 +123,16 @@ def test_an_engine_that_would_leave_out_sinks_is_refused(tmp_path):
         check_attention("sglang", shape)
 
 
+@pytest.mark.parametrize("engine", ["sglang", "transformers"])
+def test_only_vllm_serves_linear_attention(tmp_path, engine):
+    shape = read_shape(tiny_model(tmp_path, "qwen3_next"))
+    check_attention("vllm", shape)
+    with pytest.raises(
+        ValueError, match=rf"{engine} is not supported for the qwen3_next in .*vllm"
+    ):
+        check_attention(engine, shape)
+
+
 def test_what_engines_draft_with_is_checked(config):
     cfg = config("rollout.vllm={speculative_config: '{}'}")
     assert "rollout.vllm.speculative_config is '{}': give a table" in refusal(cfg)
