@@ -161,6 +161,11 @@ class ModelShape:
     """Whether the only one of these layers is a part of the model after all, as it is trained."""
 
     @property
+    def can_train_mtp(self) -> bool:
+        """Whether `trains_mtp` may be set: hybrids have their layers apart, by other names."""
+        return self.num_mtp_layers == 1 and self.linear is None
+
+    @property
     def num_dense_layers(self) -> int:
         """Number of layers with a dense MLP; they come first."""
         return self.num_layers if self.moe is None else self.moe.num_dense_layers

@@ -331,8 +331,16 @@ def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_pa
     assert verify_weights(checkpoint, run_dir / "hf") == []
     exported, source = (load_file(at / "model.safetensors") for at in (run_dir / "hf", folder))
     assert_same(weights_of(tmp_path / "out"), exported)
+    export_checkpoint(checkpoint, tmp_path / "own")
+    assert read_shape(tmp_path / "own").num_mtp_layers == 1
+    own = weights_of(tmp_path / "own")
+    assert_same(own, {name: exported[name] for name in own})
     layer = {name for name in source if name.startswith("model.layers.4.")}
     assert exported.keys() == source.keys()
+    assert {name.removeprefix("model.layers.4.") for name in layer - own.keys()} == {
+        "embed_tokens.weight",
+        "shared_head.head.weight",
+    }
     kept = {name for name in layer if torch.equal(exported[name], source[name])}
     assert {name.removeprefix("model.layers.4.") for name in kept} >= {
         "embed_tokens.weight",  # engines have those of the model in their place
