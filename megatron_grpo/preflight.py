@@ -236,7 +236,7 @@ def check_start(cfg: Config) -> None:
     kept = checkpoint / CHECKPOINT_FOLDER
     # An export has the end tokens with which its run trained.
     _check_same_model(kept, cfg.model.path, but_for=("eos_token_ids",))
-    trained = read_shape(kept).num_mtp_layers  # others are not in a checkpoint
+    trained = read_shape(kept).num_mtp_layers
     if trained != cfg.model.mtp_num_layers:
         raise ValueError(
             f"train.init_from {checkpoint} is of a run with model.mtp_num_layers={trained}: set "
@@ -274,6 +274,7 @@ def _check_same_model(kept: Path, folder: Path, but_for: Collection[str] = ()) -
 
     Weights are not compared: all but the reference's are read from the checkpoint.
     """
+    but_for = (*but_for, "num_mtp_layers")  # a checkpoint has only those that were trained
     differing = differing_fields(read_shape(kept), read_shape(folder), but_for=but_for)
     if differing:
         raise ValueError(

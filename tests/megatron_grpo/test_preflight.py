@@ -523,6 +523,8 @@ def test_only_a_run_that_trains_the_same_layers_starts_from_a_checkpoint(config,
     (run / "checkpoints" / "step_1" / "manifest.json").write_text('{"files": {}}')
     new = f"train.run_dir={tmp_path / 'new'}", f"train.init_from={run}", f"model.path={model}"
     check_start(config(*new, numbers[0]))
+    moved = add_mtp_layer(tiny_model(tmp_path / "moved", "glm4_moe"))
+    check_same_run(config(f"model.path={moved}", numbers[0]))
     told = f"{numbers[0]}: set that, or replace train.init_from by model.path=<export of that run>"
     with pytest.raises(ValueError, match=told):
         check_start(config(*new, numbers[1]))
