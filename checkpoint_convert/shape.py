@@ -86,6 +86,11 @@ class MoeShape:
     num_dense_layers: int = 0
     """Number of layers with an MLP instead; they come first."""
 
+    @property
+    def has_choice_biases(self) -> bool:
+        """Whether biases are added to the scores by which experts are chosen."""
+        return self.score_function == "sigmoid"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
