@@ -110,6 +110,11 @@ class MoeShape:
     """How weight files have the experts of a layer in one tensor for each linear layer, with gate
     and up as one; None: they do not."""
 
+    @property
+    def has_choice_biases(self) -> bool:
+        """Whether biases are added to the scores by which experts are chosen."""
+        return self.score_function == "sigmoid"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -185,6 +190,11 @@ class ModelShape:
     next (multi-token prediction). They are no part of the model, and stay in an export."""
     trains_mtp: bool = False
     """Whether the only one of these layers is a part of the model after all, as it is trained."""
+
+    @property
+    def can_train_mtp(self) -> bool:
+        """Whether `trains_mtp` may be set: hybrids have their layers apart, by other names."""
+        return self.num_mtp_layers == 1 and self.linear is None
 
     @property
     def num_dense_layers(self) -> int:

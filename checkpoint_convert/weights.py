@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from checkpoint_convert.families.decoder import MTP_LAYER
 from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.hf_folder import check_weights
@@ -111,7 +112,8 @@ def whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
-    stored = read_chunks(path, keys=_is_model_key)
+    layer = _trained_mtp_keys(path, shape)
+    stored = read_chunks(path, keys=lambda key: _is_model_key(key) or key in layer)
     stored.tensors.check_files()
     if _EMBEDDING not in stored.shapes:
         found = [*read_chunks(path).shapes, "nothing"][:3]
@@ -119,7 +121,7 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
             f"{path} is not a checkpoint of a Megatron-Core GPTModel: it has no {_EMBEDDING}, but "
             f"{', '.join(found)} ..."
         )
-    shape = replace(shape, trains_mtp=any(key.startswith("mtp.") for key in stored.shapes))
+    shape = replace(shape, trains_mtp=bool(layer))
     wanted = checkpoint_layout(shape, _padded_vocab(path, shape, stored.shapes[_EMBEDDING][0]))
     faults = [
         f"{key} {list(size)} is missing"
@@ -163,7 +165,19 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
 
 def _is_model_key(key: str) -> bool:
     """Whether a tensor of a checkpoint is a model weight, not optimizer or trainer state."""
-    return key.startswith(("embedding.", "decoder.", "output_layer.", "mtp."))
+    return key.startswith(("embedding.", "decoder.", "output_layer."))
+
+
+def _trained_mtp_keys(path: Path, shape: ModelShape) -> Collection[str]:
+    """Keys of the layer for multi-token prediction that was trained; none without exactly these.
+
+    Layers that Megatron-LM trained may have others, and are left out.
+    """
+    if not shape.can_train_mtp:
+        return ()
+    layout = checkpoint_layout(replace(shape, trains_mtp=True), shape.vocab_size)
+    keys = {key for key in layout.shapes if key.startswith(MTP_LAYER)}
+    return keys if keys <= read_chunks(path, keys=keys.__contains__).shapes.keys() else ()
 
 
 # Megatron-Core and other loaders read chunks whole, so they should not be large.

@@ -202,6 +202,10 @@ def check_attention(engine: str, shape: ModelShape) -> None:
         )
 
 
+FROM_EXPORT = "model.path=<export of that run>"
+"""From where a run starts that trains the layer for multi-token prediction, unlike another."""
+
+
 def check_same_run(cfg: Config) -> None:
     """Raise ValueError if `train.run_dir` holds a different run from the one that `cfg` describes.
 
@@ -220,11 +224,12 @@ def check_same_run(cfg: Config) -> None:
         if before.get(key) != now.get(key) and not OF_SOURCE.sub("", key).startswith(CHANGEABLE)
     ]
     if differing:
+        is_other = before.get("model.mtp_num_layers", 0) != now["model.mtp_num_layers"]
+        start = FROM_EXPORT if is_other else f"train.init_from={cfg.train.run_dir}"
         raise ValueError(
             f"train.run_dir {cfg.train.run_dir} holds a run with another config: set what differs "
             "as before, or remove it. To go on from its weights with what differs, start a run in "
-            f"another train.run_dir with train.init_from={cfg.train.run_dir}\n  "
-            + "\n  ".join(differing)
+            f"another train.run_dir with {start}\n  " + "\n  ".join(differing)
         )
     if before["model.path"] != now["model.path"]:
         _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)
@@ -241,8 +246,15 @@ def check_start(cfg: Config) -> None:
         raise ValueError(
             f"train.init_from {checkpoint} cannot be used: {error}; {instead_of(checkpoint)}"
         ) from None
+    kept = checkpoint / CHECKPOINT_FOLDER
     # An export has the end tokens with which its run trained.
-    _check_same_model(checkpoint / CHECKPOINT_FOLDER, cfg.model.path, but_for=("eos_token_ids",))
+    _check_same_model(kept, cfg.model.path, but_for=("eos_token_ids",))
+    trained = read_shape(kept).num_mtp_layers
+    if trained != cfg.model.mtp_num_layers:
+        raise ValueError(
+            f"train.init_from {checkpoint} is of a run with model.mtp_num_layers={trained}: set "
+            f"that, or replace train.init_from by {FROM_EXPORT}"
+        )
 
 
 def _check_never_saved(run_dir: Path) -> None:
@@ -275,6 +287,7 @@ def _check_same_model(kept: Path, folder: Path, but_for: Collection[str] = ()) -
 
     Weights are not compared: all but the reference's are read from the checkpoint.
     """
+    but_for = (*but_for, "num_mtp_layers")  # a checkpoint has only those that were trained
     differing = differing_fields(read_shape(kept), read_shape(folder), but_for=but_for)
     if differing:
         raise ValueError(

@@ -126,13 +126,13 @@ def mtp_tensors(folder: Path, shape: ModelShape) -> dict[str, TensorPlace]:
     """
     if not shape.num_mtp_layers or not _has_weights(folder):
         return {}
-    trained = file_tensors(shape) if shape.trains_mtp else {}
-    places = _located(
-        folder, lambda name: _is_of_mtp_layer(name, shape) and name not in trained, text_name
-    )
+    places = _located(folder, lambda name: _is_of_mtp_layer(name, shape), text_name)
     faults: list[str] = []
     if isinstance(scheme := read_scheme(folder), Scheme):
         places, faults = with_scales(places, scheme)
+    if shape.trains_mtp:  # after their scales were found, which would stay otherwise
+        trained = file_tensors(shape)
+        places = _chosen(places, lambda name: name not in trained)
     faults += [fault for each in places.items() for fault in _faults_of_mtp(*each, scheme)]
     if faults:
         raise ValueError(

@@ -78,7 +78,10 @@ class SharedFiles:
         """Write the files; return the hash that each must have when it is read."""
         sidecar = folder / CHECKPOINT_FOLDER
         sidecar.mkdir()
-        copy_sidecar_files(self.cfg.model.path, sidecar, NAMES[self.cfg.model.dtype])
+        model = self.cfg.model
+        copy_sidecar_files(
+            model.path, sidecar, NAMES[model.dtype], num_mtp_layers=model.mtp_num_layers
+        )
         (folder / "config.yaml").write_text(dump_config(self.cfg))
         write_record(folder, self.record)
         write_random_states(folder, self.random_states)

@@ -210,15 +210,11 @@ def counters(policy: Policy) -> dict[str, Any]:
 
 
 def set_counters(policy: Policy, saved: Mapping[str, Any]) -> None:
-    """Restore `counters`; ValueError if those of a layer that is trained are not there."""
+    """Restore `counters`."""
     set_steps_taken(policy.optimizer, saved["optimizer_steps"])
     policy.scheduler.num_steps = 0  # set by a checkpoint that failed to load: Megatron adds to it
     policy.scheduler.load_state_dict(saved["scheduler"])
     if policy.mtp:
-        if "mtp_steps" not in saved:
-            raise ValueError(
-                "its layer for multi-token prediction was not trained: set model.mtp_num_layers=0"
-            )
         policy.mtp.num_steps = saved["mtp_steps"]
         set_steps_taken(policy.mtp.optimizer, saved["mtp_steps"])
 

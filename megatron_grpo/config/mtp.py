@@ -14,7 +14,7 @@ def trained_shape(cfg: Config) -> ModelShape:
     shape = read_shape(cfg.model.path)
     if not cfg.model.mtp_num_layers:
         return shape
-    if shape.linear is not None or shape.num_mtp_layers != 1:
+    if not shape.can_train_mtp:
         found = "linear attention" if shape.linear else f"{shape.num_mtp_layers} of them"
         raise ValueError(
             "model.mtp_num_layers 1 trains the only layer for multi-token prediction of a "

@@ -225,8 +225,9 @@ class RolloutConfig(Section):
             )
         if self.enable_sleep_mode and self.vllm.get("speculative_config"):
             raise ValueError(
-                "rollout.vllm.speculative_config: the weights of a draft model are not pushed, and "
-                "rollout.enable_sleep_mode true would lose them: leave out one of the two"
+                "rollout.vllm.speculative_config does not go with rollout.enable_sleep_mode true, "
+                "which loses all weights, of which those that engines draft with are not pushed, "
+                "or in part: leave out one of the two"
             )
         if self.engine == "transformers" and self.gpus_per_engine > 1:
             raise ValueError(

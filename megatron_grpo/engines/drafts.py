@@ -41,7 +41,11 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
             f"rollout.vllm.speculative_config is not supported for a model with {kind} attention: "
             "leave it out"
         )
-    method, model = str(table.get("method")), table.get("model")
+    if table.get("method") is None:  # vLLM would find one by the model
+        raise ValueError(
+            f"rollout.vllm.speculative_config {table} has no method: give its method, such as mtp"
+        )
+    method, model = str(table["method"]), table.get("model")
     are_there = method in WITHOUT_WEIGHTS or (method.endswith("mtp") and shape.trains_mtp)
     if not are_there and cfg.rollout.vllm.get("load_format") == "dummy":
         raise ValueError(
@@ -61,6 +65,10 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
         others = {
             f"rollout.vllm.speculative_config of the model {model}": not is_own,
             "rollout.weight_transport disk": cfg.rollout.weight_transport == "disk",
+            **{
+                f"rollout.vllm.speculative_config.{name}": name in table
+                for name in ("quantization", "draft_tensor_parallel_size")
+            },
         }
         if told := [key for key, is_on in others.items() if is_on]:
             raise ValueError(

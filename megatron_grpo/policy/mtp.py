@@ -5,11 +5,13 @@ From the hidden state of a token and the next token it predicts the one after (D
 detached, and the layer has gradient buffers, a clipped norm and an optimizer of its own. So the
 policy's weights are to the bit those of a run without it.
 
-Megatron-Core's own layer is a part of its GPTModel, whose parameters share buffers and norm; on the
-last pipeline stage it comes with an embedding that is trained there, and it computes whole logits.
+Megatron-Core's MultiTokenPredictionLayer is not used: it is a part of its GPTModel, whose
+parameters share buffers and norm; on the last pipeline stage it comes with an embedding that is
+trained there, and it computes whole logits.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -134,8 +136,7 @@ class Mtp:
         self._num_tokens = max(int(count), 1)
         self._loss.zero_()
         self.module.zero_grad_buffer()
-        gather_weights(chunks)
-        self._send_embedding()
+        self._send_embedding(chunks[0])
         return batches
 
     def add_loss(self, hidden: Tensor, batch: PackedBatch, head_weight: Tensor) -> None:
@@ -166,7 +167,7 @@ class Mtp:
         """Update the layer at the learning rate after `num_steps` steps; returns metrics, the same
         on all ranks. Collective.
 
-        Leaves it as it is, and says so, if its gradient is not finite.
+        Leaves it as it is, and rank 0 says so, if its gradient is not finite.
         """
         self._sum_gradient()
         norm = gradient_norm(self.optimizer)
@@ -177,6 +178,9 @@ class Mtp:
             self._scheduler.step(increment=num_steps - self._scheduler.num_steps)
             apply_gradient(self.optimizer, norm)
             self.num_steps += 1
+        elif not is_finite and self._groups.rank == 0:
+            cause = f"its loss is {loss}, the norm of its gradient {norm}"
+            print(f"mtp: optimizer step skipped: {cause}", file=sys.stderr, flush=True)
         self.optimizer.zero_grad()
         found = {"mtp/loss": loss, "mtp/grad_norm": norm} if is_finite else {}
         return found | {"mtp/skipped_steps": float(not is_finite)}
@@ -190,10 +194,14 @@ class Mtp:
             if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
                 dist.all_reduce(parameter.main_grad, group=self._groups.tensor)
 
-    def _send_embedding(self) -> None:
-        """Copy the embedding to the last stage, if the first one alone has it."""
+    def _send_embedding(self, chunk: Any) -> None:
+        """Copy the embedding to the last stage, if the first one alone has it.
+
+        `chunk`: the first one of this rank, with its gradients.
+        """
         group, size = self._groups.pipeline, self._groups.dims.pipeline
         if size > 1 and self._first.pre_process:
+            gather_weights([chunk])
             weight = self._first.embedding.word_embeddings.weight.detach()
             dist.send(weight, group=group, group_dst=size - 1)
         elif size > 1 and self._embedding is not None:
@@ -226,8 +234,7 @@ def _build_module(
     config = copy(chunk.config)  # without what the chunks have added to theirs since
     if not chunk.post_process:
         return MegatronModule(config)
-    has_biases = shape.moe is not None and shape.moe.score_function == "sigmoid"
-    config.moe_router_enable_expert_bias = has_biases
+    config.moe_router_enable_expert_bias = shape.moe is not None and shape.moe.has_choice_biases
     spec = block_spec(config, range(shape.num_layers, shape.num_layers + 1), shape, False)
     layer = MtpLayer(config, spec, chunk.vp_stage)
     prepare_layers(layer, cfg, shape, groups)

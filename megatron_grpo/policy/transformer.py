@@ -311,7 +311,7 @@ def _moe(shape: ModelShape, moe: MoeShape, implementation: str) -> dict[str, Any
         "moe_router_topk_scaling_factor": None if moe.weight_scale == 1.0 else moe.weight_scale,
         "moe_router_num_groups": None if moe.num_groups == 1 else moe.num_groups,
         "moe_router_group_topk": None if moe.num_groups == 1 else moe.groups_per_token,
-        "moe_router_enable_expert_bias": moe.score_function == "sigmoid",
+        "moe_router_enable_expert_bias": moe.has_choice_biases,
         "moe_shared_expert_intermediate_size": moe.shared_intermediate_size or None,
         "moe_shared_expert_gate": moe.has_shared_gate,
         # Every token goes to all of its experts. With a capacity, results would depend on the other

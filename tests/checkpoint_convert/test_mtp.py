@@ -1,15 +1,18 @@
 """Layers for multi-token prediction, which are draft models: exports keep those of the source."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import check_weights, read_shape
+from checkpoint_convert.families.decoder import MTP_LAYER
 from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.megatron import checkpoint_layout
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from helpers.conversions import assert_same, weights_of
+from helpers.conversions import assert_same, read_checkpoint, weights_of, write_checkpoint
 from helpers.models import add_mtp_layer, tiny_model
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
 from helpers.towers import tiny_multimodal
@@ -129,3 +132,48 @@ def test_a_missing_scale_is_named(tmp_path):
     with pytest.raises(ValueError, match=rf"multi-token prediction in .*\n  {name}"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", hf_config=folder)
     assert not (tmp_path / "out").exists()
+
+
+def with_layer(checkpoint, folder, further=()):
+    """A copy of the checkpoint with the layer of the model in `folder` as it is trained, and with
+    `further` tensors. Returns it and the keys of the layer."""
+    shape = replace(read_shape(folder), num_mtp_layers=1, trains_mtp=True)
+    shapes = checkpoint_layout(shape, shape.vocab_size).shapes
+    layer = {key: torch.randn(size) for key, size in shapes.items() if key.startswith(MTP_LAYER)}
+    tensors = read_checkpoint(checkpoint) | layer | dict(further)
+    return write_checkpoint(checkpoint.with_name("trained"), tensors), layer
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_one_that_was_trained_takes_the_place_of_a_quantised_one_with_its_scales(tmp_path, form):
+    plain = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
+    folder = quantized_copy(plain, tmp_path / "quantized", FORMATS[form])
+    import_checkpoint(folder, tmp_path / "checkpoint", ParallelDims())
+    trained, layer = with_layer(tmp_path / "checkpoint", folder)
+    export_checkpoint(trained, tmp_path / "out", hf_config=folder)
+    found = weights_of(tmp_path / "out")
+    assert found.keys() == weights_of(plain).keys()
+    name = "eh_proj.weight"
+    assert torch.equal(found[f"model.layers.3.{name}"], layer[MTP_LAYER + name])
+
+
+@pytest.mark.parametrize("case", ["another key", "not all keys", "two layers"])
+def test_layers_of_a_checkpoint_that_are_not_as_we_train_one_are_left_out(tmp_path, case):
+    folder = add_mtp_layer(tiny_model(tmp_path / "model", "glm4_moe"))
+    import_checkpoint(folder, tmp_path / "checkpoint", ParallelDims())
+    of_another = {"mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight": torch.ones(2, 3)}
+    trained, layer = with_layer(tmp_path / "checkpoint", folder, of_another)
+    if case == "not all keys":
+        tensors = read_checkpoint(trained, lambda key: key != MTP_LAYER + "enorm.weight")
+        write_checkpoint(trained, tensors)
+    if case == "two layers":
+        config = json.loads((folder / "config.json").read_text())
+        config["num_nextn_predict_layers"] = 2
+        (folder / "config.json").write_text(json.dumps(config))
+    export_checkpoint(trained, tmp_path / "out", hf_config=folder)
+    found = weights_of(tmp_path / "out")
+    if case == "another key":
+        name = "eh_proj.weight"
+        assert torch.equal(found[f"model.layers.3.{name}"], layer[MTP_LAYER + name])
+    else:
+        assert_same(found, weights_of(folder))

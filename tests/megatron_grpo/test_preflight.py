@@ -18,15 +18,16 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.quantized_model import quantized_model
+from checkpoint_convert.sidecar import copy_sidecar_files
 from helpers.environments import write_environments
-from helpers.models import character_tokenizer, servable_model, tiny_model
+from helpers.models import add_mtp_layer, character_tokenizer, servable_model, tiny_model
 from helpers.towers import tiny_multimodal
 from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.server import check_cpu_kernels
-from megatron_grpo.preflight import check_attention, check_same_run, preflight
+from megatron_grpo.preflight import check_attention, check_same_run, check_start, preflight
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "configs" / "tiny_cpu.yaml"
@@ -546,6 +547,26 @@ def test_a_new_run_starts_from_a_checkpoint_of_the_same_model(config, tmp_path):
     of_another["rope_parameters"]["rope_theta"] = 5e5
     (checkpoint / "hf_config" / "config.json").write_text(json.dumps(of_another))
     assert "is another model than" in refusal(config(f"train.init_from={other}"))
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_only_a_run_that_trains_the_same_layers_starts_from_a_checkpoint(config, tmp_path, before):
+    model = add_mtp_layer(tiny_model(tmp_path / "glm", "glm4_moe"))
+    numbers = [f"model.mtp_num_layers={number}" for number in (before, 1 - before)]
+    other, now = (config(f"model.path={model}", number) for number in numbers)
+    run = tmp_path / "run"
+    started_run(run, other)
+    with pytest.raises(ValueError, match=r"run_dir with model.path=<export of that run>\n"):
+        check_same_run(now)
+    copy_sidecar_files(model, run / "checkpoints/step_1/hf_config", "F32", num_mtp_layers=before)
+    (run / "checkpoints" / "step_1" / "manifest.json").write_text('{"files": {}}')
+    new = f"train.run_dir={tmp_path / 'new'}", f"train.init_from={run}", f"model.path={model}"
+    check_start(config(*new, numbers[0]))
+    moved = add_mtp_layer(tiny_model(tmp_path / "moved", "glm4_moe"))
+    check_same_run(config(f"model.path={moved}", numbers[0]))
+    told = f"{numbers[0]}: set that, or replace train.init_from by model.path=<export of that run>"
+    with pytest.raises(ValueError, match=told):
+        check_start(config(*new, numbers[1]))
 
 
 def test_run_may_resume_where_model_and_data_have_moved(config, model, tmp_path):

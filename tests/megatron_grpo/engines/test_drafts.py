@@ -36,6 +36,13 @@ def models(tmp_path_factory):
         ("with", "{speculative_config: '{}'}", "speculative_config is '{}': give a table"),
         ("trained", MTP[:-1] + ", load_format: dummy}", None),
         ("trained", MTP.replace("mtp,", "mtp, model: /other,"), "of the model /other does not go"),
+        ("with", MTP.replace("method: mtp", "model: /other"), "has no method: give its method"),
+        ("trained", MTP.replace("mtp,", "mtp, quantization: fp8,"), "config.quantization does not"),
+        (
+            "trained",
+            MTP.replace("mtp,", "mtp, draft_tensor_parallel_size: 1,"),
+            r"speculative_config.draft_tensor_parallel_size does not go with model.mtp_num_layers",
+        ),
         ("trained, disk", MTP, "rollout.weight_transport disk does not go with model.mtp_num_la"),
     ],
 )

@@ -1,8 +1,10 @@
 """The layer for multi-token prediction: its gradient is that of `transformers`' own layers at every
 layout, and the policy's is to the bit that of a policy without it."""
 
+import io
 import json
 import shutil
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -331,8 +333,16 @@ def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_pa
     assert verify_weights(checkpoint, run_dir / "hf") == []
     exported, source = (load_file(at / "model.safetensors") for at in (run_dir / "hf", folder))
     assert_same(weights_of(tmp_path / "out"), exported)
+    export_checkpoint(checkpoint, tmp_path / "own")
+    assert read_shape(tmp_path / "own").num_mtp_layers == 1
+    own = weights_of(tmp_path / "own")
+    assert_same(own, {name: exported[name] for name in own})
     layer = {name for name in source if name.startswith("model.layers.4.")}
     assert exported.keys() == source.keys()
+    assert {name.removeprefix("model.layers.4.") for name in layer - own.keys()} == {
+        "embed_tokens.weight",
+        "shared_head.head.weight",
+    }
     kept = {name for name in layer if torch.equal(exported[name], source[name])}
     assert {name.removeprefix("model.layers.4.") for name in kept} >= {
         "embed_tokens.weight",  # engines have those of the model in their place
@@ -343,3 +353,29 @@ def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_pa
     torch.testing.assert_close(
         exported["model.layers.4.eh_proj.weight"], saved["mtp.layers.0.eh_proj.weight"]
     )
+
+
+def train_with_nan(rank, folder, case, run_dir):
+    """Metrics of a step with NaN in the layer, what the step has moved, and what it told."""
+    policy, cfg, groups, _ = start(rank, folder, ParallelDims(), run_dir)
+    with torch.no_grad():
+        policy.mtp.module.module.eh_proj.weight[0, 0] = torch.nan
+    before = {name: p.detach().nan_to_num() for name, p in policy.parameters().items()}
+    batches = batches_of(policy, case, cfg, groups)
+    with redirect_stderr(io.StringIO()) as told:
+        metrics = train_step(policy, batches, cfg, groups, SkippedSteps(1), 0.0).metrics
+    after = {name: p.detach().nan_to_num() for name, p in policy.parameters().items()}
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    return metrics, moved, told.getvalue()
+
+
+def test_a_step_of_the_layer_that_is_not_finite_is_skipped_alone(folders, tmp_path):
+    case = Case(folders["glm4_moe"], {}).experience()
+    folder, run_dir = folders["glm4_moe"], tmp_path / "run"
+    ((metrics, moved, told),) = run_ranks(1, train_with_nan, folder, case, run_dir)
+    line = "mtp: optimizer step skipped: its loss is nan, the norm of its gradient nan\n"
+    assert told.endswith(line)  # torch may warn before
+    assert (metrics["mtp/skipped_steps"], metrics["skipped_steps"]) == (1, 0)
+    assert not {"mtp/loss", "mtp/grad_norm"} & metrics.keys()
+    assert moved
+    assert not [name for name in moved if "mtp." in name]
