@@ -11,7 +11,6 @@ import httpx
 import yaml
 
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
-from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.quantized_model import quantized_model
@@ -30,7 +29,7 @@ from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
-from megatron_grpo.engines.server import check_arguments, check_cpu_kernels
+from megatron_grpo.engines.server import check_arguments, check_attention, check_cpu_kernels
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
 from megatron_grpo.reporting.tracking import last_step
@@ -156,54 +155,11 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
             "leave it out"
         )
     check_shared_prompts(cfg.grpo, shape)
-    if shape.indexer is not None and rollout.engine == "vllm" and shape.indexer.head_dim % 128:
-        raise ValueError(
-            f"vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim is "
-            f"{shape.indexer.head_dim}: use rollout.engine=transformers"
-        )
     check_drafts(cfg, shape)
     for url in rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
     if not rollout.base_urls:
         check_arguments(rollout)
-
-
-def check_attention(engine: str, shape: ModelShape) -> None:
-    """Raise ValueError if an engine would leave out windows or sinks, or not start by them."""
-    if engine == "sglang" and shape.has_sinks:
-        raise ValueError(
-            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
-            "attention has sinks: use vllm"
-        )
-    if engine != "vllm" and shape.linear is not None:  # transformers cannot repeat its memory
-        raise ValueError(
-            f"rollout.engine {engine} is not supported for the {shape.family} in model.path, which "
-            "has linear attention: use vllm"
-        )
-    if engine == "sglang" and shape.indexer is not None:
-        raise ValueError(
-            f"rollout.engine sglang is not supported for the {shape.family} in model.path, which "
-            "has sparse attention: use vllm"
-        )
-    windows = FAMILIES[shape.family].windows
-    if shape.window is None or windows is None:
-        return
-    if engine == "sglang":
-        raise ValueError(
-            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
-            f"layers have a window of attention ({shape.window} tokens): use vllm"
-        )
-    is_mixed = len(shape.windowed_layers) < shape.num_layers
-    if engine == "vllm" and is_mixed and not windows.are_mixed_in_engine:
-        raise ValueError(
-            f"of the {shape.num_layers} layers of the {shape.family} in model.path, "
-            f"{len(shape.windowed_layers)} have a window of attention; vLLM serves it only with "
-            "windows in all layers or in none: use rollout.engine=transformers"
-        )
-
-
-FROM_EXPORT = "model.path=<export of that run>"
-"""From where a run starts that trains the layer for multi-token prediction, unlike another."""
 
 
 def check_same_run(cfg: Config) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert.families import FAMILIES
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
@@ -103,6 +104,49 @@ def num_gpus() -> int:
     import torch  # takes seconds, and checks of config and address do not need it
 
     return torch.cuda.device_count()
+
+
+def check_attention(engine: str, shape: ModelShape) -> None:
+    """Raise ValueError if an engine would leave out windows or sinks, or not compute attention."""
+    if engine == "sglang" and shape.has_sinks:
+        raise ValueError(
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
+            "attention has sinks: use vllm"
+        )
+    if engine != "vllm" and shape.linear is not None:  # transformers cannot repeat its memory
+        raise ValueError(
+            f"rollout.engine {engine} is not supported for the {shape.family} in model.path, which "
+            "has linear attention: use vllm"
+        )
+    if engine == "sglang" and shape.indexer is not None:
+        raise ValueError(
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, which "
+            "has sparse attention: use vllm"
+        )
+    if engine == "vllm" and shape.indexer is not None and shape.indexer.head_dim % 128:
+        raise ValueError(
+            "vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim is "
+            f"{shape.indexer.head_dim}: use rollout.engine=transformers"
+        )
+    windows = FAMILIES[shape.family].windows
+    if shape.window is None or windows is None:
+        return
+    if engine == "sglang":
+        raise ValueError(
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
+            f"layers have a window of attention ({shape.window} tokens): use vllm"
+        )
+    is_mixed = len(shape.windowed_layers) < shape.num_layers
+    if engine == "vllm" and is_mixed and not windows.are_mixed_in_engine:
+        raise ValueError(
+            f"of the {shape.num_layers} layers of the {shape.family} in model.path, "
+            f"{len(shape.windowed_layers)} have a window of attention; vLLM serves it only with "
+            "windows in all layers or in none: use rollout.engine=transformers"
+        )
+
+
+FROM_EXPORT = "model.path=<export of that run>"
+"""From where a run starts that trains the layer for multi-token prediction, unlike another."""
 
 
 def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:

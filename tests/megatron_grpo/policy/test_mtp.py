@@ -374,7 +374,7 @@ def test_a_step_of_the_layer_that_is_not_finite_is_skipped_alone(folders, tmp_pa
     folder, run_dir = folders["glm4_moe"], tmp_path / "run"
     ((metrics, moved, told),) = run_ranks(1, train_with_nan, folder, case, run_dir)
     line = "mtp: optimizer step skipped: its loss is nan, the norm of its gradient nan\n"
-    assert told.endswith(line)  # torch may warn before
+    assert line in told  # torch may warn, too
     assert (metrics["mtp/skipped_steps"], metrics["skipped_steps"]) == (1, 0)
     assert not {"mtp/loss", "mtp/grad_norm"} & metrics.keys()
     assert moved
