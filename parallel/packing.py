@@ -12,6 +12,7 @@ from torch import Tensor
 
 from parallel.alignment import Alignment, is_shared, round_up
 from parallel.dims import Coordinates, ParallelDims
+from parallel.images import PackedImages, PromptImages, pack_images
 from parallel.rank_part import RankPart
 
 
@@ -71,6 +72,7 @@ class TokenSequence:
     routed_experts: Tensor | None = None
     log_row: int | None = None  # of its first response token in the log of tokens; None: in none
     root: int | None = None  # index of the sequence in whose response this prompt ends; None: none
+    images: PromptImages | None = None  # of the prompt
 
     def __post_init__(self) -> None:
         # Nothing predicts the first token of a sequence, so it cannot be a response token.
@@ -121,7 +123,13 @@ class PackedBatch:
     # besides itself: a shared prompt, and what it shares of others' responses, without padding, or
     # nothing (0, 0). Each is the beginning of a segment. None: prompts are never shared.
     prefixes: Tensor | None = None
+    images: PackedImages | None = None  # None: no prompt has any
     part: RankPart | None = None  # what one rank holds and predicts; None: not known yet
+
+    @property
+    def rope_positions(self) -> Tensor:
+        """What RoPE rotates tokens by: [T], or with images [3, T]."""
+        return self.position_ids if self.images is None else self.images.positions
 
     def on_rank(self, dims: ParallelDims, coordinates: Coordinates) -> "PackedBatch":
         """The batch with the `part` of the rank at `coordinates`, unless it is known.
@@ -139,7 +147,7 @@ class PackedBatch:
         moved: dict[str, Any] = {
             field.name: value.to(device)
             for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor | RankPart)
+            if isinstance(value := getattr(self, field.name), Tensor | RankPart | PackedImages)
         }
         return replace(self, **moved)
 
@@ -180,6 +188,7 @@ def pack(
     def response_column(name: str) -> Tensor:
         return of_responses.column([getattr(each, name) for each in members], floating)
 
+    position_ids = torch.cat([torch.arange(first, end) for first, end in positions])
     masks = [True if each.response_mask is None else each.response_mask for each in members]
     loss_mask = of_responses.column(masks, bool)
     cached: dict[str, Any] = {
@@ -189,7 +198,7 @@ def pack(
     }
     return PackedBatch(
         tokens=of_segments.column([s.tokens for s in segments], np.int64),
-        position_ids=torch.cat([torch.arange(first, end) for first, end in positions]),
+        position_ids=position_ids,
         cu_seqlens=torch.tensor([*starts, total], dtype=torch.int32),
         max_seqlen=max(end for _, end in positions),
         context_size=alignment.context,
@@ -202,6 +211,10 @@ def pack(
         log_rows=_log_rows(members, of_responses),
         routed_experts=_routed_experts(segments, starts, total),
         prefixes=_prefixes(segments, starts) if share_prompts else None,
+        images=pack_images(
+            [(s.images, s.position, place) for s, place in zip(segments, whole, strict=True)],
+            position_ids,
+        ),
         **cached,
     )
 
@@ -222,6 +235,7 @@ class _Segment:
 
     tokens: Tensor
     routed_experts: Tensor | None = None  # of its first tokens
+    images: PromptImages | None = None  # of the prompt of its sequence
     position: int = 0  # of its first token in the sequence
     index: int = -1  # of the sequence; -1 for a shared prompt
     prefix: int | None = None  # number of the segment that it continues
@@ -231,7 +245,8 @@ class _Segment:
         """The segment with `part` of the tokens of a sequence."""
         routes = sequence.routed_experts
         routes = None if routes is None else routes[part]
-        return cls(tokens=sequence.tokens[part], routed_experts=routes, **place)
+        own = {"routed_experts": routes, "images": sequence.images}
+        return cls(tokens=sequence.tokens[part], **own, **place)
 
 
 def _segments(
@@ -317,9 +332,10 @@ def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
 
 
 def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
-    """Ascending indices of the sequences of each prompt; prompts in order of first occurrence."""
-    groups: dict[bytes, list[int]] = {}
+    """Ascending indices of the sequences of each prompt with its images; prompts in order of first occurrence."""
+    groups: dict[tuple[bytes, str], list[int]] = {}
     for i, sequence in enumerate(sequences):
-        prompt = sequence.tokens[: sequence.num_prompt_tokens]
-        groups.setdefault(prompt.numpy().tobytes(), []).append(i)
+        prompt = sequence.tokens[: sequence.num_prompt_tokens].numpy().tobytes()
+        images = sequence.images.digest if sequence.images else ""
+        groups.setdefault((prompt, images), []).append(i)
     return list(groups.values())

@@ -61,6 +61,8 @@ class DataConfig(Section):
     """Column of the question: a string, or chat messages that do not end with the assistant's."""
     answer_column: str | None = "answer"
     """Column of the reference answer, passed to rewards as `answer`; null: none."""
+    image_column: str | None = None
+    """Column of images."""
     system_prompt: str | None = None
     """System message put before every prompt; requires apply_chat_template."""
     apply_chat_template: bool = True

@@ -1,0 +1,103 @@
+"""Images in prompts: the positions that their tokens have in M-RoPE, and where features go.
+
+A vision tower makes of an image a grid of features, each in the place of the embedding of one token
+of the prompt. Index maths only; nothing here computes features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+def prompt_positions(
+    num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int, int]]
+) -> Tensor:
+    """The positions of the tokens of a prompt in time, height and width: [3, num_tokens] int64.
+
+    The tokens of image i begin at ``starts[i]`` and are a grid of ``grids[i]`` tokens, row by row,
+    which counts from the position after the text before it. Text has three equal positions, and
+    goes on after the largest of an image: M-RoPE of Qwen2-VL (arXiv 2409.12191, section 2.1).
+    """
+    parts, at, position = [], 0, 0
+    for start, (times, height, width) in zip(starts, grids, strict=True):
+        parts.append(_text(position, start - at))
+        position += start - at
+        axes = (torch.arange(times), torch.arange(height), torch.arange(width))
+        parts.append(torch.cartesian_prod(*axes).T + position)
+        position += max(times, height, width)
+        at = start + times * height * width
+    return torch.cat([*parts, _text(position, num_tokens - at)], dim=1)
+
+
+def _text(first: int, num_tokens: int) -> Tensor:
+    return torch.arange(first, first + num_tokens).expand(3, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptImages:
+    """The images of one prompt, as a vision tower takes them, end to end."""
+
+    patches: Tensor  # [patches, channels * frames * height * width]
+    grids: Tensor  # [images, 3] int64, patches of each in time, height and width
+    digest: str  # of patches and grids: prompts with equal tokens may have other images
+    tokens: Tensor  # [features] int64, ascending places in the prompt
+    positions: Tensor  # [3, prompt tokens], see `prompt_positions`
+
+    def positions_of(self, part: slice) -> Tensor:
+        """The positions of a part of the prompt with its completion, which is text."""
+        num_prompt_tokens = self.positions.shape[1]
+        after = int(self.positions.max()) + 1
+        completion = _text(after, max(0, part.stop - num_prompt_tokens))
+        return torch.cat([self.positions, completion], dim=1)[:, part]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedImages:
+    """The images of a packed microbatch of T tokens, each once."""
+
+    patches: Tensor  # [patches, channels * frames * height * width]
+    grids: Tensor  # [images, 3] int64
+    rows: Tensor  # [T] int64, the feature in the place of each token; -1: its embedding stays
+    positions: Tensor  # [3, T] int64, in M-RoPE; continued through padding
+    features: Tensor | None = None  # [features, hidden size]; None: not computed yet
+
+    def to(self, device: torch.device | str) -> "PackedImages":
+        """A copy with every tensor on `device`."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        return replace(self, **moved)
+
+
+def pack_images(
+    segments: Sequence[tuple[PromptImages | None, int, slice]], position_ids: Tensor
+) -> PackedImages | None:
+    """The images of a microbatch, or None if it has none.
+
+    Of each segment: the images of its sequence, the position in the sequence of its first token,
+    and its place in the microbatch, of which `position_ids` [T] are those of text alone.
+    """
+    rows = torch.full_like(position_ids, -1)
+    positions = position_ids.expand(3, -1).clone()
+    found: dict[str, PromptImages] = {}
+    firsts: dict[str, int] = {}
+    num_features = 0
+    for images, position, place in segments:
+        if images is None:
+            continue
+        if images.digest not in found:
+            found[images.digest], firsts[images.digest] = images, num_features
+            num_features += len(images.tokens)
+        part = slice(position, position + place.stop - place.start)
+        positions[:, place] = images.positions_of(part)
+        is_own = (images.tokens >= part.start) & (images.tokens < part.stop)
+        own = is_own.nonzero().squeeze(1)
+        rows[place.start - position + images.tokens[own]] = firsts[images.digest] + own
+    if not found:
+        return None
+    return PackedImages(
+        patches=torch.cat([images.patches for images in found.values()]),
+        grids=torch.cat([images.grids for images in found.values()]),
+        rows=rows,
+        positions=positions,
+    )

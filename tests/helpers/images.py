@@ -1,0 +1,104 @@
+"""A tiny Qwen2.5-VL that takes images, and sequences whose prompts have some."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from helpers.models import character_tokenizer
+from helpers.towers import tiny_multimodal
+from parallel.images import PromptImages, prompt_positions
+from parallel.packing import TokenSequence
+
+TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+START, END, IMAGE, _ = range(246, 250)
+MERGE = 2  # patches along each side of what becomes one token
+PATCH = 3 * 2 * 14 * 14
+"""Bytes of a patch: channels, frames, height and width."""
+TEMPLATE = (
+    "{% for message in messages %}<start>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "min_pixels": 56 * 56,
+    "max_pixels": 112 * 112,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": MERGE,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+def tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
+    """Save a random Qwen2.5-VL whose tokenizer has one token per character, and those of images."""
+    tiny_multimodal(folder, "qwen2_5_vl", tied=True, seed=seed)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"vision_start_token_id": START, "vision_end_token_id": END}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = character_tokenizer(START)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", *TOKENS]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
+
+
+def random_images(
+    grids: list[tuple[int, int]], starts: list[int], num_tokens: int, generator: torch.Generator
+) -> PromptImages:
+    """Images of ``(height, width)`` patches whose tokens begin at `starts` of a prompt."""
+    sizes = [(1, height // MERGE, width // MERGE) for height, width in grids]
+    patches = torch.randint(
+        256, (sum(h * w for h, w in grids), PATCH), dtype=torch.uint8, generator=generator
+    )
+    places = [torch.arange(s, s + h * w) for s, (_, h, w) in zip(starts, sizes, strict=True)]
+    return PromptImages(
+        patches=patches,
+        grids=torch.tensor([(1, *grid) for grid in grids]),
+        digest=hashlib.blake2b(patches.numpy().tobytes()).hexdigest(),
+        tokens=torch.cat(places),
+        positions=prompt_positions(num_tokens, starts, sizes),
+    )
+
+
+def normalized(patches: Tensor) -> Tensor:
+    """The `pixel_values` that transformers' processor makes of them, in float64."""
+    mean, std = (torch.tensor(PROCESSOR[f"image_{x}"]).double() for x in ("mean", "std"))
+    pixels = patches.double().view(len(patches), 3, -1) / 255
+    return ((pixels - mean[:, None]) / std[:, None]).flatten(1)
+
+
+def sequence_with_images(
+    grids: list[tuple[int, int]], num_response_tokens: int, seed: int, loss_weight: float = 1.0
+) -> TokenSequence:
+    """Random text around each image, and a random completion that has an image's token, too."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def text(num_tokens: int) -> Tensor:
+        return torch.randint(4, START, (num_tokens,), generator=generator)
+
+    parts, starts = [text(3)], []
+    for height, width in grids:
+        starts.append(sum(map(len, parts)) + 1)
+        image = torch.full((height * width // MERGE**2,), IMAGE)
+        parts += [torch.tensor([START]), image, torch.tensor([END]), text(2)]
+    prompt = torch.cat(parts)
+    completion = text(num_response_tokens)
+    completion[1] = IMAGE
+    return TokenSequence(
+        tokens=torch.cat([prompt, completion]),
+        num_prompt_tokens=len(prompt),
+        advantage=1.0,
+        loss_weight=loss_weight,
+        rollout_logprobs=torch.zeros(num_response_tokens),
+        images=random_images(grids, starts, len(prompt), generator) if grids else None,
+    )
