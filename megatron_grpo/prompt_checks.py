@@ -12,6 +12,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.config.reward import REWARD_MODEL, served_here
+from megatron_grpo.data.images import check_images
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.rows import Row
 from megatron_grpo.data.stream import PromptStream
@@ -35,6 +36,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
     Returns `cfg` with the number of steps that `train.num_epochs` are, and the first prompt for
     people, as the model will see it.
     """
+    check_images(cfg)
     with ExitStack() as stack:
         pools = stack.enter_context(closing(RewardPools()))
         rewards = RewardsBySource(_without_served(cfg), pools)

@@ -332,7 +332,8 @@ def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
 
 
 def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
-    """Ascending indices of the sequences of each prompt with its images; prompts in order of first occurrence."""
+    """Ascending indices of the sequences of each prompt with its images, in order of first
+    occurrence."""
     groups: dict[tuple[bytes, str], list[int]] = {}
     for i, sequence in enumerate(sequences):
         prompt = sequence.tokens[: sequence.num_prompt_tokens].numpy().tobytes()

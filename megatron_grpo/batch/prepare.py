@@ -24,6 +24,7 @@ from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.router import with_own_layers
 from megatron_grpo.policy.skipped_steps import is_so_on_all_ranks
+from megatron_grpo.policy.vision import VisionTower
 from megatron_grpo.timing import PhaseTimer
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
@@ -119,6 +120,7 @@ def packed_minibatches(
     cfg: Config,
     groups: Groups,
     device: torch.device,
+    vision: VisionTower | None = None,
 ) -> Minibatches:
     """This rank's shard of the generation; collective, and only rank 0 has the `experience`.
 
@@ -134,7 +136,8 @@ def packed_minibatches(
             share_prompts=cfg.grpo.shared_prompts,
             context_rank=groups.coordinates.context,
         )
-        minibatches.append([_on_rank(batch, groups).to(device) for batch in batches])
+        held = [_on_rank(batch, groups).to(device) for batch in batches]
+        minibatches.append([vision.see(batch) for batch in held] if vision else held)
     return minibatches
 
 
@@ -161,7 +164,13 @@ class Preparation:
         """Return this rank's shard of the generation, with the log-probabilities for the loss."""
         with timer.phase("pack"):
             packed = packed_minibatches(
-                experience, generation, self.cost, self.cfg, self.groups, self.device
+                experience,
+                generation,
+                self.cost,
+                self.cfg,
+                self.groups,
+                self.device,
+                self.policy.vision,
             )
         with timer.phase("logprobs"):
             return [

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jinja2 import TemplateError
 
 from megatron_grpo.config.data import DataConfig
+from megatron_grpo.data.images import ImageReader, PromptSources, images_of
 from megatron_grpo.data.rows import Fault, Row
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ TEMPLATE_ERRORS = (TemplateError, TypeError)
 """Errors raised by a template itself, or by one that gets a field of an unexpected type."""
 TEXTS_AT_ONCE = 4096
 """Enough for all cores; the lists that the tokenizer makes of them are not kept."""
-Chat = str | list[dict[str, str]]
+Chat = str | list[dict[str, Any]]
 """A text that is used as it is, or messages for the chat template."""
 T = TypeVar("T")
 U = TypeVar("U")
@@ -32,12 +33,16 @@ class Encoded:
     text: str
     token_ids: "array[int]"
     """Of int32: a list takes nine times the memory, and data may have 10^8 tokens."""
+    images: PromptSources | None = None
 
 
 def encode_rows(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: Sequence[Row],
+    reader: ImageReader | None = None,
 ) -> list[Encoded | Fault]:
-    """The prompt of every row, or why it has none.
+    """The prompt of every row, or why it has none; `reader` is for images.
 
     Raises ValueError if the tokenizer makes no tokens of any row, or if its chat template is
     missing or does not use a variable of `data.chat_template_kwargs`.
@@ -52,7 +57,25 @@ def encode_rows(
         )
     _check_variables(data, tokenizer)
     texts = _map_valid(chats, lambda messages: _render(data, tokenizer, messages))
-    return _map_valid(texts, lambda texts: _tokenize(data, tokenizer, texts))
+    encoded = _map_valid(texts, lambda texts: _tokenize(data, tokenizer, texts))
+    if reader is None:
+        return encoded
+    return [
+        _with_images(data, row, of_row, reader) for row, of_row in zip(rows, encoded, strict=True)
+    ]
+
+
+def _with_images(
+    data: DataConfig, row: Row, encoded: Encoded | Fault, reader: ImageReader
+) -> Encoded | Fault:
+    images = images_of(data, row)
+    if isinstance(encoded, Fault) or isinstance(images, Fault):
+        return encoded if isinstance(encoded, Fault) else images
+    found = reader.expand(encoded.token_ids, images)
+    if isinstance(found, Fault) or not images:
+        return found if isinstance(found, Fault) else encoded
+    token_ids, sources = found
+    return Encoded(encoded.text, array("i", token_ids), sources)
 
 
 def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -102,11 +125,24 @@ def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
         {name: value for name, value in message.items() if value is not None}
         for message in messages
     ]
+    images = images_of(data, row)
+    if isinstance(images, Fault):
+        return images
+    if images:
+        messages = _before_text(messages, len(images))
     if data.system_prompt is None:
         return messages
     if messages[0]["role"] == "system":
         return Fault("its own system message in addition to data.system_prompt")
     return [{"role": "system", "content": data.system_prompt}, *messages]
+
+
+def _before_text(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
+    """The messages with images before the text of the first one of the user, as parts."""
+    first = next((i for i, each in enumerate(messages) if each["role"] == "user"), 0)
+    text = {"type": "text", "text": messages[first]["content"]}
+    parts = [*({"type": "image"} for _ in range(num_images)), text]
+    return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
 
 
 def _check_column(column: str, row: Row) -> Fault | None:

@@ -41,8 +41,8 @@ class PackedParams(PackedSeqParams):
     attention_cu_seqlens: Tensor | None = None
     """Padded lengths for attention, where those of RoPE differ: see `dynamic_context`."""
     rope_positions: Tensor | None = None
-    """[T] position of each token in its sequence, or [3, T] with images, for `PackedRotary`; None with
-    neither images nor shared prompts."""
+    """[T] position of each token in its sequence, or with images its three, [3, T], for
+    `PackedRotary`; None with neither images nor shared prompts."""
     routed_experts: Tensor | None = None
     """[tokens and layers of this rank, topk], for `RouterReplay`; None: the routers choose."""
 

@@ -18,12 +18,12 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.policy.model import build_policy
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from parallel.packing import TokenSequence, pack
-from megatron_grpo.policy.model import build_policy
 
 # Microbatches: several images of different sizes, a text beside them, text alone, nothing.
 GRIDS = [[[(4, 6), (4, 4)], [(8, 4)], []], [[(6, 6)]], [[]], []]
