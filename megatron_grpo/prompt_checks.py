@@ -128,6 +128,7 @@ def _described(
 
 def check_evaluation(cfg: Config, shape: ModelShape) -> None:
     """Raise ValueError if the prompts of a held-out set cannot be read, sampled or scored."""
+    check_images(cfg)
     tokenizer = load_tokenizer(cfg.model.path)
     ends = end_tokens(shape, tokenizer, cfg.rollout)
     with ExitStack() as stack:

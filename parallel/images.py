@@ -39,7 +39,7 @@ def _text(first: int, num_tokens: int) -> Tensor:
 class PromptImages:
     """The images of one prompt, as a vision tower takes them, end to end."""
 
-    patches: Tensor  # [patches, channels * frames * height * width]
+    patches: Tensor  # [patches, channels * frames * height * width] uint8
     grids: Tensor  # [images, 3] int64, patches of each in time, height and width
     digest: str  # of patches and grids: prompts with equal tokens may have other images
     tokens: Tensor  # [features] int64, ascending places in the prompt
@@ -57,7 +57,7 @@ class PromptImages:
 class PackedImages:
     """The images of a packed microbatch of T tokens, each once."""
 
-    patches: Tensor  # [patches, channels * frames * height * width]
+    patches: Tensor | None  # [patches, channels * frames * height * width]; None: no more
     grids: Tensor  # [images, 3] int64
     rows: Tensor  # [T] int64, the feature in the place of each token; -1: its embedding stays
     positions: Tensor  # [3, T] int64, in M-RoPE; continued through padding

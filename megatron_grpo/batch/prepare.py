@@ -24,7 +24,7 @@ from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.router import with_own_layers
 from megatron_grpo.policy.skipped_steps import is_so_on_all_ranks
-from megatron_grpo.policy.vision import VisionTower
+from megatron_grpo.policy.vision import VisionTower, with_features
 from megatron_grpo.timing import PhaseTimer
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
@@ -137,7 +137,7 @@ def packed_minibatches(
             context_rank=groups.coordinates.context,
         )
         held = [_on_rank(batch, groups).to(device) for batch in batches]
-        minibatches.append([vision.see(batch) for batch in held] if vision else held)
+        minibatches.append([with_features(batch, vision) for batch in held])
     return minibatches
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoint_convert.hf_config import read_json
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
+from megatron_grpo.config.reward import REWARD_MODEL
 from megatron_grpo.data.rows import Fault, Row
 
 if TYPE_CHECKING:
@@ -196,7 +197,13 @@ def check_images(cfg: Config) -> None:
         "data.apply_chat_template false": not cfg.data.apply_chat_template,
         "an environment or an agent": cfg.has_dialogues,
         "rollout.enable_sleep_mode true": cfg.rollout.enable_sleep_mode,
-        "rollout.base_urls": bool(cfg.rollout.base_urls),
+        "rollout.vllm.load_format dummy": cfg.rollout.vllm.get("load_format") == "dummy",
+        "rollout.vllm.speculative_config": "speculative_config" in cfg.rollout.vllm,
+        "a reward_model": any(
+            each.name == REWARD_MODEL
+            for reward in cfg.rewards.values()
+            for each in reward.functions
+        ),
     }
     if told := [name for name, is_used in refused.items() if is_used]:
         raise ValueError(f"{key} does not go with {told[0]} yet: leave out one of the two")

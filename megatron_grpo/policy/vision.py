@@ -1,10 +1,12 @@
 """The vision tower of a multimodal model: transformers' own, with its weights as they are.
 
 It has no gradient, so that each image passes through it once: its features are kept with the
-microbatch for all passes over it.
+microbatch for all passes over it. Every tensor and context rank of the first stage computes those
+of all images of its microbatches.
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoint_convert.formats.hf_folder import other_towers
+from checkpoint_convert.formats.tensor_io import StoredTensors
+from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_json
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
+from parallel import Box
 from parallel.groups import Groups
 from parallel.images import PackedImages
 from parallel.packing import PackedBatch
 
-# In weight files as they were published, and as transformers writes them.
-_NAMES = {r"^(model\.)?visual\.": ""}
+_PREFIX = "visual."
 
 
 def mrope_sections(cfg: Config) -> Sequence[int]:
@@ -44,37 +49,37 @@ class VisionTower:
         from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # noqa: PLC0415
 
         processor: Any = AutoImageProcessor.from_pretrained(folder)
-        scale = processor.rescale_factor
         self._mean, self._std = (
-            (torch.tensor(values) / scale).view(1, -1, 1).to(device)
+            (torch.tensor(values) / processor.rescale_factor).view(1, -1, 1).to(device)
             for values in (processor.image_mean, processor.image_std)
         )
-        tower: Any = modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
-        self._tower, loaded = tower.from_pretrained(
-            folder,
-            config=AutoConfig.from_pretrained(folder).vision_config,
-            key_mapping=_NAMES,
-            dtype=dtype,
-            output_loading_info=True,
-        )
-        if missing := sorted(loaded["missing_keys"]):
-            raise ValueError(f"{folder} lacks weights of its vision tower: {', '.join(missing)}")
+        kind: Any = modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
+        config = AutoConfig.from_pretrained(folder).vision_config
+        self._tower = kind._from_config(config, dtype=dtype)
+        self._tower.load_state_dict(_weights(folder))
         self._tower.to(device).requires_grad_(False)
-
-    def see(self, batch: PackedBatch) -> PackedBatch:
-        """The microbatch with the features of its images, which need their patches no more."""
-        if batch.images is None:
-            return batch
-        images = replace(batch.images, features=self.features(batch.images))
-        return replace(batch, images=replace(images, patches=images.patches[:0]))
 
     @torch.no_grad()
     def features(self, images: PackedImages) -> Tensor:
         """[features, hidden size] of images whose patches are bytes as they were in the files."""
+        assert images.patches is not None, "features are computed once"
         pixels = images.patches.view(len(images.patches), self._mean.shape[1], -1)
         normal = ((pixels - self._mean) / self._std).flatten(1)
         found: Tensor = self._tower(normal, grid_thw=images.grids).pooler_output
         return found
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    """Those of the tower, by its own names: `model.` comes before them in newer files."""
+    _, others = other_towers(folder)
+    places = {name: place for name, place in others.items() if _PREFIX in name}
+    weights = {}
+    with closing(StoredTensors(places)) as stored:
+        for name, place in places.items():
+            values = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+            stored.read_into(name, Box.whole(place.shape), values)
+            weights[name.partition(_PREFIX)[2]] = values
+    return weights
 
 
 def vision_tower(cfg: Config, groups: Groups, device: torch.device) -> VisionTower | None:
@@ -82,6 +87,15 @@ def vision_tower(cfg: Config, groups: Groups, device: torch.device) -> VisionTow
     if cfg.data.image_column is None or groups.coordinates.pipeline:
         return None
     return VisionTower(cfg.model.path, getattr(torch, cfg.model.dtype), device)
+
+
+def with_features(batch: PackedBatch, vision: VisionTower | None) -> PackedBatch:
+    """The microbatch with the features of its images, on ranks that have the tower, in the place
+    of their patches."""
+    if batch.images is None:
+        return batch
+    features = None if vision is None else vision.features(batch.images)
+    return replace(batch, images=replace(batch.images, patches=None, features=features))
 
 
 def embedded(chunk: Any, batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor | None:
@@ -92,7 +106,7 @@ def embedded(chunk: Any, batch: PackedBatch, local: Tensor, groups: Groups) -> T
     images = batch.images
     if images is None or not chunk.pre_process:
         return None
-    assert images.features is not None, "set by `VisionTower.see`"
+    assert images.features is not None, "set by `with_features`"
     tokens: Tensor = chunk.embedding(
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,10 +72,11 @@ def random_images(
 
 
 def normalized(patches: Tensor) -> Tensor:
-    """The `pixel_values` that transformers' processor makes of them, in float64."""
-    mean, std = (torch.tensor(PROCESSOR[f"image_{x}"]).double() for x in ("mean", "std"))
-    pixels = patches.double().view(len(patches), 3, -1) / 255
-    return ((pixels - mean[:, None]) / std[:, None]).flatten(1)
+    """The `pixel_values` that transformers' processor makes of them."""
+    mean, std = (
+        torch.tensor(PROCESSOR[f"image_{x}"])[:, None] / (1 / 255) for x in ("mean", "std")
+    )
+    return ((patches.view(len(patches), 3, -1) - mean) / std).flatten(1)
 
 
 def sequence_with_images(
@@ -102,3 +104,20 @@ def sequence_with_images(
         rollout_logprobs=torch.zeros(num_response_tokens),
         images=random_images(grids, starts, len(prompt), generator) if grids else None,
     )
+
+
+def with_completion(sequence: TokenSequence, num_tokens: int, seed: int) -> TokenSequence:
+    """The same prompt with another completion."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = sequence.tokens[: sequence.num_prompt_tokens]
+    own = torch.randint(4, START, (num_tokens,), generator=generator)
+    tokens = torch.cat([prompt, own])
+    return replace(sequence, tokens=tokens, rollout_logprobs=torch.zeros(num_tokens))
+
+
+def with_other_pixels(sequence: TokenSequence) -> TokenSequence:
+    """The same tokens after other images of the same sizes."""
+    assert sequence.images is not None
+    patches = 255 - sequence.images.patches
+    images = replace(sequence.images, patches=patches, digest=f"not {sequence.images.digest}")
+    return replace(sequence, images=images)
