@@ -4,12 +4,19 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from PIL import Image as PIL
 from torch import Tensor
 
+from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.models import character_tokenizer
+from helpers.policies import tiny_config
 from helpers.towers import tiny_multimodal
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import Prompt, load_prompts
+from parallel import ParallelDims
 from parallel.images import PromptImages, prompt_positions
 from parallel.packing import TokenSequence
 
@@ -18,6 +25,7 @@ START, END, IMAGE, _ = range(246, 250)
 MERGE = 2  # patches along each side of what becomes one token
 PATCH = 3 * 2 * 14 * 14
 """Bytes of a patch: channels, frames, height and width."""
+IMAGE_LIMITS = {"limit_mm_per_prompt": {"image": 2, "video": 0}}
 TEMPLATE = (
     "{% for message in messages %}<start>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -77,6 +85,43 @@ def normalized(patches: Tensor) -> Tensor:
         torch.tensor(PROCESSOR[f"image_{x}"])[:, None] / (1 / 255) for x in ("mean", "std")
     )
     return ((patches.view(len(patches), 3, -1) - mean) / std).flatten(1)
+
+
+def embedded(model: Any, tokens: Tensor, images: PromptImages) -> dict[str, Tensor]:
+    """The inputs of transformers' model for `tokens` [1, L] that begin with a prompt with images.
+
+    By `pixel_values` it would put features in the places of sampled tokens of images, too.
+    """
+    embeddings, types = model.get_input_embeddings()(tokens).clone(), torch.zeros_like(tokens)
+    types[0, images.tokens] = 1
+    pixels = normalized(images.patches).to(embeddings)
+    seen = model.model.get_image_features(pixels, images.grids, return_dict=True)
+    embeddings[0, images.tokens] = torch.cat(seen.pooler_output)
+    positions, _ = model.model.get_rope_index(tokens, types, image_grid_thw=images.grids)
+    return {"inputs_embeds": embeddings, "position_ids": positions}
+
+
+def picture(width: int, height: int, seed: int = 0) -> PIL.Image:
+    """An image of random pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=generator)
+    return PIL.fromarray(pixels.numpy())
+
+
+def image_config(model: Path, folder: Path, *overrides: str) -> Config:
+    """The tiny config with the rows in `folder`, whose prompts have up to two images."""
+    data = [f"data.path={folder / 'rows.jsonl'}", "data.image_column=image"]
+    limits = [f"rollout.vllm={json.dumps(IMAGE_LIMITS)}"]
+    return tiny_config(model, ParallelDims(), *data, *limits, *overrides)
+
+
+def prompts_with_images(
+    model: Path, folder: Path, images: list[Any], *overrides: str
+) -> list[Prompt]:
+    """The prompts of rows with these values in their column of images, written to `folder`."""
+    rows = [{"prompt": "Which?", "answer": "a", "image": each} for each in images]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_prompts(image_config(model, folder, *overrides), load_tokenizer(model), 512)
 
 
 def sequence_with_images(

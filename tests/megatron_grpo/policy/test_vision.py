@@ -15,7 +15,7 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.text_tower import is_of_text, text_name
 from checkpoint_convert.weights import read_weights
 from helpers.images import (
-    normalized,
+    embedded,
     sequence_with_images,
     tiny_vision_model,
     with_completion,
@@ -53,16 +53,8 @@ def sequences() -> list[TokenSequence]:
 
 def oracle_logprobs(model: Any, sequence: TokenSequence) -> Tensor:
     tokens, images, first = sequence.tokens[None], sequence.images, sequence.num_prompt_tokens
-    embedded, positions = model.get_input_embeddings()(tokens).clone(), None
-    if images is not None:
-        # Not by `pixel_values`: features would go to the place of the sampled token, too.
-        types = torch.zeros_like(tokens)
-        types[0, images.tokens] = 1
-        pixels = normalized(images.patches).to(embedded)
-        seen = model.model.get_image_features(pixels, images.grids, return_dict=True)
-        embedded[0, images.tokens] = torch.cat(seen.pooler_output)
-        positions, _ = model.model.get_rope_index(tokens, types, image_grid_thw=images.grids)
-    logits = model(inputs_embeds=embedded, position_ids=positions).logits[0, first - 1 : -1]
+    inputs = embedded(model, tokens, images) if images else {"input_ids": tokens}
+    logits = model(**inputs).logits[0, first - 1 : -1]
     return logits.log_softmax(-1).gather(1, tokens[0, first:, None])[:, 0]
 
 
@@ -95,7 +87,8 @@ def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str
     groups = init_groups(dims, dynamic_context=cfg.parallel.dynamic_context_parallel)
     policy = build_policy(cfg, read_shape(folder), groups)
     alignment, shares = Alignment.for_mesh(dims, dims.tensor > 1), cfg.grpo.shared_prompts
-    batches = [pack(sequences(), each, alignment, share_prompts=shares) for each in MICROBATCHES]
+    own = MICROBATCHES[groups.coordinates.data :: dims.data]
+    batches = [pack(sequences(), each, alignment, share_prompts=shares) for each in own]
     return numbers_of(policy, groups, [with_features(each, policy.vision) for each in batches])
 
 
@@ -114,7 +107,7 @@ DYNAMIC = "parallel.dynamic_context_parallel=true"
         pytest.param(ParallelDims(), (SHARED,), marks=slow),
         pytest.param(ParallelDims(context=2), (DYNAMIC,), marks=slow),
         pytest.param(ParallelDims(tensor=2, context=2), (SHARED,), marks=slow),
-        pytest.param(ParallelDims(pipeline=2, virtual_pipeline=1), (SHARED,), marks=slow),
+        pytest.param(ParallelDims(data=2), (SHARED,), marks=slow),
     ],
     ids=str,
 )

@@ -1,0 +1,92 @@
+"""Rows with images become prompts, as the model's own processor makes them."""
+
+import base64
+from io import BytesIO
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from helpers.images import (
+    IMAGE,
+    image_config,
+    normalized,
+    picture,
+    prompts_with_images,
+    tiny_vision_model,
+)
+from megatron_grpo.data.images import check_images
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_vision_model(tmp_path_factory.mktemp("model"))
+
+
+def png(image: Image.Image) -> bytes:
+    file = BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_patches_tokens_and_positions_are_those_of_transformers(model, tmp_path):
+    pictures = [picture(60, 90), picture(56, 56), picture(300, 120)]  # the first and last resized
+    for number, each in enumerate(pictures):
+        each.save(tmp_path / f"{number}.png")
+    encoded = "data:image/png;base64," + base64.b64encode(png(pictures[0])).decode()
+    values = [["0.png", {"bytes": None, "path": "1.png"}], [encoded, "2.png"], None, []]
+    several, others, *of_text = prompts_with_images(model, tmp_path, values)
+    processor = AutoImageProcessor.from_pretrained(model)
+    whole = AutoModelForImageTextToText.from_pretrained(model)
+    for prompt, own in ((several, pictures[:2]), (others, pictures[::2])):
+        images, wanted = prompt.images.read(), processor(images=own, return_tensors="pt")
+        assert torch.equal(images.grids, wanted["image_grid_thw"])
+        torch.testing.assert_close(
+            normalized(images.patches), wanted["pixel_values"], atol=1e-5, rtol=0
+        )
+        tokens = torch.tensor([[*prompt.token_ids]])
+        assert torch.equal((tokens[0] == IMAGE).nonzero()[:, 0], images.tokens)
+        positions, _ = whole.model.get_rope_index(
+            tokens, (tokens == IMAGE).int(), image_grid_thw=images.grids
+        )
+        assert torch.equal(images.positions, positions[:, 0])
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert several.text.startswith(f"<start>user\n{mark}{mark}Which?")
+    assert all(each.images is None and IMAGE not in each.token_ids for each in of_text)
+
+
+def test_what_is_no_image_is_refused_row_by_row(model, tmp_path):
+    (tmp_path / "text.png").write_text("no image")
+    picture(600, 2).save(tmp_path / "thin.png")
+    picture(56, 56).save(tmp_path / "good.png")
+    rows = {
+        "https://host/a.png": "is a URL: download the image and give its path",
+        7: "neither a path nor bytes of an image, nor a list of them: int",
+        "data:image/png;base64,?": "is not base64",
+        "absent.png": "cannot be read",
+        "text.png": "cannot be read",
+        "thin.png": "cannot be read: absolute aspect ratio must be smaller than 200",
+    }
+    with pytest.raises(ValueError, match="7 of 7 rows") as refused:
+        prompts_with_images(model, tmp_path, [*rows, ["good.png"] * 3])
+    for number, told in enumerate([*rows.values(), "limit_mm_per_prompt.image: 3 of at most 2"]):
+        [line] = [each for each in str(refused.value).splitlines() if f"line {number + 1}:" in each]
+        assert told in line
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("rollout.vllm={}", "set rollout.vllm.limit_mm_per_prompt={image: 1, video: 0}"),
+        ("rollout.vllm.load_format=dummy", "rollout.vllm.load_format dummy"),
+        ("rollout.enable_sleep_mode=true", "rollout.enable_sleep_mode true"),
+        ("data.apply_chat_template=false", "data.apply_chat_template false"),
+        ("environment.name=demo/environments.py:Adder", "an environment or an agent"),
+        ("reward.functions=[{name: reward_model, arguments: {url: x}}]", "a reward_model"),
+    ],
+)
+def test_what_does_not_go_with_images_is_refused(model, tmp_path, override, told):
+    with pytest.raises(ValueError, match=r"data\.image_column") as refused:
+        check_images(image_config(model, tmp_path, override))
+    assert told in str(refused.value)
