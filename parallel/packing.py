@@ -245,8 +245,8 @@ class _Segment:
         """The segment with `part` of the tokens of a sequence."""
         routes = sequence.routed_experts
         routes = None if routes is None else routes[part]
-        own = {"routed_experts": routes, "images": sequence.images}
-        return cls(tokens=sequence.tokens[part], **own, **place)
+        images = sequence.images
+        return cls(tokens=sequence.tokens[part], routed_experts=routes, images=images, **place)
 
 
 def _segments(

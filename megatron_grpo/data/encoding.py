@@ -68,14 +68,15 @@ def encode_rows(
 def _with_images(
     data: DataConfig, row: Row, encoded: Encoded | Fault, reader: ImageReader
 ) -> Encoded | Fault:
-    images = images_of(data, row)
-    if isinstance(encoded, Fault) or isinstance(images, Fault):
-        return encoded if isinstance(encoded, Fault) else images
+    if isinstance(encoded, Fault):
+        return encoded
+    if isinstance(images := images_of(data, row), Fault):
+        return images
     found = reader.expand(encoded.token_ids, images)
-    if isinstance(found, Fault) or not images:
-        return found if isinstance(found, Fault) else encoded
+    if isinstance(found, Fault):
+        return found
     token_ids, sources = found
-    return Encoded(encoded.text, array("i", token_ids), sources)
+    return Encoded(encoded.text, array("i", token_ids), sources if images else None)
 
 
 def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 FAMILY = "qwen2_5_vl"
 BASE64 = "data:image/"
-Encoded = Path | bytes
+ImageSource = Path | bytes
 """An image file, or what is in it."""
 
 
-def images_of(data: DataConfig, row: Row) -> list[Encoded] | Fault:
+def images_of(data: DataConfig, row: Row) -> list[ImageSource] | Fault:
     """The images of a row; none if the column is null or an empty list."""
     found = row.get(data.image_column) if data.image_column else None
     images = [_image(each, data) for each in (found if isinstance(found, list) else [found])]
     faults = [each for each in images if isinstance(each, Fault)]
     if found is None or not faults:
-        return [each for each in images if isinstance(each, Encoded)]
+        return [each for each in images if isinstance(each, ImageSource)]
     return faults[0]
 
 
-def _image(value: Any, data: DataConfig) -> Encoded | Fault:
+def _image(value: Any, data: DataConfig) -> ImageSource | Fault:
     if isinstance(value, dict):  # as in tables of Hugging Face data sets
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes):
@@ -59,7 +59,7 @@ def _image(value: Any, data: DataConfig) -> Encoded | Fault:
     return (path if path.is_dir() else path.parent) / value
 
 
-def _open(image: Encoded) -> "Image":
+def _open(image: ImageSource) -> "Image":
     """An image the right way up, of which only a file's head is read until its pixels are."""
     from PIL import Image, ImageOps  # noqa: PLC0415
 
@@ -86,7 +86,7 @@ class ImageReader:
         return cls(cfg) if cfg.data.image_column else None
 
     def expand(
-        self, token_ids: Sequence[int], images: Sequence[Encoded]
+        self, token_ids: Sequence[int], images: Sequence[ImageSource]
     ) -> "tuple[list[int], PromptSources] | Fault":
         """The tokens of a prompt with one for each feature of its images, and where these begin.
 
@@ -94,8 +94,8 @@ class ImageReader:
         """
         if (num_tokens := token_ids.count(self.token_id)) != len(images):
             return Fault(
-                "the chat template writes another number of images than the row has",
-                f"{num_tokens}, and not {len(images)}",
+                "the prompt has another number of image tokens than the row has images",
+                f"{num_tokens} instead of {len(images)}",
             )
         if len(images) > self.most:
             return Fault(
@@ -151,7 +151,7 @@ class ImageReader:
 class PromptSources:
     """The images of a prompt as they are in the data."""
 
-    images: tuple[Encoded, ...]
+    images: tuple[ImageSource, ...]
     starts: tuple[int, ...]
     """Where the tokens of each begin in the prompt."""
     num_tokens: int

@@ -136,8 +136,17 @@ def _encoded(
         if isinstance(encoded, Fault):
             invalid.add(record.index, record.place, encoded)
         else:
-            about = {"source": sources.of(row), "images": encoded.images, "data": data}
-            prompts.append(Prompt(record.index, encoded.token_ids, encoded.text, row, **about))
+            prompts.append(
+                Prompt(
+                    record.index,
+                    encoded.token_ids,
+                    encoded.text,
+                    row,
+                    source=sources.of(row),
+                    images=encoded.images,
+                    data=data,
+                )
+            )
     return prompts
 
 
