@@ -6,9 +6,14 @@ of the prompt. Index maths only; nothing here computes features.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from parallel.columns import ColumnMap
 
 
 def prompt_positions(
@@ -60,7 +65,7 @@ class PackedImages:
     patches: Tensor | None  # [patches, channels * frames * height * width]; None: no more
     grids: Tensor  # [images, 3] int64
     rows: Tensor  # [T] int64, the feature in the place of each token; -1: its embedding stays
-    positions: Tensor  # [3, T] int64, in M-RoPE; continued through padding
+    positions: Tensor  # [3, T] int64, in M-RoPE; 0 in padding
     features: Tensor | None = None  # [features, hidden size]; None: not computed yet
 
     def to(self, device: torch.device | str) -> "PackedImages":
@@ -69,35 +74,43 @@ class PackedImages:
         return replace(self, **moved)
 
 
-def pack_images(
-    segments: Sequence[tuple[PromptImages | None, int, slice]], position_ids: Tensor
-) -> PackedImages | None:
-    """The images of a microbatch, or None if it has none.
+class Segment(Protocol):
+    """A part of a prompt with its completion."""
 
-    Of each segment: the images of its sequence, the position in the sequence of its first token,
-    and its place in the microbatch, of which `position_ids` [T] are those of text alone.
-    """
-    rows = torch.full_like(position_ids, -1)
-    positions = position_ids.expand(3, -1).clone()
-    found: dict[str, PromptImages] = {}
-    firsts: dict[str, int] = {}
-    num_features = 0
-    for images, position, place in segments:
-        if images is None:
-            continue
-        if images.digest not in found:
-            found[images.digest], firsts[images.digest] = images, num_features
-            num_features += len(images.tokens)
-        part = slice(position, position + place.stop - place.start)
-        positions[:, place] = images.positions_of(part)
-        is_own = (images.tokens >= part.start) & (images.tokens < part.stop)
-        own = is_own.nonzero().squeeze(1)
-        rows[place.start - position + images.tokens[own]] = firsts[images.digest] + own
+    @property
+    def part(self) -> slice:
+        """Which part."""
+
+    @property
+    def images(self) -> PromptImages | None:
+        """Those of the whole prompt."""
+
+
+def pack_images(segments: Sequence[Segment], columns: ColumnMap) -> PackedImages | None:
+    """The images of a microbatch of these segments, each once; None if there are none."""
+    found = {each.images.digest: each.images for each in segments if each.images is not None}
     if not found:
         return None
+    counts = (len(images.tokens) for images in found.values())
+    first_rows = dict(zip(found, accumulate(counts, initial=0), strict=False))
+    rows, positions = [], []
+    for segment in segments:
+        images, part = segment.images, segment.part
+        numbers = torch.arange(part.start, part.stop)
+        if images is None:
+            rows.append(torch.full_like(numbers, -1))
+            positions.append(numbers.expand(3, -1))
+            continue
+        # Of the whole prompt, at the place of each token of an image, its number among these.
+        whole = torch.full((max(part.stop, images.positions.shape[1]),), -1)
+        whole[images.tokens] = first_rows[images.digest] + torch.arange(len(images.tokens))
+        rows.append(whole[part])
+        positions.append(images.positions_of(part))
     return PackedImages(
         patches=torch.cat([images.patches for images in found.values()]),
         grids=torch.cat([images.grids for images in found.values()]),
-        rows=rows,
-        positions=positions,
+        rows=columns.column(rows, np.int64, -1),
+        positions=torch.stack(
+            [columns.column(axis, np.int64) for axis in zip(*positions, strict=True)]
+        ),
     )

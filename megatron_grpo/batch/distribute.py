@@ -19,10 +19,10 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.batch.token_log import first_rows
 from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import images_by_prompt
 from megatron_grpo.data.samples import Sample
 from parallel.alignment import Alignment
 from parallel.groups import Groups
-from parallel.images import PromptImages
 from parallel.microbatches import CostModel, plan_microbatches
 from parallel.packing import CACHED_VALUES, PackedBatch, TokenSequence, pack
 from parallel.shared_prefix import plan_shared_prompts
@@ -144,7 +144,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
         cfg.rollout.max_completion_length,
     )
     lengths = [len(sample.completion_ids) for sample in samples]
-    images = _images(samples)
+    images = images_by_prompt([sample.prompt for sample in samples])
     log_rows = first_rows(lengths, cfg.train.log_tokens)
     return [
         TokenSequence(
@@ -165,12 +165,6 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             samples, indices, masks, weights, _routes(samples), log_rows, strict=True
         )
     ]
-
-
-def _images(samples: list[Sample]) -> dict[int, PromptImages]:
-    """By prompt: sequences of one prompt share them, also when they are sent."""
-    prompts = {sample.prompt.index: sample.prompt for sample in samples}
-    return {index: prompt.images.read() for index, prompt in prompts.items() if prompt.images}
 
 
 def _tokens(sample: Sample) -> Tensor:

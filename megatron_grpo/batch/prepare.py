@@ -162,15 +162,10 @@ class Preparation:
         self, experience: Experience | None, generation: int, timer: PhaseTimer
     ) -> Minibatches:
         """Return this rank's shard of the generation, with the log-probabilities for the loss."""
+        vision = self.policy.vision
         with timer.phase("pack"):
             packed = packed_minibatches(
-                experience,
-                generation,
-                self.cost,
-                self.cfg,
-                self.groups,
-                self.device,
-                self.policy.vision,
+                experience, generation, self.cost, self.cfg, self.groups, self.device, vision
             )
         with timer.phase("logprobs"):
             return [

@@ -2,7 +2,7 @@
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from megatron_grpo.data.rows import Fault, InvalidRows, Record, Row, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from parallel.images import PromptImages
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,12 @@ class Prompt:
         chat = chat_of(self.data, self.row)
         assert not isinstance(chat, Fault), "it has become a prompt"
         return chat
+
+
+def images_by_prompt(prompts: Iterable[Prompt]) -> "dict[int, PromptImages]":
+    """The images of prompts that have some, read once for each prompt, by its index."""
+    different = {prompt.index: prompt.images for prompt in prompts}
+    return {index: images.read() for index, images in different.items() if images is not None}
 
 
 def end_tokens(
