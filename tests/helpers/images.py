@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,3 +167,7 @@ def with_other_pixels(sequence: TokenSequence) -> TokenSequence:
     patches = 255 - sequence.images.patches
     images = replace(sequence.images, patches=patches, digest=f"not {sequence.images.digest}")
     return replace(sequence, images=images)
+
+
+if __name__ == "__main__":
+    tiny_vision_model(Path(sys.argv[1]))  # that of configs/learn_colours.yaml
