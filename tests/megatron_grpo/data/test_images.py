@@ -3,11 +3,13 @@
 import base64
 from io import BytesIO
 
+import datasets
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.images import (
     IMAGE,
     image_config,
@@ -17,6 +19,7 @@ from helpers.images import (
     tiny_vision_model,
 )
 from megatron_grpo.data.images import check_images
+from megatron_grpo.data.prompts import load_prompts
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,38 @@ def test_patches_tokens_and_positions_are_those_of_transformers(model, tmp_path)
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
     assert several.text.startswith(f"<start>user\n{mark}{mark}Which?")
     assert all(each.images is None and IMAGE not in each.token_ids for each in of_text)
+
+
+@pytest.mark.parametrize("is_on_hub", [False, True])
+@pytest.mark.parametrize("is_list", [False, True])
+def test_features_of_images_are_read_as_they_are_stored(
+    model, tmp_path, monkeypatch, is_on_hub, is_list
+):
+    picture(60, 90).save(tmp_path / "0.png")
+    values = [str(tmp_path / "0.png"), {"bytes": png(picture(56, 56)), "path": None}]
+    columns = {
+        "prompt": ["Which?"] * 2,
+        "answer": ["a"] * 2,
+        "parts": [[{"a": 0}, {"b": "c"}], []],  # a column that must stay decoded
+        "image": [[each] for each in values] if is_list else values,
+    }
+    features = datasets.Features(
+        prompt=datasets.Value("string"),
+        answer=datasets.Value("string"),
+        parts=datasets.List(datasets.Json()),
+        image=datasets.List(datasets.Image()) if is_list else datasets.Image(),
+    )
+    file = tmp_path / "rows.parquet"
+    saved = datasets.Dataset.from_dict(columns, features)
+    saved.to_parquet(file)
+    if is_on_hub:  # which is not within reach
+        monkeypatch.setattr(datasets, "load_dataset", lambda name, subset, split: saved)
+    cfg = image_config(model, tmp_path, f"data.path={'some/squares' if is_on_hub else file}")
+    prompts = load_prompts(cfg, load_tokenizer(model), 512)
+    for prompt, size in zip(prompts, [(1, 6, 4), (1, 4, 4)], strict=True):
+        assert prompt.images.read().grids.tolist() == [[*size]]
+    if is_on_hub:
+        assert prompts[0].row["parts"] == columns["parts"][0]
 
 
 def test_what_is_no_image_is_refused_row_by_row(model, tmp_path):
