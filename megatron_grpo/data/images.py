@@ -5,9 +5,11 @@ whole data set would not fit into memory, so that a prompt has its images as the
 """
 
 import base64
-import binascii
 import hashlib
-from collections.abc import Sequence
+import math
+import reprlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +19,7 @@ from checkpoint_convert.hf_config import read_json
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import REWARD_MODEL
-from megatron_grpo.data.rows import Fault, Row
+from megatron_grpo.data.rows import BASE64, Fault, Row
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,47 +27,103 @@ if TYPE_CHECKING:
     from parallel.images import PromptImages
 
 FAMILY = "qwen2_5_vl"
-BASE64 = "data:image/"
-ImageSource = Path | bytes
-"""An image file, or what is in it."""
+ORIENTATION = 0x0112
+"""A tag of EXIF; images of the values 5 to 8 are shown with sides swapped."""
+WIDE_MODES = ("I", "F")
+"""Beginnings of Pillow's names for pixels of more than 8 bits, which it would cut to 8."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 200  # a path is shown whole, and base64 is not
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image of a row."""
+
+    name: str
+    """Its path as in the row, or which image of the row it is."""
+    content: Path | bytes
+    """An image file, or what is in it."""
+
+    @property
+    def key(self) -> bytes:
+        """What tells it from other images, if files do not change; files may have moved."""
+        own = self.content if isinstance(self.content, bytes) else self.name.encode()
+        return hashlib.blake2b(own).digest()
 
 
 def images_of(data: DataConfig, row: Row) -> list[ImageSource] | Fault:
     """The images of a row; none if the column is null or an empty list."""
     found = row.get(data.image_column) if data.image_column else None
-    images = [_image(each, data) for each in (found if isinstance(found, list) else [found])]
+    if found is None:
+        return []
+    values = found if isinstance(found, list) else [found]
+    images = [_image(each, f"image {i + 1} of the row", data) for i, each in enumerate(values)]
     faults = [each for each in images if isinstance(each, Fault)]
-    if found is None or not faults:
-        return [each for each in images if isinstance(each, ImageSource)]
-    return faults[0]
+    return faults[0] if faults else [each for each in images if isinstance(each, ImageSource)]
 
 
-def _image(value: Any, data: DataConfig) -> ImageSource | Fault:
+def _image(value: Any, name: str, data: DataConfig) -> ImageSource | Fault:
     if isinstance(value, dict):  # as in tables of Hugging Face data sets
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes):
-        return value
+        return ImageSource(name, value)
     if not isinstance(value, str):
         kind = f"{data.image_column!r} is neither a path nor bytes of an image, nor a list of them"
-        return Fault(kind, type(value).__name__)
+        return Fault(kind, f"{name}: {type(value).__name__}")
     if value.startswith(("http://", "https://")):
-        return Fault(f"{data.image_column!r} is a URL: download the image and give its path", value)
+        kind = f"{data.image_column!r} is a URL: download the image and give its path"
+        return Fault(kind, _SHORT.repr(value))
     if value.startswith(BASE64):
         try:
-            return base64.b64decode(value.partition(",")[2], validate=True)
-        except binascii.Error as error:
-            return Fault(f"{data.image_column!r} is not base64", str(error))
+            return ImageSource(name, base64.b64decode(value.partition(",")[2], validate=True))
+        except ValueError as error:
+            return Fault(f"{data.image_column!r} is not base64", f"{name}: {error}")
     path = Path(str(data.path))
-    return (path if path.is_dir() else path.parent) / value
+    return ImageSource(value, (path if path.is_dir() else path.parent) / value)
 
 
-def _open(image: ImageSource) -> "Image":
-    """An image the right way up, of which only a file's head is read until its pixels are."""
+@contextmanager
+def _named(image: ImageSource) -> "Iterator[Image]":
+    """An image of which only the head is read until its pixels are.
+
+    Raises ValueError, which names it, also for what is done with it.
+    """
+    from PIL import Image  # noqa: PLC0415
+
+    content = image.content
+    try:
+        with Image.open(BytesIO(content) if isinstance(content, bytes) else content) as opened:
+            yield opened
+    # Pillow raises all of these for bad files; sides that are too unequal are a ValueError, too.
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        told = getattr(error, "strerror", None) or error  # without the path
+        hint = "" if Path(image.name).suffix else "; base64 begins with data:image/png;base64,"
+        is_path = isinstance(content, Path)
+        raise ValueError(f"{_SHORT.repr(image.name)}: {told}{hint if is_path else ''}") from error
+
+
+def _shown_size(opened: "Image") -> tuple[int, int]:
+    """Width and height of an image the right way up, from its head alone."""
+    from PIL import Image  # noqa: PLC0415
+
+    if opened.mode.startswith(WIDE_MODES):
+        raise ValueError(f"pixels of mode {opened.mode}: save it with 8 bits per channel")
+    # The method of PNG files would read their pixels.
+    is_turned = Image.Image.getexif(opened).get(ORIENTATION, 1) >= 5
+    return (opened.height, opened.width) if is_turned else opened.size
+
+
+def _pixels(opened: "Image") -> "Image":
+    """RGB, the right way up; over white where it is transparent, as vLLM has it."""
     from PIL import Image, ImageOps  # noqa: PLC0415
 
-    opened: Image.Image = Image.open(BytesIO(image) if isinstance(image, bytes) else image)
-    ImageOps.exif_transpose(opened, in_place=True)
-    return opened
+    upright = ImageOps.exif_transpose(opened)
+    if not upright.has_transparency_data:
+        return upright.convert("RGB")
+    seen = upright.convert("RGBA")
+    pixels = Image.new("RGB", seen.size, "white")
+    pixels.paste(seen, mask=seen.getchannel("A"))
+    return pixels
 
 
 class ImageReader:
@@ -102,39 +160,52 @@ class ImageReader:
                 "more images than rollout.vllm.limit_mm_per_prompt.image",
                 f"{len(images)} of at most {self.most}",
             )
-        sizes = []
+        counts = []
         for image in images:
             try:
-                width, height = _open(image).size
-                sizes.append(self._processor.get_number_of_image_patches(height, width))
-            except (OSError, ValueError) as error:  # also for sides that are too unequal
+                with _named(image) as opened:
+                    width, height = _shown_size(opened)
+                    num_patches = self._processor.get_number_of_image_patches(height, width)
+            except ValueError as error:
                 return Fault("an image cannot be read", str(error))
+            counts.append(num_patches // self._merge**2)
         expanded: list[int] = []
         starts: list[int] = []
         for token in token_ids:
             if token != self.token_id:
                 expanded.append(token)
                 continue
-            num_features = sizes[len(starts)] // self._merge**2
             starts.append(len(expanded))
-            expanded += [token] * num_features
-        return expanded, PromptSources(tuple(images), tuple(starts), len(expanded), self)
+            expanded += [token] * counts[len(starts) - 1]
+        sources = PromptSources(tuple(images), tuple(starts), tuple(counts), len(expanded), self)
+        return expanded, sources
 
     def read(self, images: "PromptSources") -> "PromptImages":
-        """The patches of the images, as bytes: whoever takes them scales and shifts them."""
+        """The patches of the images, as bytes: whoever takes them scales and shifts them.
+
+        Raises ValueError for a file that changed since its tokens were counted, or that is damaged
+        behind its head.
+        """
         import torch  # noqa: PLC0415
 
         from parallel.images import PromptImages, prompt_positions  # noqa: PLC0415
 
+        pixels = []
+        for image in images.images:
+            with _named(image) as opened:
+                pixels.append(_pixels(opened))
         made = self._processor(
-            images=[_open(image).convert("RGB") for image in images.images],
-            do_rescale=False,
-            do_normalize=False,
-            return_tensors="pt",
+            images=pixels, do_rescale=False, do_normalize=False, return_tensors="pt"
         )
         patches, grids = made["pixel_values"].to(torch.uint8), made["image_grid_thw"]
         sizes = [(t, h // self._merge, w // self._merge) for t, h, w in grids.tolist()]
-        ends = [s + t * h * w for s, (t, h, w) in zip(images.starts, sizes, strict=True)]
+        for image, size, count in zip(images.images, sizes, images.counts, strict=True):
+            if math.prod(size) != count:
+                raise ValueError(
+                    f"{image.name}: it has {math.prod(size)} tokens now, and had {count} when the "
+                    "prompts were made: start again with files that do not change"
+                )
+        ends = [start + count for start, count in zip(images.starts, images.counts, strict=True)]
         digest = hashlib.blake2b(patches.numpy().tobytes() + grids.numpy().tobytes())
         return PromptImages(
             patches=patches,
@@ -154,15 +225,16 @@ class PromptSources:
     images: tuple[ImageSource, ...]
     starts: tuple[int, ...]
     """Where the tokens of each begin in the prompt."""
+    counts: tuple[int, ...]
+    """Tokens of each."""
     num_tokens: int
     """Of the prompt."""
     reader: ImageReader = field(repr=False, compare=False)
 
     @property
     def key(self) -> bytes:
-        """What tells these images from others, if files do not change."""
-        parts = (each if isinstance(each, bytes) else str(each).encode() for each in self.images)
-        return b"".join(hashlib.blake2b(part).digest() for part in parts)
+        """What tells these images from others."""
+        return b"".join(each.key for each in self.images)
 
     def read(self) -> "PromptImages":
         """Read them, and make patches of them."""

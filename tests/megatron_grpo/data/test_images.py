@@ -6,7 +6,7 @@ from io import BytesIO
 import datasets
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile, ImageOps
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from checkpoint_convert.tokenizer import load_tokenizer
@@ -18,8 +18,9 @@ from helpers.images import (
     prompts_with_images,
     tiny_vision_model,
 )
-from megatron_grpo.data.images import check_images
+from megatron_grpo.data.images import ORIENTATION, check_images
 from megatron_grpo.data.prompts import load_prompts
+from megatron_grpo.data.stream import PromptStream
 
 
 @pytest.fixture(scope="module")
@@ -95,19 +96,90 @@ def test_what_is_no_image_is_refused_row_by_row(model, tmp_path):
     (tmp_path / "text.png").write_text("no image")
     picture(600, 2).save(tmp_path / "thin.png")
     picture(56, 56).save(tmp_path / "good.png")
+    Image.new("I;16", (56, 56)).save(tmp_path / "wide.png")
+    bitmap = BytesIO()
+    picture(56, 56).save(bitmap, "BMP")
+    sides = (10**5).to_bytes(4, "little") + (10**4).to_bytes(4, "little")
+    (tmp_path / "huge.bmp").write_bytes(bitmap.getvalue()[:18] + sides + bitmap.getvalue()[26:])
     rows = {
-        "https://host/a.png": "is a URL: download the image and give its path",
-        7: "neither a path nor bytes of an image, nor a list of them: int",
-        "data:image/png;base64,?": "is not base64",
-        "absent.png": "cannot be read",
-        "text.png": "cannot be read",
-        "thin.png": "cannot be read: absolute aspect ratio must be smaller than 200",
+        "https://host/a.png": "is a URL: download the image and give its path: 'https://host/a",
+        7: "nor a list of them: image 1 of the row: int",
+        "data:image/png;base64,?": "is not base64: image 1 of the row: ",
+        "absent.png": "cannot be read: 'absent.png': No such file or directory",
+        base64.b64encode(bytes(3000)).decode(): "; base64 begins with data:image/png;base64,",
+        "text.png": "cannot be read: 'text.png': cannot identify image file",
+        "thin.png": "cannot be read: 'thin.png': absolute aspect ratio must be smaller than 200",
+        "wide.png": "'wide.png': pixels of mode I;16: save it with 8 bits per channel",
+        "huge.bmp": "'huge.bmp': Image size (1000000000 pixels) exceeds limit",
     }
-    with pytest.raises(ValueError, match="7 of 7 rows") as refused:
+    assert len(rows) == 9
+    with pytest.raises(ValueError, match="10 of 10 rows") as refused:
         prompts_with_images(model, tmp_path, [*rows, ["good.png"] * 3])
     for number, told in enumerate([*rows.values(), "limit_mm_per_prompt.image: 3 of at most 2"]):
         [line] = [each for each in str(refused.value).splitlines() if f"line {number + 1}:" in each]
-        assert told in line
+        assert told in line and len(line) < 500
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "tiff"])
+@pytest.mark.parametrize("orientation", [3, 6])
+def test_images_are_seen_the_right_way_up_and_counted_by_their_heads(
+    model, tmp_path, monkeypatch, kind, orientation
+):
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    picture(60, 90).save(tmp_path / f"0.{kind}", exif=exif)
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it is decoded"))
+        [prompt] = prompts_with_images(model, tmp_path, [f"0.{kind}"])
+    images = prompt.images.read()
+    upright = ImageOps.exif_transpose(Image.open(tmp_path / f"0.{kind}"))
+    wanted = AutoImageProcessor.from_pretrained(model)(images=upright, return_tensors="pt")
+    assert torch.equal(images.grids, wanted["image_grid_thw"])
+    torch.testing.assert_close(
+        normalized(images.patches), wanted["pixel_values"], atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(model, tmp_path, mode):
+    seen = Image.new("RGBA", (56, 56), (0, 0, 0, 0))
+    seen.paste((255, 0, 0, 255) if mode != "LA" else (76, 76, 76, 255), (0, 0, 28, 56))
+    if mode == "P":
+        seen.quantize(4).save(tmp_path / "0.png")
+    else:
+        seen.convert(mode).save(tmp_path / "0.png")
+    white = Image.new("RGB", (56, 56), "white")
+    white.paste((255, 0, 0) if mode != "LA" else (76, 76, 76), (0, 0, 28, 56))
+    white.save(tmp_path / "1.png")
+    own, wanted = prompts_with_images(model, tmp_path, ["0.png", "1.png"])
+    assert torch.equal(own.images.read().patches, wanted.images.read().patches)
+
+
+def test_a_file_that_is_damaged_or_changes_is_named(model, tmp_path):
+    picture(60, 90).save(tmp_path / "0.png")
+    (tmp_path / "cut.png").write_bytes(png(picture(100, 100))[:-5000])
+    damaged = {"bytes": (tmp_path / "cut.png").read_bytes(), "path": "cut.png"}
+    values = ["0.png", "cut.png", ["0.png", damaged]]
+    changed, cut, second = prompts_with_images(model, tmp_path, values)
+    with pytest.raises(ValueError, match=r"^'cut\.png': .*truncated"):
+        cut.images.read()
+    with pytest.raises(ValueError, match=r"^'image 2 of the row': .*truncated"):
+        second.images.read()
+    picture(90, 90).save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match=r"^0\.png: it has 9 tokens now, and had 6 when"):
+        changed.images.read()
+
+
+def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):
+    marks = []
+    for folder in (tmp_path / "old", tmp_path / "new"):
+        folder.mkdir()
+        picture(56, 56).save(folder / "0.png")
+        prompts = prompts_with_images(model, folder, ["0.png"])
+        marks.append(PromptStream(prompts, 1, seed=0, shuffle=True).fingerprint)
+    picture(56, 56).save(folder / "1.png")
+    others = PromptStream(prompts_with_images(model, folder, ["1.png"]), 1, seed=0, shuffle=True)
+    assert marks[0] == marks[1] != others.fingerprint
 
 
 @pytest.mark.parametrize(
