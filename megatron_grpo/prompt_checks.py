@@ -1,5 +1,6 @@
 """Checks of data, rewards and environments before any rank starts."""
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
@@ -120,10 +121,19 @@ def _described(
     return (
         f"{cfg.num_steps} optimizer steps; row {prompt.index} of the data becomes "
         f"{len(prompt.token_ids)} tokens, which do not enter the loss:\n"
-        f"{tokenizer.decode(list(prompt.token_ids))}\n"
+        f"{_short_text(prompt, tokenizer)}\n"
         f"and the model's, which do{observed}: at most {cfg.rollout.max_completion_length}, up to "
         f"{ended}"
     )
+
+
+def _short_text(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The prompt as the model sees it, but for the tokens of an image, which are counted."""
+    text: str = tokenizer.decode(list(prompt.token_ids))
+    if prompt.images is None:
+        return text
+    token: str = tokenizer.decode([prompt.images.reader.token_id])
+    return re.sub(f"(?:{re.escape(token)})+", lambda run: f"{run[0].count(token)} {token}", text)
 
 
 def check_evaluation(cfg: Config, shape: ModelShape) -> None:

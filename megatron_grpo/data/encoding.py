@@ -20,6 +20,8 @@ TEMPLATE_ERRORS = (TemplateError, TypeError)
 """Errors raised by a template itself, or by one that gets a field of an unexpected type."""
 TEXTS_AT_ONCE = 4096
 """Enough for all cores; the lists that the tokenizer makes of them are not kept."""
+IMAGE_MARK = "<image>"
+"""What many data sets write in the places of images."""
 Chat = str | list[dict[str, Any]]
 """A text that is used as it is, or messages for the chat template."""
 T = TypeVar("T")
@@ -126,11 +128,9 @@ def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
         {name: value for name, value in message.items() if value is not None}
         for message in messages
     ]
-    images = images_of(data, row)
-    if isinstance(images, Fault):
-        return images
-    if images:
-        messages = _before_text(messages, len(images))
+    messages = _with_image_parts(data, row, messages)
+    if isinstance(messages, Fault):
+        return messages
     if data.system_prompt is None:
         return messages
     if messages[0]["role"] == "system":
@@ -138,11 +138,24 @@ def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
     return [{"role": "system", "content": data.system_prompt}, *messages]
 
 
-def _before_text(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """The messages with images before the text of the first one of the user, as parts."""
-    first = next((i for i, each in enumerate(messages) if each["role"] == "user"), 0)
+def _with_image_parts(
+    data: DataConfig, row: Row, messages: list[dict[str, Any]]
+) -> list[dict[str, Any]] | Fault:
+    """The messages with the row's images before the text of the first one of the user, as parts."""
+    if data.image_column and any(IMAGE_MARK in message["content"] for message in messages):
+        return Fault(
+            f"{data.prompt_column!r} has {IMAGE_MARK} in its text: take it out, as images come "
+            "before the user's first text"
+        )
+    if isinstance(images := images_of(data, row), Fault):
+        return images
+    if not images:
+        return messages
+    first = next((i for i, each in enumerate(messages) if each["role"] == "user"), None)
+    if first is None:
+        return Fault(f"{data.prompt_column!r} has no message of the user, which images come before")
     text = {"type": "text", "text": messages[first]["content"]}
-    parts = [*({"type": "image"} for _ in range(num_images)), text]
+    parts = [*({"type": "image"} for _ in images), text]
     return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
 
 

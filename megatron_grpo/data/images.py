@@ -260,10 +260,11 @@ def check_images(cfg: Config) -> None:
             "out"
         )
     limits = cfg.rollout.vllm.get("limit_mm_per_prompt")
-    if not isinstance(limits, dict) or not limits.get("image") or limits != {**limits, "video": 0}:
+    most = limits.get("image") if isinstance(limits, dict) else None
+    if type(most) is not int or most < 1 or limits != {"image": most, "video": 0}:
         raise ValueError(
-            f"{key} needs engines that take images: set rollout.vllm.limit_mm_per_prompt="
-            "{image: 1, video: 0}, with the most images of one prompt"
+            f"{key} needs engines that take images, and rollout.vllm.limit_mm_per_prompt is "
+            f"{limits}: set it to {{image: 1, video: 0}}, with the most images of one prompt"
         )
     refused = {
         "data.apply_chat_template false": not cfg.data.apply_chat_template,

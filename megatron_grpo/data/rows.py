@@ -31,9 +31,26 @@ MOST_CHARACTERS = 2000
 def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
     """The columns of a row, as values of JSON, but for the prompt, which is logged as it was sent.
 
-    Values without a form in JSON become text or, if they are not finite, null.
+    Values without a form in JSON become text or, if they are not finite, null; bytes and base64
+    are left out.
     """
-    return {name: _logged(value) for name, value in row.items() if name != prompt_column}
+    return {
+        name: _logged(_without_contents(value))
+        for name, value in row.items()
+        if name != prompt_column
+    }
+
+
+def _without_contents(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_contents(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _without_contents(each) for name, each in value.items()}
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, str) and value.startswith(BASE64):
+        return f"{len(value)} characters of base64"
+    return value
 
 
 def _logged(value: Any) -> Any:

@@ -103,6 +103,7 @@ RESERVED = {
     "kv_transfer_config": KEPT_ELSEWHERE,
     "offload_group_size": OFFLOADED,
     "cpu_offload_gb": OFFLOADED,
+    "mm_processor_kwargs": "set max_pixels in preprocessor_config.json of model.path",
     "mm_device_do_normalize": "prompts with images are sent with the bytes of their pixels",
     "skip_tokenizer_init": "the trainer asks for the text of completions, too",
     "disable_log_stats": "the trainer reads the token count to see that an engine makes progress",
@@ -356,9 +357,14 @@ def server_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
 
 def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) -> None:
     """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know, a
-    parser that it does not have, or if it is not installed."""
+    parser that it does not have, or if it or what it needs for images is not installed."""
     known = engine_argument_names()  # also without any name: it says if vLLM is missing
     check_names("vllm", table, RESERVED, known, "`vllm serve --help` has all")
+    if LIMIT in table and importlib.util.find_spec("torchvision") is None:
+        raise ValueError(
+            f"rollout.vllm.{LIMIT}: vLLM needs torchvision for images, which is not installed: "
+            "install the release for the installed torch, with `pip install --no-deps torchvision`"
+        )
     check_parser("vLLM", parser, tool_call_parsers())
 
 

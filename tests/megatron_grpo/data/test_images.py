@@ -1,6 +1,8 @@
 """Rows with images become prompts, as the model's own processor makes them."""
 
 import base64
+import json
+import sys
 from io import BytesIO
 
 import datasets
@@ -12,6 +14,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.images import (
     IMAGE,
+    IMAGE_LIMITS,
     image_config,
     normalized,
     picture,
@@ -20,7 +23,10 @@ from helpers.images import (
 )
 from megatron_grpo.data.images import ORIENTATION, check_images
 from megatron_grpo.data.prompts import load_prompts
+from megatron_grpo.data.rows import logged_columns
 from megatron_grpo.data.stream import PromptStream
+from megatron_grpo.engines.vllm.args import check_engine_arguments
+from megatron_grpo.prompt_checks import _short_text
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +191,11 @@ def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rollout.vllm={}", "set rollout.vllm.limit_mm_per_prompt={image: 1, video: 0}"),
+        ("rollout.vllm={}", "limit_mm_per_prompt is None: set it to {image: 1, video: 0}"),
+        ("rollout.vllm.limit_mm_per_prompt.image=true", "set it to {image: 1, video: 0}"),
+        ("rollout.vllm.limit_mm_per_prompt.image=0", "set it to {image: 1, video: 0}"),
+        ("rollout.vllm.limit_mm_per_prompt.image={count: 1}", "set it to {image: 1, video: 0}"),
+        ("rollout.vllm.limit_mm_per_prompt.video=1", "set it to {image: 1, video: 0}"),
         ("rollout.vllm.load_format=dummy", "rollout.vllm.load_format dummy"),
         ("rollout.enable_sleep_mode=true", "rollout.enable_sleep_mode true"),
         ("data.apply_chat_template=false", "data.apply_chat_template false"),
@@ -197,3 +207,44 @@ def test_what_does_not_go_with_images_is_refused(model, tmp_path, override, told
     with pytest.raises(ValueError, match=r"data\.image_column") as refused:
         check_images(image_config(model, tmp_path, override))
     assert told in str(refused.value)
+
+
+def test_what_vllm_needs_for_images_is_refused_if_it_is_missing(monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ValueError, match="limit_mm_per_prompt: vLLM needs torchvision"):
+        check_engine_arguments(IMAGE_LIMITS)
+    with pytest.raises(ValueError, match=r"set max_pixels in preprocessor_config\.json"):
+        check_engine_arguments({"mm_processor_kwargs": {"max_pixels": 3136}})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ("<image>Which?", "'prompt' has <image> in its text: take it out"),
+        ([{"role": "system", "content": "Look."}], "'prompt' has no message of the user"),
+    ],
+)
+def test_prompts_in_which_images_have_no_place_are_refused(model, tmp_path, prompt, told):
+    picture(56, 56).save(tmp_path / "0.png")
+    row = {"prompt": prompt, "answer": "a", "image": "0.png"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match="1 of 1 rows") as refused:
+        load_prompts(image_config(model, tmp_path), load_tokenizer(model), 512)
+    assert told in str(refused.value)
+
+
+def test_logs_have_paths_of_images_and_no_contents():
+    coded = "data:image/png;base64," + "A" * 3000
+    row = {"prompt": "Which?", "image": ["0.png", coded, {"bytes": bytes(9), "path": None}]}
+    logged = ["0.png", "3022 characters of base64", {"bytes": "9 bytes", "path": None}]
+    assert logged_columns(row, "prompt") == {"image": logged}
+
+
+def test_people_are_shown_how_many_tokens_images_have(model, tmp_path):
+    for number, size in enumerate([(60, 90), (56, 56)]):
+        picture(*size).save(tmp_path / f"{number}.png")
+    [prompt] = prompts_with_images(model, tmp_path, [["0.png", "1.png"]])
+    shown = _short_text(prompt, load_tokenizer(model))
+    assert "<|vision_start|>6 <|image_pad|><|vision_end|>" in shown
+    assert "<|vision_start|>4 <|image_pad|><|vision_end|>" in shown
