@@ -62,16 +62,19 @@ class PromptImages:
 class PackedImages:
     """The images of a packed microbatch of T tokens, each once."""
 
-    patches: Tensor | None  # [patches, channels * frames * height * width]; None: no more
-    grids: Tensor  # [images, 3] int64
+    prompts: tuple[PromptImages, ...]  # on the host; none once features are computed or not needed
     rows: Tensor  # [T] int64, the feature in the place of each token; -1: its embedding stays
     positions: Tensor  # [3, T] int64, in M-RoPE; 0 in padding
     features: Tensor | None = None  # [features, hidden size]; None: not computed yet
 
     def to(self, device: torch.device | str) -> "PackedImages":
-        """A copy with every tensor on `device`."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
-        return replace(self, **moved)
+        """A copy with every tensor on `device`, but for those of prompts."""
+        return replace(
+            self,
+            rows=self.rows.to(device),
+            positions=self.positions.to(device),
+            features=None if self.features is None else self.features.to(device),
+        )
 
 
 class Segment(Protocol):
@@ -107,8 +110,7 @@ def pack_images(segments: Sequence[Segment], columns: ColumnMap) -> PackedImages
         rows.append(whole[part])
         positions.append(images.positions_of(part))
     return PackedImages(
-        patches=torch.cat([images.patches for images in found.values()]),
-        grids=torch.cat([images.grids for images in found.values()]),
+        prompts=tuple(found.values()),
         rows=columns.column(rows, np.int64, -1),
         positions=torch.stack(
             [columns.column(axis, np.int64) for axis in zip(*positions, strict=True)]

@@ -1,6 +1,7 @@
 """Divides a generation over the data-parallel ranks, sends them their parts.
 
-A part is sent unpacked: 9 bytes per token instead of 38. Every rank packs its own.
+A part is sent unpacked: 9 bytes per token instead of 38. Every rank packs its own. The images of a
+prompt are sent once to each data rank that has completions of it: 4.7 kB per token of an image.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -136,8 +136,10 @@ def packed_minibatches(
             share_prompts=cfg.grpo.shared_prompts,
             context_rank=groups.coordinates.context,
         )
-        held = [_on_rank(batch, groups).to(device) for batch in batches]
-        minibatches.append([with_features(batch, vision) for batch in held])
+        known: dict[str, Tensor] = {}
+        minibatches.append(
+            [with_features(_on_rank(batch, groups), vision, known).to(device) for batch in batches]
+        )
     return minibatches
 
 

@@ -1,8 +1,8 @@
 """The vision tower of a multimodal model: transformers' own, with its weights as they are.
 
 It has no gradient, so that each image passes through it once: its features are kept with the
-microbatch for all passes over it. Every tensor and context rank of the first stage computes those
-of all images of its microbatches.
+microbatches of an optimizer batch for all passes over them. Every tensor and context rank of the
+first stage computes those of all images of its microbatches.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from parallel import Box
 from parallel.groups import Groups
-from parallel.images import PackedImages
+from parallel.images import PromptImages
 from parallel.packing import PackedBatch
 
 _PREFIX = "visual."
@@ -60,12 +60,13 @@ class VisionTower:
         self._tower.to(device).requires_grad_(False)
 
     @torch.no_grad()
-    def features(self, images: PackedImages) -> Tensor:
+    def features(self, images: PromptImages) -> Tensor:
         """[features, hidden size] of images whose patches are bytes as they were in the files."""
-        assert images.patches is not None, "features are computed once"
-        pixels = images.patches.view(len(images.patches), self._mean.shape[1], -1)
+        patches = images.patches.to(self._mean.device)
+        pixels = patches.view(len(patches), self._mean.shape[1], -1)
         normal = ((pixels - self._mean) / self._std).flatten(1)
-        found: Tensor = self._tower(normal, grid_thw=images.grids).pooler_output
+        grids = images.grids.to(patches.device)
+        found: Tensor = self._tower(normal, grid_thw=grids).pooler_output
         return found
 
 
@@ -89,13 +90,20 @@ def vision_tower(cfg: Config, groups: Groups, device: torch.device) -> VisionTow
     return VisionTower(cfg.model.path, getattr(torch, cfg.model.dtype), device)
 
 
-def with_features(batch: PackedBatch, vision: VisionTower | None) -> PackedBatch:
+def with_features(
+    batch: PackedBatch, vision: VisionTower | None, known: dict[str, Tensor]
+) -> PackedBatch:
     """The microbatch with the features of its images, on ranks that have the tower, in the place
-    of their patches."""
+    of their patches. `known` has those of prompts by the digests of their images, and gets more."""
     if batch.images is None:
         return batch
-    features = None if vision is None else vision.features(batch.images)
-    return replace(batch, images=replace(batch.images, patches=None, features=features))
+    features = None
+    if vision is not None:
+        for images in batch.images.prompts:
+            if images.digest not in known:
+                known[images.digest] = vision.features(images)
+        features = torch.cat([known[images.digest] for images in batch.images.prompts])
+    return replace(batch, images=replace(batch.images, prompts=(), features=features))
 
 
 def embedded(chunk: Any, batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor | None:
