@@ -108,7 +108,9 @@ def _shown_size(opened: "Image") -> tuple[int, int]:
 
     if opened.mode.startswith(WIDE_MODES):
         raise ValueError(f"pixels of mode {opened.mode}: save it with 8 bits per channel")
-    # The method of PNG files would read their pixels.
+    if opened.format == "TIFF":  # for which Pillow has swapped them
+        return opened.size
+    # PNG's own method would read its pixels.
     is_turned = Image.Image.getexif(opened).get(ORIENTATION, 1) >= 5
     return (opened.height, opened.width) if is_turned else opened.size
 
