@@ -45,6 +45,11 @@ class ImageSource:
     """An image file, or what is in it."""
 
     @property
+    def shown(self) -> str:
+        """Its name in messages."""
+        return self.name if isinstance(self.content, bytes) else _SHORT.repr(self.name)
+
+    @property
     def key(self) -> bytes:
         """What tells it from other images, if files do not change; files may have moved."""
         own = self.content if isinstance(self.content, bytes) else self.name.encode()
@@ -99,7 +104,7 @@ def _named(image: ImageSource) -> "Iterator[Image]":
         told = getattr(error, "strerror", None) or error  # without the path
         hint = "" if Path(image.name).suffix else "; base64 begins with data:image/png;base64,"
         is_path = isinstance(content, Path)
-        raise ValueError(f"{_SHORT.repr(image.name)}: {told}{hint if is_path else ''}") from error
+        raise ValueError(f"{image.shown}: {told}{hint if is_path else ''}") from error
 
 
 def _shown_size(opened: "Image") -> tuple[int, int]:
@@ -111,7 +116,7 @@ def _shown_size(opened: "Image") -> tuple[int, int]:
     if opened.format == "TIFF":  # for which Pillow has swapped them
         return opened.size
     # PNG's own method would read its pixels.
-    is_turned = Image.Image.getexif(opened).get(ORIENTATION, 1) >= 5
+    is_turned = Image.Image.getexif(opened).get(ORIENTATION) in range(5, 9)
     return (opened.height, opened.width) if is_turned else opened.size
 
 
@@ -204,7 +209,7 @@ class ImageReader:
         for image, size, count in zip(images.images, sizes, images.counts, strict=True):
             if math.prod(size) != count:
                 raise ValueError(
-                    f"{image.name}: it has {math.prod(size)} tokens now, and had {count} when the "
+                    f"{image.shown}: it has {math.prod(size)} tokens now, and had {count} when the "
                     "prompts were made: start again with files that do not change"
                 )
         ends = [start + count for start, count in zip(images.starts, images.counts, strict=True)]

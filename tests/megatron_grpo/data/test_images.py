@@ -164,15 +164,15 @@ def test_what_is_transparent_is_white(model, tmp_path, mode):
 def test_a_file_that_is_damaged_or_changes_is_named(model, tmp_path):
     picture(60, 90).save(tmp_path / "0.png")
     (tmp_path / "cut.png").write_bytes(png(picture(100, 100))[:-5000])
-    damaged = {"bytes": (tmp_path / "cut.png").read_bytes(), "path": "cut.png"}
-    values = ["0.png", "cut.png", ["0.png", damaged]]
+    encoded = base64.b64encode((tmp_path / "cut.png").read_bytes()).decode()
+    values = ["0.png", "cut.png", ["0.png", f"data:image/png;base64,{encoded}"]]
     changed, cut, second = prompts_with_images(model, tmp_path, values)
     with pytest.raises(ValueError, match=r"^'cut\.png': .*truncated"):
         cut.images.read()
-    with pytest.raises(ValueError, match=r"^'image 2 of the row': .*truncated"):
+    with pytest.raises(ValueError, match=r"^image 2 of the row: .*truncated"):
         second.images.read()
     picture(90, 90).save(tmp_path / "0.png")
-    with pytest.raises(ValueError, match=r"^0\.png: it has 9 tokens now, and had 6 when"):
+    with pytest.raises(ValueError, match=r"^'0\.png': it has 9 tokens now, and had 6 when"):
         changed.images.read()
 
 
