@@ -136,10 +136,8 @@ def packed_minibatches(
             share_prompts=cfg.grpo.shared_prompts,
             context_rank=groups.coordinates.context,
         )
-        known: dict[str, Tensor] = {}
-        minibatches.append(
-            [with_features(_on_rank(batch, groups), vision, known).to(device) for batch in batches]
-        )
+        held = (_on_rank(batch, groups) for batch in batches)
+        minibatches.append([batch.to(device) for batch in with_features(held, vision)])
     return minibatches
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from parallel.images import PromptImages
 
 FAMILY = "qwen2_5_vl"
-ORIENTATION = 0x0112
-"""A tag of EXIF; images of the values 5 to 8 are shown with sides swapped."""
 WIDE_MODES = ("I", "F")
 """Beginnings of Pillow's names for pixels of more than 8 bits, which it would cut to 8."""
 _SHORT = reprlib.Repr()
@@ -107,19 +105,6 @@ def _named(image: ImageSource) -> "Iterator[Image]":
         raise ValueError(f"{image.shown}: {told}{hint if is_path else ''}") from error
 
 
-def _shown_size(opened: "Image") -> tuple[int, int]:
-    """Width and height of an image the right way up, from its head alone."""
-    from PIL import Image  # noqa: PLC0415
-
-    if opened.mode.startswith(WIDE_MODES):
-        raise ValueError(f"pixels of mode {opened.mode}: save it with 8 bits per channel")
-    if opened.format == "TIFF":  # for which Pillow has swapped them
-        return opened.size
-    # PNG's own method would read its pixels.
-    is_turned = Image.Image.getexif(opened).get(ORIENTATION) in range(5, 9)
-    return (opened.height, opened.width) if is_turned else opened.size
-
-
 def _pixels(opened: "Image") -> "Image":
     """RGB, the right way up; over white where it is transparent, as vLLM has it."""
     from PIL import Image, ImageOps  # noqa: PLC0415
@@ -171,11 +156,9 @@ class ImageReader:
         for image in images:
             try:
                 with _named(image) as opened:
-                    width, height = _shown_size(opened)
-                    num_patches = self._processor.get_number_of_image_patches(height, width)
+                    counts.append(self._num_tokens(opened))
             except ValueError as error:
                 return Fault("an image cannot be read", str(error))
-            counts.append(num_patches // self._merge**2)
         expanded: list[int] = []
         starts: list[int] = []
         for token in token_ids:
@@ -186,6 +169,13 @@ class ImageReader:
             expanded += [token] * counts[len(starts) - 1]
         sources = PromptSources(tuple(images), tuple(starts), tuple(counts), len(expanded), self)
         return expanded, sources
+
+    def _num_tokens(self, opened: "Image") -> int:
+        """Of an image of which only the head is read; one that EXIF turns has as many."""
+        if opened.mode.startswith(WIDE_MODES):
+            raise ValueError(f"pixels of mode {opened.mode}: save it with 8 bits per channel")
+        num_patches: int = self._processor.get_number_of_image_patches(opened.height, opened.width)
+        return num_patches // self._merge**2
 
     def read(self, images: "PromptSources") -> "PromptImages":
         """The patches of the images, as bytes: whoever takes them scales and shifts them.

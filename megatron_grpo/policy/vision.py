@@ -5,7 +5,7 @@ microbatches of an optimizer batch for all passes over them. Every tensor and co
 first stage computes those of all images of its microbatches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -91,19 +91,22 @@ def vision_tower(cfg: Config, groups: Groups, device: torch.device) -> VisionTow
 
 
 def with_features(
-    batch: PackedBatch, vision: VisionTower | None, known: dict[str, Tensor]
-) -> PackedBatch:
-    """The microbatch with the features of its images, on ranks that have the tower, in the place
-    of their patches. `known` has those of prompts by the digests of their images, and gets more."""
-    if batch.images is None:
-        return batch
-    features = None
-    if vision is not None:
-        for images in batch.images.prompts:
-            if images.digest not in known:
-                known[images.digest] = vision.features(images)
-        features = torch.cat([known[images.digest] for images in batch.images.prompts])
-    return replace(batch, images=replace(batch.images, prompts=(), features=features))
+    batches: Iterable[PackedBatch], vision: VisionTower | None
+) -> Iterator[PackedBatch]:
+    """The microbatches of an optimizer batch with the features of their images, on ranks that have
+    the tower, in the place of patches; those of a prompt are computed once."""
+    known: dict[str, Tensor] = {}
+    for batch in batches:
+        if batch.images is None:
+            yield batch
+            continue
+        features = None
+        if vision is not None:
+            for images in batch.images.prompts:
+                if images.digest not in known:
+                    known[images.digest] = vision.features(images)
+            features = torch.cat([known[images.digest] for images in batch.images.prompts])
+        yield replace(batch, images=replace(batch.images, prompts=(), features=features))
 
 
 def embedded(chunk: Any, batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor | None:

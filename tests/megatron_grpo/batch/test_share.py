@@ -86,10 +86,10 @@ def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None
     patches = 2 * 40 * PATCH  # of two prompts
     assert patches < len(sent) < 1.1 * patches
     batches = pickle.loads(sent).pack(ALIGNMENT, share_prompts=False)
-    tower, known = Tower(), {}
-    for batch, indices in zip(batches, microbatches, strict=True):
-        expected = pack(given, indices, ALIGNMENT).images
-        seen = with_features(batch, tower, known).images
+    tower = Tower()
+    found = zip(with_features(batches, tower), with_features(batches, None), strict=True)
+    for (of_first, of_other), indices in zip(found, microbatches, strict=True):
+        expected, seen = pack(given, indices, ALIGNMENT).images, of_first.images
         if expected is None:
             assert seen is None
             continue
@@ -97,8 +97,7 @@ def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None
         assert torch.equal(seen.positions, expected.positions)
         wanted = torch.cat([each.patches[::4, :2] for each in expected.prompts])
         assert torch.equal(seen.features, wanted) and seen.prompts == ()
-        without = with_features(batch, None, {}).images
-        assert without.features is None and without.prompts == ()
+        assert of_other.images.features is None and of_other.images.prompts == ()
     assert tower.seen == [first.images.digest, given[4].images.digest]
 
 

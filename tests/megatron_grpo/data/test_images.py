@@ -8,7 +8,7 @@ from io import BytesIO
 import datasets
 import pytest
 import torch
-from PIL import Image, ImageFile, ImageOps
+from PIL import ExifTags, Image, ImageFile, ImageOps
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from checkpoint_convert.tokenizer import load_tokenizer
@@ -21,7 +21,7 @@ from helpers.images import (
     prompts_with_images,
     tiny_vision_model,
 )
-from megatron_grpo.data.images import ORIENTATION, check_images
+from megatron_grpo.data.images import check_images
 from megatron_grpo.data.prompts import load_prompts
 from megatron_grpo.data.rows import logged_columns
 from megatron_grpo.data.stream import PromptStream
@@ -132,7 +132,7 @@ def test_images_are_seen_the_right_way_up_and_counted_by_their_heads(
     model, tmp_path, monkeypatch, kind, orientation
 ):
     exif = Image.Exif()
-    exif[ORIENTATION] = orientation
+    exif[ExifTags.Base.Orientation] = orientation
     picture(60, 90).save(tmp_path / f"0.{kind}", exif=exif)
     with monkeypatch.context() as patch:
         patch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it is decoded"))

@@ -89,8 +89,7 @@ def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str
     alignment, shares = Alignment.for_mesh(dims, dims.tensor > 1), cfg.grpo.shared_prompts
     own = MICROBATCHES[groups.coordinates.data :: dims.data]
     batches = [pack(sequences(), each, alignment, share_prompts=shares) for each in own]
-    known = {}
-    return numbers_of(policy, groups, [with_features(x, policy.vision, known) for x in batches])
+    return numbers_of(policy, groups, [*with_features(batches, policy.vision)])
 
 
 slow = pytest.mark.slow
@@ -128,7 +127,7 @@ def float64_on_rank(rank: int, folder: Path) -> Numbers:
     read_weights(folder, shape, model.layout, parameters)
     batch = pack(every, range(len(every)), Alignment(), dtype=torch.float64)
     vision = vision_tower(cfg, groups, batch.tokens.device)
-    batch = with_features(batch.on_rank(dims, groups.coordinates), vision, {})
+    [batch] = with_features([batch.on_rank(dims, groups.coordinates)], vision)
     chosen = response_logprobs(model, forward(model.chunks[0], batch, groups), batch, 1.0, groups)
     (-LOSS_WEIGHT * chosen.logprobs.sum()).backward()
     logprobs = chosen.logprobs.detach().split([len(each.rollout_logprobs) for each in every])
