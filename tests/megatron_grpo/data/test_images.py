@@ -161,7 +161,7 @@ def test_what_is_transparent_is_white(model, tmp_path, mode):
     assert torch.equal(own.images.read().patches, wanted.images.read().patches)
 
 
-def test_a_file_that_is_damaged_or_changes_is_named(model, tmp_path):
+def test_a_file_that_is_damaged_or_changes_or_is_gone_is_named(model, tmp_path):
     picture(60, 90).save(tmp_path / "0.png")
     (tmp_path / "cut.png").write_bytes(png(picture(100, 100))[:-5000])
     encoded = base64.b64encode((tmp_path / "cut.png").read_bytes()).decode()
@@ -173,6 +173,9 @@ def test_a_file_that_is_damaged_or_changes_is_named(model, tmp_path):
         second.images.read()
     picture(90, 90).save(tmp_path / "0.png")
     with pytest.raises(ValueError, match=r"^'0\.png': it has 9 tokens now, and had 6 when"):
+        changed.images.read()
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(ValueError, match=r"^'0\.png': No such file"):
         changed.images.read()
 
 
