@@ -1,6 +1,7 @@
 """The text tower of a multimodal checkpoint: its config, and the names of its tensors.
 
-It is trained and served on text alone. Other towers stay as they are in the weight files.
+It is trained and served on text; that of Qwen2.5-VL also on images, of which its vision tower makes
+features. Other towers stay as they are in the weight files.
 """
 
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # The family of the text tower, by the `model_type` of the whole and that in its `text_config`. Of
-# text alone, the three positions of a token in Qwen's RoPE (`mrope`) are equal.
+# text, the three positions of a token in Qwen's RoPE (`mrope`) are equal.
 _FAMILIES = {
     "gemma3": {"gemma3_text": "gemma3_text"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},

@@ -29,3 +29,11 @@ def share_of_kind(completions: list[str], answer: list[str], **_: Any) -> list[f
         sum(map(is_wanted[kind], completion)) / max(1, len(completion))
         for completion, kind in zip(completions, answer, strict=True)
     ]
+
+
+def share_of_initial(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Share of the characters that are the first one of the answer."""
+    return [
+        completion.count(wanted[0]) / max(1, len(completion))
+        for completion, wanted in zip(completions, answer, strict=True)
+    ]

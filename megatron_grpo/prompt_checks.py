@@ -1,5 +1,6 @@
 """Checks of data, rewards and environments before any rank starts."""
 
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.config.reward import REWARD_MODEL, served_here
+from megatron_grpo.data.images import check_images
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.rows import Row
 from megatron_grpo.data.stream import PromptStream
@@ -35,6 +37,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
     Returns `cfg` with the number of steps that `train.num_epochs` are, and the first prompt for
     people, as the model will see it.
     """
+    check_images(cfg)
     with ExitStack() as stack:
         pools = stack.enter_context(closing(RewardPools()))
         rewards = RewardsBySource(_without_served(cfg), pools)
@@ -118,14 +121,24 @@ def _described(
     return (
         f"{cfg.num_steps} optimizer steps; row {prompt.index} of the data becomes "
         f"{len(prompt.token_ids)} tokens, which do not enter the loss:\n"
-        f"{tokenizer.decode(list(prompt.token_ids))}\n"
+        f"{_short_text(prompt, tokenizer)}\n"
         f"and the model's, which do{observed}: at most {cfg.rollout.max_completion_length}, up to "
         f"{ended}"
     )
 
 
+def _short_text(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The prompt as the model sees it, but for the tokens of an image, which are counted."""
+    text: str = tokenizer.decode(list(prompt.token_ids))
+    if prompt.images is None:
+        return text
+    token: str = tokenizer.decode([prompt.images.reader.token_id])
+    return re.sub(f"(?:{re.escape(token)})+", lambda run: f"{run[0].count(token)} {token}", text)
+
+
 def check_evaluation(cfg: Config, shape: ModelShape) -> None:
     """Raise ValueError if the prompts of a held-out set cannot be read, sampled or scored."""
+    check_images(cfg)
     tokenizer = load_tokenizer(cfg.model.path)
     ends = end_tokens(shape, tokenizer, cfg.rollout)
     with ExitStack() as stack:

@@ -7,42 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
 from torch import Tensor
 
 from parallel.alignment import Alignment, is_shared, round_up
+from parallel.columns import ColumnMap
 from parallel.dims import Coordinates, ParallelDims
+from parallel.images import PackedImages, PromptImages, pack_images
 from parallel.rank_part import RankPart
-
-
-class ColumnMap:
-    """Columns [total] of a microbatch, with values at ascending `places` and a filler in the gaps.
-
-    For places 0:2 and 4:7 of 8 tokens, `column([3, 5])` is 3 3 0 0 5 5 5 0.
-    """
-
-    def __init__(self, places: Sequence[slice], total: int) -> None:
-        self._places, self._total = places, total
-        bounds = [0, *(bound for place in places for bound in (place.start, place.stop)), total]
-        self._lengths = np.diff(bounds)
-        """Gap, place, gap, place, ..., gap: above 0 2 2 3 1."""
-
-    def column(
-        self,
-        values: Sequence[float | Tensor],
-        dtype: DTypeLike = np.float32,
-        elsewhere: int = 0,
-    ) -> Tensor:
-        """One of `values` for each place, a scalar or one per token; `elsewhere` in the gaps."""
-        if Tensor not in map(type, values):  # nearly always
-            in_turn = np.full(len(self._lengths), elsewhere, dtype)
-            in_turn[1::2] = values
-            # Faster than to write to a slice for each.
-            return torch.from_numpy(np.repeat(in_turn, self._lengths))
-        column = np.full(self._total, elsewhere, dtype)
-        for value, place in zip(values, self._places, strict=True):
-            column[place] = value
-        return torch.from_numpy(column)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +42,7 @@ class TokenSequence:
     routed_experts: Tensor | None = None
     log_row: int | None = None  # of its first response token in the log of tokens; None: in none
     root: int | None = None  # index of the sequence in whose response this prompt ends; None: none
+    images: PromptImages | None = None  # of the prompt
 
     def __post_init__(self) -> None:
         # Nothing predicts the first token of a sequence, so it cannot be a response token.
@@ -121,7 +93,13 @@ class PackedBatch:
     # besides itself: a shared prompt, and what it shares of others' responses, without padding, or
     # nothing (0, 0). Each is the beginning of a segment. None: prompts are never shared.
     prefixes: Tensor | None = None
+    images: PackedImages | None = None  # None: no prompt has any
     part: RankPart | None = None  # what one rank holds and predicts; None: not known yet
+
+    @property
+    def rope_positions(self) -> Tensor:
+        """What RoPE rotates tokens by: [T], or with images [3, T]."""
+        return self.position_ids if self.images is None else self.images.positions
 
     def on_rank(self, dims: ParallelDims, coordinates: Coordinates) -> "PackedBatch":
         """The batch with the `part` of the rank at `coordinates`, unless it is known.
@@ -139,7 +117,7 @@ class PackedBatch:
         moved: dict[str, Any] = {
             field.name: value.to(device)
             for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor | RankPart)
+            if isinstance(value := getattr(self, field.name), Tensor | RankPart | PackedImages)
         }
         return replace(self, **moved)
 
@@ -155,20 +133,18 @@ def pack(
 ) -> PackedBatch:
     """Pack ``sequences[i] for i in indices`` end to end.
 
-    Each of the `CACHED_VALUES` values must be set for all of them or for none. With
-    `share_prompts`, sequences with equal prompts share a copy of it if that saves tokens, and one
-    with its `root` beside it has none.
-
-    `indices` may be empty: a rank without work joins its peers' collectives with one sequence of
-    padding, whose loss is zero; `known` then names the values that its peers have. `dtype` is that
-    of weights, advantages and log-probabilities.
+    Each of the `CACHED_VALUES` must be set for all of them or for none. With `share_prompts`,
+    sequences with equal prompts share a copy of it if that saves tokens, and one with its `root`
+    beside it has none. `indices` may be empty: a rank without work joins its peers' collectives
+    with one sequence of padding, whose loss is zero; `known` then names the values that its peers
+    have. `dtype` is that of weights, advantages and log-probabilities.
     """
     segments = _segments(sequences, indices, alignment, share_prompts)
     lengths = [round_up(len(s.tokens), alignment.sequence) for s in segments] or [alignment.total]
     lengths[-1] += -sum(lengths) % alignment.total
     *starts, total = accumulate(lengths, initial=0)
     firsts = [segment.position for segment in segments] or [0]
-    positions = [(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
+    position_ids = torch.cat([torch.arange(f, f + n) for f, n in zip(firsts, lengths, strict=True)])
     # There is no segment if all is padding.
     whole = [slice(at, at + len(s.tokens)) for s, at in zip(segments, starts, strict=False)]
     responses = list(_responses(sequences, segments, whole))
@@ -189,9 +165,9 @@ def pack(
     }
     return PackedBatch(
         tokens=of_segments.column([s.tokens for s in segments], np.int64),
-        position_ids=torch.cat([torch.arange(first, end) for first, end in positions]),
+        position_ids=position_ids,
         cu_seqlens=torch.tensor([*starts, total], dtype=torch.int32),
-        max_seqlen=max(end for _, end in positions),
+        max_seqlen=int(position_ids.max()) + 1,
         context_size=alignment.context,
         sequence_index=of_segments.column([s.index for s in segments], np.int64, -1),
         completion_mask=of_responses.column([True] * len(members), bool),
@@ -202,6 +178,7 @@ def pack(
         log_rows=_log_rows(members, of_responses),
         routed_experts=_routed_experts(segments, starts, total),
         prefixes=_prefixes(segments, starts) if share_prompts else None,
+        images=pack_images(segments, of_segments),
         **cached,
     )
 
@@ -222,16 +199,23 @@ class _Segment:
 
     tokens: Tensor
     routed_experts: Tensor | None = None  # of its first tokens
+    images: PromptImages | None = None  # of the prompt of its sequence
     position: int = 0  # of its first token in the sequence
     index: int = -1  # of the sequence; -1 for a shared prompt
     prefix: int | None = None  # number of the segment that it continues
+
+    @property
+    def part(self) -> slice:
+        """Which part of the sequence it is."""
+        return slice(self.position, self.position + len(self.tokens))
 
     @classmethod
     def cut_from(cls, sequence: TokenSequence, part: slice, **place: int) -> "_Segment":
         """The segment with `part` of the tokens of a sequence."""
         routes = sequence.routed_experts
         routes = None if routes is None else routes[part]
-        return cls(tokens=sequence.tokens[part], routed_experts=routes, **place)
+        images = sequence.images
+        return cls(tokens=sequence.tokens[part], routed_experts=routes, images=images, **place)
 
 
 def _segments(
@@ -317,9 +301,11 @@ def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
 
 
 def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
-    """Ascending indices of the sequences of each prompt; prompts in order of first occurrence."""
-    groups: dict[bytes, list[int]] = {}
+    """Ascending indices of the sequences of each prompt with its images, in order of first
+    occurrence."""
+    groups: dict[tuple[bytes, str], list[int]] = {}
     for i, sequence in enumerate(sequences):
-        prompt = sequence.tokens[: sequence.num_prompt_tokens]
-        groups.setdefault(prompt.numpy().tobytes(), []).append(i)
+        prompt = sequence.tokens[: sequence.num_prompt_tokens].numpy().tobytes()
+        images = sequence.images.digest if sequence.images else ""
+        groups.setdefault((prompt, images), []).append(i)
     return list(groups.values())

@@ -1,6 +1,7 @@
 """Divides a generation over the data-parallel ranks, sends them their parts.
 
-A part is sent unpacked: 9 bytes per token instead of 38. Every rank packs its own.
+A part is sent unpacked: 9 bytes per token instead of 38. Every rank packs its own. The images of a
+prompt are sent once to each data rank that has completions of it: 4.7 kB per token of an image.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.batch.token_log import first_rows
 from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import images_by_prompt
 from megatron_grpo.data.samples import Sample
 from parallel.alignment import Alignment
 from parallel.groups import Groups
@@ -143,6 +145,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
         cfg.rollout.max_completion_length,
     )
     lengths = [len(sample.completion_ids) for sample in samples]
+    images = images_by_prompt([sample.prompt for sample in samples])
     log_rows = first_rows(lengths, cfg.train.log_tokens)
     return [
         TokenSequence(
@@ -156,6 +159,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             response_mask=mask,
             routed_experts=routes,
             log_row=log_row,
+            images=images.get(sample.prompt.index),
             **{name: values[i] for name, values in known.items()},
         )
         for sample, i, mask, weight, routes, log_row in zip(

@@ -25,6 +25,7 @@ from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.mtp import with_second_tokens
 from megatron_grpo.policy.router import with_own_layers
 from megatron_grpo.policy.skipped_steps import is_so_on_all_ranks
+from megatron_grpo.policy.vision import VisionTower, with_features
 from megatron_grpo.timing import PhaseTimer
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
@@ -120,6 +121,7 @@ def packed_minibatches(
     cfg: Config,
     groups: Groups,
     device: torch.device,
+    vision: VisionTower | None = None,
 ) -> Minibatches:
     """This rank's shard of the generation; collective, and only rank 0 has the `experience`.
 
@@ -134,7 +136,8 @@ def packed_minibatches(
             share_prompts=cfg.grpo.shared_prompts,
             context_rank=groups.coordinates.context,
         )
-        minibatches.append([_on_rank(batch, cfg, groups).to(device) for batch in batches])
+        held = (_on_rank(batch, cfg, groups) for batch in batches)
+        minibatches.append([batch.to(device) for batch in with_features(held, vision)])
     return minibatches
 
 
@@ -160,9 +163,10 @@ class Preparation:
         self, experience: Experience | None, generation: int, timer: PhaseTimer
     ) -> Minibatches:
         """Return this rank's shard of the generation, with the log-probabilities for the loss."""
+        vision = self.policy.vision
         with timer.phase("pack"):
             packed = packed_minibatches(
-                experience, generation, self.cost, self.cfg, self.groups, self.device
+                experience, generation, self.cost, self.cfg, self.groups, self.device, vision
             )
         with timer.phase("logprobs"):
             return [

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jinja2 import TemplateError
 
 from megatron_grpo.config.data import DataConfig
+from megatron_grpo.data.images import ImageReader, PromptSources, images_of
 from megatron_grpo.data.rows import Fault, Row
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ TEMPLATE_ERRORS = (TemplateError, TypeError)
 """Errors raised by a template itself, or by one that gets a field of an unexpected type."""
 TEXTS_AT_ONCE = 4096
 """Enough for all cores; the lists that the tokenizer makes of them are not kept."""
-Chat = str | list[dict[str, str]]
+IMAGE_MARK = "<image>"
+"""What many data sets write in the places of images."""
+Chat = str | list[dict[str, Any]]
 """A text that is used as it is, or messages for the chat template."""
 T = TypeVar("T")
 U = TypeVar("U")
@@ -32,12 +35,16 @@ class Encoded:
     text: str
     token_ids: "array[int]"
     """Of int32: a list takes nine times the memory, and data may have 10^8 tokens."""
+    images: PromptSources | None = None
 
 
 def encode_rows(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: Sequence[Row],
+    reader: ImageReader | None = None,
 ) -> list[Encoded | Fault]:
-    """The prompt of every row, or why it has none.
+    """The prompt of every row, or why it has none; `reader` is for images.
 
     Raises ValueError if the tokenizer makes no tokens of any row, or if its chat template is
     missing or does not use a variable of `data.chat_template_kwargs`.
@@ -52,7 +59,26 @@ def encode_rows(
         )
     _check_variables(data, tokenizer)
     texts = _map_valid(chats, lambda messages: _render(data, tokenizer, messages))
-    return _map_valid(texts, lambda texts: _tokenize(data, tokenizer, texts))
+    encoded = _map_valid(texts, lambda texts: _tokenize(data, tokenizer, texts))
+    if reader is None:
+        return encoded
+    return [
+        _with_images(data, row, of_row, reader) for row, of_row in zip(rows, encoded, strict=True)
+    ]
+
+
+def _with_images(
+    data: DataConfig, row: Row, encoded: Encoded | Fault, reader: ImageReader
+) -> Encoded | Fault:
+    if isinstance(encoded, Fault):
+        return encoded
+    if isinstance(images := images_of(data, row), Fault):
+        return images
+    found = reader.expand(encoded.token_ids, images)
+    if isinstance(found, Fault):
+        return found
+    token_ids, sources = found
+    return Encoded(encoded.text, array("i", token_ids), sources if images else None)
 
 
 def _check_variables(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -102,11 +128,35 @@ def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
         {name: value for name, value in message.items() if value is not None}
         for message in messages
     ]
+    messages = _with_image_parts(data, row, messages)
+    if isinstance(messages, Fault):
+        return messages
     if data.system_prompt is None:
         return messages
     if messages[0]["role"] == "system":
         return Fault("its own system message in addition to data.system_prompt")
     return [{"role": "system", "content": data.system_prompt}, *messages]
+
+
+def _with_image_parts(
+    data: DataConfig, row: Row, messages: list[dict[str, Any]]
+) -> list[dict[str, Any]] | Fault:
+    """The messages with the row's images before the text of the first one of the user, as parts."""
+    if data.image_column and any(IMAGE_MARK in message["content"] for message in messages):
+        return Fault(
+            f"{data.prompt_column!r} has {IMAGE_MARK} in its text: take it out, as images come "
+            "before the user's first text"
+        )
+    if isinstance(images := images_of(data, row), Fault):
+        return images
+    if not images:
+        return messages
+    first = next((i for i, each in enumerate(messages) if each["role"] == "user"), None)
+    if first is None:
+        return Fault(f"{data.prompt_column!r} has no message of the user, which images come before")
+    text = {"type": "text", "text": messages[first]["content"]}
+    parts = [*({"type": "image"} for _ in images), text]
+    return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
 
 
 def _check_column(column: str, row: Row) -> Fault | None:

@@ -2,7 +2,7 @@
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,13 @@ from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.sources import ALONE, SourcesConfig
 from megatron_grpo.data.encoding import Chat, Encoded, chat_of, encode_rows
+from megatron_grpo.data.images import ImageReader, PromptSources
 from megatron_grpo.data.rows import Fault, InvalidRows, Record, Row, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from parallel.images import PromptImages
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,7 @@ class Prompt:
     is_own: bool = False
     """Whether it is of one sample alone: its environment has appended to it, or its agent made it.
     """
+    images: PromptSources | None = None
     data: DataConfig | None = None
     """How `row` became `text`; None for a text alone."""
 
@@ -55,6 +59,12 @@ class Prompt:
         chat = chat_of(self.data, self.row)
         assert not isinstance(chat, Fault), "it has become a prompt"
         return chat
+
+
+def images_by_prompt(prompts: Iterable[Prompt]) -> "dict[int, PromptImages]":
+    """The images of prompts that have some, read once for each prompt, by its index."""
+    different = {prompt.index: prompt.images for prompt in prompts}
+    return {index: images.read() for index, images in different.items() if images is not None}
 
 
 def end_tokens(
@@ -98,12 +108,12 @@ def load_prompts(
     """
     longest = _longest_prompt(cfg, max_position_embeddings, limit)
     prompts: list[Prompt] = []
-    first_row = 0
+    first_row, reader = 0, ImageReader.of(cfg)
     for number, each in enumerate(cfg.data.paths):
         data, invalid = cfg.data.model_copy(update={"path": each.path}), InvalidRows()
         records = read_rows(data, each.path, invalid, first_row)
         num_rows = len(records) + len(invalid)
-        found = _encoded(data, cfg.sources, tokenizer, records, invalid, fault_of, longest)
+        found = _encoded(data, cfg.sources, tokenizer, records, invalid, fault_of, longest, reader)
         if invalid:
             _settle(data, invalid, num_rows, longest, warns=warns)
         found = _short_ones(data, found, longest, warns=warns)
@@ -120,13 +130,13 @@ def _encoded(
     invalid: InvalidRows,
     fault_of: Callable[[Row], Fault | None],
     longest: int,
+    reader: ImageReader | None,
 ) -> list[Prompt]:
     """The prompts of the rows of one path; those that cannot be used are added to `invalid`."""
     _check_columns(data, sources, records)
     prompts = []
-    for record, encoded in zip(
-        records, encode_rows(data, tokenizer, [record.row for record in records]), strict=True
-    ):
+    found = encode_rows(data, tokenizer, [record.row for record in records], reader)
+    for record, encoded in zip(records, found, strict=True):
         row = _with_answer(data, record.row)
         if isinstance(encoded, Encoded):
             fault = _source_fault(sources, row) or fault_of(row)
@@ -134,8 +144,17 @@ def _encoded(
         if isinstance(encoded, Fault):
             invalid.add(record.index, record.place, encoded)
         else:
-            ids, text = encoded.token_ids, encoded.text
-            prompts.append(Prompt(record.index, ids, text, row, source=sources.of(row), data=data))
+            prompts.append(
+                Prompt(
+                    record.index,
+                    encoded.token_ids,
+                    encoded.text,
+                    row,
+                    source=sources.of(row),
+                    images=encoded.images,
+                    data=data,
+                )
+            )
     return prompts
 
 
@@ -164,6 +183,7 @@ def _check_columns(data: DataConfig, sources: SourcesConfig, records: Sequence[R
     wanted = {
         "data.prompt_column": data.prompt_column,
         "data.answer_column": data.answer_column,
+        "data.image_column": data.image_column,
         "sources.column": sources.column,
     }
     for key, column in wanted.items():

@@ -7,7 +7,7 @@ import json
 import re
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ Row = dict[str, Any]
 """One example: its columns by name."""
 
 NUM_SHOWN = 20
-
+BASE64 = "data:image/"
+"""How an image in base64 begins."""
 
 MOST_CHARACTERS = 2000
 """Longer values of a row, such as the tests of a program, are cut in the log of completions."""
@@ -30,9 +31,26 @@ MOST_CHARACTERS = 2000
 def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
     """The columns of a row, as values of JSON, but for the prompt, which is logged as it was sent.
 
-    Values without a form in JSON become text or, if they are not finite, null.
+    Values without a form in JSON become text or, if they are not finite, null; bytes and base64
+    are left out.
     """
-    return {name: _logged(value) for name, value in row.items() if name != prompt_column}
+    return {
+        name: _logged(_without_contents(value))
+        for name, value in row.items()
+        if name != prompt_column
+    }
+
+
+def _without_contents(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_contents(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _without_contents(each) for name, each in value.items()}
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, str) and value.startswith(BASE64):
+        return f"{len(value)} characters of base64"
+    return value
 
 
 def _logged(value: Any) -> Any:
@@ -229,9 +247,22 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
     import datasets  # noqa: PLC0415
 
     try:
-        yield from datasets.load_dataset(name, data.subset, split=data.split)
+        yield from _undecoded(datasets.load_dataset(name, data.subset, split=data.split))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"data.path {name} is not a local file or folder, and the Hugging Face data set "
             f"of that name (subset {data.subset}, split {data.split}) cannot be loaded: {error}"
         ) from error
+
+
+def _undecoded(found: Any) -> Iterable[Row]:
+    """The rows of a data set, with images as the bytes and paths that tables have."""
+    import datasets  # noqa: PLC0415  # see above
+
+    rows, as_stored = found.to_iterable_dataset(), datasets.Image(decode=False)
+    for name, feature in found.features.items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(name, as_stored)
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+            rows = rows.cast_column(name, datasets.List(as_stored))
+    return rows

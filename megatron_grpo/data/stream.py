@@ -71,6 +71,7 @@ class PromptStream:
         for prompt in self.prompts:
             numbers = (prompt.index, len(prompt.token_ids), *prompt.token_ids)
             digest.update(array("q", numbers).tobytes())
+            digest.update(prompt.images.key if prompt.images else b"")
         if len(self._paths) > 1:
             sizes = [len(prompts) for prompts in self._prompts_of]
             digest.update(array("q", [*sizes, *self._turns]).tobytes())

@@ -8,7 +8,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.engines.sampling_params import SamplingParams, image_features
 
 
 class Requests(Protocol):
@@ -87,6 +87,7 @@ class Generation:
         for position, prompt in enumerate(prompts):
             first = first_seed(params.seed, params.series, params.first_position + position)
             token_ids = [*prompt.token_ids]
+            features = image_features(prompt.images.read()) if prompt.images else None
             for index in range(params.num_generations):
                 number = position * params.num_generations + index
                 self.open[number] = params.request(
@@ -95,6 +96,7 @@ class Generation:
                     seed=first + index,
                     max_tokens=params.max_completion_length,
                     routes_start=0,
+                    features=features,
                 )
 
     async def wait_for_environments(self) -> None:

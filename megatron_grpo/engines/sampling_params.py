@@ -1,10 +1,20 @@
 """What a generation asks of the engines."""
 
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from megatron_grpo.data.samples import turn_seed
 from megatron_grpo.engines.engine import Json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel.images import PromptImages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +41,16 @@ class SamplingParams:
     """If prompts are generated in several parts: the position of this part's first in the whole."""
 
     def request(
-        self, token_ids: list[int], *, number: int, seed: int, max_tokens: int, routes_start: int
+        self,
+        token_ids: list[int],
+        *,
+        number: int,
+        seed: int,
+        max_tokens: int,
+        routes_start: int,
+        features: Json | None = None,
     ) -> Json:
-        """A request to /inference/v1/generate that continues `token_ids`.
+        """A request to /inference/v1/generate that continues `token_ids`, with `image_features`.
 
         Its `number` is its priority; the lowest goes first. With `router_replay`, the experts of
         the tokens from `routes_start` on are returned.
@@ -57,6 +74,7 @@ class SamplingParams:
             "output_mode": "text",
             "priority": number,
             "sampling_params": sampling,
+            **({"features": features} if features else {}),
         }
 
     def turn_seed(self, number: int, turn: int) -> int:
@@ -64,3 +82,48 @@ class SamplingParams:
         position, sample_index = divmod(number, self.num_generations)
         position += self.first_position
         return turn_seed(self.seed, self.series, position, sample_index, turn)
+
+
+def image_features(images: "PromptImages") -> Json:
+    """What vLLM 0.32 takes in the place of images: the patches of each, and where its tokens are.
+
+    Like ``vllm.entrypoints.scale_out.token_in_token_out.mm_serde``: MessagePack in base64. Bytes
+    are scaled and shifted on the engine's device, as by its ``mm_device_do_normalize``. The engine
+    tells images from others by their hashes.
+    """
+    sizes = images.grids.prod(1)
+    counts = (sizes * len(images.tokens) // sizes.sum()).tolist()
+    parts = images.patches.split(sizes.tolist())
+    hashes = [blake2b(part.numpy().tobytes(), digest_size=16) for part in parts]
+    for each, grid in zip(hashes, images.grids, strict=True):
+        each.update(grid.numpy().tobytes())
+    starts = [int(places[0]) for places in images.tokens.split(counts)]
+    items = [
+        {
+            "pixel_values": {"data": _tensor(part), "field": ("flat", _WHOLE)},
+            "image_grid_thw": {"data": _tensor(grid), "field": ("batched", {"keep_on_cpu": True})},
+        }
+        for part, grid in zip(parts, images.grids, strict=True)
+    ]
+    return {
+        "mm_hashes": {"image": [each.hexdigest() for each in hashes]},
+        "mm_placeholders": {
+            "image": [
+                {"offset": start, "length": count}
+                for start, count in zip(starts, counts, strict=True)
+            ]
+        },
+        "kwargs_data": {
+            "image": [b64encode(msgspec.msgpack.encode(item)).decode() for item in items]
+        },
+    }
+
+
+_WHOLE = {"slices": [(None, None, None)], "dim": 0, "keep_on_cpu": False}
+_RAW = 3
+"""vLLM's code for the bytes of a tensor."""
+
+
+def _tensor(values: "Tensor") -> tuple[str, list[int], msgspec.msgpack.Ext]:
+    raw = msgspec.msgpack.Ext(_RAW, values.numpy().tobytes())
+    return str(values.dtype).removeprefix("torch."), [*values.shape], raw

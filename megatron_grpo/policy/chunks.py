@@ -26,6 +26,7 @@ from megatron_grpo.policy.transformer import (
     transformer_config,
     uses_transformer_engine,
 )
+from megatron_grpo.policy.vision import mrope_sections
 from parallel import pipeline_layers
 from parallel.groups import Groups
 
@@ -40,12 +41,14 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
         sequence_parallel=cfg.parallel.sequence_parallel,
         overrides=cfg.model.megatron,
     )
+    sections = mrope_sections(cfg)
+    has_own_rows = cfg.grpo.shared_prompts or bool(sections)
     # Nothing random is drawn (no dropout, no initialization), but Megatron requires RNG states.
     model_parallel_cuda_manual_seed(0)
     chunks = [
         GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, layers, shape, cfg.grpo.shared_prompts),
+            transformer_layer_spec=block_spec(config, layers, shape, has_own_rows),
             vocab_size=padded_vocab_size(shape, dims),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=layers.start == 0,
@@ -60,7 +63,7 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     ]
     if config.fine_grained_activation_offloading:
         offload_activations(next(chunks[0].parameters()).device)
-    packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape))
+    packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape), sections)
     for chunk in chunks:
         prepare_layers(chunk, cfg, shape, groups)
         if chunk.post_process:

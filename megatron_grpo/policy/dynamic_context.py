@@ -40,7 +40,7 @@ def _split_dynamically(
     """Let the ranks of `group` alone split the microbatch, of which this one holds `local`."""
     params.cp_group = group
     params.attention_cu_seqlens = params.cu_seqlens_q_padded
-    params.rope_positions = batch.position_ids[local]
+    params.rope_positions = batch.rope_positions[..., local]
     whole = batch.cu_seqlens[:: len(batch.cu_seqlens) - 1].contiguous()  # first and last
     own = whole // batch.context_size
     params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = own

@@ -26,6 +26,7 @@ from megatron_grpo.policy.mtp import Mtp
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
+from megatron_grpo.policy.vision import VisionTower, embedded, vision_tower
 from parallel import Layout, Sender
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
@@ -92,6 +93,8 @@ class Policy(Model):
     """Megatron's distributed optimizer."""
     scheduler: Any
     """Sets the optimizer's learning rate; stepped once per optimizer step."""
+    vision: VisionTower | None = None
+    """On the first stage, if prompts have images."""
     router_losses: RouterLosses
     """What the routers of a mixture lost in the microbatches since `zero_grad`."""
 
@@ -141,7 +144,9 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
         )
         add_gradients(model, cfg)
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
-    return add_optimizer(model, cfg)
+    policy = add_optimizer(model, cfg)
+    policy.vision = vision_tower(cfg, groups, next(policy.chunks[0].parameters()).device)
+    return policy
 
 
 def build_model(cfg: Config, shape: ModelShape, groups: Groups) -> Model:
@@ -189,6 +194,7 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),
         attention_mask=None,
+        decoder_input=embedded(unwrapped(chunk), batch, local, groups),
         packed_seq_params=params,
     )
     return output.squeeze(0) if unwrapped(chunk).post_process else output

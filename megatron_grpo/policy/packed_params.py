@@ -1,6 +1,6 @@
 """The PackedSeqParams that Megatron-Core's layers get for a packed microbatch."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -44,8 +44,8 @@ class PackedParams(PackedSeqParams):
     attention_cu_seqlens: Tensor | None = None
     """Padded lengths for attention, where those of RoPE differ: see `dynamic_context`."""
     rope_positions: Tensor | None = None
-    """[T] position of each token in its sequence, for `PackedRotary`; None without shared prompts.
-    """
+    """[T] position of each token in its sequence, or with images its three, [3, T], for
+    `PackedRotary`; None with neither images nor shared prompts."""
     routed_experts: Tensor | None = None
     """[tokens and layers of this rank, topk], for `RouterReplay`; None: the routers choose."""
 
@@ -105,26 +105,28 @@ def packed_params(
         local=local,
         rope_length=batch.max_seqlen,
     )
-    if batch.tokens.is_cuda and (batch.prefixes is not None or any(windows)):
+    has_own_rows = batch.prefixes is not None or batch.images is not None
+    if batch.tokens.is_cuda and (has_own_rows or any(windows)):
         params.block_masks = {
             window: block_mask(batch.cu_seqlens, batch.prefixes, local, num_tokens, window)
             for window in windows
         }
-    if batch.prefixes is None:
+    if not has_own_rows:
         return params
     # Shared prompts: RoPE and attention need different boundaries. For a prompt of 5 tokens with
     # completions of 3 and 2, packed as 4 + (1 + 3) + (1 + 2) tokens:
     #     cu_seqlens_q          [0, 4, 8, 11]              segments, for attention
     #     rope_positions        0 1 2 3 | 4 5 6 7 | 4 5 6   RoPE would begin each at row 0
     #     cu_seqlens_q_padded   [0, 11]                    one sequence: row t for token t
-    # and `PackedRotary` makes row t that of rope_positions[t]. With shared prompts attention is
-    # ours and does not read the padded lengths, so RoPE is their only reader. A context rank reads
-    # rows as of one zigzag sequence, an early and a late part, hence the indices below.
+    # and `PackedRotary` makes row t that of rope_positions[t], or with images, of its three
+    # positions. Attention is then ours and does not read the padded lengths, so RoPE is their only
+    # reader. A context rank reads rows as of one zigzag sequence, an early and a late part, hence
+    # the indices below.
     whole = batch.cu_seqlens[:: len(batch.cu_seqlens) - 1].contiguous()  # first and last
     params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = whole
-    params.rope_positions = torch.zeros_like(batch.position_ids)
+    params.rope_positions = torch.zeros_like(batch.rope_positions)
     as_one = context_indices(whole, rank, size, num_tokens)
-    params.rope_positions[as_one] = batch.position_ids[local]
+    params.rope_positions[..., as_one] = batch.rope_positions[..., local]
     params.prefixes = batch.prefixes
     return params
 
@@ -134,12 +136,13 @@ class PackedRotary(torch.nn.Module):
 
     Megatron's own caches a table for each of the last 32 lengths, but lengths rarely repeat.
     `windowed` is the RoPE of layers with a window, if it is another: then there are two tables, for
-    `WindowedAttention`.
+    `WindowedAttention`. `sections` are the numbers of frequencies that rotate by a token's position
+    in time, height and width: M-RoPE of prompts with images.
     """
 
-    def __init__(self, rotary: Any, windowed: Any = None) -> None:
+    def __init__(self, rotary: Any, windowed: Any = None, sections: Sequence[int] = ()) -> None:
         super().__init__()
-        self.rotary, self.windowed = rotary, windowed
+        self.rotary, self.windowed, self.sections = rotary, windowed, sections
         self._table: Tensor | None = None  # as long as the longest sequence so far
 
     def get_rotary_seq_len(
@@ -160,4 +163,9 @@ class PackedRotary(torch.nn.Module):
         if params.rope_positions is None:
             # Not all rows: given T rows, Megatron would read one per token, ignoring positions.
             return self._table[..., :length, :, :, :]
-        return self._table[..., params.rope_positions, :, :, :]
+        rows = self._table[..., params.rope_positions, :, :, :]
+        if params.rope_positions.dim() == 1:
+            return rows
+        # Each frequency is there twice, for both halves of a head.
+        parts = rows.split([*self.sections, *self.sections], dim=-1)
+        return torch.cat([part[number % 3] for number, part in enumerate(parts)], dim=-1)

@@ -169,7 +169,7 @@ def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any])
 
 
 def block_spec(
-    config: TransformerConfig, layers: range, shape: ModelShape, shared_prompts: bool
+    config: TransformerConfig, layers: range, shape: ModelShape, has_own_rows: bool
 ) -> TransformerBlockSubmodules:
     """Modules of a model chunk with these `layers` of the model."""
     is_fused = uses_transformer_engine(config)
@@ -177,7 +177,7 @@ def block_spec(
     @cache  # one object for all equal layers: Megatron builds modules from it, and leaves it as is
     def layer_spec(num_experts: int | None, is_linear: bool) -> ModuleSpec:
         if is_fused:
-            layer = fused_layer_spec(config, num_experts, shape, shared_prompts)
+            layer = fused_layer_spec(config, num_experts, shape, has_own_rows)
         else:
             layer = torch_layer_spec(config, num_experts, shape)
         if is_linear and shape.linear is not None:
@@ -193,7 +193,7 @@ def block_spec(
 
 
 def fused_layer_spec(
-    config: TransformerConfig, num_experts: int | None, shape: ModelShape, shared_prompts: bool
+    config: TransformerConfig, num_experts: int | None, shape: ModelShape, has_own_rows: bool
 ) -> ModuleSpec:
     """Transformer Engine's layer; its attention does not know shared prompts, nor windows of
     sequences that context ranks split, nor, before 2.12, sinks of packed sequences."""
@@ -204,7 +204,7 @@ def fused_layer_spec(
         multi_latent_attention=shape.latent is not None,
     )
     is_split = config.context_parallel_size > 1
-    if shared_prompts or shape.has_sinks or (is_split and shape.window is not None):
+    if has_own_rows or shape.has_sinks or (is_split and shape.window is not None):
         layer.submodules.self_attention.submodules.core_attention = packed_attention_of(shape)
     use_latents(layer, shape)
     use_indexer(layer, shape)

@@ -60,7 +60,7 @@ def probe_logprobs(
     Only rank 0 raises ValueError when the mean is beyond `BOUNDS`, or that of quantised engines
     beyond what may stay uncorrected; the other ranks continue and then wait for it.
     """
-    minibatches = packed_minibatches(experience, 0, cost, cfg, groups, device)
+    minibatches = packed_minibatches(experience, 0, cost, cfg, groups, device, policy.vision)
     gap = same = _gap(minibatches, policy, cfg, groups, device)
     metrics = {"probe/logprob_gap_mean": gap.mean, "probe/logprob_gap_max": gap.largest}
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)

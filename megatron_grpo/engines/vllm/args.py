@@ -105,11 +105,14 @@ RESERVED = {
     "kv_transfer_config": KEPT_ELSEWHERE,
     "offload_group_size": OFFLOADED,
     "cpu_offload_gb": OFFLOADED,
+    "mm_processor_kwargs": "set max_pixels in preprocessor_config.json of model.path",
+    "mm_device_do_normalize": "prompts with images are sent with the bytes of their pixels",
     "skip_tokenizer_init": "the trainer asks for the text of completions, too",
     "disable_log_stats": "the trainer reads the token count to see that an engine makes progress",
     "scheduling_policy": "priorities keep batches reproducible",
 }
 
+LIMIT = "limit_mm_per_prompt"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those for which vLLM 0.32 has an attention kernel for CPUs."""
 CPU_EXPERT_SIZE = 32
@@ -191,8 +194,8 @@ def engine_flags(
         "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
         "enable_return_routed_experts": rollout.router_replay or None,
-        # Towers of images take no part in prompts of text, and are not loaded.
-        "language_model_only": has_other_towers(model.path) or None,
+        # Towers of images are loaded if prompts may have some, as `check_images` makes sure.
+        "language_model_only": (has_other_towers(model.path) and LIMIT not in rollout.vllm) or None,
         # A CPU engine follows the same requests, but would not start with this.
         "enable_sleep_mode": (rollout.enable_sleep_mode and on_gpu) or None,
     }
@@ -362,9 +365,14 @@ def server_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
 
 def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) -> None:
     """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know, a
-    parser that it does not have, or if it is not installed."""
+    parser that it does not have, or if it or what it needs for images is not installed."""
     known = engine_argument_names()  # also without any name: it says if vLLM is missing
     check_names("vllm", table, RESERVED, known, "`vllm serve --help` has all")
+    if LIMIT in table and importlib.util.find_spec("torchvision") is None:
+        raise ValueError(
+            f"rollout.vllm.{LIMIT}: vLLM needs torchvision for images, which is not installed: "
+            "install the release for the installed torch, with `pip install --no-deps torchvision`"
+        )
     check_parser("vLLM", parser, tool_call_parsers())
 
 

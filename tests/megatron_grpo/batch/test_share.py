@@ -5,8 +5,11 @@ import pickle
 import pytest
 import torch
 
+from helpers.images import PATCH, sequence_with_images, with_completion, with_other_pixels
 from megatron_grpo.batch.distribute import DataParallelShard
+from megatron_grpo.policy.vision import with_features
 from parallel.alignment import Alignment
+from parallel.images import PromptImages
 from parallel.packing import PackedBatch, TokenSequence, pack
 from parallel.turns import Turn, fixed_turns
 
@@ -72,6 +75,41 @@ def test_a_share_that_was_sent_packs_as_its_sequences_do(
     for batch, indices in zip(batches, microbatches, strict=True):
         expected = pack(given, indices, ALIGNMENT, share_prompts=share_prompts, known=known)
         assert_equal(batch, expected)
+
+
+def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None:
+    first = sequence_with_images([(4, 6), (4, 4)], 5, seed=0)
+    group = [first, *(with_completion(first, 7, seed=seed) for seed in (1, 2, 3))]
+    given = [*group, with_other_pixels(first), sequence_with_images([], 5, seed=9)]
+    microbatches = [[0, 5, 1], [2, 4], [3], []]
+    sent = pickle.dumps(DataParallelShard.of(given, turns(microbatches)))
+    patches = 2 * 40 * PATCH  # of two prompts
+    assert patches < len(sent) < 1.1 * patches
+    batches = pickle.loads(sent).pack(ALIGNMENT, share_prompts=False)
+    tower = Tower()
+    found = zip(with_features(batches, tower), with_features(batches, None), strict=True)
+    for (of_first, of_other), indices in zip(found, microbatches, strict=True):
+        expected, seen = pack(given, indices, ALIGNMENT).images, of_first.images
+        if expected is None:
+            assert seen is None
+            continue
+        assert torch.equal(seen.rows, expected.rows)
+        assert torch.equal(seen.positions, expected.positions)
+        wanted = torch.cat([each.patches[::4, :2] for each in expected.prompts])
+        assert torch.equal(seen.features, wanted) and seen.prompts == ()
+        assert of_other.images.features is None and of_other.images.prompts == ()
+    assert tower.seen == [first.images.digest, given[4].images.digest]
+
+
+class Tower:
+    """In the place of a vision tower: two bytes of an image for each of its tokens."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def features(self, images: PromptImages) -> torch.Tensor:
+        self.seen.append(images.digest)
+        return images.patches[::4, :2]
 
 
 def test_a_rank_with_one_sequence_or_none_has_the_values_that_its_peers_have() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoint_convert.text_tower import MULTIMODAL
 from checkpoint_convert.vllm import EngineDims
@@ -13,6 +14,7 @@ from helpers.engines import (
     running_engine,
     served_model,
 )
+from helpers.images import IMAGE_LIMITS, picture, prompts_with_images, tiny_vision_model
 from helpers.models import mixture_of_blocks, servable_model, stacked_experts
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
 from helpers.towers import tiny_multimodal
@@ -38,6 +40,7 @@ def test_after_a_push_samples_are_those_of_the_new_weights(live_engine, tied_mod
 slow = pytest.mark.slow
 
 
+WEIGHTS = "model.safetensors"
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
 
 
@@ -86,6 +89,24 @@ def test_the_text_tower_of_a_multimodal_model_takes_pushes(tmp_path, kind):
     other = tiny_multimodal(tmp_path / "other", kind, seed=1)
     with running_engine("vllm", folder, tmp_path) as engine:
         check_pushes(engine, other, folder)
+
+
+@slow
+def test_the_engine_sees_the_images_that_the_trainer_sees(tmp_path):
+    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
+    folder = tiny_vision_model(tmp_path / "model")
+    other = tiny_vision_model(tmp_path / "other", seed=1)
+    tower = {n: x for n, x in load_file(folder / WEIGHTS).items() if "visual." in n}  # not pushed
+    save_file(load_file(other / WEIGHTS) | tower, other / WEIGHTS, {"format": "pt"})
+    for seed, size in enumerate([(60, 90), (56, 56), (200, 100)]):
+        picture(*size, seed).save(tmp_path / f"{seed}.png")
+    images = [["0.png", "1.png"], "2.png", None, "1.png"]
+    prompts = prompts_with_images(folder, tmp_path, images)
+    with running_engine("vllm", folder, tmp_path, vllm=IMAGE_LIMITS) as engine:
+        for weights in (folder, other):
+            engine.push(weights)
+            samples = engine.generate(prompts)
+            assert largest_logprob_error(weights, samples) < 1e-5
 
 
 @slow

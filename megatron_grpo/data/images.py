@@ -1,0 +1,279 @@
+"""The images of a row: what they add to its prompt, and the patches that towers take of them.
+
+Pixels are made here once, by the model's own processor, for trainer and engines alike. Those of a
+whole data set would not fit into memory, so that a prompt has its images as they are in the data.
+"""
+
+import base64
+import hashlib
+import math
+import reprlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpoint_convert.hf_config import read_json
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.data import DataConfig
+from megatron_grpo.config.reward import REWARD_MODEL
+from megatron_grpo.data.rows import BASE64, Fault, Row
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from parallel.images import PromptImages
+
+FAMILY = "qwen2_5_vl"
+WIDE_MODES = ("I", "F")
+"""Beginnings of Pillow's names for pixels of more than 8 bits, which it would cut to 8."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 200  # a path is shown whole, and base64 is not
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """An image of a row."""
+
+    name: str
+    """Its path as in the row, or which image of the row it is."""
+    content: Path | bytes
+    """An image file, or what is in it."""
+
+    @property
+    def shown(self) -> str:
+        """Its name in messages."""
+        return self.name if isinstance(self.content, bytes) else _SHORT.repr(self.name)
+
+    @property
+    def key(self) -> bytes:
+        """What tells it from other images, if files do not change; files may have moved."""
+        own = self.content if isinstance(self.content, bytes) else self.name.encode()
+        return hashlib.blake2b(own).digest()
+
+
+def images_of(data: DataConfig, row: Row) -> list[ImageSource] | Fault:
+    """The images of a row; none if the column is null or an empty list."""
+    found = row.get(data.image_column) if data.image_column else None
+    if found is None:
+        return []
+    values = found if isinstance(found, list) else [found]
+    images = [_image(each, f"image {i + 1} of the row", data) for i, each in enumerate(values)]
+    faults = [each for each in images if isinstance(each, Fault)]
+    return faults[0] if faults else [each for each in images if isinstance(each, ImageSource)]
+
+
+def _image(value: Any, name: str, data: DataConfig) -> ImageSource | Fault:
+    if isinstance(value, dict):  # as in tables of Hugging Face data sets
+        value = value.get("path") if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, bytes):
+        return ImageSource(name, value)
+    if not isinstance(value, str):
+        kind = f"{data.image_column!r} is neither a path nor bytes of an image, nor a list of them"
+        return Fault(kind, f"{name}: {type(value).__name__}")
+    if value.startswith(("http://", "https://")):
+        kind = f"{data.image_column!r} is a URL: download the image and give its path"
+        return Fault(kind, _SHORT.repr(value))
+    if value.startswith(BASE64):
+        try:
+            return ImageSource(name, base64.b64decode(value.partition(",")[2], validate=True))
+        except ValueError as error:
+            return Fault(f"{data.image_column!r} is not base64", f"{name}: {error}")
+    path = Path(str(data.path))
+    return ImageSource(value, (path if path.is_dir() else path.parent) / value)
+
+
+@contextmanager
+def _named(image: ImageSource) -> "Iterator[Image]":
+    """An image of which only the head is read until its pixels are.
+
+    Raises ValueError, which names it, also for what is done with it.
+    """
+    from PIL import Image  # noqa: PLC0415
+
+    content = image.content
+    try:
+        with Image.open(BytesIO(content) if isinstance(content, bytes) else content) as opened:
+            yield opened
+    # Pillow raises all of these for bad files; sides that are too unequal are a ValueError, too.
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        told = getattr(error, "strerror", None) or error  # without the path
+        hint = "" if Path(image.name).suffix else "; base64 begins with data:image/png;base64,"
+        is_path = isinstance(content, Path)
+        raise ValueError(f"{image.shown}: {told}{hint if is_path else ''}") from error
+
+
+def _pixels(opened: "Image") -> "Image":
+    """RGB, the right way up; over white where it is transparent, as vLLM has it."""
+    from PIL import Image, ImageOps  # noqa: PLC0415
+
+    upright = ImageOps.exif_transpose(opened)
+    if not upright.has_transparency_data:
+        return upright.convert("RGB")
+    seen = upright.convert("RGBA")
+    pixels = Image.new("RGB", seen.size, "white")
+    pixels.paste(seen, mask=seen.getchannel("A"))
+    return pixels
+
+
+class ImageReader:
+    """The image processor of a model."""
+
+    def __init__(self, cfg: Config) -> None:
+        # Takes seconds to import, and only prompts with images need it.
+        from transformers import AutoImageProcessor  # noqa: PLC0415
+
+        self.token_id: int = read_json(cfg.model.path / "config.json")["image_token_id"]
+        self.most: int = cfg.rollout.vllm["limit_mm_per_prompt"]["image"]
+        self._processor: Any = AutoImageProcessor.from_pretrained(cfg.model.path)
+        self._merge: int = self._processor.merge_size
+
+    @classmethod
+    def of(cls, cfg: Config) -> "ImageReader | None":
+        """That of a run; None if its prompts have no images."""
+        return cls(cfg) if cfg.data.image_column else None
+
+    def expand(
+        self, token_ids: Sequence[int], images: Sequence[ImageSource]
+    ) -> "tuple[list[int], PromptSources] | Fault":
+        """The tokens of a prompt with one for each feature of its images, and where these begin.
+
+        `token_ids` has one token for each image, as chat templates write it.
+        """
+        if (num_tokens := token_ids.count(self.token_id)) != len(images):
+            return Fault(
+                "the prompt has another number of image tokens than the row has images",
+                f"{num_tokens} instead of {len(images)}",
+            )
+        if len(images) > self.most:
+            return Fault(
+                "more images than rollout.vllm.limit_mm_per_prompt.image",
+                f"{len(images)} of at most {self.most}",
+            )
+        counts = []
+        for image in images:
+            try:
+                with _named(image) as opened:
+                    counts.append(self._num_tokens(opened))
+            except ValueError as error:
+                return Fault("an image cannot be read", str(error))
+        expanded: list[int] = []
+        starts: list[int] = []
+        for token in token_ids:
+            if token != self.token_id:
+                expanded.append(token)
+                continue
+            starts.append(len(expanded))
+            expanded += [token] * counts[len(starts) - 1]
+        sources = PromptSources(tuple(images), tuple(starts), tuple(counts), len(expanded), self)
+        return expanded, sources
+
+    def _num_tokens(self, opened: "Image") -> int:
+        """Of an image of which only the head is read; one that EXIF turns has as many."""
+        if opened.mode.startswith(WIDE_MODES):
+            raise ValueError(f"pixels of mode {opened.mode}: save it with 8 bits per channel")
+        num_patches: int = self._processor.get_number_of_image_patches(opened.height, opened.width)
+        return num_patches // self._merge**2
+
+    def read(self, images: "PromptSources") -> "PromptImages":
+        """The patches of the images, as bytes: whoever takes them scales and shifts them.
+
+        Raises ValueError for a file that changed since its tokens were counted, or that is damaged
+        behind its head.
+        """
+        import torch  # noqa: PLC0415
+
+        from parallel.images import PromptImages, prompt_positions  # noqa: PLC0415
+
+        pixels = []
+        for image in images.images:
+            with _named(image) as opened:
+                pixels.append(_pixels(opened))
+        made = self._processor(
+            images=pixels, do_rescale=False, do_normalize=False, return_tensors="pt"
+        )
+        patches, grids = made["pixel_values"].to(torch.uint8), made["image_grid_thw"]
+        sizes = [(t, h // self._merge, w // self._merge) for t, h, w in grids.tolist()]
+        for image, size, count in zip(images.images, sizes, images.counts, strict=True):
+            if math.prod(size) != count:
+                raise ValueError(
+                    f"{image.shown}: it has {math.prod(size)} tokens now, and had {count} when the "
+                    "prompts were made: start again with files that do not change"
+                )
+        ends = [start + count for start, count in zip(images.starts, images.counts, strict=True)]
+        digest = hashlib.blake2b(patches.numpy().tobytes() + grids.numpy().tobytes())
+        return PromptImages(
+            patches=patches,
+            grids=grids,
+            digest=digest.hexdigest(),
+            tokens=torch.cat(
+                [torch.arange(*each) for each in zip(images.starts, ends, strict=True)]
+            ),
+            positions=prompt_positions(images.num_tokens, images.starts, sizes),
+        )
+
+
+@dataclass(frozen=True)
+class PromptSources:
+    """The images of a prompt as they are in the data."""
+
+    images: tuple[ImageSource, ...]
+    starts: tuple[int, ...]
+    """Where the tokens of each begin in the prompt."""
+    counts: tuple[int, ...]
+    """Tokens of each."""
+    num_tokens: int
+    """Of the prompt."""
+    reader: ImageReader = field(repr=False, compare=False)
+
+    @property
+    def key(self) -> bytes:
+        """What tells these images from others."""
+        return b"".join(each.key for each in self.images)
+
+    def read(self) -> "PromptImages":
+        """Read them, and make patches of them."""
+        return self.reader.read(self)
+
+
+def check_images(cfg: Config) -> None:
+    """Raise ValueError for what does not go with prompts that have images."""
+    columns = {"data.image_column": cfg.data.image_column} | {
+        f"eval.{name}.data.image_column": held_out.data.image_column
+        for name, held_out in cfg.eval.named_sets.items()
+        if held_out.data
+    }
+    key = next((key for key, column in columns.items() if column), None)
+    if key is None:
+        return
+    if cfg.data.image_column is None:
+        raise ValueError(f"{key} needs data.image_column, too: the run itself has no images")
+    kind = read_json(cfg.model.path / "config.json").get("model_type")
+    if kind != FAMILY:
+        raise ValueError(
+            f"{key}: model.path is a {kind}, and images are supported of {FAMILY} only: leave it "
+            "out"
+        )
+    limits = cfg.rollout.vllm.get("limit_mm_per_prompt")
+    most = limits.get("image") if isinstance(limits, dict) else None
+    if type(most) is not int or most < 1 or limits != {"image": most, "video": 0}:
+        raise ValueError(
+            f"{key} needs engines that take images, and rollout.vllm.limit_mm_per_prompt is "
+            f"{limits}: set it to {{image: 1, video: 0}}, with the most images of one prompt"
+        )
+    refused = {
+        "data.apply_chat_template false": not cfg.data.apply_chat_template,
+        "an environment or an agent": cfg.has_dialogues,
+        "rollout.enable_sleep_mode true": cfg.rollout.enable_sleep_mode,
+        "rollout.vllm.load_format dummy": cfg.rollout.vllm.get("load_format") == "dummy",
+        "rollout.vllm.speculative_config": "speculative_config" in cfg.rollout.vllm,
+        "a reward_model": any(
+            each.name == REWARD_MODEL
+            for reward in cfg.rewards.values()
+            for each in reward.functions
+        ),
+    }
+    if told := [name for name, is_used in refused.items() if is_used]:
+        raise ValueError(f"{key} does not go with {told[0]} yet: leave out one of the two")

@@ -1,0 +1,45 @@
+"""Where images are in packed microbatches."""
+
+import torch
+
+from helpers.images import (
+    IMAGE,
+    sequence_with_images,
+    with_completion,
+    with_other_pixels,
+)
+from parallel.alignment import Alignment
+from parallel.images import prompt_positions
+from parallel.packing import by_prompt, pack
+
+
+def test_text_goes_on_after_the_largest_position_of_an_image():
+    # One token, an image of 2 x 3 tokens, one, an image of a single token, one.
+    positions = prompt_positions(10, [1, 8], [(1, 2, 3), (1, 1, 1)])
+    assert positions.tolist() == [
+        [0, 1, 1, 1, 1, 1, 1, 4, 5, 6],
+        [0, 1, 1, 1, 2, 2, 2, 4, 5, 6],
+        [0, 1, 2, 3, 1, 2, 3, 4, 5, 6],
+    ]
+
+
+def test_a_group_has_its_images_once_and_equal_tokens_with_other_images_are_another_prompt():
+    first = sequence_with_images([(4, 6), (4, 4)], 5, seed=0)
+    group = [first, with_completion(first, 7, seed=1), with_other_pixels(first)]
+    assert by_prompt(group) == [[0, 1], [2]]
+    batch = pack(group, [0, 1, 2], Alignment(), share_prompts=True)
+    images = batch.images
+    assert len(batch.tokens) < sum(len(each.tokens) for each in group)
+    assert images.prompts == tuple(each.images for each in group[::2])
+    # Features in the order of the prompts' tokens, and none in the place of a sampled one.
+    assert images.rows[images.rows >= 0].tolist() == [*range(20)]
+    assert (batch.tokens[images.rows >= 0] == IMAGE).all()
+    for index, each in enumerate(group):
+        own = batch.sequence_index == index
+        end = each.images.positions.max() + 1 + torch.arange(len(each.rollout_logprobs))
+        assert torch.equal(images.positions[:, own][:, -len(end) :], end.expand(3, -1))
+
+
+def test_prompts_of_text_have_no_images():
+    assert pack([sequence_with_images([], 5, seed=0)], [0], Alignment()).images is None
+    assert pack([], [], Alignment()).images is None
