@@ -162,6 +162,10 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
         check_arguments(rollout)
 
 
+FROM_EXPORT = "model.path=<export of that run>"
+"""From where a run starts that trains the layer for multi-token prediction, unlike another."""
+
+
 def check_same_run(cfg: Config) -> None:
     """Raise ValueError if `train.run_dir` holds a different run from the one that `cfg` describes.
 
