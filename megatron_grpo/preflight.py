@@ -28,8 +28,9 @@ from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
+from megatron_grpo.engines.kernels import check_attention, check_cpu_kernels
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
-from megatron_grpo.engines.server import check_arguments, check_attention, check_cpu_kernels
+from megatron_grpo.engines.server import check_arguments
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
 from megatron_grpo.reporting.tracking import last_step

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from checkpoint_convert import ModelShape, read_shape
-from checkpoint_convert.families import FAMILIES
+from checkpoint_convert import read_shape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
@@ -25,7 +24,7 @@ from megatron_grpo.engines.joining import (
     serve_joined,
     settings_of,
 )
-from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.engines.kernels import check_cpu_kernels, num_gpus
 from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
     check_sglang_arguments,
@@ -33,11 +32,7 @@ from megatron_grpo.engines.sglang.args import (
     sglang_environment,
 )
 from megatron_grpo.engines.vllm.args import (
-    CPU_EXPERT_SIZE,
-    CPU_HEAD_SIZES,
-    CPU_LATENT_SIZE,
     NO_ADAPTERS,
-    NO_ROUTER_ON_CPU,
     ONE_NODE,
     EngineNode,
     check_engine_arguments,
@@ -99,99 +94,8 @@ def check_arguments(rollout: RolloutConfig) -> None:
         check_sglang_arguments(rollout)
 
 
-def num_gpus() -> int:
-    """GPUs that this process sees."""
-    import torch  # takes seconds, and checks of config and address do not need it
-
-    return torch.cuda.device_count()
-
-
-def check_attention(engine: str, shape: ModelShape) -> None:
-    """Raise ValueError if an engine would leave out windows or sinks, or not compute attention."""
-    if engine == "sglang" and shape.has_sinks:
-        raise ValueError(
-            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
-            "attention has sinks: use vllm"
-        )
-    if engine != "vllm" and shape.linear is not None:  # transformers cannot repeat its memory
-        raise ValueError(
-            f"rollout.engine {engine} is not supported for the {shape.family} in model.path, which "
-            "has linear attention: use vllm"
-        )
-    if engine == "sglang" and shape.indexer is not None:
-        raise ValueError(
-            f"rollout.engine sglang is not supported for the {shape.family} in model.path, which "
-            "has sparse attention: use vllm"
-        )
-    if engine == "vllm" and shape.indexer is not None and shape.indexer.head_dim % 128:
-        raise ValueError(
-            "vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim is "
-            f"{shape.indexer.head_dim}: use rollout.engine=transformers"
-        )
-    windows = FAMILIES[shape.family].windows
-    if shape.window is None or windows is None:
-        return
-    if engine == "sglang":
-        raise ValueError(
-            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
-            f"layers have a window of attention ({shape.window} tokens): use vllm"
-        )
-    is_mixed = len(shape.windowed_layers) < shape.num_layers
-    if engine == "vllm" and is_mixed and not windows.are_mixed_in_engine:
-        raise ValueError(
-            f"of the {shape.num_layers} layers of the {shape.family} in model.path, "
-            f"{len(shape.windowed_layers)} have a window of attention; vLLM serves it only with "
-            "windows in all layers or in none: use rollout.engine=transformers"
-        )
-
-
 FROM_EXPORT = "model.path=<export of that run>"
 """From where a run starts that trains the layer for multi-token prediction, unlike another."""
-
-
-def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError if vLLM, started here, would need kernels that it lacks for this CPU.
-
-    An engine would start all the same, and die at its first request.
-    """
-    if num_gpus() or rollout.engine != "vllm" or rollout.base_urls:
-        return
-    import torch  # see above
-
-    instead = "set rollout.engine=transformers"
-    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
-        raise ValueError(
-            f"rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: {instead}"
-        )
-    if shape.family in NO_ROUTER_ON_CPU:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU has no kernel for the router of a {shape.family}: "
-            f"{instead}"
-        )
-    if shape.indexer is not None:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU has no sparse attention for a {shape.family}: "
-            f"{instead}"
-        )
-    dims = engine_dims(rollout)
-    part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)
-    if shape.activation == "swigluoai" and part % CPU_EXPERT_SIZE:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU needs a multiple of {CPU_EXPERT_SIZE} as the size "
-            f"of a worker's part of an expert of a {shape.family}, not {part}: {instead}"
-        )
-    if shape.latent is not None:
-        size = shape.latent.rank + shape.latent.rotary_dim
-        if size != CPU_LATENT_SIZE:
-            raise ValueError(
-                "rollout.engine vllm without a GPU needs a latent and rotated part (kv_lora_rank + "
-                f"qk_rope_head_dim) of {CPU_LATENT_SIZE} together, not {size}: {instead}"
-            )
-    elif shape.head_dim not in CPU_HEAD_SIZES:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU needs heads of size "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: {instead}"
-        )
 
 
 def share_gpus(rollout: RolloutConfig, num_devices: int, num_ranks: int) -> bool:

@@ -26,7 +26,7 @@ from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.server import check_attention, check_cpu_kernels
+from megatron_grpo.engines.kernels import check_attention, check_cpu_kernels
 from megatron_grpo.preflight import check_same_run, check_start, preflight
 
 REPOSITORY = Path(__file__).parents[2]

@@ -113,14 +113,6 @@ RESERVED = {
 }
 
 LIMIT = "limit_mm_per_prompt"
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Those for which vLLM 0.32 has an attention kernel for CPUs."""
-CPU_EXPERT_SIZE = 32
-"""What the size of a worker's part of an expert of gpt-oss must be a multiple of, on CPUs."""
-NO_ROUTER_ON_CPU = ("minimax_m2",)
-"""Families whose routers it computes on GPUs only: by sigmoids, of all experts as one group."""
-CPU_LATENT_SIZE = 576
-"""The one size of what is cached of a token with latent attention for which it has one."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,106 @@
+"""Which models engines have kernels for, here and at all."""
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.families import FAMILIES
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines.layouts import engine_dims
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Those for which vLLM 0.32 has an attention kernel for CPUs."""
+CPU_EXPERT_SIZE = 32
+"""What the size of a worker's part of an expert of gpt-oss must be a multiple of, on CPUs."""
+NO_ROUTER_ON_CPU = ("minimax_m2",)
+"""Families whose routers it computes on GPUs only: by sigmoids, of all experts as one group."""
+CPU_LATENT_SIZE = 576
+"""The one size of what is cached of a token with latent attention for which it has one."""
+
+
+def num_gpus() -> int:
+    """GPUs that this process sees."""
+    import torch  # takes seconds, and checks of config and address do not need it
+
+    return torch.cuda.device_count()
+
+
+def check_attention(engine: str, shape: ModelShape) -> None:
+    """Raise ValueError if an engine would leave out windows or sinks, or not compute attention."""
+    if engine == "sglang" and shape.has_sinks:
+        raise ValueError(
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
+            "attention has sinks: use vllm"
+        )
+    if engine != "vllm" and shape.linear is not None:  # transformers cannot repeat its memory
+        raise ValueError(
+            f"rollout.engine {engine} is not supported for the {shape.family} in model.path, which "
+            "has linear attention: use vllm"
+        )
+    if engine == "sglang" and shape.indexer is not None:
+        raise ValueError(
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, which "
+            "has sparse attention: use vllm"
+        )
+    if engine == "vllm" and shape.indexer is not None and shape.indexer.head_dim % 128:
+        raise ValueError(
+            "vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim is "
+            f"{shape.indexer.head_dim}: use rollout.engine=transformers"
+        )
+    windows = FAMILIES[shape.family].windows
+    if shape.window is None or windows is None:
+        return
+    if engine == "sglang":
+        raise ValueError(
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
+            f"layers have a window of attention ({shape.window} tokens): use vllm"
+        )
+    is_mixed = len(shape.windowed_layers) < shape.num_layers
+    if engine == "vllm" and is_mixed and not windows.are_mixed_in_engine:
+        raise ValueError(
+            f"of the {shape.num_layers} layers of the {shape.family} in model.path, "
+            f"{len(shape.windowed_layers)} have a window of attention; vLLM serves it only with "
+            "windows in all layers or in none: use rollout.engine=transformers"
+        )
+
+
+def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError if vLLM, started here, would need kernels that it lacks for this CPU.
+
+    An engine would start all the same, and die at its first request.
+    """
+    if num_gpus() or rollout.engine != "vllm" or rollout.base_urls:
+        return
+    import torch  # takes seconds
+
+    instead = "set rollout.engine=transformers"
+    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
+        raise ValueError(
+            f"rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: {instead}"
+        )
+    if shape.family in NO_ROUTER_ON_CPU:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU has no kernel for the router of a {shape.family}: "
+            f"{instead}"
+        )
+    if shape.indexer is not None:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU has no sparse attention for a {shape.family}: "
+            f"{instead}"
+        )
+    dims = engine_dims(rollout)
+    part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)
+    if shape.activation == "swigluoai" and part % CPU_EXPERT_SIZE:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU needs a multiple of {CPU_EXPERT_SIZE} as the size "
+            f"of a worker's part of an expert of a {shape.family}, not {part}: {instead}"
+        )
+    if shape.latent is not None:
+        size = shape.latent.rank + shape.latent.rotary_dim
+        if size != CPU_LATENT_SIZE:
+            raise ValueError(
+                "rollout.engine vllm without a GPU needs a latent and rotated part (kv_lora_rank + "
+                f"qk_rope_head_dim) of {CPU_LATENT_SIZE} together, not {size}: {instead}"
+            )
+    elif shape.head_dim not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU needs heads of size "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: {instead}"
+        )
