@@ -17,7 +17,7 @@ CPU_LATENT_SIZE = 576
 
 def num_gpus() -> int:
     """GPUs that this process sees."""
-    import torch  # noqa: PLC0415 - takes seconds, and checks of config do not need it
+    import torch  # takes seconds, and checks of config do not need it
 
     return torch.cuda.device_count()
 
@@ -68,7 +68,7 @@ def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
     """
     if num_gpus() or rollout.engine != "vllm" or rollout.base_urls:
         return
-    import torch  # noqa: PLC0415 - see above
+    import torch  # see above
 
     instead = "set rollout.engine=transformers"
     if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
