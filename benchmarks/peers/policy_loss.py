@@ -73,9 +73,8 @@ def ours(folder: Path, all_metrics: bool = False) -> dict[str, float]:
     from megatron_grpo.config.grpo import GRPOConfig
     from megatron_grpo.reporting.metrics import TrainMetrics
     from parallel.alignment import Alignment
-    from parallel.columns import ColumnMap
     from parallel.logprobs import ChosenTokens
-    from parallel.packing import TokenSequence, pack
+    from parallel.packing import ColumnMap, TokenSequence, pack
 
     given = case()
     cfg = GRPOConfig(

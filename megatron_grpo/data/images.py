@@ -15,7 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoint_convert.hf_config import read_json
+from checkpoint_convert.folder import read_json
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import REWARD_MODEL

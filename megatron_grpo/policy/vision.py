@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats.hf_folder import other_towers
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dtypes import DTYPES
-from checkpoint_convert.hf_config import read_json
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from parallel import Box

@@ -380,7 +380,9 @@ def assert_equal(
     for name, budget in ranks[0]:
         expected_loss, expected = answers[name]
         for result in ranks:
-            assert result[name, budget][0] == pytest.approx(expected_loss, rel=tolerance)
+            # Terms of both signs nearly cancel: what is rounded is of their size, not of the sum's.
+            close = pytest.approx(expected_loss, rel=tolerance, abs=tolerance / 10)
+            assert result[name, budget][0] == close
         boxes = [box for result in ranks for box in result[name, budget][1]]
         actual = {tensor: torch.full_like(g, torch.nan) for tensor, g in expected.items()}
         for tensor, box, values in boxes:

@@ -19,7 +19,11 @@ from parallel import ParallelDims
 
 
 def oracle_case(folder) -> OracleCase:
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        experts_implementation="eager",  # its other ways know no float64
+    )
     logprobs = sequence_logprobs(model, LENGTHS)
     (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
     gradients = {
