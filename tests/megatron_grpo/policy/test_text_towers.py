@@ -9,6 +9,7 @@ from helpers.policies import (
     LENGTHS,
     LOSS_WEIGHT,
     OracleCase,
+    gradients_of,
     layout_name,
     numbers_on_rank,
     sequence_logprobs,
@@ -25,12 +26,8 @@ def oracle_case(folder) -> OracleCase:
         experts_implementation="eager",  # its other ways know no float64
     )
     logprobs = sequence_logprobs(model, LENGTHS)
-    (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
-    gradients = {
-        text_name(name): parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None  # only of the text tower
-    }
+    found = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
+    gradients = {text_name(name): each for name, each in found.items()}  # of the text tower alone
     return OracleCase(folder, [each.detach() for each in logprobs], gradients)
 
 
