@@ -35,9 +35,9 @@ from parallel import cover_exactly
 MIXTURES = {name for name, family in FAMILIES.items() if family.experts is not None}
 UNTIED = ("gpt_oss", "minimax_m2")
 """Families of which vLLM ties no head, nor is one published so: such an engine is refused."""
-OF_IMAGES = "qwen3_5_text"
-"""The family whose model is in a file with one of images, in vLLM; that needs torchvision."""
-FAMILIES_HERE = {*FAMILIES} - ({OF_IMAGES} if find_spec("torchvision") is None else set())
+OF_IMAGES = {"qwen3_5_text", "qwen3_5_moe_text"}
+"""Families whose model is in a file with one of images, in vLLM; that needs torchvision."""
+FAMILIES_HERE = {*FAMILIES} - (OF_IMAGES if find_spec("torchvision") is None else set())
 
 
 def name_of(dtype):
