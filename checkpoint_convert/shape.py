@@ -193,8 +193,9 @@ class ModelShape:
 
     @property
     def can_train_mtp(self) -> bool:
-        """Whether `trains_mtp` may be set: hybrids have their layers apart, by other names."""
-        return self.num_mtp_layers == 1 and self.linear is None
+        """Whether `trains_mtp` may be set: hybrids have their layers apart, by other names, and a
+        layer with an indexer was not tried."""
+        return self.num_mtp_layers == 1 and self.linear is None and self.indexer is None
 
     @property
     def num_dense_layers(self) -> int:

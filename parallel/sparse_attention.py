@@ -28,7 +28,7 @@ class Queries:
     places: Tensor
     """int64 [2, t]: the packed position at which the sequence of each begins, and its own."""
     places_on_host: Tensor
-    """The same."""
+    """The same, by which `blocks` are cut without a wait for the device."""
 
     @classmethod
     def of(cls, positions: Tensor, cu_seqlens: Tensor) -> "Queries":

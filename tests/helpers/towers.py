@@ -44,6 +44,15 @@ CONFIGS = {
     "qwen3_5_moe": Qwen3_5MoeConfig,
     "qwen3_vl": Qwen3VLConfig,
 }
+OF_QWEN3_5 = {
+    **LINEAR,
+    "head_dim": 32,
+    "rope_parameters": {
+        **LINEAR["rope_parameters"],
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
 OWN_TEXT: dict[str, dict[str, Any]] = {
     "gemma3": {"head_dim": 32, "sliding_window": 20, "layer_types": [WINDOWED, WINDOWED, FULL]},
     "mistral3": {
@@ -57,24 +66,8 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
         "hidden_size": 128,
         "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]},
     },
-    "qwen3_5": {
-        **LINEAR,
-        "head_dim": 32,
-        "rope_parameters": {
-            **LINEAR["rope_parameters"],
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    },
-    "qwen3_5_moe": {
-        **OWN_FIELDS["qwen3_5_moe_text"],
-        "head_dim": 32,
-        "rope_parameters": {
-            **LINEAR["rope_parameters"],
-            "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True,
-        },
-    },
+    "qwen3_5": OF_QWEN3_5,
+    "qwen3_5_moe": OWN_FIELDS["qwen3_5_moe_text"] | OF_QWEN3_5,
     "qwen3_vl": {
         "head_dim": 32,
         "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6], "mrope_interleaved": True},

@@ -23,10 +23,10 @@ REFUSED = {
 def folders(tmp_path_factory):
     made = {
         family: tiny_model(tmp_path_factory.mktemp(family), family)
-        for family in ("qwen3", "glm4_moe", "deepseek_v3", "qwen3_next")
+        for family in ("qwen3", "glm4_moe", "deepseek_v3", "deepseek_v32", "qwen3_next")
     }
-    add_mtp_layer(made["deepseek_v3"])
-    add_mtp_layer(made["qwen3_next"])
+    for family in ("deepseek_v3", "deepseek_v32", "qwen3_next"):
+        add_mtp_layer(made[family])
     return made
 
 
@@ -48,7 +48,12 @@ def test_what_does_not_go_with_it_is_named(folders, key):
 
 @pytest.mark.parametrize(
     ("family", "found"),
-    [("qwen3", "0 of them"), ("glm4_moe", "0 of them"), ("qwen3_next", "linear attention")],
+    [
+        ("qwen3", "0 of them"),
+        ("glm4_moe", "0 of them"),
+        ("deepseek_v32", "sparse attention"),
+        ("qwen3_next", "linear attention"),
+    ],
 )
 def test_so_is_a_model_without_such_a_layer(folders, family, found):
     with pytest.raises(ValueError, match=f"model.path has {found}: set 0"):
