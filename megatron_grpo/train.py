@@ -38,8 +38,7 @@ from megatron_grpo.rollout.replay import rollouter_of
 from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
-from megatron_grpo.watchdog import START, Watchdog
-from megatron_grpo.watchdog.watchdog import agree_to_stop
+from megatron_grpo.watchdog import START, Watchdog, agree_to_stop
 from megatron_grpo.weight_sync import WeightSync
 from parallel.collectives import wait_for_rank_0
 from parallel.groups import Groups
@@ -88,6 +87,8 @@ def train(run: Run) -> None:
                 trainer.save()
         except (Preempted, RolloutAborted) as reason:
             trainer.save_and_stop(reason)
+        if run.cfg.train.offload_communicators:
+            trainer.sleep_engines()  # NCCL cannot close communicators that are away
 
 
 class Trainer:
@@ -282,8 +283,7 @@ class Trainer:
         metrics, self._unlogged = self._unlogged | peak_memory(self.run.device), {}
         if self.zero and self.experience:
             self.zero.log_step(self.step, metrics, report, self.experience, self.timer)
-        # What follows counts towards the next step: its checkpoint never contains a step that the
-        # log lacks.
+        # What follows counts towards the next step: no checkpoint has a step that the log lacks.
         self._begin_step()
 
     def boundary(self) -> None:
@@ -379,7 +379,7 @@ class Trainer:
 
     def stop_if_preempted(self) -> None:
         """Raise Preempted on all ranks if any rank was told to stop."""
-        if agree_to_stop(self.run.watchdog.is_preempted, self.run.device):
+        if agree_to_stop(self.run.watchdog.is_preempted):
             raise Preempted
 
     def save_and_stop(self, reason: Preempted | RolloutAborted) -> None:
@@ -392,7 +392,7 @@ class Trainer:
             self.rollouts.finish_for_save(self.step, self.timer)
         self.rollouts.give_up()
         self.save(now=True)
-        told = agree_to_stop(self.run.watchdog.is_preempted, self.run.device)
+        told = agree_to_stop(self.run.watchdog.is_preempted)
         if isinstance(reason, RolloutAborted) and not told:
             raise reason
         if self.step < self.cfg.num_steps:

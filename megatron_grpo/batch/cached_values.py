@@ -95,11 +95,11 @@ def _by_sequence(
         known = values(batch)
         if known is None:
             known = torch.empty_like(batch.rollout_logprobs)
-        known = known.to(batch.rollout_logprobs.dtype)
+        known = known.to("cpu", batch.rollout_logprobs.dtype)  # engines may have the GPU
         dist.broadcast(known, src=last_stage, group=groups.pipeline)
         if not groups.answers_for(batch.context_size):
             continue
-        for index in batch.sequence_index[batch.completion_mask].unique().tolist():
-            of_sequence = (batch.sequence_index == index) & batch.completion_mask
-            found[index] = known[of_sequence].cpu()
+        sequences, is_completion = batch.sequence_index.cpu(), batch.completion_mask.cpu()
+        for index in sequences[is_completion].unique().tolist():
+            found[index] = known[(sequences == index) & is_completion]
     return found

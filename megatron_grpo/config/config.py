@@ -15,7 +15,7 @@ from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.megatron_fields import token_multiple
-from megatron_grpo.config.offload import Offload
+from megatron_grpo.config.offload import Offload, check_offload
 from megatron_grpo.config.reward import (
     ENVIRONMENT_TERM,
     EnvironmentConfig,
@@ -136,18 +136,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _offload_makes_room(self) -> Self:
-        offload = self.train.offload
-        if offload != "none" and not self.rollout.enable_sleep_mode:
-            raise ValueError(
-                f"train.offload {offload} makes room for engines that generate on the ranks' GPUs "
-                "while the ranks wait, and give it back: set rollout.enable_sleep_mode=true, "
-                "with rollout.max_staleness=0, or train.offload=none"
-            )
-        if offload != "none" and self.optimizer.optimizer_cpu_offload:
-            raise ValueError(
-                f"optimizer.optimizer_cpu_offload true keeps the optimizer on the host for good, "
-                f"and train.offload {offload} would move it: leave out one of the two"
-            )
+        check_offload(
+            self.train.offload,
+            with_communicators=self.train.offload_communicators,
+            engines_sleep=self.rollout.enable_sleep_mode,
+            is_optimizer_on_host=self.optimizer.optimizer_cpu_offload,
+        )
         return self
 
     @model_validator(mode="after")

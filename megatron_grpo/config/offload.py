@@ -1,4 +1,4 @@
-"""`train.offload`: which parts of the training state leave the GPU, and in which phases of a step.
+"""`train.offload`: what leaves the GPU, and in which phases of a step.
 
 The schedule alone: `policy/residency.py` carries it out, and `planning` counts by it.
 """
@@ -49,3 +49,30 @@ def parts_away(offload: Offload, phase: Phase) -> tuple[Part, ...]:
     if phase not in _WITH_ENGINES:
         return ()
     return tuple(part for part in _MOVED[offload] if part not in _USED[phase])
+
+
+def check_offload(
+    offload: Offload, *, with_communicators: bool, engines_sleep: bool, is_optimizer_on_host: bool
+) -> None:
+    """Raise ValueError if `train.offload` makes no room, or what it should move is not there."""
+    if offload != "none" and not engines_sleep:
+        raise ValueError(
+            f"train.offload {offload} makes room for engines that generate on the ranks' GPUs "
+            "while the ranks wait, and give it back: set rollout.enable_sleep_mode=true, "
+            "with rollout.max_staleness=0, or train.offload=none"
+        )
+    if offload != "none" and is_optimizer_on_host:
+        raise ValueError(
+            f"optimizer.optimizer_cpu_offload true keeps the optimizer on the host for good, "
+            f"and train.offload {offload} would move it: leave out one of the two"
+        )
+    if with_communicators and offload != "all":
+        raise ValueError(
+            "train.offload_communicators true moves what is left on the GPU when weights have "
+            f"left, and train.offload is {offload}: set train.offload=all, or leave it out"
+        )
+
+
+def communicates(phase: Phase) -> bool:
+    """Whether ranks may communicate over NCCL in a phase; while engines generate, over gloo."""
+    return phase != "generate"

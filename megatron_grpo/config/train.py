@@ -83,6 +83,9 @@ class TrainConfig(Section):
     """Training state that is in its host's memory while engines in sleep mode have the GPU:
     `optimizer` (moments, master weights; gradients are freed) or `all` (weights and reference,
     too)."""
+    offload_communicators: bool = False
+    """With offload `all`, whether buffers that NCCL has for NVLink and PCIe are in its host's
+    memory, too, while engines generate. Not run on several GPUs yet."""
     save_interval: PositiveInt = 10
     """Optimizer steps between checkpoints; the last step always writes one."""
     export_interval: PositiveInt | None = None

@@ -26,6 +26,7 @@ from megatron_grpo.config.offload import (
     Offload,
     Part,
     Phase,
+    communicates,
     parts_away,
     parts_moved,
     parts_used,
@@ -36,6 +37,7 @@ from megatron_grpo.policy.optimizer_state import SplitFloats
 from megatron_grpo.policy.reference import Reference
 from parallel.alignment import round_up
 from parallel.collectives import raise_first_failure, wait_for_all
+from parallel.communicators import Communicators
 from parallel.page_locked import available_bytes, page_locked_bytes
 
 _ALIGNMENT = 64
@@ -56,10 +58,17 @@ class Room:
 class Residency:
     """Which parts of one rank's state are on its GPU. All ranks make the same calls together."""
 
-    def __init__(self, offload: Offload, rooms: Sequence[Room], device: torch.device) -> None:
+    def __init__(
+        self,
+        offload: Offload,
+        rooms: Sequence[Room],
+        device: torch.device,
+        communicators: Communicators | None = None,
+    ) -> None:
         self.away: tuple[Part, ...] = ()
         """The parts that are not on the GPU."""
         self.rooms, self._offload = rooms, offload
+        self._communicators = communicators
         self._room_of = {room.values.untyped_storage(): room for room in rooms}
         # torch.cpu has the streams and events of torch.cuda, where all work is done at once.
         self._streams: Any = torch.get_device_module(device)
@@ -75,7 +84,11 @@ class Residency:
         away = parts_away(self._offload, phase)
         if leaving := [part for part in away if part not in self.away]:
             self._free(leaving)
+            if self._communicators and not communicates(phase):
+                self._communicators.suspend()
             wait_for_all()
+        if self._communicators and communicates(phase):
+            self._communicators.resume()
         for part in PARTS:
             if part in self.away and part not in away:
                 self._bring(part)
@@ -170,7 +183,8 @@ def build_residency(
         values = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
         host = None if part in NOT_COPIED else memory[start : start + size]
         rooms.append(Room(part, values, host))
-    return Residency(offload, rooms, device)
+    communicators = Communicators() if cfg.train.offload_communicators else None
+    return Residency(offload, rooms, device, communicators)
 
 
 def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Tensor]]:

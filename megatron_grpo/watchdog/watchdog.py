@@ -213,11 +213,12 @@ def _is_meant_for_people(error: BaseException) -> bool:
     return isinstance(error, RewardError) or (isinstance(error, OSError) and error.errno is None)
 
 
-def agree_to_stop(is_preempted: bool, device: torch.device) -> bool:
+def agree_to_stop(is_preempted: bool) -> bool:
     """Whether `is_preempted` is true on any rank; collective over the default group.
 
     Ranks learn of a signal at different times: without this, one might stop a step before another.
+    Over the CPU: it may be while engines generate.
     """
-    flag = torch.tensor(int(is_preempted), device=device)
+    flag = torch.tensor(int(is_preempted))
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)

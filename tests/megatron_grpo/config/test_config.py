@@ -450,6 +450,7 @@ REFUSED = [
         "set rollout.over_sampling=1",
     ),
     ("train.offload=all", "set rollout.enable_sleep_mode=true"),
+    ("train.offload_communicators=true", "set train.offload=all"),
     ("reward.functions=[]", "name at least 1"),
     ("reward.functions=exact", "is a list"),
     ("reward.functions=[a.py:f, b.py:f]", "f 2 times"),

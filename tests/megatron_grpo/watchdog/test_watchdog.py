@@ -17,8 +17,8 @@ from megatron_grpo.engines.http import EngineError
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards import RewardError
-from megatron_grpo.watchdog import Watchdog
-from megatron_grpo.watchdog.watchdog import _failure, agree_to_stop, server_host
+from megatron_grpo.watchdog import Watchdog, agree_to_stop
+from megatron_grpo.watchdog.watchdog import _failure, server_host
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def train_until_preempted(watchdog: Watchdog, rank: int, folder: Path) -> None:
     watchdog.on_preempt((folder / f"told_{rank}").touch)
     while True:
         watchdog.begin_step(step)
-        if agree_to_stop(watchdog.is_preempted, torch.device("cpu")):
+        if agree_to_stop(watchdog.is_preempted):
             break
         if step == 5:
             ready(folder, rank)

@@ -1,0 +1,69 @@
+"""NCCL's communicators while they are away: their memory is free, and then they work as before."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.ranks import run_ranks
+from parallel.communicators import Communicators
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+CYCLES = 3
+
+
+def communicate(rank: int, num_ranks: int, groups: list[dist.ProcessGroup]) -> None:
+    """An all-reduce, and a batch of a send and a receive as in a pipeline, in every group."""
+    for number, group in enumerate(groups, start=1):
+        values = torch.full((1 << 20,), float(number * (rank + 1)), device="cuda")
+        dist.all_reduce(values, group=group)
+        assert (values == number * num_ranks * (num_ranks + 1) / 2).all()
+        sent, received = torch.full_like(values, float(rank)), torch.full_like(values, -1.0)
+        peer, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+        exchanged = [
+            dist.P2POp(dist.isend, sent, peer, group),
+            dist.P2POp(dist.irecv, received, source, group),
+        ]
+        for work in dist.batch_isend_irecv(exchanged) if num_ranks > 1 else []:
+            work.wait()
+        assert num_ranks == 1 or (received == source).all()
+
+
+def leave_and_come_back(rank: int, num_ranks: int) -> list[tuple[list[int], int, int]]:
+    """In each cycle: whether communicators are away, bytes that became free, and should have."""
+    torch.cuda.set_device(rank)
+    groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
+    unused = dist.new_group()
+    communicators, found = Communicators(), []
+    communicate(rank, num_ranks, groups)
+    for _ in range(CYCLES):
+        torch.cuda.synchronize()
+        free = torch.cuda.mem_get_info()[0]
+        communicators.suspend()
+        dist.all_reduce(torch.zeros(1))  # over gloo, also until all have freed theirs
+        freed = torch.cuda.mem_get_info()[0] - free
+        stats = [backend(group).memory_stats() for group in groups]
+        communicators.resume()
+        communicate(rank, num_ranks, groups)
+        away = [each["suspended"] for each in stats]
+        found.append((away, freed, sum(each["suspend"] for each in stats)))
+    communicate(rank, num_ranks, [unused])
+    return found
+
+
+def backend(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_leaves_is_free_and_comes_back(num_ranks: int) -> None:
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    for found in run_ranks(num_ranks, leave_and_come_back, num_ranks, cuda=True):
+        for away, freed, expected in found:
+            assert away == [1, 1, 1]
+            assert freed >= expected and bool(expected) == (num_ranks > 1)

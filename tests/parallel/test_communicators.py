@@ -1,0 +1,39 @@
+"""The order in which ranks come to the communicators that they share."""
+
+from graphlib import TopologicalSorter
+from itertools import pairwise
+
+import pytest
+
+from helpers.ranks import run_ranks
+from parallel import ParallelDims
+from parallel.communicators import Communicators, created_groups
+from parallel.cpu_device import setup_device
+from parallel.groups import init_groups
+
+
+def names_of_groups(rank: int, dims: ParallelDims) -> list[str]:
+    """The names of this rank's groups, in order; a group has the same on all of its ranks."""
+    setup_device(rank)
+    init_groups(dims, dynamic_context=dims.context > 1)
+    communicators = Communicators()
+    for _ in range(2):  # of no communicator, on CPUs
+        communicators.suspend()
+        communicators.resume()
+        communicators.resume()
+    return [group.group_name for group in created_groups()]
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [ParallelDims(tensor=2, pipeline=2), ParallelDims(context=4), ParallelDims(expert=2, data=4)],
+    ids=str,
+)
+def test_ranks_never_wait_for_each_other_in_a_circle(dims: ParallelDims) -> None:
+    of_ranks = run_ranks(4, names_of_groups, dims)
+    assert len(set.intersection(*map(set, of_ranks))) > 1 and all(map(len, of_ranks))
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for names in of_ranks:
+        for earlier, later in pairwise(names):
+            order.add(later, earlier)
+    order.prepare()  # raises CycleError
