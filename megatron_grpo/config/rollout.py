@@ -14,6 +14,7 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises any lower temperature to this, except 0, which is greedy."""
 
 
+_OF_ROWS = ("fp8_channel", "int8")
 SGLANG_STOPS = 32
 """Most strings that may end a completion of SGLang."""
 
@@ -257,7 +258,7 @@ class RolloutConfig(Section):
     def _sglang_can(self) -> Self:
         others = {
             "rollout.data_parallel_size": self.data_parallel_size > 1,
-            "rollout.quantization": self.quantization != "none",
+            f"rollout.quantization {self.quantization}": self.quantization in _OF_ROWS,
             f"rollout.stop with more than {SGLANG_STOPS} strings": len(self.stop) > SGLANG_STOPS,
         }
         if self.engine == "sglang" and (told := [key for key, is_on in others.items() if is_on]):
