@@ -74,7 +74,7 @@ def quantized_engine(
     """
     model = quantized_model(rollout.quantization, shape, NAMES[dtype])
     if model is not None:
-        check_quantized_served(shape, engine_dims(rollout), model)
+        check_quantized_served(shape, engine_dims(rollout), model, rollout.engine)
     return model
 
 

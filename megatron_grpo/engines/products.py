@@ -1,4 +1,4 @@
-"""Products with 8-bit weights as they were loaded, by torch: for engines on CPUs, to try a run out."""
+"""Products with 8-bit weights as they were loaded, by torch: for engines on CPUs."""
 
 from collections.abc import Sequence
 

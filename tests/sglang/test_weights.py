@@ -13,8 +13,9 @@ from helpers.engines import (
     random_prompts,
     running_engine,
 )
-from helpers.models import servable_model
-from helpers.pushes import push_policy, rollout_overrides
+from helpers.models import mixture_of_blocks, servable_model, tiny_model
+from helpers.pushes import export_quantized, push_policy, rollout_overrides
+from helpers.quantized import rounded_copy
 from helpers.ranks import run_ranks
 from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
@@ -36,13 +37,12 @@ def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
     return [worker["checksums"] for worker in answer.raise_for_status().json()["ranks"]]
 
 
-def push(engine: TestEngine, folder: Path, dims: ParallelDims) -> None:
-    """Push the weights of a folder from the ranks of a policy."""
+def push(engine: TestEngine, folder: Path, dims: ParallelDims, num_flips: int = 0) -> str:
+    """Push the weights of a folder from the ranks of a policy; returns the error of rank 0."""
     engine.version += 1
     overrides = rollout_overrides(engine.rollout, engine.servers.base_urls)
-    arguments = (folder, dims, engine.servers.token, overrides, engine.version)
-    results = run_ranks(dims.world_size, push_policy, *arguments)
-    assert {error for error, _ in results} == {""}
+    arguments = (folder, dims, engine.servers.token, overrides, engine.version, num_flips)
+    return run_ranks(dims.world_size, push_policy, *arguments)[0][0]
 
 
 @pytest.fixture
@@ -73,13 +73,54 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(model, tmp_path, fami
     ) as engine:
         loaded = own_checksums(engine)
         assert len(loaded) == size
-        push(engine, others, dims)
+        assert push(engine, others, dims) == ""
         assert all(
             one[name] != other[name]
             for one, other in zip(loaded, own_checksums(engine), strict=True)
             for name in one
         )
-        push(engine, folder, dims)
+        assert push(engine, folder, dims) == ""
         assert own_checksums(engine) == loaded
         assert largest_logprob_error(folder, engine.generate(random_prompts(4))) < 1e-4
     assert {*Path("/dev/shm").glob("sgl_shm_mq*")} == memory
+
+
+def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
+    """A model that two workers or tensor ranks cut between blocks of 128 rows and columns."""
+    if family != "qwen3":
+        return mixture_of_blocks(folder, family, seed)
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    return tiny_model(folder, family, seed=seed, intermediate_size=256, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "dims"),
+    [
+        ("qwen3", 2, ParallelDims(tensor=2)),
+        ("qwen3_moe", 1, EP2),
+        pytest.param("qwen3", 1, ParallelDims(tensor=8), marks=pytest.mark.slow),
+        pytest.param("glm4_moe", 2, ParallelDims(), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
+    tmp_path, family, size, dims
+):
+    folder, others = (model_of_blocks(tmp_path / str(n), family, n) for n in range(2))
+    exported = tmp_path / "exported"
+    run_ranks(dims.world_size, export_quantized, folder, dims, "fp8", exported)
+    options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "dtype": "bfloat16"}
+    with running_engine("sglang", exported, tmp_path / "first", **options) as engine:
+        loaded = own_checksums(engine)
+    options["quantization"] = "fp8"
+    with running_engine("sglang", others, tmp_path / "second", **options) as engine:
+        before = own_checksums(engine)
+        assert len(before) == size
+        assert "differ from what was pushed: model." in push(engine, folder, dims, num_flips=10**6)
+        assert push(engine, folder, dims) == ""
+        assert own_checksums(engine) == loaded
+        samples = engine.generate(random_prompts(8))
+    rounded = rounded_copy(folder, tmp_path / "rounded", "fp8")
+    print(before[0].keys())
+    print({n for n in loaded[0] if loaded[0][n] == before[0][n]})
+    print(largest_logprob_error(rounded, samples), largest_logprob_error(folder, samples))
