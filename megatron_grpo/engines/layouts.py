@@ -74,6 +74,12 @@ def quantized_engine(
     """
     model = quantized_model(rollout.quantization, shape, NAMES[dtype])
     if model is not None:
+        if rollout.engine == "sglang" and shape.latent is not None:
+            raise ValueError(
+                f"rollout.quantization {rollout.quantization} with rollout.engine sglang is not "
+                f"supported for {shape.family}, which has latent attention: leave it out, or use "
+                "rollout.engine=vllm"
+            )
         check_quantized_served(shape, engine_dims(rollout), model, rollout.engine)
     return model
 

@@ -6,6 +6,7 @@ GPUs have SGLang's kernels.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
@@ -29,9 +30,7 @@ def multiply_by_torch() -> None:
     Fp8MoEMethod.apply = experts
 
 
-def linear(
-    self: Fp8LinearMethod, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def linear(self: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """See SGLang."""
     scales = layer.weight_scale_inv
     return product_of_blocks(x, layer.weight, scales, self.weight_block_size, bias)
@@ -52,7 +51,7 @@ class Dequantized:
 
 
 def experts(
-    self: Fp8MoEMethod, layer: torch.nn.Module, dispatch_output: StandardDispatchOutput
+    self: Fp8MoEMethod, layer: Any, dispatch_output: StandardDispatchOutput
 ) -> StandardCombineInput:
     """What SGLang computes with weights of 16 bits on a CPU."""
     x, block = dispatch_output.hidden_states, tuple(self.weight_block_size)
