@@ -1,11 +1,14 @@
 """Pushes into a real SGLang: what its workers then hold is what SGLang loads itself."""
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
+from demo.make_sums import sums as all_sums
 from helpers.engines import (
     SGLANG_PYTHON,
     TestEngine,
@@ -17,6 +20,7 @@ from helpers.models import mixture_of_blocks, servable_model, tiny_model
 from helpers.pushes import export_quantized, push_policy, rollout_overrides
 from helpers.quantized import rounded_copy
 from helpers.ranks import run_ranks
+from helpers.runs import finish_run, read_metrics
 from megatron_grpo.engines.sglang import args
 from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
@@ -24,6 +28,8 @@ from parallel import ParallelDims
 WIDTHS = {"intermediate_size": 128, "moe_intermediate_size": 128}
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 EP2 = ParallelDims(data=2, expert=2)
+MOST_GAP = 0.1
+"""Between ranks in bfloat16 and engines of quantised weights, in the mean."""
 
 
 def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
@@ -112,6 +118,7 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     monkeypatch, tmp_path, family, size, dims
 ):
     monkeypatch.setattr(args, "SERVER", "helpers.sglang_bits")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     folder, others = (model_of_blocks(tmp_path / str(seed), family, seed) for seed in range(2))
     exported = tmp_path / "exported"
     run_ranks(dims.world_size, export_quantized, folder, dims, "fp8", exported)
@@ -133,3 +140,32 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     error, of_quantising = (largest_logprob_error(each, samples) for each in (rounded, folder))
     print(error, of_quantising)
     assert error < 0.3 < of_quantising
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_trains_with_engines_in_fp8(tmp_path):
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
+    run = finish_run(
+        f"model.path={model_of_blocks(tmp_path / 'model', 'qwen3', 0)}",
+        "model.dtype=bfloat16",
+        f"data.path={data}",
+        f"train.run_dir={tmp_path / 'run'}",
+        "rollout.engine=sglang",
+        f"rollout.python={SGLANG_PYTHON}",
+        "rollout.vllm={}",
+        "rollout.quantization=fp8",
+        "grpo.rollout_importance_sampling_mode=token_truncate",
+        "optimizer.lr=1e-3",
+        "train.num_steps=3",
+        *(f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline", "context")),
+        timeout=550,
+    )
+    assert run.exit_code == 0, run.output
+    records = read_metrics(tmp_path / "run")
+    print([{k: v for k, v in each.items() if "gap" in k} for each in records])
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert record["grad_norm"] > 0
+        assert 0 < record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
