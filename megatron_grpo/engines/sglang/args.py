@@ -59,7 +59,7 @@ RESERVED = {
     "enable_eplb": _MOVED,
     "ep_num_redundant_experts": _MOVED,
     "init_expert_location": _MOVED,
-    "fp8_gemm_runner_backend": "others round scales to powers of 2: pushed ones would not fit",
+    "fp8_gemm_runner_backend": "others may round scales to powers of 2: pushed ones would not fit",
     "moe_runner_backend": "other backends reorder expert weights: pushed ones would not fit",
     "disable_shared_experts_fusion": "weights of shared experts are pushed apart from the others'",
     "enforce_shared_experts_fusion": "weights of shared experts are pushed apart from the others'",

@@ -37,8 +37,6 @@ FAILED = "failed"
 """The key of an answer that is an error."""
 CALL = "megatron_grpo "
 """How the action of a request starts that is a call of ours; its method and arguments follow."""
-
-
 OF_CACHE = (".k_scale", ".v_scale")
 """How the names of scales for keys and values end."""
 
