@@ -31,6 +31,7 @@ from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.weight_receivers import Receiver
+from parallel.checksum import checksums
 
 Weights = Iterator[tuple[str, Tensor]]
 FAILED = "failed"
@@ -66,11 +67,16 @@ class SchedulerWorker(PushWorker):
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Between what SGLang does before and after weights change: layers that rearrange theirs
-        do so anew."""
+        do so anew. Quantised ones must be left as they came, so their sums are of after that."""
         self.runner.weight_updater.begin_weight_update()
         sums = super().receive(receiver, received)
         self.runner.weight_updater.end_weight_update(run_post_load=True)
-        return sums
+        return checksums(self.tensors()) if is_quantized() else sums
+
+
+def is_quantized() -> bool:
+    """Whether the run's engines hold quantised weights."""
+    return os.environ.get(QUANTIZATION_VARIABLE, "none") != "none"
 
 
 def quantize_loaded(scheme: str) -> None:
@@ -117,8 +123,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         return CheckWeightsReqOutput(success=succeeded, message=json.dumps(answers))
 
     SchedulerWeightUpdaterManager.check_weights = answer
-    if (scheme := os.environ.get(QUANTIZATION_VARIABLE, "none")) != "none":
-        quantize_loaded(scheme)
+    if is_quantized():
+        quantize_loaded(os.environ[QUANTIZATION_VARIABLE])
     if is_cpu():
         multiply_by_torch()
     Req._check_token_based_finish = ends_at_stop_token
