@@ -54,7 +54,8 @@ def test_experts_are_counted_in_8_bits_and_latents_twice(tmp_path):
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 def test_an_engine_of_sglang_is_counted_as_one_of_vllm(tmp_path, quantization):
-    model = tmp_path, "Qwen3-235B-A22B", quantization, "235b_a22b"
+    size = "rollout.tensor_parallel_size=4"
+    model = tmp_path, "Qwen3-235B-A22B", quantization, "235b_a22b", size
     of_sglang = engine(*model, "rollout.engine=sglang", "rollout.vllm={}", num_hidden_layers=2)
     of_vllm = engine(*model, num_hidden_layers=2)
     assert of_sglang.weights == of_vllm.weights
