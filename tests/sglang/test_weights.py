@@ -28,8 +28,9 @@ from parallel import ParallelDims
 WIDTHS = {"intermediate_size": 128, "moe_intermediate_size": 128}
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 EP2 = ParallelDims(data=2, expert=2)
-MOST_GAP = 0.1
-"""Between ranks in bfloat16 and engines of quantised weights, in the mean."""
+MOST_GAP = 0.05
+"""Between ranks and engines that compute with the same quantised weights, in the mean; 0.02 was
+seen, and 0.1 to 0.21 with ranks that do not quantise theirs."""
 
 
 def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
@@ -138,7 +139,6 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
         samples = engine.generate(random_prompts(8))
     rounded = rounded_copy(folder, tmp_path / "rounded", "fp8")
     error, of_quantising = (largest_logprob_error(each, samples) for each in (rounded, folder))
-    print(error, of_quantising)
     assert error < 0.3 < of_quantising
 
 
@@ -164,8 +164,8 @@ def test_a_run_trains_with_engines_in_fp8(tmp_path):
     )
     assert run.exit_code == 0, run.output
     records = read_metrics(tmp_path / "run")
-    print([{k: v for k, v in each.items() if "gap" in k} for each in records])
     assert [record["step"] for record in records] == [1, 2, 3]
+    assert records[0]["probe/quantized_logprob_gap_mean"] < MOST_GAP
     for record in records:
         assert record["grad_norm"] > 0
-        assert 0 < record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
+        assert MOST_GAP < record["rollout/logprob_gap_mean"] < 0.3  # also after a push
