@@ -17,7 +17,9 @@ from parallel import Layout
 _NUM_SHOWN = 3
 
 
-def check_quantized_served(shape: ModelShape, dims: EngineDims, model: QuantizedModel) -> None:
+def check_quantized_served(
+    shape: ModelShape, dims: EngineDims, model: QuantizedModel, engine: str = "vllm"
+) -> None:
     """Raise ValueError if engines could not take the weights of a quantised model as they are."""
     cut = []
     for parameter in filter(is_quantized, engine_parameters(shape)):
@@ -38,11 +40,12 @@ def check_quantized_served(shape: ModelShape, dims: EngineDims, model: Quantized
             if any(".experts." in each for each in cut)
             else ""
         )
+        instead = f"{whole}, fp8_channel or int8" if engine == "vllm" else " or rollout.engine=vllm"
         raise ValueError(
             f"rollout.quantization fp8: the {dims.num_workers} workers of an engine "
             f"(rollout.tensor_parallel_size {dims.tensor}) would cut blocks of "
             f"{list(model.scheme.block)} in {', '.join(cut[:_NUM_SHOWN])}{more}: use fewer "
-            f"workers{whole}, fp8_channel or int8"
+            f"workers{instead}"
         )
 
 

@@ -85,7 +85,7 @@ class RolloutConfig(Section):
     """Seconds within which an engine with requests must generate a token, or it counts as lost."""
     quantization: Quantization = "none"
     """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
-    128 x 128), `fp8_channel` or `int8` (a scale per row); `none`: in model.dtype."""
+    128 x 128), `fp8_channel` or `int8` (a scale per row; not SGLang); `none`: in model.dtype."""
     quantization_aware: bool = False
     """Train with the numbers that quantised engines have for weights; the gradient of these is
     applied to the weights themselves (quantisation-aware training)."""
@@ -257,7 +257,7 @@ class RolloutConfig(Section):
     def _sglang_can(self) -> Self:
         others = {
             "rollout.data_parallel_size": self.data_parallel_size > 1,
-            "rollout.quantization": self.quantization != "none",
+            "rollout.quantization other than fp8": self.quantization not in ("none", "fp8"),
             f"rollout.stop with more than {SGLANG_STOPS} strings": len(self.stop) > SGLANG_STOPS,
         }
         if self.engine == "sglang" and (told := [key for key, is_on in others.items() if is_on]):

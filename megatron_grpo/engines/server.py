@@ -162,7 +162,7 @@ def engine_command(
     environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
     if rollout.engine == "sglang":
         on_gpu = devices is not None
-        environment |= sglang_environment(rollout.tensor_parallel_size, on_gpu)
+        environment |= sglang_environment(rollout, on_gpu)
         return sglang_command(model, rollout, host, port, on_gpu), environment
     if rollout.engine == "transformers":
         command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers.server"]

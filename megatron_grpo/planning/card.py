@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.megatron import hf_dtypes
-from checkpoint_convert.vllm_quantized import quantized_engine_dtypes
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.layouts import quantized_engine, worker_dtypes
 
@@ -88,9 +87,7 @@ def worker_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
 
     The scales of quantised weights, which are no part of these layouts, take a thousandth of them.
     """
-    dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype)
     model = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
-    if model is not None:
-        quantized = quantized_engine_dtypes(dtypes, shape, model)
-        dtypes = {name: quantized[name] for name in dtypes}
-    return {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}
+    dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype, model)
+    names = worker_dtypes(shape, cfg.rollout, cfg.model.dtype)
+    return {name: ITEMSIZE[dtypes[name]] for name in names}

@@ -5,13 +5,13 @@ from dataclasses import asdict, dataclass
 from math import prod
 
 from checkpoint_convert import ModelShape
-from checkpoint_convert.vllm import engine_sizes, first_worker_layout
+from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import worker_adapters
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, communicates, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
-from megatron_grpo.engines.layouts import engine_dims, served_shape, shard_bytes
+from megatron_grpo.engines.layouts import engine_dims, first_worker, served_shape, shard_bytes
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
@@ -143,7 +143,7 @@ def _push_buffers(cfg: Config) -> int:
 
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
-    first = first_worker_layout(served_shape(shape, cfg.rollout), engine_dims(cfg.rollout))
+    first = first_worker(shape, cfg.rollout)
     loaded = shard_bytes([first], worker_itemsizes(cfg, shape))
     return loaded + _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape)
 
@@ -179,7 +179,7 @@ def _asleep_bytes(cfg: Config, shape: ModelShape) -> int:
     if not (cfg.lora.is_served and cfg.rollout.enable_sleep_mode):
         return 0
     itemsizes = worker_itemsizes(cfg, shape)
-    first = first_worker_layout(served_shape(shape, cfg.rollout), engine_dims(cfg.rollout))
+    first = first_worker(shape, cfg.rollout)
     weights = [prod(size) * itemsizes[name] for name, size in first.shapes.items()]
     return sum(map(page_locked, [*weights, *_adapter_sizes(cfg, shape)]))
 

@@ -6,11 +6,10 @@ from itertools import pairwise
 from math import ceil
 
 from checkpoint_convert import ModelShape
-from checkpoint_convert.vllm import first_worker_layout
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.arguments import PLANNED, engine_number
-from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.engines.layouts import first_worker
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.linear_attention import delta_rule_flops
 from megatron_grpo.planning.memory import EngineBytes
@@ -176,7 +175,7 @@ def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:
     dense = experts = 0
     itemsizes = worker_itemsizes(cfg, shape)
     shape = replace(shape, trains_mtp=False)  # as without drafts
-    for piece in first_worker_layout(shape, engine_dims(cfg.rollout)).pieces:
+    for piece in first_worker(shape, cfg.rollout).pieces:
         num_bytes = piece.box.num_elements * itemsizes[piece.local]
         if ".experts." in piece.tensor:
             experts += num_bytes

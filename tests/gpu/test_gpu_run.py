@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from demo.make_sums import sums as all_sums
-from helpers.engines import wait_until
+from helpers.engines import SGLANG_PYTHON, wait_until
 from helpers.models import mixture_of_blocks, tiny_model
 from helpers.runs import finish_run, marked_processes, read_completions, read_metrics, start_run
 
@@ -135,18 +135,41 @@ def test_an_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
         sizes = LATENTS if family == "deepseek_v3" else {}
         mixture_of_blocks(tmp_path / "mixture", family, **sizes)
         arguments = [*arguments, f"model.path={tmp_path / 'mixture'}"]
-    run = finish_run(
+    check_run_of_8_bits(
         *arguments,
         f"rollout.quantization={quantization}",
         f"rollout.quantization_aware={aware}",
+        run_dir=tmp_path / "run",
+    )
+
+
+@pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="needs .venv-sglang, with SGLang for GPUs")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_so_does_one_of_sglang(arguments: list[str], tmp_path: Path, family: str) -> None:
+    if family == "qwen3_moe":
+        arguments = [*arguments, f"model.path={mixture_of_blocks(tmp_path / 'mixture', family)}"]
+    check_run_of_8_bits(
+        *arguments,
+        "rollout.quantization=fp8",
+        "rollout.engine=sglang",
+        f"rollout.python={SGLANG_PYTHON}",
+        "rollout.vllm={}",
+        "rollout.sglang={mem_fraction_static: 0.3, context_length: 512}",
+        run_dir=tmp_path / "run",
+    )
+
+
+def check_run_of_8_bits(*arguments: str, run_dir: Path) -> None:
+    run = finish_run(
+        *arguments,
         "grpo.rollout_importance_sampling_mode=token_truncate",
         "optimizer.lr=1e-3",
         "train.num_steps=3",
         timeout=800,
     )
     assert run.exit_code == 0, run.output
-    records = read_metrics(tmp_path / "run")
-    print(family, quantization, aware, [record["rollout/logprob_gap_mean"] for record in records])
+    records = read_metrics(run_dir)
+    print(run_dir, [record["rollout/logprob_gap_mean"] for record in records])
     assert [record["step"] for record in records] == [1, 2, 3]
     for record in records:
         assert record["grad_norm"] > 0

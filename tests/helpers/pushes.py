@@ -20,8 +20,9 @@ from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import WorkerSums
-from megatron_grpo.engines.pushed import sums_of_all_ranks
+from megatron_grpo.engines.pushed import pushed_sender, pushed_weights, sums_of_all_ranks
 from megatron_grpo.engines.server import EngineServers
+from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, weight_sender
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.weight_sync import WeightSync
@@ -111,8 +112,17 @@ def push_policy(
     """Push from one rank of a policy that is sharded by `dims`; only rank 0 flips bits."""
     flip_bits(num_flips if rank == 0 else 0)
     policy, groups = start_policy(rank, folder, dims, *overrides)
-    sender = weight_sender(policy, groups)
-    return push(rank, folder, dims, token, overrides, sender, policy.parameters(), version)
+    cfg = tiny_config(folder, dims, *overrides)
+    sender = pushed_sender(policy, weight_sender(policy, groups), cfg, groups)
+    weights = pushed_weights(policy, cfg, groups)
+    return push(rank, folder, dims, token, overrides, sender, weights, version)
+
+
+def export_quantized(rank: int, folder: Path, dims: ParallelDims, scheme: str, out: Path) -> None:
+    """Export a policy with the weights in `folder` as a quantised folder, from one of its ranks."""
+    overrides = "model.dtype=bfloat16", f"train.export_quantization={scheme}"
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    export_model(out, policy, tiny_config(folder, dims, *overrides), groups)
 
 
 def push(

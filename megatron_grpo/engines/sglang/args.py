@@ -8,16 +8,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from checkpoint_convert import read_shape
+from checkpoint_convert.quantization import CONFIG_KEYS
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import (
+    check_load_format,
     check_names,
     check_parser,
     command_flags,
     fields_of,
 )
+from megatron_grpo.engines.layouts import quantized_engine
 
 SERVER = "megatron_grpo.engines.sglang.server"
+QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
+"""By which scheme the workers quantise the weights that they load."""
 PARSERS = Path("function_call", "function_call_parser.py")
 """The file of SGLang's runtime that lists its parsers of calls of tools."""
 
@@ -32,7 +38,7 @@ RESERVED = {
     "skip_server_warmup": "its request would lack the token",
     "json_model_override_args": "the trainer follows config.json in model.path",
     "dtype": "set model.dtype",
-    "quantization": "engines of SGLang take weights in model.dtype",
+    "quantization": "set rollout.quantization",
     "host": "engines of a run listen on the loopback interface; see `megatron-grpo serve --help`",
     "port": "the run chooses a free one; see `megatron-grpo serve --help`",
     "device": "that of the machine",
@@ -53,6 +59,7 @@ RESERVED = {
     "enable_eplb": _MOVED,
     "ep_num_redundant_experts": _MOVED,
     "init_expert_location": _MOVED,
+    "fp8_gemm_runner_backend": "others may round scales to powers of 2: pushed ones would not fit",
     "moe_runner_backend": "other backends reorder expert weights: pushed ones would not fit",
     "disable_shared_experts_fusion": "weights of shared experts are pushed apart from the others'",
     "enforce_shared_experts_fusion": "weights of shared experts are pushed apart from the others'",
@@ -74,7 +81,7 @@ RESERVED = {
     **dict.fromkeys(("cpu_offload_gb", "offload_group_size"), "pushed weights stay on the GPU"),
     **dict.fromkeys(
         ("modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
-        "engines of SGLang take weights in model.dtype",
+        "set rollout.quantization",
     ),
     "preferred_sampling_params": "the trainer would not know how they change the distribution",
     "enable_watermark": "the trainer would not know how it changes the distribution",
@@ -107,9 +114,26 @@ def sglang_command(
     }
     # -P: files of the working directory must not be imported instead of SGLang's own.
     command = [str(rollout.python or sys.executable), "-P", "-m", SERVER]
+    if rollout.quantization != "none":
+        arguments |= _quantizing_arguments(model, rollout, on_gpu)
     arguments |= _of_platform(on_gpu) | rollout.sglang
     # Most of its switches have no form that is off: they are left out.
     return [*command, *command_flags({k: None if v is False else v for k, v in arguments.items()})]
+
+
+def _quantizing_arguments(
+    model: ModelConfig, rollout: RolloutConfig, on_gpu: bool
+) -> dict[str, Any]:
+    """What makes SGLang build the model quantised; the worker then quantises what it loads."""
+    quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
+    assert quantized is not None, "rollout.quantization is not none"
+    check_load_format("sglang", rollout.sglang, "weights of another dtype than engines have")
+    return {
+        "json_model_override_args": {CONFIG_KEYS[0]: quantized.config},
+        # Keeps weights and scales as they were loaded on any card with units for FP8 (see
+        # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
+        "fp8_gemm_backend": "triton" if on_gpu else None,
+    }
 
 
 def _of_platform(on_gpu: bool) -> dict[str, Any]:
@@ -128,7 +152,7 @@ def _of_platform(on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def sglang_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
+def sglang_environment(rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
     """Variables that an engine needs in addition to the user's environment."""
     environment = {
         # /health would generate a token, which a paused engine does not.
@@ -137,10 +161,12 @@ def sglang_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
         # makes progress.
         "SGLANG_FORCE_STREAM_INTERVAL": "10",
         "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
+        QUANTIZATION_VARIABLE: rollout.quantization,
     }
     if on_gpu:
         return environment
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    num_workers = rollout.tensor_parallel_size
     if num_workers > 1:
         # Else it wants a NUMA node for each, and takes the NCCL that torch's builds for GPUs bring.
         cores = sorted(os.sched_getaffinity(0))

@@ -7,28 +7,39 @@ way into them that brings data back. So the client's calls travel as actions of 
 import json
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers import scheduler
 from sglang.srt.managers.io_struct import CheckWeightsReqInput, CheckWeightsReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_host_register
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.utils import is_cpu
 from torch import Tensor
+from torch.nn import Module
 
+from checkpoint_convert.quantized_shard import quantized_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
+from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE
+from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.weight_receivers import Receiver
+from parallel.checksum import checksums
 
+Weights = Iterator[tuple[str, Tensor]]
 FAILED = "failed"
 """The key of an answer that is an error."""
 CALL = "megatron_grpo "
 """How the action of a request starts that is a call of ours; its method and arguments follow."""
+OF_CACHE = (".k_scale", ".v_scale")
+"""How the names of scales for keys and values end."""
 
 
 def call_of(method: str, arguments: Json) -> str:
@@ -46,16 +57,35 @@ class SchedulerWorker(PushWorker):
         unlink_queues()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters of its part of the model."""
-        return own_parameters(self.runner.model)
+        """The parameters of its part of the model.
+
+        Quantised ones have scales for keys and values besides, which are ones: these are cached as
+        they are.
+        """
+        held = own_parameters(self.runner.model)
+        return {name: each for name, each in held.items() if not name.endswith(OF_CACHE)}
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Between what SGLang does before and after weights change: layers that rearrange theirs
-        do so anew."""
+        do so anew. Quantised ones must be left as they came, so their sums are of after that."""
         self.runner.weight_updater.begin_weight_update()
         sums = super().receive(receiver, received)
         self.runner.weight_updater.end_weight_update(run_post_load=True)
-        return sums
+        return checksums(self.tensors()) if is_quantized() else sums
+
+
+def is_quantized() -> bool:
+    """Whether the run's engines hold quantised weights."""
+    return os.environ.get(QUANTIZATION_VARIABLE, "none") != "none"
+
+
+def quantize_loaded(scheme: str) -> None:
+    """From now on, quantise the weights of a folder that is loaded as pushes are."""
+
+    def tensors(self: DefaultModelLoader, model_config: ModelConfig, model: Module) -> Weights:
+        return quantized_tensors(Path(model_config.model_path), scheme)
+
+    DefaultModelLoader._get_all_weights = tensors
 
 
 def unlink_queues() -> None:
@@ -93,6 +123,10 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         return CheckWeightsReqOutput(success=succeeded, message=json.dumps(answers))
 
     SchedulerWeightUpdaterManager.check_weights = answer
+    if is_quantized():
+        quantize_loaded(os.environ[QUANTIZATION_VARIABLE])
+    if is_cpu():
+        multiply_by_torch()
     Req._check_token_based_finish = ends_at_stop_token
     Req.update_finish_state = ends_before_it_is_cut(Req.update_finish_state)
     ALLOC_MEMORY_FUNCS["cpu"] = unpinned

@@ -23,8 +23,9 @@ from vllm.model_executor.layers.fused_moe.oracle import fp8, int8
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.utils import cpu_triton_utils
 
+from megatron_grpo.engines.products import product
 from megatron_grpo.engines.vllm.cpu_linear_attention import attend_by_torch
-from megatron_grpo.engines.vllm.cpu_matrices import multiply_by_torch, product
+from megatron_grpo.engines.vllm.cpu_matrices import multiply_by_torch
 
 
 def compute_by_torch() -> None:

@@ -5,11 +5,8 @@ weights that are pushed later would not fit, and some need instructions that man
 are for trying a run out: GPUs have vLLM's kernels.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import (
     CPUFp8BlockScaledMMKernel,
@@ -18,7 +15,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import (
 )
 from vllm.platforms import PlatformEnum
 
-from checkpoint_convert.quantizer import block_maxima, dequantized, quantized
+from megatron_grpo.engines.products import product_of_blocks, product_of_rows
 
 
 def multiply_by_torch() -> None:
@@ -73,43 +70,3 @@ class Int8Rows(_AsLoaded, CPUInt8ScaledMMLinearKernel):
         """See vLLM."""
         weight, scales, *_ = self._get_layer_params(layer)
         return product_of_rows(x, weight, scales, bias)
-
-
-def product(
-    x: Tensor, weight: Tensor, scales: Tensor | None, block: Sequence[int] | None
-) -> Tensor:
-    """A linear layer of a `weight` [rows, columns] with scales per `block`, row (None), or none."""
-    if scales is None:
-        return linear(x, weight)
-    if block is None:
-        return product_of_rows(x, weight, scales, None)
-    return product_of_blocks(x, weight, scales, block, None)
-
-
-def product_of_blocks(
-    x: Tensor, weight: Tensor, scales: Tensor, block: Sequence[int], bias: Tensor | None
-) -> Tensor:
-    """A linear layer of an 8-bit `weight` [rows, columns] with scales per block."""
-    rows, columns = block
-    return linear(x, dequantized(weight, scales, (rows, columns), (0, 0)).to(x.dtype), bias)
-
-
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""What the largest value of a token becomes. Weights have 127.5, where a one would not stay one:
-from the product with the unit matrix vLLM makes weights for decode steps."""
-
-
-def product_of_rows(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer of an 8-bit `weight` [rows, columns] with `scales` [rows, 1].
-
-    Each token of `x` is quantised as a row is, by vLLM's scales.
-    """
-    tokens = x.reshape(-1, x.shape[-1])
-    block = (1, x.shape[-1])
-    maxima = block_maxima(tokens, block).float().clamp(min=torch.finfo(torch.float32).tiny)
-    own = maxima / _LARGEST[weight.dtype]
-    numbers = quantized(tokens, own, weight.dtype, block)
-    values = linear(numbers.float(), weight.float()) * own * scales.view(1, -1)
-    if bias is not None:
-        values += bias
-    return values.to(x.dtype).view(*x.shape[:-1], -1)

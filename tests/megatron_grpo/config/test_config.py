@@ -425,7 +425,8 @@ REFUSED = [
         (f"rollout.engine=sglang + {key}", "does not go with rollout.engine sglang yet")
         for key in (
             "rollout.data_parallel_size=2",
-            "rollout.quantization=fp8",
+            "rollout.quantization=int8",
+            "rollout.quantization=fp8_channel",
         )
     ),
     ("rollout.engine=sglang + rollout.enable_sleep_mode=true", "needs engines of vLLM"),

@@ -1,13 +1,19 @@
 """The command line of an SGLang engine; tests/sglang compares it with SGLang itself."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from helpers.models import tiny_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.sglang.args import check_sglang_arguments, sglang_command
+from megatron_grpo.engines.sglang.args import (
+    check_sglang_arguments,
+    sglang_command,
+    sglang_environment,
+)
 
 MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
 
@@ -37,4 +43,23 @@ def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on():
     }
     assert command[-1] == "--mem-fraction-static=0.5"
     assert "--device=cpu" not in command
+    assert not any("fp8" in each for each in command)
     assert "--device=cpu" in sglang_command(MODEL, config, "10.0.0.7", 8000, on_gpu=False)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_quantised_engines_have_the_scheme_and_products_that_leave_weights_as_loaded(
+    tmp_path, on_gpu
+):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
+    model = ModelConfig(path=tiny_model(tmp_path, "llama", **sizes), dtype="bfloat16")
+    config = rollout(quantization="fp8")
+    command = sglang_command(model, config, "10.0.0.7", 8000, on_gpu)
+    [overrides] = [each for each in command if each.startswith("--json-model-override-args=")]
+    table = json.loads(overrides.partition("=")[2])["quantization_config"]
+    assert (table["quant_method"], table["weight_block_size"]) == ("fp8", [128, 128])
+    assert ("--fp8-gemm-backend=triton" in command) == on_gpu
+    assert sglang_environment(config, on_gpu)["MEGATRON_GRPO_QUANTIZATION"] == "fp8"
+    with pytest.raises(ValueError, match=r"rollout\.sglang\.load_format auto would load"):
+        loading = rollout(quantization="fp8", sglang={"load_format": "auto"})
+        sglang_command(model, loading, "10.0.0.7", 8000, on_gpu)

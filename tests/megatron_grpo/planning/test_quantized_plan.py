@@ -12,10 +12,15 @@ from megatron_grpo.planning.memory import EngineBytes, engine_bytes
 
 
 def engine(
-    folder: Path, published: str, quantization: str, config: str = "70b", **differing: int
+    folder: Path,
+    published: str,
+    quantization: str,
+    config: str = "70b",
+    *overrides: str,
+    **differing: int,
 ) -> EngineBytes:
     path = write_config(folder / published, published, **differing)
-    given = [f"model.path={path}", f"rollout.quantization={quantization}"]
+    given = [f"model.path={path}", f"rollout.quantization={quantization}", *overrides]
     cfg = load_config(Path(f"configs/grpo_{config}.yaml"), given)
     found = engine_bytes(cfg, read_shape(path), CARDS["h100"])
     assert found is not None
@@ -45,3 +50,13 @@ def test_experts_are_counted_in_8_bits_and_latents_twice(tmp_path):
     assert half.pushed == pytest.approx(halved / 2 + head_and_embedding + routers, rel=2e-3)
     made = 2 * 5 * 512 * 128 * (128 + 128) // 16
     assert half.weights == half.pushed + made
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_an_engine_of_sglang_is_counted_as_one_of_vllm(tmp_path, quantization):
+    size = "rollout.tensor_parallel_size=4"
+    model = tmp_path, "Qwen3-235B-A22B", quantization, "235b_a22b", size
+    of_sglang = engine(*model, "rollout.engine=sglang", "rollout.vllm={}", num_hidden_layers=2)
+    of_vllm = engine(*model, num_hidden_layers=2)
+    assert of_sglang.weights == of_vllm.weights
+    assert of_sglang.pushed == of_vllm.pushed

@@ -1,0 +1,64 @@
+"""Layers of an SGLang for CPUs that multiply by 8-bit weights, by torch, as they were loaded.
+
+SGLang's own packs them after loading, for kernels that no package has: pushed ones would not fit.
+GPUs have SGLang's kernels.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from torch import Tensor
+
+from checkpoint_convert.quantizer import dequantized
+from megatron_grpo.engines.products import product_of_blocks
+from parallel import Shape
+
+
+def multiply_by_torch() -> None:
+    """From now on, layers that SGLang builds multiply by the functions below.
+
+    Activations are not quantised, as in SGLang's own for CPUs.
+    """
+    for method in (Fp8LinearMethod, Fp8MoEMethod):
+        method.process_weights_after_loading = lambda self, layer: None
+    Fp8LinearMethod.apply = linear
+    Fp8MoEMethod.apply = experts
+
+
+def linear(self: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See SGLang."""
+    scales = layer.weight_scale_inv
+    return product_of_blocks(x, layer.weight, scales, self.weight_block_size, bias)
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """Weights of experts [experts, rows, columns], each dequantised when it is asked for."""
+
+    numbers: Tensor
+    scales: Tensor
+    block: Shape
+    dtype: torch.dtype
+
+    def __getitem__(self, expert: int) -> Tensor:
+        whole = dequantized(self.numbers[expert], self.scales[expert], self.block, (0, 0))
+        return whole.to(self.dtype)
+
+
+def experts(
+    self: Fp8MoEMethod, layer: Any, dispatch_output: StandardDispatchOutput
+) -> StandardCombineInput:
+    """What SGLang computes with weights of 16 bits on a CPU."""
+    x, block = dispatch_output.hidden_states, tuple(self.weight_block_size)
+    both = Dequantized(layer.w13_weight, layer.w13_weight_scale_inv, block, x.dtype)
+    down = Dequantized(layer.w2_weight, layer.w2_weight_scale_inv, block, x.dtype)
+    weights = SimpleNamespace(num_experts=layer.num_experts, w13_weight=both, w2_weight=down)
+    topk = dispatch_output.topk_output
+    return StandardCombineInput(
+        hidden_states=moe_forward_native(weights, x, topk, self.moe_runner_config)
+    )
