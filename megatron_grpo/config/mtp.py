@@ -23,6 +23,7 @@ def trained_shape(cfg: Config) -> ModelShape:
     megatron = cfg.model.megatron
     others = {
         "lora.r": cfg.lora.r,
+        "data.image_column": cfg.data.image_column,
         "grpo.shared_prompts": cfg.grpo.shared_prompts,
         "train.offload": cfg.train.offload != "none",
         "train.export_quantization": cfg.train.export_quantization != "none",

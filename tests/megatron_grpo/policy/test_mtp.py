@@ -29,6 +29,7 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from helpers.towers import tiny_multimodal
 from helpers.train_steps import BUDGETS, Case, batches_of, config
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
@@ -253,19 +254,21 @@ def alone(folders):
 
 
 @pytest.mark.parametrize(
-    ("dims", "overrides"),
+    ("family", "dims", "overrides"),
     [
-        (ParallelDims(), ()),
-        (ParallelDims(tensor=2, pipeline=2), ()),
-        (ParallelDims(pipeline=2, data=2), OVERLAP),
-        (ParallelDims(context=2), (DYNAMIC,)),
+        ("glm4_moe", ParallelDims(), ()),
+        ("qwen3_next", ParallelDims(tensor=2, pipeline=2), ()),
+        ("glm4_moe", ParallelDims(pipeline=2, data=2), OVERLAP),
+        ("glm4_moe", ParallelDims(context=2), (DYNAMIC,)),
     ],
     ids=str,
 )
-def test_a_policy_is_trained_to_the_bit_as_without_the_layer(folders, alone, dims, overrides):
+def test_a_policy_is_trained_to_the_bit_as_without_the_layer(
+    folders, alone, family, dims, overrides
+):
     ranks = alone
     if dims.world_size > 1:
-        ranks = train_with_and_without(folders["glm4_moe"], dims, *overrides)
+        ranks = train_with_and_without(folders[family], dims, *overrides)
     for rank in ranks:
         (without, expected), (steps, weights) = rank[0], rank[1]
         for name, values in expected.items():
@@ -327,8 +330,10 @@ def resume(rank, folder, dims, case, run_dir):
     return [*states, state_of(policy)]
 
 
-def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_path):
-    folder, run_dir = folders["deepseek_v3"], tmp_path / "run"
+def trained_and_exported(folder, tmp_path):
+    """The state of a run as it is saved, its checkpoint, and the weights of exports before and
+    after it."""
+    run_dir = tmp_path / "run"
     case = Case(folder, {}).experience()
     first, other = ParallelDims(tensor=2, expert_tensor=1, expert=2), ParallelDims(pipeline=2)
     saved, trained = wholes(run_ranks(2, train_and_save, folder, first, case, run_dir))
@@ -348,12 +353,18 @@ def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_pa
     assert verify_weights(checkpoint, run_dir / "hf") == []
     exported, source = (load_file(at / "model.safetensors") for at in (run_dir / "hf", folder))
     assert_same(weights_of(tmp_path / "out"), exported)
+    assert exported.keys() == source.keys()
+    return saved, checkpoint, source, exported
+
+
+def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_path):
+    folder = folders["deepseek_v3"]
+    saved, checkpoint, source, exported = trained_and_exported(folder, tmp_path)
     export_checkpoint(checkpoint, tmp_path / "own")
     assert read_shape(tmp_path / "own").num_mtp_layers == 1
     own = weights_of(tmp_path / "own")
     assert_same(own, {name: exported[name] for name in own})
     layer = {name for name in source if name.startswith("model.layers.4.")}
-    assert exported.keys() == source.keys()
     assert {name.removeprefix("model.layers.4.") for name in layer - own.keys()} == {
         "embed_tokens.weight",
         "shared_head.head.weight",
@@ -368,6 +379,15 @@ def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_pa
     torch.testing.assert_close(
         exported["model.layers.4.eh_proj.weight"], saved["mtp.layers.0.eh_proj.weight"]
     )
+
+
+def test_so_have_those_of_a_multimodal_model(tmp_path):
+    folder = add_mtp_layer(tiny_multimodal(tmp_path / "model", "qwen3_5_moe"))
+    saved, _, source, exported = trained_and_exported(folder, tmp_path)
+    assert read_shape(tmp_path / "run" / "hf").can_train_mtp
+    kept = {name for name in source if torch.equal(exported[name], source[name])}
+    assert kept == {name for name in source if ".visual." in name}
+    assert torch.equal(exported["mtp.fc.weight"], saved["mtp.layers.0.eh_proj.weight"])
 
 
 def train_with_nan(rank, folder, case, run_dir):

@@ -124,7 +124,7 @@ def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, fam
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"])
 def test_so_does_a_layer_to_draft_with_that_is_trained(tmp_path, engines, family):
     folder, others = (
         add_mtp_layer(servable_model(tmp_path / str(seed), family, seed=seed), seed)
