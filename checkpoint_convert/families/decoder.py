@@ -113,19 +113,23 @@ MTP_LAYER = "mtp.layers.0."
 
 def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) -> list[Parameter]:
     """The layer for multi-token prediction, behind the last; parameters of the last stage only."""
-    hidden, is_apart = shape.hidden_size, FAMILIES[shape.family].has_mtp_apart
+    is_apart, hidden = FAMILIES[shape.family].has_mtp_apart, shape.hidden_size
     if is_apart:
         source, of_layer = "mtp.", "mtp.layers.0."
         stored = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
     else:
         source = of_layer = f"model.layers.{shape.num_layers}."
         stored = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    own = zip(
-        ("enorm", "hnorm", "eh_proj", "final_layernorm"),
-        stored,
-        ((hidden,), (hidden,), (hidden, 2 * hidden), (hidden,)),
-        strict=True,
-    )
+    sizes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
+    sizes["final_layernorm"] = (hidden,)
+    own = [
+        Parameter(
+            f"{MTP_LAYER}{name}.weight",
+            (Tensor(f"{source}{own_name}.weight", size),),
+            is_split_in_engine=is_apart and name == "eh_proj",
+        )
+        for (name, size), own_name in zip(sizes.items(), stored, strict=True)
+    ]
     if shape.moe is not None:
         shape = replace(shape, moe=replace(shape.moe, stacks=shape.moe.mtp_stacks))
     inner = layer(
@@ -133,17 +137,7 @@ def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) ->
         transformer_engine=transformer_engine,
         source=of_layer,
     )
-    return [
-        *(
-            Parameter(
-                f"{MTP_LAYER}{name}.weight",
-                (Tensor(f"{source}{stored_name}.weight", size),),
-                is_split_in_engine=is_apart and name == "eh_proj",
-            )
-            for name, stored_name, size in own
-        ),
-        *(each.under(f"{MTP_LAYER}transformer_layer.") for each in inner),
-    ]
+    return [*own, *(each.under(f"{MTP_LAYER}transformer_layer.") for each in inner)]
 
 
 def fused_attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:

@@ -8,6 +8,7 @@ from contextlib import redirect_stderr
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, rms_norm
 from transformers.core_model_loading import revert_weight_conversion
@@ -161,16 +162,20 @@ def gradients_on_rank(rank, folders, dims, *overrides, routes=None):
         policy = build_policy(cfg, trained_shape(cfg), groups)
 
         def loss_fn(hidden, batch, policy=policy):
-            if policy.mtp:
-                policy.mtp.add_loss(hidden, batch, policy.head_weight)
+            policy.mtp.add_loss(hidden, batch, policy.head_weight)
             chosen = response_logprobs(policy, hidden, batch, 1.0, groups)
             return -LOSS_WEIGHT * chosen.logprobs.sum(), None
 
+        runs = []
+        for module in policy.mtp.module.modules():
+            if isinstance(module, TransformerLayer):
+                module.register_forward_hook(lambda *_, runs=runs: runs.append(1))
         policy.zero_grad()
-        batches = policy.mtp.begin(policy.chunks, share) if policy.mtp else share
+        batches = policy.mtp.begin(policy.chunks, share)
         run_schedule(policy, groups, batches, loss_fn, forward_only=False)
-        metrics = policy.mtp.update(0) if policy.mtp else {}
+        metrics = policy.mtp.update(0)
         metrics["grad_norm"] = gradient_norm(policy.optimizer)
+        metrics["runs"] = len(runs) / len(share)
         found[family] = metrics, gradient_boxes(policy)
     return found
 
@@ -201,6 +206,15 @@ def check(ranks, answers):
         for name, gradient in expected.items():
             error = (actual[name] - gradient).norm()  # an expert may have no tokens
             assert error <= 1e-5 * gradient.norm(), f"{family} {name}: {error:.1e}"
+
+
+def test_full_recomputation_reaches_the_layer(folders, answers):
+    full = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+    dims, family = ParallelDims(tensor=2, expert_tensor=1, expert=2), "qwen3_next"
+    options = (*ON, f"model.megatron={full}")
+    ranks = run_ranks(2, gradients_on_rank, {family: folders[family]}, dims, *options)
+    check(ranks, {family: answers[family]})
+    assert {rank[family][0]["runs"] for rank in ranks} == {2}
 
 
 def routed_gradients_on_rank(rank, folders, dims):
