@@ -7,13 +7,13 @@ from typing import Any
 from checkpoint_convert import mxfp4
 from checkpoint_convert.config_values import boolean, even, integer, number, token_ids
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.families.description import Family
+from checkpoint_convert.families.description import Experts, Family
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats.safetensors_file import NAMES, stored_names
 from checkpoint_convert.indexers import read_indexer
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
 from checkpoint_convert.rope import num_positions, read_ropes
-from checkpoint_convert.shape import LatentShape, LinearShape, ModelShape, MoeShape
+from checkpoint_convert.shape import LatentShape, LinearShape, ModelShape, MoeShape, Stacks
 from checkpoint_convert.text_tower import MULTIMODAL, is_multimodal, text_config
 from checkpoint_convert.windows import FULL, read_windows
 
@@ -307,13 +307,19 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
         ),
         has_shared_gate=keys.has_shared_gate,
         num_dense_layers=_num_dense_layers(path, values, keys.num_dense_layers),
-        stacks=None if keys.may_be_apart and _are_experts_apart(path.parent) else keys.stacks,
+        **_stacks(path.parent, keys),
     )
 
 
-def _are_experts_apart(folder: Path) -> bool:
-    """Whether the weight files of `folder`, if any, have each expert by itself."""
-    return any(".experts.0." in name for name in stored_names(folder))
+def _stacks(folder: Path, keys: Experts) -> dict[str, Stacks | None]:
+    """How the weight files of `folder`, if any, stack experts of layers, and of those for
+    multi-token prediction: Qwen3.5 is also published with each expert of the latter by itself."""
+    apart = [name for name in stored_names(folder) if ".experts.0." in name and keys.may_be_apart]
+    are_apart = {name.startswith("mtp.") for name in apart}
+    return {
+        field: None if is_of_mtp in are_apart else keys.stacks
+        for field, is_of_mtp in (("stacks", False), ("mtp_stacks", True))
+    }
 
 
 def _switch(path: Path, values: Mapping[str, Any], key: bool | str) -> bool:

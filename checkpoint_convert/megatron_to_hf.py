@@ -83,8 +83,9 @@ def create_folder(
     names, towers = _towers(source_folder, quantized)
     dtype = main_dtype(hf_tensors(shape), dtypes)
     mtp = {} if quantized else _mtp_layers(source_folder, shape, dtypes, dtype)
-    others = {name: place for name, place in towers.items() if name not in mtp}
-    stored |= mtp | {name: (place.dtype, place.shape) for name, place in others.items()}
+    stored |= mtp
+    others = {name: place for name, place in towers.items() if name not in stored}
+    stored |= {name: (place.dtype, place.shape) for name, place in others.items()}
     sizes = {name: num_bytes_of({name: each}) for name, each in stored.items()}
     needed = sum(sizes.values())
     check_space(folder, needed)

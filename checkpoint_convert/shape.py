@@ -13,6 +13,7 @@ _NO_NUMBERS = (
     "eos_token_ids",
     "num_mtp_layers",
     "moe.stacks",
+    "moe.mtp_stacks",
     "trains_mtp",
 )
 Stacks = Literal["alternating", "joined"]
@@ -109,6 +110,8 @@ class MoeShape:
     stacks: Stacks | None = None
     """How weight files have the experts of a layer in one tensor for each linear layer, with gate
     and up as one; None: they do not."""
+    mtp_stacks: Stacks | None = None
+    """The same of a layer for multi-token prediction."""
 
     @property
     def has_choice_biases(self) -> bool:
@@ -193,9 +196,8 @@ class ModelShape:
 
     @property
     def can_train_mtp(self) -> bool:
-        """Whether `trains_mtp` may be set: hybrids have their layers apart, by other names, and a
-        layer with an indexer was not tried."""
-        return self.num_mtp_layers == 1 and self.linear is None and self.indexer is None
+        """Whether `trains_mtp` may be set: a layer with an indexer was not tried."""
+        return self.num_mtp_layers == 1 and self.indexer is None
 
     @property
     def num_dense_layers(self) -> int:

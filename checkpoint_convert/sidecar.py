@@ -131,7 +131,7 @@ def copy_sidecar_files(
         config.pop(key, None)
     family = FAMILIES[text_config(source / "config.json", config)["model_type"]]
     if family.num_mtp_layers is not None:
-        config[family.num_mtp_layers] = num_mtp_layers
+        config.get("text_config", config)[family.num_mtp_layers] = num_mtp_layers
     (folder / "config.json").write_text(json.dumps({**config, **further}, indent=2) + "\n")
 
 

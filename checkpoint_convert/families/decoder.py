@@ -4,6 +4,8 @@ Each function describes parameters of Megatron-Core in terms of the tensors of t
 engine fuses the same tensors in the same way under other names, but splits them by its own rules.
 """
 
+from dataclasses import replace
+
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
 from checkpoint_convert.families.ffn import dense_mlp, moe_block
@@ -46,15 +48,21 @@ def head(shape: ModelShape, padded_vocab: int, *, shares_embedding: bool) -> lis
 
 
 def layer(
-    shape: ModelShape, index: int, experts: range, *, transformer_engine: bool
+    shape: ModelShape,
+    index: int,
+    experts: range,
+    *,
+    transformer_engine: bool,
+    source: str | None = None,
 ) -> list[Parameter]:
-    """Layer `index` of the model with the given `experts`; names lack the layer's prefix.
+    """Layer `index` of the model with the given `experts`; names lack the layer's prefix, which
+    weight files have as `source`, by default that of a layer of the model.
 
     Transformer Engine keeps a norm in the linear layer that follows it, except where several layers
     read the normalized states: before experts and their router, and before latent attention.
     Checkpoints use Transformer Engine's norm names.
     """
-    source = f"model.layers.{index}."
+    source = source or f"model.layers.{index}."
 
     def norm(own: str, fused: str, name: str) -> Parameter:
         weight = Tensor(f"{source}{name}.weight", (shape.hidden_size,))
@@ -105,20 +113,31 @@ MTP_LAYER = "mtp.layers.0."
 
 def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) -> list[Parameter]:
     """The layer for multi-token prediction, behind the last; parameters of the last stage only."""
-    source, hidden = f"model.layers.{shape.num_layers}.", shape.hidden_size
+    is_apart, hidden = FAMILIES[shape.family].has_mtp_apart, shape.hidden_size
+    if is_apart:
+        source, of_layer = "mtp.", "mtp.layers.0."
+        stored = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    else:
+        source = of_layer = f"model.layers.{shape.num_layers}."
+        stored = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     sizes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
+    sizes["final_layernorm"] = (hidden,)
     own = [
-        *((name, name, size) for name, size in sizes.items()),
-        ("final_layernorm", "shared_head.norm", (hidden,)),
+        Parameter(
+            f"{MTP_LAYER}{name}.weight",
+            (Tensor(f"{source}{own_name}.weight", size),),
+            is_split_in_engine=is_apart and name == "eh_proj",
+        )
+        for (name, size), own_name in zip(sizes.items(), stored, strict=True)
     ]
-    inner = layer(shape, shape.num_layers, experts, transformer_engine=transformer_engine)
-    return [
-        *(
-            Parameter(f"{MTP_LAYER}{name}.weight", (Tensor(f"{source}{stored}.weight", size),))
-            for name, stored, size in own
-        ),
-        *(each.under(f"{MTP_LAYER}transformer_layer.") for each in inner),
-    ]
+    if shape.moe is not None:
+        shape = replace(shape, moe=replace(shape.moe, stacks=shape.moe.mtp_stacks))
+    inner = layer(
+        *(shape, shape.num_layers, experts),
+        transformer_engine=transformer_engine,
+        source=of_layer,
+    )
+    return [*own, *(each.under(f"{MTP_LAYER}transformer_layer.") for each in inner)]
 
 
 def fused_attention(shape: ModelShape, source: str, target: str) -> list[Parameter]:

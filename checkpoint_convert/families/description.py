@@ -131,6 +131,9 @@ class Family:
     """Parameters of RoPE, each with the only supported value."""
     num_mtp_layers: str | None = None
     """Config key of `ModelShape.num_mtp_layers`; None: 0."""
+    has_mtp_apart: bool = False
+    """Whether weight files have these layers apart, as ``mtp.``, not behind the last one. They have
+    full attention, also in a model whose layers before have another."""
     engine_names: Mapping[str, str] = field(default_factory=dict)
     """Parts of names in the weight files, and what a vLLM engine has for each."""
 

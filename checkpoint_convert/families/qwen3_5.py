@@ -28,6 +28,7 @@ QWEN3_5 = Family(
     linear="one by one",
     partial_rotary_factor=0.25,
     num_mtp_layers="mtp_num_hidden_layers",
+    has_mtp_apart=True,
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,

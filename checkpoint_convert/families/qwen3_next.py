@@ -59,4 +59,5 @@ QWEN3_NEXT = Family(
         is_shared_whole_in_engine=True,
     ),
     num_mtp_layers="num_nextn_predict_layers",
+    has_mtp_apart=True,
 )

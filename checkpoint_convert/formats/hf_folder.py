@@ -187,7 +187,7 @@ def check_weights(
     readable = {*ITEM_SIZES, scheme.dtype} if isinstance(scheme, Scheme) else {*ITEM_SIZES}
     faults += [f"{name} {list(wanted[name])} is missing" for name in wanted if name not in places]
     for name, place in places.items():
-        if has_others and not is_of_text(name):
+        if name not in wanted and has_others and not is_of_text(name):
             continue
         if name not in wanted:
             faults += _faults_of_extra(name, places, shape)

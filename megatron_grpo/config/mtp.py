@@ -15,15 +15,15 @@ def trained_shape(cfg: Config) -> ModelShape:
     if not cfg.model.mtp_num_layers:
         return shape
     if not shape.can_train_mtp:
-        kind = "linear" if shape.linear else "sparse" if shape.indexer else None
-        found = f"{kind} attention" if kind else f"{shape.num_mtp_layers} of them"
+        found = "sparse attention" if shape.indexer else f"{shape.num_mtp_layers} of them"
         raise ValueError(
             "model.mtp_num_layers 1 trains the only layer for multi-token prediction of a "
-            f"DeepSeek-V3 or GLM-4.5, and model.path has {found}: set 0"
+            f"DeepSeek-V3, GLM-4.5, Qwen3-Next or Qwen3.5, and model.path has {found}: set 0"
         )
     megatron = cfg.model.megatron
     others = {
         "lora.r": cfg.lora.r,
+        "data.image_column": cfg.data.image_column,
         "grpo.shared_prompts": cfg.grpo.shared_prompts,
         "train.offload": cfg.train.offload != "none",
         "train.export_quantization": cfg.train.export_quantization != "none",

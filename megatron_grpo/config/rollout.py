@@ -331,3 +331,9 @@ class RolloutConfig(Section):
         """Whether engines draft with a layer for multi-token prediction."""
         table = self.vllm.get("speculative_config")
         return isinstance(table, dict) and str(table.get("method")).endswith("mtp")
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Tokens of a draft of engines; 0: they do not draft."""
+        table = self.vllm.get("speculative_config")
+        return int(table.get("num_speculative_tokens", 0)) if isinstance(table, dict) else 0

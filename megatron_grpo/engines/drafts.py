@@ -36,9 +36,9 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
         )
     if not table:
         return
-    if kind := "linear" if shape.linear else "sparse" if shape.indexer else None:
+    if shape.indexer:
         raise ValueError(
-            f"rollout.vllm.speculative_config is not supported for a model with {kind} attention: "
+            "rollout.vllm.speculative_config is not supported for a model with sparse attention: "
             "leave it out"
         )
     if table.get("method") is None:  # vLLM would find one by the model

@@ -139,11 +139,18 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
 def drafter_parameters(drafter: "Module", model: "Module") -> dict[str, "Tensor"]:
     """Those of an engine's layer for multi-token prediction, by their names in the model.
 
-    vLLM lets it share the embedding and the head of the model, which are left out.
+    vLLM lets it share the embedding and the head of the model, which are left out. One that lies
+    apart in weight files it names as if it were all of a model.
     """
     shared = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    is_apart = hasattr(drafter.model, "fc")
+
+    def own_name(name: str) -> str:
+        name = name.replace(".mtp_block.", ".")
+        return name.replace("model.", "mtp.", 1) if is_apart else name
+
     return {
-        name.replace(".mtp_block.", "."): value
+        own_name(name): value
         for name, value in own_parameters(drafter).items()
         if value.untyped_storage().data_ptr() not in shared
     }

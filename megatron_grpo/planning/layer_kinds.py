@@ -31,6 +31,11 @@ def layer_kinds(shape: ModelShape) -> list[LayerKind]:
     ]
 
 
+def mtp_kind(shape: ModelShape) -> ModelShape:
+    """A model with all of its layers like that for multi-token prediction."""
+    return _of_one_kind(shape, shape.moe is None, is_linear=False)
+
+
 def _of_one_kind(shape: ModelShape, is_dense: bool, is_linear: bool) -> ModelShape:
     return replace(
         shape,

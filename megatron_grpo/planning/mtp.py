@@ -7,7 +7,7 @@ from checkpoint_convert import ModelShape, padded_vocab_size
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import final_norm_bytes, layer_bytes
 from megatron_grpo.planning.card import ITEMSIZE
-from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.layer_kinds import mtp_kind
 
 
 def mtp_embedding(cfg: Config, shape: ModelShape, stage: int) -> int:
@@ -26,7 +26,7 @@ def mtp_activations(cfg: Config, shape: ModelShape, stage: int) -> int:
     """
     if not shape.trains_mtp or stage < cfg.dims.pipeline - 1:
         return 0
-    inner = layer_bytes(cfg, layer_kinds(shape)[-1].shape)
+    inner = layer_bytes(cfg, mtp_kind(shape))
     share = 1 / cfg.dims.tensor if cfg.parallel.sequence_parallel else 1.0
     joined = 4 * shape.hidden_size * ITEMSIZE[cfg.model.dtype] * share  # both, apart and together
     norms = 3 * final_norm_bytes(cfg, shape)

@@ -14,7 +14,7 @@ from checkpoint_convert.families.mla import INDEXER, KEY_NORM
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Part
 from megatron_grpo.planning.card import ITEMSIZE
-from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds
+from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds, mtp_kind
 from megatron_grpo.planning.optimizer_bytes import shard_bytes
 from megatron_grpo.policy.lora_targets import planned_adapters
 from parallel import Coordinates, ParallelDims, pipeline_layers
@@ -258,7 +258,7 @@ def _parameters(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Itera
 def _of_mtp(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[_Parameter]:
     """The parameters of the layer for multi-token prediction of a rank of the last stage."""
     num_chunks = dims.pipeline * dims.virtual_pipeline
-    shallow = replace(layer_kinds(shape)[-1].shape, num_layers=num_chunks, trains_mtp=True)
+    shallow = replace(mtp_kind(shape), num_layers=num_chunks, trains_mtp=True)
     layout = megatron_layout(shallow, dims.even, at, transformer_engine=False)
     for name, size in layout.shapes.items():
         if f".{MTP_LAYER}" in name:

@@ -10,7 +10,7 @@ from checkpoint_convert import ModelShape, hf_tensors
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import PARTS, recomputed_layers, recomputed_parts
 from megatron_grpo.planning.card import GpuSpec
-from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.layer_kinds import layer_kinds, mtp_kind
 from megatron_grpo.planning.linear_attention import delta_rule_flops
 from megatron_grpo.planning.state import StateBytes
 from megatron_grpo.planning.traffic import Cover, LinkUse, activation_links, step_links
@@ -97,7 +97,7 @@ def stage_flops(cfg: Config, shape: ModelShape, work: Computed) -> list[float]:
     head = 2.0 * shape.hidden_size * shape.vocab_size * work.tokens
     flops[-1] += head * (_passes(cfg, "head") + 1 + forwards_alone(cfg))
     if shape.trains_mtp:  # with the head, which runs twice and has no gradient of its own
-        layer = sum(_part_flops(layer_kinds(shape)[-1].shape, work).values())
+        layer = sum(_part_flops(mtp_kind(shape), work).values())
         joins = 4.0 * shape.hidden_size**2 * work.tokens
         flops[-1] += 3 * (layer + joins + head)
     return flops

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -73,12 +74,18 @@ class MtpLayer(MegatronModule):
         """What the head is given, of the model's final hidden states and the embeddings of the next
         tokens; [t, 1, H] each, or with sequence parallelism a rank's tokens."""
         joined, _ = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        output, _ = self.transformer_layer(
-            hidden_states=joined,
-            attention_mask=None,
-            rotary_pos_emb=rotary,
-            packed_seq_params=params,
-        )
+
+        def through(joined: Tensor) -> Tensor:
+            output: Tensor = self.transformer_layer(
+                hidden_states=joined,
+                attention_mask=None,
+                rotary_pos_emb=rotary,
+                packed_seq_params=params,
+            )[0]
+            return output
+
+        is_recomputed = self.config.recompute_granularity == "full"
+        output = checkpoint(through, False, joined) if is_recomputed else through(joined)
         head_input: Tensor = self.final_layernorm(output)
         return head_input
 

@@ -52,6 +52,7 @@ QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": None
 OLMO3 = {"model_type": "olmo3"}
 QWEN3_NEXT = {"model_type": "qwen3_next", "num_key_value_heads": 2, "full_attention_interval": 2}
 QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
+STACKS = {"gpt_oss": "alternating", "qwen3_5_moe_text": "joined"}
 FULL, WINDOWED = "full_attention", "sliding_attention"
 DEEPSEEK_V3 = GLM4_MOE_LITE | ROUTER | {"model_type": "deepseek_v3"}
 DEEPSEEK_V32 = DEEPSEEK_V3 | {"model_type": "deepseek_v32"}
@@ -127,7 +128,7 @@ def shape_by_transformers(config):
             shared_intermediate_size=getattr(config, "shared_expert_intermediate_size", shared),
             has_shared_gate=family in HYBRIDS,
             num_dense_layers=getattr(config, "first_k_dense_replace", 0),
-            stacks={"gpt_oss": "alternating", "qwen3_5_moe_text": "joined"}.get(family),
+            **dict.fromkeys(("stacks", "mtp_stacks"), STACKS.get(family)),
         )
     linear, linear_layers = linear_by_transformers(config)
     window, windowed = windows_by_transformers(config)

@@ -12,15 +12,16 @@ from checkpoint_convert.families.decoder import MTP_LAYER
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron import checkpoint_layout
 from checkpoint_convert.megatron_to_hf import export_checkpoint
+from checkpoint_convert.verify import verify_weights
 from helpers.conversions import assert_same, read_checkpoint, weights_of, write_checkpoint
-from helpers.models import add_mtp_layer, tiny_model
+from helpers.models import add_mtp_layer, stacked_experts, tiny_model
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
 from helpers.towers import tiny_multimodal
 from parallel import ParallelDims
 
 
 def num_mtp_layers(folder):
-    return json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"]
+    return read_shape(folder).num_mtp_layers
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,24 @@ def test_one_that_was_trained_takes_the_place_of_a_quantised_one_with_its_scales
     assert found.keys() == weights_of(plain).keys()
     name = "eh_proj.weight"
     assert torch.equal(found[f"model.layers.3.{name}"], layer[MTP_LAYER + name])
+
+
+@pytest.mark.parametrize("stacked", ["", "model.", "mtp."])
+def test_experts_of_one_that_was_trained_are_stacked_as_in_the_source(tmp_path, stacked):
+    apart = add_mtp_layer(tiny_model(tmp_path / "model", "qwen3_5_moe_text"))
+    folder, apart = stacked_experts(apart, tmp_path / "stacked"), weights_of(apart)
+    source = {n: x for n, x in weights_of(folder).items() if n.startswith(stacked)}
+    source |= {n: x for n, x in apart.items() if not n.startswith(stacked)}
+    save_file(source, folder / "model.safetensors")
+    import_checkpoint(folder, tmp_path / "checkpoint", ParallelDims())
+    trained, layer = with_layer(tmp_path / "checkpoint", folder)
+    export_checkpoint(trained, tmp_path / "out", hf_config=folder)
+    assert verify_weights(trained, tmp_path / "out") == []
+    found = weights_of(tmp_path / "out")
+    of_model = [name for name in source if not name.startswith("mtp.")]
+    assert_same({n: found[n] for n in of_model}, {n: source[n] for n in of_model})
+    assert {n: x.shape for n, x in found.items()} == {n: x.shape for n, x in source.items()}
+    assert torch.equal(found["mtp.fc.weight"], layer[MTP_LAYER + "eh_proj.weight"])
 
 
 @pytest.mark.parametrize("case", ["another key", "not all keys", "two layers"])

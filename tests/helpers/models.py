@@ -78,6 +78,7 @@ LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", *INDEXED)
 NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss", "qwen3_next")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Families with linear attention in most layers."""
+NUM_MTP_LAYERS = "num_nextn_predict_layers"
 # Two heads of values for each of keys, and two layers of three.
 LINEAR: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -375,15 +376,21 @@ def stacked_experts(model: Path, folder: Path) -> Path:
 
 def add_mtp_layer(folder: Path, seed: int = 7, norm: float = 0.0) -> Path:
     """Put a layer for multi-token prediction behind the last one, or apart in a hybrid, with the
-    tensors that published models have there; weights of its norms are near `norm`. Returns the
-    folder."""
-    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    size, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
+    tensors that published models have there; weights of its norms are near `norm`, or near zero in
+    a hybrid, which adds one. Returns the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["mtp_num_hidden_layers" if "qwen3_5" in text["model_type"] else NUM_MTP_LAYERS] = 1
+    size, is_apart = text["hidden_size"], text["model_type"] in HYBRIDS
     weights, own = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
+    last = max(name for name in weights if name.endswith("self_attn.o_proj.weight"))
+    last = last.removesuffix("self_attn.o_proj.weight")
     sizes = {name.removeprefix(last): each.shape for name, each in weights.items() if last in name}
-    if config["model_type"] in HYBRIDS:
+    if is_apart:
         sizes = {f"mtp.layers.0.{name}": shape for name, shape in sizes.items()}
-        sizes |= {"mtp.fc.weight": (size, 2 * size), "mtp.norm.weight": (size,)}
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        sizes |= {f"mtp.{name}.weight": (size,) for name in norms}
+        sizes |= {"mtp.fc.weight": (size, 2 * size)}
     else:
         sizes |= dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (size,))
         sizes |= {"eh_proj.weight": (size, 2 * size)}
@@ -393,9 +400,8 @@ def add_mtp_layer(folder: Path, seed: int = 7, norm: float = 0.0) -> Path:
         layer = f"model.layers.{config['num_hidden_layers']}."
         sizes = {layer + name: shape for name, shape in sizes.items()}
     for name, shape in sizes.items():
-        weights[name] = 0.02 * torch.randn(shape, generator=own) + norm * name.endswith(
-            "norm.weight"
-        )
+        near = norm * (name.endswith("norm.weight") and not is_apart)
+        weights[name] = 0.02 * torch.randn(shape, generator=own) + near
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder

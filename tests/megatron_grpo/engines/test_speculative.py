@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from checkpoint_convert import read_shape
 from helpers.engines import (
     largest_error_by_version,
     largest_logprob_error,
@@ -21,15 +22,17 @@ from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.in_flight import InFlight
 
 DRAFTERS = {
-    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
+    # With linear attention, whose heads remember what was drafted until it is known to be taken.
+    "qwen3_next": {"method": "mtp", "num_speculative_tokens": 2},
+    "glm4_moe": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
 }
+"""By the family of the model; test_mtp_runs.py has another that drafts with its own layer."""
 LIKELY = slice(4, 12)
 """Tokens that are sampled nearly always, so that some drafts are right."""
 
 
-def model(folder, seed):
-    served_model(folder, "glm4_moe", tied=False, seed=seed)
+def model(folder, family, seed):
+    served_model(folder, family, tied=False, seed=seed)
     weights = load_file(folder / "model.safetensors")
     scale = torch.full((len(weights["lm_head.weight"]), 1), 0.01)
     scale[LIKELY] = 20
@@ -38,15 +41,18 @@ def model(folder, seed):
     return add_mtp_layer(folder)
 
 
+@pytest.fixture(
+    scope="module", params=["qwen3_next", pytest.param("glm4_moe", marks=pytest.mark.slow)]
+)
+def models(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return [model(folder / f"{request.param} {seed}", request.param, seed) for seed in range(2)]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return [model(tmp_path_factory.mktemp("model") / str(seed), seed) for seed in range(2)]
-
-
-@pytest.fixture(scope="module", params=["mtp", pytest.param("ngram", marks=pytest.mark.slow)])
-def drafting(request, models, tmp_path_factory):
+def drafting(models, tmp_path_factory):
     """An engine that drafts."""
-    table = {"speculative_config": DRAFTERS[request.param]}
+    table = {"speculative_config": DRAFTERS[read_shape(models[0]).family]}
     with running_engine("vllm", models[0], tmp_path_factory.mktemp("logs"), vllm=table) as engine:
         yield engine
 

@@ -86,6 +86,7 @@ ODD = [
     # A layer for multi-token prediction, which is trained; with one stage, and with two.
     ("deepseek_v3", {MTP_LAYERS: 1}, {"tensor": 2, "data": 2, "expert": 2}),
     ("glm4_moe", {MTP_LAYERS: 1}, {"tensor": 2, "expert_tensor": 1, "pipeline": 2, "data": 2}),
+    ("qwen3_next", {MTP_LAYERS: 1}, {"tensor": 2, "expert_tensor": 1, "pipeline": 3, "data": 2}),
 ]
 
 

@@ -8,7 +8,8 @@ from contextlib import redirect_stderr
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, rms_norm
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -16,7 +17,7 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.verify import verify_weights
 from helpers.conversions import assert_same, weights_of
-from helpers.models import add_mtp_layer, tiny_model
+from helpers.models import HYBRIDS, add_mtp_layer, tiny_model
 from helpers.optimizers import state_of, wholes
 from helpers.policies import (
     LENGTHS,
@@ -29,6 +30,7 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from helpers.towers import tiny_multimodal
 from helpers.train_steps import BUDGETS, Case, batches_of, config
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
@@ -45,7 +47,7 @@ from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 from tests.megatron_grpo.policy.test_router import EXPERTS, LAYERS, TOPK, follow, random_routes
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", *HYBRIDS)
 TEMPERATURE = 0.8
 ON = ("model.mtp_num_layers=1", f"rollout.temperature={TEMPERATURE}", "optimizer.max_grad_norm=1e9")
 LAYOUTS = [
@@ -53,11 +55,11 @@ LAYOUTS = [
     ParallelDims(tensor=2, expert_tensor=1, expert=2),
     ParallelDims(context=2, expert=2),
     ParallelDims(pipeline=2, virtual_pipeline=2, data=2, expert=2),
+    ParallelDims(tensor=2, pipeline=2),
 ]
 MORE_LAYOUTS = [
     ParallelDims(data=2),
     ParallelDims(pipeline=2),
-    ParallelDims(tensor=2, pipeline=2),
     ParallelDims(tensor=2, context=2),
 ]
 
@@ -67,36 +69,43 @@ class Oracle:
     DeepSeek-V3's equations 21 to 25 with the decoder layer of `transformers`."""
 
     def __init__(self, folder):
-        last, self.folder = read_shape(folder).num_layers, folder
-        self.prefix = f"model.layers.{last}."
+        self.folder, last = folder, read_shape(folder).num_layers
+        behind = self.prefix = self.own_prefix = f"model.layers.{last}."
+        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
         deeper = shutil.copytree(folder, folder.with_name("deeper"))
         config = json.loads((folder / "config.json").read_text())
+        self.is_apart = config["model_type"] in HYBRIDS
+        stored = load_file(folder / "model.safetensors")
         config["num_hidden_layers"] = last + 1
         config.pop("mlp_layer_types", None)
+        if self.is_apart:
+            self.prefix, self.own_prefix = "mtp.layers.0.", "mtp."
+            names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+            config["layer_types"].append("full_attention")
+            renamed = {n.replace(self.prefix, behind): each for n, each in stored.items()}
+            save_file(renamed, deeper / "model.safetensors", {"format": "pt"})
         (deeper / "config.json").write_text(json.dumps(config))
         self.model, self.deeper = load_oracle(folder), load_oracle(deeper)
         self.layer = self.deeper.model.layers[last]
-        stored = load_file(folder / "model.safetensors")
-        self.own = {
-            name: stored[f"{self.prefix}{name}.weight"].double().requires_grad_()
-            for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        }
-        self.norms = {"size": (config["hidden_size"],), "eps": config["rms_norm_eps"]}
+        stored = [stored[f"{self.own_prefix}{name}.weight"].double() for name in names]
+        self.own = dict(zip(names, (each.requires_grad_() for each in stored), strict=True))
+        self.size, self.eps = (config["hidden_size"],), config["rms_norm_eps"]
 
-    def norm(self, x, name):
-        return rms_norm(x, self.norms["size"], self.own[name], self.norms["eps"])
+    def norm(self, x, weight):
+        return rms_norm(x, self.size, weight + 1 if self.is_apart else weight, self.eps)
 
     def logprobs(self, sequence):
         """Of the tokens of the response, but for one that is the second token of all."""
         with torch.no_grad():
             hidden = self.model.model(sequence.tokens[None]).last_hidden_state[:, :-1]
             embedded = self.model.model.embed_tokens(sequence.tokens[None, 1:])
-        joined = torch.cat([self.norm(embedded, "enorm"), self.norm(hidden, "hnorm")], dim=-1)
-        joined = linear(joined, self.own["eh_proj"])
+        enorm, hnorm, eh_proj, last_norm = self.own.values()
+        joined = torch.cat([self.norm(embedded, enorm), self.norm(hidden, hnorm)], dim=-1)
+        joined = linear(joined, eh_proj)
         positions = torch.arange(joined.shape[1])[None]
         rotary = self.deeper.model.rotary_emb(joined, positions)
         output = self.layer(joined, position_embeddings=rotary, position_ids=positions)
-        output = self.norm(output, "shared_head.norm")
+        output = self.norm(output, last_norm)
         logits = self.model.lm_head.weight.detach() @ output[0].T / TEMPERATURE
         first = max(sequence.num_prompt_tokens, 2)
         targets = sequence.tokens[first:]
@@ -114,9 +123,14 @@ class Oracle:
         loss = -logprobs.mean()
         loss.backward()
         of_layer = {n: p.grad for n, p in self.deeper.named_parameters() if p.grad is not None}
-        gradients = revert_weight_conversion(self.deeper, of_layer)
-        gradients |= {f"{self.prefix}{name}.weight": each.grad for name, each in self.own.items()}
-        return float(loss.detach()), {n: g for n, g in gradients.items() if self.prefix in n}
+        behind = f"model.layers.{len(self.deeper.model.layers) - 1}."
+        gradients = {
+            name.replace(behind, self.prefix): gradient
+            for name, gradient in revert_weight_conversion(self.deeper, of_layer).items()
+            if behind in name
+        }
+        own = {f"{self.own_prefix}{name}.weight": each.grad for name, each in self.own.items()}
+        return float(loss.detach()), gradients | own
 
 
 @pytest.fixture(scope="module")
@@ -148,16 +162,20 @@ def gradients_on_rank(rank, folders, dims, *overrides, routes=None):
         policy = build_policy(cfg, trained_shape(cfg), groups)
 
         def loss_fn(hidden, batch, policy=policy):
-            if policy.mtp:
-                policy.mtp.add_loss(hidden, batch, policy.head_weight)
+            policy.mtp.add_loss(hidden, batch, policy.head_weight)
             chosen = response_logprobs(policy, hidden, batch, 1.0, groups)
             return -LOSS_WEIGHT * chosen.logprobs.sum(), None
 
+        runs = []
+        for module in policy.mtp.module.modules():
+            if isinstance(module, TransformerLayer):
+                module.register_forward_hook(lambda *_, runs=runs: runs.append(1))
         policy.zero_grad()
-        batches = policy.mtp.begin(policy.chunks, share) if policy.mtp else share
+        batches = policy.mtp.begin(policy.chunks, share)
         run_schedule(policy, groups, batches, loss_fn, forward_only=False)
-        metrics = policy.mtp.update(0) if policy.mtp else {}
+        metrics = policy.mtp.update(0)
         metrics["grad_norm"] = gradient_norm(policy.optimizer)
+        metrics["runs"] = len(runs) / len(share)
         found[family] = metrics, gradient_boxes(policy)
     return found
 
@@ -168,7 +186,10 @@ def gradients_on_rank(rank, folders, dims, *overrides, routes=None):
     ids=layout_name,
 )
 def test_loss_and_gradient_equal_those_of_transformers(folders, answers, dims):
-    check(run_ranks(dims.world_size, gradients_on_rank, folders, dims, *ON), answers)
+    if dims.expert > 1:
+        folders = {family: each for family, each in folders.items() if family != "qwen3_5_text"}
+    found = run_ranks(dims.world_size, gradients_on_rank, folders, dims, *ON)
+    check(found, {family: answers[family] for family in folders})
 
 
 def check(ranks, answers):
@@ -185,6 +206,15 @@ def check(ranks, answers):
         for name, gradient in expected.items():
             error = (actual[name] - gradient).norm()  # an expert may have no tokens
             assert error <= 1e-5 * gradient.norm(), f"{family} {name}: {error:.1e}"
+
+
+def test_full_recomputation_reaches_the_layer(folders, answers):
+    full = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+    dims, family = ParallelDims(tensor=2, expert_tensor=1, expert=2), "qwen3_next"
+    options = (*ON, f"model.megatron={full}")
+    ranks = run_ranks(2, gradients_on_rank, {family: folders[family]}, dims, *options)
+    check(ranks, {family: answers[family]})
+    assert {rank[family][0]["runs"] for rank in ranks} == {2}
 
 
 def routed_gradients_on_rank(rank, folders, dims):
@@ -238,19 +268,21 @@ def alone(folders):
 
 
 @pytest.mark.parametrize(
-    ("dims", "overrides"),
+    ("family", "dims", "overrides"),
     [
-        (ParallelDims(), ()),
-        (ParallelDims(tensor=2, pipeline=2), ()),
-        (ParallelDims(pipeline=2, data=2), OVERLAP),
-        (ParallelDims(context=2), (DYNAMIC,)),
+        ("glm4_moe", ParallelDims(), ()),
+        ("qwen3_next", ParallelDims(tensor=2, pipeline=2), ()),
+        ("glm4_moe", ParallelDims(pipeline=2, data=2), OVERLAP),
+        ("glm4_moe", ParallelDims(context=2), (DYNAMIC,)),
     ],
     ids=str,
 )
-def test_a_policy_is_trained_to_the_bit_as_without_the_layer(folders, alone, dims, overrides):
+def test_a_policy_is_trained_to_the_bit_as_without_the_layer(
+    folders, alone, family, dims, overrides
+):
     ranks = alone
     if dims.world_size > 1:
-        ranks = train_with_and_without(folders["glm4_moe"], dims, *overrides)
+        ranks = train_with_and_without(folders[family], dims, *overrides)
     for rank in ranks:
         (without, expected), (steps, weights) = rank[0], rank[1]
         for name, values in expected.items():
@@ -312,8 +344,10 @@ def resume(rank, folder, dims, case, run_dir):
     return [*states, state_of(policy)]
 
 
-def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_path):
-    folder, run_dir = folders["deepseek_v3"], tmp_path / "run"
+def trained_and_exported(folder, tmp_path):
+    """The state of a run as it is saved, its checkpoint, and the weights of exports before and
+    after it."""
+    run_dir = tmp_path / "run"
     case = Case(folder, {}).experience()
     first, other = ParallelDims(tensor=2, expert_tensor=1, expert=2), ParallelDims(pipeline=2)
     saved, trained = wholes(run_ranks(2, train_and_save, folder, first, case, run_dir))
@@ -333,12 +367,18 @@ def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_pa
     assert verify_weights(checkpoint, run_dir / "hf") == []
     exported, source = (load_file(at / "model.safetensors") for at in (run_dir / "hf", folder))
     assert_same(weights_of(tmp_path / "out"), exported)
+    assert exported.keys() == source.keys()
+    return saved, checkpoint, source, exported
+
+
+def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_path):
+    folder = folders["deepseek_v3"]
+    saved, checkpoint, source, exported = trained_and_exported(folder, tmp_path)
     export_checkpoint(checkpoint, tmp_path / "own")
     assert read_shape(tmp_path / "own").num_mtp_layers == 1
     own = weights_of(tmp_path / "own")
     assert_same(own, {name: exported[name] for name in own})
     layer = {name for name in source if name.startswith("model.layers.4.")}
-    assert exported.keys() == source.keys()
     assert {name.removeprefix("model.layers.4.") for name in layer - own.keys()} == {
         "embed_tokens.weight",
         "shared_head.head.weight",
@@ -353,6 +393,15 @@ def test_checkpoints_and_exports_have_the_layer_as_it_is_trained(folders, tmp_pa
     torch.testing.assert_close(
         exported["model.layers.4.eh_proj.weight"], saved["mtp.layers.0.eh_proj.weight"]
     )
+
+
+def test_so_have_those_of_a_multimodal_model(tmp_path):
+    folder = add_mtp_layer(tiny_multimodal(tmp_path / "model", "qwen3_5_moe"))
+    saved, _, source, exported = trained_and_exported(folder, tmp_path)
+    assert read_shape(tmp_path / "run" / "hf").can_train_mtp
+    kept = {name for name in source if torch.equal(exported[name], source[name])}
+    assert kept == {name for name in source if ".visual." in name}
+    assert torch.equal(exported["mtp.fc.weight"], saved["mtp.layers.0.eh_proj.weight"])
 
 
 def train_with_nan(rank, folder, case, run_dir):

@@ -7,6 +7,7 @@ place, and must have received its shard and nothing else.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -124,14 +125,18 @@ def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, fam
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text"]
+)
 def test_so_does_a_layer_to_draft_with_that_is_trained(tmp_path, engines, family):
     folder, others = (
-        add_mtp_layer(servable_model(tmp_path / str(seed), family, seed=seed), seed)
+        add_mtp_layer(servable_model(tmp_path / str(seed), family, tied=True, seed=seed), seed)
         for seed in (0, 1)
     )
-    case = Case(folder, others, [TP1, TP2, EXPERT_PARALLEL], drafts=True)
-    check_pushes(ParallelDims(pipeline=2, data=2, expert=2), [case], engines, "auto")
+    kinds, dims = [TP1, TP2], ParallelDims(pipeline=2, data=2)
+    if family in MIXTURES:
+        kinds, dims = [*kinds, EXPERT_PARALLEL], replace(dims, expert=2)
+    check_pushes(dims, [Case(folder, others, kinds, drafts=True)], engines, "auto")
 
 
 @pytest.mark.slow
