@@ -15,12 +15,14 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.images import (
     IMAGE,
     IMAGE_LIMITS,
+    PATCH_SIZES,
     image_config,
     normalized,
     picture,
     prompts_with_images,
     tiny_vision_model,
 )
+from helpers.towers import tiny_multimodal
 from megatron_grpo.data.images import check_images
 from megatron_grpo.data.prompts import load_prompts
 from megatron_grpo.data.rows import logged_columns
@@ -40,7 +42,9 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def test_patches_tokens_and_positions_are_those_of_transformers(model, tmp_path):
+@pytest.mark.parametrize("family", PATCH_SIZES)
+def test_patches_tokens_and_positions_are_those_of_transformers(family, tmp_path):
+    model = tiny_vision_model(tmp_path / "model", family)
     pictures = [picture(60, 90), picture(56, 56), picture(300, 120)]  # the first and last resized
     for number, each in enumerate(pictures):
         each.save(tmp_path / f"{number}.png")
@@ -53,7 +57,7 @@ def test_patches_tokens_and_positions_are_those_of_transformers(model, tmp_path)
         images, wanted = prompt.images.read(), processor(images=own, return_tensors="pt")
         assert torch.equal(images.grids, wanted["image_grid_thw"])
         torch.testing.assert_close(
-            normalized(images.patches), wanted["pixel_values"], atol=1e-5, rtol=0
+            normalized(images.patches, family), wanted["pixel_values"], atol=1e-5, rtol=0
         )
         tokens = torch.tensor([[*prompt.token_ids]])
         assert torch.equal((tokens[0] == IMAGE).nonzero()[:, 0], images.tokens)
@@ -210,6 +214,23 @@ def test_what_does_not_go_with_images_is_refused(model, tmp_path, override, told
     with pytest.raises(ValueError, match=r"data\.image_column") as refused:
         check_images(image_config(model, tmp_path, override))
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "told"),
+    [
+        ("qwen3_vl", {"mrope_interleaved": False}, "and mrope_interleaved True"),
+        ("qwen2_5_vl", {"mrope_interleaved": True}, "and mrope_interleaved False"),
+        ("qwen3_5", {}, "images are supported of qwen2_5_vl and qwen3_vl only"),
+    ],
+)
+def test_models_that_take_images_in_unknown_ways_are_refused(tmp_path, family, change, told):
+    folder = tiny_multimodal(tmp_path / "model", family)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["rope_parameters"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=told):
+        check_images(image_config(folder, tmp_path))
 
 
 def test_what_vllm_needs_for_images_is_refused_if_it_is_missing(monkeypatch):
