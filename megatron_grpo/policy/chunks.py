@@ -66,7 +66,7 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape), axes)
     for chunk in chunks:
         prepare_layers(chunk, cfg, shape, groups)
-        add_deepstack(chunk, num_deepstack_layers(cfg))
+        add_deepstack(chunk, num_deepstack_layers(cfg), groups)
         if chunk.post_process:
             chunk.output_layer.forward = _pass_hidden_states
         chunk.rotary_pos_emb = packed_rotary

@@ -26,7 +26,7 @@ from megatron_grpo.policy.mtp import Mtp
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
-from megatron_grpo.policy.vision import VisionTower, embedded, own_features, vision_tower
+from megatron_grpo.policy.vision import VisionTower, embedded, vision_tower
 from parallel import Layout, Sender
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
@@ -145,8 +145,7 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
         add_gradients(model, cfg)
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
     policy = add_optimizer(model, cfg)
-    device = next(policy.chunks[0].parameters()).device
-    policy.vision = vision_tower(cfg, shape, groups, device)
+    policy.vision = vision_tower(cfg, shape, groups, next(policy.chunks[0].parameters()).device)
     return policy
 
 
@@ -191,12 +190,11 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     local = batch.part.local
     params = params_on_rank(batch, groups, attention_windows(unwrapped(chunk)))
     params.routed_experts = own_routes(batch, local, groups)
-    params.image_features = own_features(batch, local, groups, unwrapped(chunk))
     output: Tensor = chunk(
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),
         attention_mask=None,
-        decoder_input=embedded(unwrapped(chunk), batch, local, params.image_features),
+        decoder_input=embedded(unwrapped(chunk), batch, local, groups),
         packed_seq_params=params,
     )
     return output.squeeze(0) if unwrapped(chunk).post_process else output

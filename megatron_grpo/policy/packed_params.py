@@ -10,11 +10,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from megatron_grpo.policy.vision import ImageFeatures
 from parallel.alignment import round_up
 from parallel.attention import block_mask
 from parallel.context import context_indices, context_order
 from parallel.delta_rule import Stage, stages
+from parallel.images import PackedImages
 from parallel.packing import PackedBatch
 from parallel.sparse_attention import Queries
 
@@ -49,8 +49,8 @@ class PackedParams(PackedSeqParams):
     `PackedRotary`; None with neither images nor shared prompts."""
     routed_experts: Tensor | None = None
     """[tokens and layers of this rank, topk], for `RouterReplay`; None: the routers choose."""
-    image_features: ImageFeatures | None = None
-    """For layers that add some: see `add_deepstack`."""
+    images: PackedImages | None = None
+    """For layers that add features: see `add_deepstack`."""
 
     @property
     def rope_cu_seqlens(self) -> Tensor:
@@ -107,6 +107,7 @@ def packed_params(
         num_tokens=num_tokens,
         local=local,
         rope_length=batch.max_seqlen,
+        images=batch.images,
     )
     has_own_rows = batch.prefixes is not None or batch.images is not None
     if batch.tokens.is_cuda and (has_own_rows or any(windows)):

@@ -11,7 +11,8 @@ arXiv 2406.04334, in Qwen3-VL.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from parallel import Box, pipeline_layers
 from parallel.groups import Groups
-from parallel.images import PromptImages
+from parallel.images import PackedImages, PromptImages
 from parallel.packing import PackedBatch
 
 _PREFIX = "visual."
@@ -132,62 +133,51 @@ def with_features(
         yield replace(batch, images=replace(batch.images, prompts=(), features=features))
 
 
-@dataclass(frozen=True)
-class ImageFeatures:
-    """The features of a microbatch, and in the places of which of this rank's tokens they are."""
-
-    rows: Tensor  # [t] int64, the feature of each token; -1: none
-    features: Tensor  # [features, levels, hidden size]
-
-    def of_level(self, level: int, elsewhere: Tensor) -> Tensor:
-        """Those of a level, with what is `elsewhere` at all other tokens: [t, 1, H] as that."""
-        values = self.features[self.rows.clamp(min=0), level].to(elsewhere.dtype)
-        return torch.where((self.rows >= 0).view(-1, 1, 1), values.unsqueeze(1), elsewhere)
-
-
-def own_features(
-    batch: PackedBatch, local: Tensor, groups: Groups, chunk: Any
-) -> ImageFeatures | None:
-    """The features of the tokens that layers of this rank see; None if there are no images, or no
-    layer of its stage needs them. `local` are those of its context rank."""
-    if batch.images is None or batch.images.features is None:
-        assert batch.images is None or not chunk.pre_process, "set by `with_features`"
-        return None
-    rows = batch.images.rows[local]
-    if chunk.config.sequence_parallel:
-        rows = rows.chunk(groups.dims.tensor)[groups.coordinates.tensor]
-    return ImageFeatures(rows, batch.images.features)
-
-
-def embedded(
-    chunk: Any, batch: PackedBatch, local: Tensor, features: ImageFeatures | None
-) -> Tensor | None:
+def embedded(chunk: Any, batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor | None:
     """Embeddings of this rank's tokens, with features in the places of images: [t, 1, H].
 
     None if there are no images, or not the embedding: the chunk then does what it does with text.
     """
-    if features is None or not chunk.pre_process:
+    if batch.images is None or not chunk.pre_process:
         return None
     tokens: Tensor = chunk.embedding(
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),
     )
-    return features.of_level(0, tokens)
+    return _at_images(batch.images, local, 0, tokens, chunk.config, groups)
 
 
-def add_deepstack(chunk: Any, num_layers: int) -> None:
+def _at_images(
+    images: PackedImages, local: Tensor, level: int, elsewhere: Tensor, config: Any, groups: Groups
+) -> Tensor:
+    """Features of a level at this rank's tokens of images, and `elsewhere` at others: [t, 1, H]."""
+    assert images.features is not None, "set by `with_features`"
+    rows = images.rows[local]
+    if config.sequence_parallel:
+        rows = rows.chunk(groups.dims.tensor)[groups.coordinates.tensor]
+    features = images.features[rows.clamp(min=0), level].to(elsewhere.dtype)
+    return torch.where((rows >= 0).view(-1, 1, 1), features.unsqueeze(1), elsewhere)
+
+
+def add_deepstack(chunk: Any, num_layers: int, groups: Groups) -> None:
     """Let those of the model's first `num_layers` that are in the chunk add features."""
     for layer in chunk.decoder.layers:
         if layer.layer_number <= num_layers:  # they count from 1
-            # Megatron passes the params again when it recomputes the layer.
-            layer.register_forward_hook(_add_features, with_kwargs=True)
+            # Megatron passes the params to a layer again when it recomputes the whole of it.
+            layer.register_forward_hook(partial(_add_features, groups), with_kwargs=True)
 
 
 def _add_features(
-    layer: Any, _: tuple[Any, ...], passed: dict[str, Any], output: tuple[Tensor, Any]
+    groups: Groups,
+    layer: Any,
+    _: tuple[Any, ...],
+    passed: dict[str, Any],
+    output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
-    features: ImageFeatures | None = passed["packed_seq_params"].image_features
-    if features is None:
+    params = passed["packed_seq_params"]
+    if params.images is None:
         return output
     hidden, context = output
-    return hidden + features.of_level(layer.layer_number, torch.zeros_like(hidden)), context
+    nothing, level = torch.zeros_like(hidden), layer.layer_number
+    features = _at_images(params.images, params.local, level, nothing, layer.config, groups)
+    return hidden + features, context

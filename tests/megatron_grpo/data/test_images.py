@@ -24,7 +24,7 @@ from helpers.images import (
 )
 from helpers.towers import tiny_multimodal
 from megatron_grpo.data.images import check_images
-from megatron_grpo.data.prompts import load_prompts
+from megatron_grpo.data.prompts import images_by_prompt, load_prompts
 from megatron_grpo.data.rows import logged_columns
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.vllm.args import check_engine_arguments
@@ -181,6 +181,17 @@ def test_a_file_that_is_damaged_or_changes_or_is_gone_is_named(model, tmp_path):
     (tmp_path / "0.png").unlink()
     with pytest.raises(ValueError, match=r"^'0\.png': No such file"):
         changed.images.read()
+
+
+def test_images_of_many_prompts_are_read_at_once_and_a_damaged_one_ends_it(model, tmp_path):
+    for number in range(8):
+        picture(60 + 8 * number, 90, number).save(tmp_path / f"{number}.png")
+    prompts = prompts_with_images(model, tmp_path, [*(f"{n}.png" for n in range(8)), None])
+    found = images_by_prompt([*prompts, *prompts[::3]], lambda images: images.digest)
+    assert found == {each.index: each.images.read().digest for each in prompts[:8]}
+    (tmp_path / "3.png").unlink()
+    with pytest.raises(ValueError, match=r"^'3\.png': No such file"):
+        images_by_prompt(prompts, lambda images: images)
 
 
 def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):
