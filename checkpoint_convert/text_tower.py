@@ -1,7 +1,7 @@
 """The text tower of a multimodal checkpoint: its config, and the names of its tensors.
 
-It is trained and served on text; that of Qwen2.5-VL also on images, of which its vision tower makes
-features. Other towers stay as they are in the weight files.
+It is trained and served on text; those of Qwen2.5-VL and Qwen3-VL also on images, of which their
+vision towers make features. Other towers stay as they are in the weight files.
 """
 
 import re

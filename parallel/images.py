@@ -65,7 +65,7 @@ class PackedImages:
     prompts: tuple[PromptImages, ...]  # on the host; none once features are computed or not needed
     rows: Tensor  # [T] int64, the feature in the place of each token; -1: its embedding stays
     positions: Tensor  # [3, T] int64, in M-RoPE; 0 in padding
-    features: Tensor | None = None  # [features, hidden size]; None: not computed yet
+    features: Tensor | None = None  # [features, levels, hidden size]; None: not computed yet
 
     def to(self, device: torch.device | str) -> "PackedImages":
         """A copy with every tensor on `device`, but for those of prompts."""

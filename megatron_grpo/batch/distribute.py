@@ -145,7 +145,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
         cfg.rollout.max_completion_length,
     )
     lengths = [len(sample.completion_ids) for sample in samples]
-    images = images_by_prompt([sample.prompt for sample in samples])
+    images = images_by_prompt([sample.prompt for sample in samples], lambda images: images)
     log_rows = first_rows(lengths, cfg.train.log_tokens)
     return [
         TokenSequence(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_convert.folder import read_json
+from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import REWARD_MODEL
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
     from parallel.images import PromptImages
 
-FAMILY = "qwen2_5_vl"
+FAMILIES = {"qwen2_5_vl": False, "qwen3_vl": True}
+"""Model types, and whether their frequencies of height and width alternate in M-RoPE."""
 WIDE_MODES = ("I", "F")
 """Beginnings of Pillow's names for pixels of more than 8 bits, which it would cut to 8."""
 _SHORT = reprlib.Repr()
@@ -250,12 +252,7 @@ def check_images(cfg: Config) -> None:
         return
     if cfg.data.image_column is None:
         raise ValueError(f"{key} needs data.image_column, too: the run itself has no images")
-    kind = read_json(cfg.model.path / "config.json").get("model_type")
-    if kind != FAMILY:
-        raise ValueError(
-            f"{key}: model.path is a {kind}, and images are supported of {FAMILY} only: leave it "
-            "out"
-        )
+    _check_model(key, cfg.model.path / "config.json")
     limits = cfg.rollout.vllm.get("limit_mm_per_prompt")
     most = limits.get("image") if isinstance(limits, dict) else None
     if type(most) is not int or most < 1 or limits != {"image": most, "video": 0}:
@@ -277,3 +274,22 @@ def check_images(cfg: Config) -> None:
     }
     if told := [name for name, is_used in refused.items() if is_used]:
         raise ValueError(f"{key} does not go with {told[0]} yet: leave out one of the two")
+
+
+def _check_model(key: str, file: Path) -> None:
+    """Raise ValueError if the model takes no images, or takes them in an unknown way."""
+    config = read_json(file)
+    kind = config.get("model_type")
+    if kind not in [*FAMILIES]:
+        raise ValueError(
+            f"{key}: model.path is a {kind}, and images are supported of {' and '.join(FAMILIES)} "
+            "only: leave it out"
+        )
+    text = text_config(file, config)
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if "mrope_section" not in rope or rope.get("mrope_interleaved", False) is not FAMILIES[kind]:
+        raise ValueError(
+            f"{file}: RoPE of a {kind} needs mrope_section, and mrope_interleaved {FAMILIES[kind]}"
+        )
+    if kind == "qwen3_vl" and "deepstack_visual_indexes" not in config.get("vision_config", {}):
+        raise ValueError(f"{file}: vision_config has no deepstack_visual_indexes: write them down")

@@ -1,10 +1,12 @@
 """From rows of data to prompts of token ids."""
 
 import logging
+import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from parallel.images import PromptImages
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TOO_LONG = "too long for the model's context"
 
@@ -61,10 +65,19 @@ class Prompt:
         return chat
 
 
-def images_by_prompt(prompts: Iterable[Prompt]) -> "dict[int, PromptImages]":
-    """The images of prompts that have some, read once for each prompt, by its index."""
-    different = {prompt.index: prompt.images for prompt in prompts}
-    return {index: images.read() for index, images in different.items() if images is not None}
+def images_by_prompt(
+    prompts: Iterable[Prompt], made_of: "Callable[[PromptImages], T]"
+) -> dict[int, T]:
+    """What is `made_of` the images of prompts that have some, once for each, by its index.
+
+    In as many threads as there are cores: decoding, resizing and hashing let others run.
+    """
+    different = {each.index: each.images for each in prompts if each.images is not None}
+    if not different:
+        return {}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        made = threads.map(lambda images: made_of(images.read()), different.values())
+        return dict(zip(different, made, strict=True))
 
 
 def end_tokens(

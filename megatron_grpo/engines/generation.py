@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.prompts import Prompt, images_by_prompt
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.engine import Json
@@ -84,10 +84,10 @@ class Generation:
         self._samples: dict[int, Sample] = {}
         self.open: dict[int, Json] = {}
         """The unanswered requests, by the number of their sample."""
+        features = images_by_prompt(prompts, image_features)
         for position, prompt in enumerate(prompts):
             first = first_seed(params.seed, params.series, params.first_position + position)
             token_ids = [*prompt.token_ids]
-            features = image_features(prompt.images.read()) if prompt.images else None
             for index in range(params.num_generations):
                 number = position * params.num_generations + index
                 self.open[number] = params.request(
@@ -96,7 +96,7 @@ class Generation:
                     seed=first + index,
                     max_tokens=params.max_completion_length,
                     routes_start=0,
-                    features=features,
+                    features=features.get(prompt.index),
                 )
 
     async def wait_for_environments(self) -> None:

@@ -19,6 +19,7 @@ from megatron_grpo.planning.linear_attention import sequence_elements
 from megatron_grpo.planning.mtp import mtp_activations, mtp_embedding
 from megatron_grpo.planning.optimizer_bytes import page_locked
 from megatron_grpo.planning.state import StateBytes, part_bytes
+from megatron_grpo.planning.vision import tower_bytes
 from megatron_grpo.policy.lora_targets import targets_of
 
 CONTEXT_BYTES = 600 * 10**6
@@ -308,7 +309,8 @@ def stages_memory(
             buffers=CONTEXT_BYTES
             + COMMUNICATOR_BYTES * len(_communicator_spans(cfg))
             + _push_buffers(cfg)
-            + mtp_embedding(cfg, shape, stage),
+            + mtp_embedding(cfg, shape, stage)
+            + tower_bytes(cfg, shape, stage),
             suspended=suspended_bytes(cfg, card),
             engine=_engine_bytes_always(cfg, colocated),
             phases=phases,

@@ -26,7 +26,7 @@ from megatron_grpo.policy.transformer import (
     transformer_config,
     uses_transformer_engine,
 )
-from megatron_grpo.policy.vision import mrope_sections
+from megatron_grpo.policy.vision import add_deepstack, mrope_axes, num_deepstack_layers
 from parallel import pipeline_layers
 from parallel.groups import Groups
 
@@ -41,8 +41,8 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
         sequence_parallel=cfg.parallel.sequence_parallel,
         overrides=cfg.model.megatron,
     )
-    sections = mrope_sections(cfg)
-    has_own_rows = cfg.grpo.shared_prompts or bool(sections)
+    axes = mrope_axes(cfg)
+    has_own_rows = cfg.grpo.shared_prompts or bool(axes)
     # Nothing random is drawn (no dropout, no initialization), but Megatron requires RNG states.
     model_parallel_cuda_manual_seed(0)
     chunks = [
@@ -63,9 +63,10 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     ]
     if config.fine_grained_activation_offloading:
         offload_activations(next(chunks[0].parameters()).device)
-    packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape), sections)
+    packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape), axes)
     for chunk in chunks:
         prepare_layers(chunk, cfg, shape, groups)
+        add_deepstack(chunk, num_deepstack_layers(cfg), groups)
         if chunk.post_process:
             chunk.output_layer.forward = _pass_hidden_states
         chunk.rotary_pos_emb = packed_rotary

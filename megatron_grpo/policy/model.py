@@ -94,7 +94,7 @@ class Policy(Model):
     scheduler: Any
     """Sets the optimizer's learning rate; stepped once per optimizer step."""
     vision: VisionTower | None = None
-    """On the first stage, if prompts have images."""
+    """On stages that use features, if prompts have images."""
     router_losses: RouterLosses
     """What the routers of a mixture lost in the microbatches since `zero_grad`."""
 
@@ -145,7 +145,7 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
         add_gradients(model, cfg)
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
     policy = add_optimizer(model, cfg)
-    policy.vision = vision_tower(cfg, groups, next(policy.chunks[0].parameters()).device)
+    policy.vision = vision_tower(cfg, shape, groups, next(policy.chunks[0].parameters()).device)
     return policy
 
 

@@ -14,6 +14,7 @@ from parallel.alignment import round_up
 from parallel.attention import block_mask
 from parallel.context import context_indices, context_order
 from parallel.delta_rule import Stage, stages
+from parallel.images import PackedImages
 from parallel.packing import PackedBatch
 from parallel.sparse_attention import Queries
 
@@ -48,6 +49,8 @@ class PackedParams(PackedSeqParams):
     `PackedRotary`; None with neither images nor shared prompts."""
     routed_experts: Tensor | None = None
     """[tokens and layers of this rank, topk], for `RouterReplay`; None: the routers choose."""
+    images: PackedImages | None = None
+    """For layers that add features: see `add_deepstack`."""
 
     @property
     def rope_cu_seqlens(self) -> Tensor:
@@ -104,6 +107,7 @@ def packed_params(
         num_tokens=num_tokens,
         local=local,
         rope_length=batch.max_seqlen,
+        images=batch.images,
     )
     has_own_rows = batch.prefixes is not None or batch.images is not None
     if batch.tokens.is_cuda and (has_own_rows or any(windows)):
@@ -136,13 +140,15 @@ class PackedRotary(torch.nn.Module):
 
     Megatron's own caches a table for each of the last 32 lengths, but lengths rarely repeat.
     `windowed` is the RoPE of layers with a window, if it is another: then there are two tables, for
-    `WindowedAttention`. `sections` are the numbers of frequencies that rotate by a token's position
-    in time, height and width: M-RoPE of prompts with images.
+    `WindowedAttention`. `axes` say for each frequency whether it rotates by a token's position in
+    time, height or width: M-RoPE of prompts with images.
     """
 
-    def __init__(self, rotary: Any, windowed: Any = None, sections: Sequence[int] = ()) -> None:
+    def __init__(self, rotary: Any, windowed: Any = None, axes: Sequence[int] = ()) -> None:
         super().__init__()
-        self.rotary, self.windowed, self.sections = rotary, windowed, sections
+        self.rotary, self.windowed = rotary, windowed
+        # Each frequency is there twice, for both halves of a head.
+        self._axes = torch.tensor([*axes, *axes], device=rotary.inv_freq.device)
         self._table: Tensor | None = None  # as long as the longest sequence so far
 
     def get_rotary_seq_len(
@@ -166,6 +172,6 @@ class PackedRotary(torch.nn.Module):
         rows = self._table[..., params.rope_positions, :, :, :]
         if params.rope_positions.dim() == 1:
             return rows
-        # Each frequency is there twice, for both halves of a head.
-        parts = rows.split([*self.sections, *self.sections], dim=-1)
-        return torch.cat([part[number % 3] for number, part in enumerate(parts)], dim=-1)
+        by_time, by_height, by_width = rows
+        of_image = torch.where(self._axes == 1, by_height, by_width)
+        return torch.where(self._axes == 0, by_time, of_image)

@@ -2,72 +2,87 @@
 
 It has no gradient, so that each image passes through it once: its features are kept with the
 microbatches of an optimizer batch for all passes over them. Every tensor and context rank of the
-first stage computes those of all images of its microbatches.
+stages that use features computes those of all images of its microbatches.
+
+An image has features on one or more levels. The first take the place of embeddings. Those of level
+i > 0, of an earlier layer of the tower, are added to what decoder layer i - 1 returns: DeepStack,
+arXiv 2406.04334, in Qwen3-VL.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from checkpoint_convert import ModelShape
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats.hf_folder import other_towers
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
-from parallel import Box
+from parallel import Box, pipeline_layers
 from parallel.groups import Groups
-from parallel.images import PromptImages
+from parallel.images import PackedImages, PromptImages
 from parallel.packing import PackedBatch
 
 _PREFIX = "visual."
 
 
-def mrope_sections(cfg: Config) -> Sequence[int]:
-    """Numbers of RoPE's frequencies that rotate by a token's position in time, height and width;
-    none if prompts have no images, and all three are equal."""
+def mrope_axes(cfg: Config) -> Sequence[int]:
+    """Whether each of RoPE's frequencies rotates by a token's position in time (0), height (1) or
+    width (2); none if prompts have no images, and all three are equal."""
     if cfg.data.image_column is None:
         return ()
     file = Path(cfg.model.path) / "config.json"
     text = text_config(file, read_json(file))
     rope = text.get("rope_scaling") or text["rope_parameters"]
     sections: list[int] = rope["mrope_section"]
-    return sections
+    if not rope.get("mrope_interleaved"):
+        return [axis for axis, size in enumerate(sections) for _ in range(size)]
+    # They take turns, and time goes on alone where the others have as many as they should.
+    return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections))]
+
+
+def num_deepstack_layers(cfg: Config) -> int:
+    """How many decoder layers have features added to what they return."""
+    if cfg.data.image_column is None:
+        return 0
+    config = read_json(Path(cfg.model.path) / "config.json")
+    return len(config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
 
 
 class VisionTower:
     """Turns the patches of images into features of the text tower's size."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        # They take seconds to import, and only ranks of the first pipeline stage see images.
-        from transformers import AutoConfig, AutoImageProcessor  # noqa: PLC0415
-        from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # noqa: PLC0415
+        # They take seconds to import, and only ranks of the first pipeline stages see images.
+        from transformers import AutoConfig, AutoImageProcessor, AutoModel  # noqa: PLC0415
 
         processor: Any = AutoImageProcessor.from_pretrained(folder)
         self._mean, self._std = (
             (torch.tensor(values) / processor.rescale_factor).view(1, -1, 1).to(device)
             for values in (processor.image_mean, processor.image_std)
         )
-        kind: Any = modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel
         config = AutoConfig.from_pretrained(folder).vision_config
-        self._tower = kind._from_config(config, dtype=dtype)
+        self._tower = AutoModel.from_config(config, dtype=dtype)
         self._tower.load_state_dict(_weights(folder))
         self._tower.to(device).requires_grad_(False)
 
     @torch.no_grad()
     def features(self, images: PromptImages) -> Tensor:
-        """[features, hidden size] of images whose patches are bytes as they were in the files."""
+        """[features, levels, hidden size] of images whose patches are bytes as in the files."""
         patches = images.patches.to(self._mean.device)
         pixels = patches.view(len(patches), self._mean.shape[1], -1)
         normal = ((pixels - self._mean) / self._std).flatten(1)
         grids = images.grids.to(patches.device)
-        found: Tensor = self._tower(normal, grid_thw=grids).pooler_output
-        return found
+        found = self._tower(normal, grid_thw=grids)
+        return torch.stack([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=1)
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
@@ -83,9 +98,18 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def vision_tower(cfg: Config, groups: Groups, device: torch.device) -> VisionTower | None:
-    """The tower, on ranks of the first pipeline stage if prompts have images."""
-    if cfg.data.image_column is None or groups.coordinates.pipeline:
+def has_tower(cfg: Config, shape: ModelShape, stage: int) -> bool:
+    """Whether ranks of a pipeline stage have the tower: those with the embedding, or with a layer
+    that features are added to, if prompts have images."""
+    first, *_ = pipeline_layers(shape.num_layers, cfg.dims)[stage]
+    return cfg.data.image_column is not None and first.start < max(1, num_deepstack_layers(cfg))
+
+
+def vision_tower(
+    cfg: Config, shape: ModelShape, groups: Groups, device: torch.device
+) -> VisionTower | None:
+    """The tower, on ranks that have it."""
+    if not has_tower(cfg, shape, groups.coordinates.pipeline):
         return None
     return VisionTower(cfg.model.path, getattr(torch, cfg.model.dtype), device)
 
@@ -114,16 +138,46 @@ def embedded(chunk: Any, batch: PackedBatch, local: Tensor, groups: Groups) -> T
 
     None if there are no images, or not the embedding: the chunk then does what it does with text.
     """
-    images = batch.images
-    if images is None or not chunk.pre_process:
+    if batch.images is None or not chunk.pre_process:
         return None
-    assert images.features is not None, "set by `with_features`"
     tokens: Tensor = chunk.embedding(
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),
     )
+    return _at_images(batch.images, local, 0, tokens, chunk.config, groups)
+
+
+def _at_images(
+    images: PackedImages, local: Tensor, level: int, elsewhere: Tensor, config: Any, groups: Groups
+) -> Tensor:
+    """Features of a level at this rank's tokens of images, and `elsewhere` at others: [t, 1, H]."""
+    assert images.features is not None, "set by `with_features`"
     rows = images.rows[local]
-    if chunk.config.sequence_parallel:
+    if config.sequence_parallel:
         rows = rows.chunk(groups.dims.tensor)[groups.coordinates.tensor]
-    features = images.features[rows.clamp(min=0)].to(tokens.dtype)
-    return torch.where((rows >= 0).unsqueeze(1), features, tokens.squeeze(1)).unsqueeze(1)
+    features = images.features[rows.clamp(min=0), level].to(elsewhere.dtype)
+    return torch.where((rows >= 0).view(-1, 1, 1), features.unsqueeze(1), elsewhere)
+
+
+def add_deepstack(chunk: Any, num_layers: int, groups: Groups) -> None:
+    """Let those of the model's first `num_layers` that are in the chunk add features."""
+    for layer in chunk.decoder.layers:
+        if layer.layer_number <= num_layers:  # they count from 1
+            # Megatron passes the params to a layer again when it recomputes the whole of it.
+            layer.register_forward_hook(partial(_add_features, groups), with_kwargs=True)
+
+
+def _add_features(
+    groups: Groups,
+    layer: Any,
+    _: tuple[Any, ...],
+    passed: dict[str, Any],
+    output: tuple[Tensor, Any],
+) -> tuple[Tensor, Any]:
+    params = passed["packed_seq_params"]
+    if params.images is None:
+        return output
+    hidden, context = output
+    nothing, level = torch.zeros_like(hidden), layer.layer_number
+    features = _at_images(params.images, params.local, level, nothing, layer.config, groups)
+    return hidden + features, context

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Dyna
 from checkpoint_convert import read_shape
 from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.megatron import file_layout
-from helpers.images import embedded
+from helpers.images import logits
 from helpers.models import EOS_ID, tiny_model
 from helpers.pushes import client_of, push_folder
 from megatron_grpo.config.rollout import RolloutConfig
@@ -177,9 +177,9 @@ def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -
     tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
     images = sample.prompt.images
     with torch.inference_mode():
-        inputs = embedded(model, tokens, images.read()) if images else {"input_ids": tokens}
-        logits = model(**inputs).logits[0, -len(completion) - 1 : -1]
-    return torch.log_softmax(logits / temperature, -1).gather(1, completion[:, None])[:, 0]
+        found = logits(model, tokens, images.read() if images else None)
+    found = found[0, -len(completion) - 1 : -1]
+    return torch.log_softmax(found / temperature, -1).gather(1, completion[:, None])[:, 0]
 
 
 def largest_logprob_error(

@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-VL that takes images, and sequences whose prompts have some."""
+"""Tiny models that take images, and sequences whose prompts have some."""
 
 import hashlib
 import json
@@ -24,8 +24,10 @@ from parallel.packing import TokenSequence
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 START, END, IMAGE, _ = range(246, 250)
 MERGE = 2  # patches along each side of what becomes one token
+FAMILY = "qwen2_5_vl"
+PATCH_SIZES = {FAMILY: 14, "qwen3_vl": 16}
 PATCH = 3 * 2 * 14 * 14
-"""Bytes of a patch: channels, frames, height and width."""
+"""Bytes of a patch of `FAMILY`: channels, frames, height and width."""
 IMAGE_LIMITS = {"limit_mm_per_prompt": {"image": 2, "video": 0}}
 TEMPLATE = (
     "{% for message in messages %}<start>{{ message.role }}\n"
@@ -35,22 +37,28 @@ TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
 )
-PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "processor_class": "Qwen2_5_VLProcessor",
-    "min_pixels": 56 * 56,
-    "max_pixels": 112 * 112,
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "merge_size": MERGE,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
+PROCESSORS: dict[str, dict[str, Any]] = {
+    FAMILY: {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "min_pixels": 56 * 56,
+        "max_pixels": 112 * 112,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    "qwen3_vl": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
 }
 
 
-def tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
-    """Save a random Qwen2.5-VL whose tokenizer has one token per character, and those of images."""
-    tiny_multimodal(folder, "qwen2_5_vl", tied=True, seed=seed)
+def tiny_vision_model(folder: Path, family: str = FAMILY, *, seed: int = 0) -> Path:
+    """Save a random model whose tokenizer has one token per character, and those of images."""
+    tiny_multimodal(folder, family, tied=True, seed=seed)
     config = json.loads((folder / "config.json").read_text())
     config |= {"vision_start_token_id": START, "vision_end_token_id": END}
     (folder / "config.json").write_text(json.dumps(config))
@@ -58,17 +66,26 @@ def tiny_vision_model(folder: Path, *, seed: int = 0) -> Path:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", *TOKENS]})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    sizes = {"patch_size": PATCH_SIZES[family], "temporal_patch_size": 2, "merge_size": MERGE}
+    processor = json.dumps(PROCESSORS[family] | sizes)
+    (folder / "preprocessor_config.json").write_text(processor)
     return folder
 
 
 def random_images(
-    grids: list[tuple[int, int]], starts: list[int], num_tokens: int, generator: torch.Generator
+    grids: list[tuple[int, int]],
+    starts: list[int],
+    num_tokens: int,
+    generator: torch.Generator,
+    family: str = FAMILY,
 ) -> PromptImages:
     """Images of ``(height, width)`` patches whose tokens begin at `starts` of a prompt."""
     sizes = [(1, height // MERGE, width // MERGE) for height, width in grids]
     patches = torch.randint(
-        256, (sum(h * w for h, w in grids), PATCH), dtype=torch.uint8, generator=generator
+        256,
+        (sum(h * w for h, w in grids), 3 * 2 * PATCH_SIZES[family] ** 2),
+        dtype=torch.uint8,
+        generator=generator,
     )
     places = [torch.arange(s, s + h * w) for s, (_, h, w) in zip(starts, sizes, strict=True)]
     return PromptImages(
@@ -80,26 +97,35 @@ def random_images(
     )
 
 
-def normalized(patches: Tensor) -> Tensor:
+def normalized(patches: Tensor, family: str = FAMILY) -> Tensor:
     """The `pixel_values` that transformers' processor makes of them."""
     mean, std = (
-        torch.tensor(PROCESSOR[f"image_{x}"])[:, None] / (1 / 255) for x in ("mean", "std")
+        torch.tensor(PROCESSORS[family][f"image_{x}"])[:, None] / (1 / 255) for x in ("mean", "std")
     )
     return ((patches.view(len(patches), 3, -1) - mean) / std).flatten(1)
 
 
-def embedded(model: Any, tokens: Tensor, images: PromptImages) -> dict[str, Tensor]:
-    """The inputs of transformers' model for `tokens` [1, L] that begin with a prompt with images.
+def logits(model: Any, tokens: Tensor, images: PromptImages | None) -> Tensor:
+    """Those of transformers' model for `tokens` [1, L] that begin with a prompt with `images`.
 
     By `pixel_values` it would put features in the places of sampled tokens of images, too.
     """
+    if images is None:
+        return model(input_ids=tokens).logits
     embeddings, types = model.get_input_embeddings()(tokens).clone(), torch.zeros_like(tokens)
     types[0, images.tokens] = 1
-    pixels = normalized(images.patches).to(embeddings)
+    pixels = normalized(images.patches, model.config.model_type).to(embeddings)
     seen = model.model.get_image_features(pixels, images.grids, return_dict=True)
     embeddings[0, images.tokens] = torch.cat(seen.pooler_output)
     positions, _ = model.model.get_rope_index(tokens, types, image_grid_thw=images.grids)
-    return {"inputs_embeds": embeddings, "position_ids": positions}
+    levels = getattr(seen, "deepstack_features", ())
+    inner = model.model.language_model(
+        inputs_embeds=embeddings,
+        position_ids=positions,
+        visual_pos_masks=types.bool(),
+        deepstack_visual_embeds=[torch.cat(of_level) for of_level in levels],
+    )
+    return model.lm_head(inner.last_hidden_state)
 
 
 def picture(width: int, height: int, seed: int = 0) -> PIL.Image:
@@ -126,7 +152,11 @@ def prompts_with_images(
 
 
 def sequence_with_images(
-    grids: list[tuple[int, int]], num_response_tokens: int, seed: int, loss_weight: float = 1.0
+    grids: list[tuple[int, int]],
+    num_response_tokens: int,
+    seed: int,
+    loss_weight: float = 1.0,
+    family: str = FAMILY,
 ) -> TokenSequence:
     """Random text around each image, and a random completion that has an image's token, too."""
     generator = torch.Generator().manual_seed(seed)
@@ -148,7 +178,7 @@ def sequence_with_images(
         advantage=1.0,
         loss_weight=loss_weight,
         rollout_logprobs=torch.zeros(num_response_tokens),
-        images=random_images(grids, starts, len(prompt), generator) if grids else None,
+        images=random_images(grids, starts, len(prompt), generator, family) if grids else None,
     )
 
 

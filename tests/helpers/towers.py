@@ -69,6 +69,7 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen3_5": OF_QWEN3_5,
     "qwen3_5_moe": OWN_FIELDS["qwen3_5_moe_text"] | OF_QWEN3_5,
     "qwen3_vl": {
+        "num_hidden_layers": 4,
         "head_dim": 32,
         "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6], "mrope_interleaved": True},
     },
@@ -117,14 +118,15 @@ VISION: dict[str, dict[str, Any]] = {
         "out_hidden_size": 64,
         "num_position_embeddings": 16,
     },
+    # Three levels: both stages of a pipeline, of two of four layers each, add some.
     "qwen3_vl": {
-        "depth": 1,
+        "depth": 4,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,
         "out_hidden_size": 64,
         "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
+        "deepstack_visual_indexes": [0, 1, 3],
     },
 }
 

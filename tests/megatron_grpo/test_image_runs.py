@@ -9,26 +9,34 @@ from helpers.images import tiny_vision_model
 from helpers.runs import TINY_CONFIG, finish_run, read_metrics
 
 COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
+RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "overrides",
+    ("family", "overrides"),
     [
         # Half of the ranks have no embeddings, and tensor ranks a part of the tokens each.
-        ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"],
-        ["grpo.shared_prompts=true", "grpo.steps_per_generation=2", "grpo.beta=0.1"],
+        ("qwen2_5_vl", RANKS),
+        ("qwen3_vl", RANKS),
+        (
+            "qwen2_5_vl",
+            ["grpo.shared_prompts=true", "grpo.steps_per_generation=2", "grpo.beta=0.1"],
+        ),
         # Requests that pushes cut go on with their images.
-        [
-            "rollout.max_staleness=2",
-            "rollout.in_flight_updates=true",
-            "grpo.rollout_importance_sampling_mode=token_truncate",
-        ],
+        (
+            "qwen3_vl",
+            [
+                "rollout.max_staleness=2",
+                "rollout.in_flight_updates=true",
+                "grpo.rollout_importance_sampling_mode=token_truncate",
+            ],
+        ),
     ],
-    ids=["ranks", "shared", "in flight"],
+    ids=["ranks", "ranks of Qwen3-VL", "shared", "in flight"],
 )
-def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, overrides):
-    model, rows = tiny_vision_model(tmp_path / "model"), write(tmp_path / "squares")
+def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, family, overrides):
+    model, rows = tiny_vision_model(tmp_path / "model", family), write(tmp_path / "squares")
     ended = finish_run(
         *(f"model.path={model}", f"data.path={rows}", f"train.run_dir={tmp_path / 'run'}"),
         *("train.num_steps=4", "eval.data.shuffle=false", "eval.max_prompts=6", "eval.interval=2"),
@@ -45,3 +53,20 @@ def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, overr
     assert old.keys() == new.keys()
     for name, values in old.items():
         assert torch.equal(values, new[name]) == ("visual." in name), name
+
+
+@pytest.mark.slow
+def test_a_run_in_bfloat16_that_is_resumed_ends_like_a_whole_one(tmp_path):
+    model = tiny_vision_model(tmp_path / "model", "qwen3_vl")
+    paths = f"model.path={model}", f"data.path={write(tmp_path / 'squares')}"
+    for name, num_steps in (("whole", 4), ("resumed", 2), ("resumed", 4)):
+        run = f"train.run_dir={tmp_path / name}"
+        options = run, f"train.num_steps={num_steps}", "model.dtype=bfloat16"
+        ended = finish_run(*paths, *options, config=COLOURS)
+        assert ended.exit_code == 0, ended.output
+    whole, resumed = (
+        load_file(tmp_path / x / "hf/model.safetensors") for x in ("whole", "resumed")
+    )
+    assert all(torch.equal(values, resumed[name]) for name, values in whole.items())
+    for metrics in read_metrics(tmp_path / "whole"):
+        assert metrics["rollout/logprob_gap_mean"] < 0.05

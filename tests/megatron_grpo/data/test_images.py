@@ -15,14 +15,16 @@ from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.images import (
     IMAGE,
     IMAGE_LIMITS,
+    PATCH_SIZES,
     image_config,
     normalized,
     picture,
     prompts_with_images,
     tiny_vision_model,
 )
+from helpers.towers import tiny_multimodal
 from megatron_grpo.data.images import check_images
-from megatron_grpo.data.prompts import load_prompts
+from megatron_grpo.data.prompts import images_by_prompt, load_prompts
 from megatron_grpo.data.rows import logged_columns
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.vllm.args import check_engine_arguments
@@ -40,7 +42,9 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def test_patches_tokens_and_positions_are_those_of_transformers(model, tmp_path):
+@pytest.mark.parametrize("family", PATCH_SIZES)
+def test_patches_tokens_and_positions_are_those_of_transformers(family, tmp_path):
+    model = tiny_vision_model(tmp_path / "model", family)
     pictures = [picture(60, 90), picture(56, 56), picture(300, 120)]  # the first and last resized
     for number, each in enumerate(pictures):
         each.save(tmp_path / f"{number}.png")
@@ -53,7 +57,7 @@ def test_patches_tokens_and_positions_are_those_of_transformers(model, tmp_path)
         images, wanted = prompt.images.read(), processor(images=own, return_tensors="pt")
         assert torch.equal(images.grids, wanted["image_grid_thw"])
         torch.testing.assert_close(
-            normalized(images.patches), wanted["pixel_values"], atol=1e-5, rtol=0
+            normalized(images.patches, family), wanted["pixel_values"], atol=1e-5, rtol=0
         )
         tokens = torch.tensor([[*prompt.token_ids]])
         assert torch.equal((tokens[0] == IMAGE).nonzero()[:, 0], images.tokens)
@@ -179,6 +183,17 @@ def test_a_file_that_is_damaged_or_changes_or_is_gone_is_named(model, tmp_path):
         changed.images.read()
 
 
+def test_images_of_many_prompts_are_read_at_once_and_a_damaged_one_ends_it(model, tmp_path):
+    for number in range(8):
+        picture(60 + 8 * number, 90, number).save(tmp_path / f"{number}.png")
+    prompts = prompts_with_images(model, tmp_path, [*(f"{n}.png" for n in range(8)), None])
+    found = images_by_prompt([*prompts, *prompts[::3]], lambda images: images.digest)
+    assert found == {each.index: each.images.read().digest for each in prompts[:8]}
+    (tmp_path / "3.png").unlink()
+    with pytest.raises(ValueError, match=r"^'3\.png': No such file"):
+        images_by_prompt(prompts, lambda images: images)
+
+
 def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):
     marks = []
     for folder in (tmp_path / "old", tmp_path / "new"):
@@ -210,6 +225,23 @@ def test_what_does_not_go_with_images_is_refused(model, tmp_path, override, told
     with pytest.raises(ValueError, match=r"data\.image_column") as refused:
         check_images(image_config(model, tmp_path, override))
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "told"),
+    [
+        ("qwen3_vl", {"mrope_interleaved": False}, "and mrope_interleaved True"),
+        ("qwen2_5_vl", {"mrope_interleaved": True}, "and mrope_interleaved False"),
+        ("qwen3_5", {}, "images are supported of qwen2_5_vl and qwen3_vl only"),
+    ],
+)
+def test_models_that_take_images_in_unknown_ways_are_refused(tmp_path, family, change, told):
+    folder = tiny_multimodal(tmp_path / "model", family)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["rope_parameters"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=told):
+        check_images(image_config(folder, tmp_path))
 
 
 def test_what_vllm_needs_for_images_is_refused_if_it_is_missing(monkeypatch):

@@ -14,7 +14,13 @@ from helpers.engines import (
     running_engine,
     served_model,
 )
-from helpers.images import IMAGE_LIMITS, picture, prompts_with_images, tiny_vision_model
+from helpers.images import (
+    IMAGE_LIMITS,
+    PATCH_SIZES,
+    picture,
+    prompts_with_images,
+    tiny_vision_model,
+)
 from helpers.models import mixture_of_blocks, servable_model, stacked_experts
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
 from helpers.towers import tiny_multimodal
@@ -89,9 +95,10 @@ def test_the_text_tower_of_a_multimodal_model_takes_pushes(tmp_path, kind):
 
 
 @slow
-def test_the_engine_sees_the_images_that_the_trainer_sees(tmp_path):
-    folder = tiny_vision_model(tmp_path / "model")
-    other = tiny_vision_model(tmp_path / "other", seed=1)
+@pytest.mark.parametrize("family", PATCH_SIZES)
+def test_the_engine_sees_the_images_that_the_trainer_sees(tmp_path, family):
+    folder = tiny_vision_model(tmp_path / "model", family)
+    other = tiny_vision_model(tmp_path / "other", family, seed=1)
     tower = {n: x for n, x in load_file(folder / WEIGHTS).items() if "visual." in n}  # not pushed
     save_file(load_file(other / WEIGHTS) | tower, other / WEIGHTS, {"format": "pt"})
     for seed, size in enumerate([(60, 90), (56, 56), (200, 100)]):

@@ -7,9 +7,11 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.vllm import EngineDims
+from helpers.images import PATCH_SIZES, tiny_vision_model
 from helpers.models import servable_model, tiny_model
 from helpers.policies import Lengths, accumulate, pack_all, tiny_config
 from helpers.published_models import write_config
@@ -291,3 +293,17 @@ def test_an_engine_caches_latents_whole_in_every_worker_and_its_projections_are_
     engine = engine_bytes(cfg, read_shape(folder), CARDS["h100"])
     assert workers == [(engine.token_bytes, engine.weights)] * 2
     assert engine.token_bytes == 2 * 3 * (512 + 64)
+
+
+@pytest.mark.parametrize("family", PATCH_SIZES)
+def test_stages_that_use_features_have_the_vision_tower(tmp_path, family):
+    folder = tiny_vision_model(tmp_path, family)
+    shape, dims = read_shape(folder), ParallelDims(pipeline=2)
+    stored = load_file(folder / "model.safetensors")
+    tower = sum(4 * values.numel() for name, values in stored.items() if "visual." in name)
+    with_images, without = (
+        stages_memory(cfg, shape, stage_states(cfg, shape), 4, None)
+        for cfg in (tiny_config(folder, dims, *each) for each in (["data.image_column=image"], []))
+    )
+    more = [a.buffers - b.buffers for a, b in zip(with_images, without, strict=True)]
+    assert more == [tower, tower if family == "qwen3_vl" else 0]

@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.text_tower import is_of_text, text_name
 from checkpoint_convert.weights import read_weights
 from helpers.images import (
-    embedded,
+    PATCH_SIZES,
+    logits,
     sequence_with_images,
     tiny_vision_model,
     with_completion,
@@ -42,36 +44,37 @@ from parallel.packing import TokenSequence, pack
 MICROBATCHES = [[0, 1, 2, 3, 4], [5], [6], []]
 
 
-def sequences() -> list[TokenSequence]:
+def sequences(family: str) -> list[TokenSequence]:
     grids = [[(4, 6), (4, 4)], [(8, 4)], [], [(6, 6)], []]
     first, *others = (
-        sequence_with_images(each, 5 + 3 * seed, seed, LOSS_WEIGHT)
+        sequence_with_images(each, 5 + 3 * seed, seed, LOSS_WEIGHT, family)
         for seed, each in enumerate(grids)
     )
     return [first, with_completion(first, 9, seed=7), with_other_pixels(first), *others]
 
 
 def oracle_logprobs(model: Any, sequence: TokenSequence) -> Tensor:
-    tokens, images, first = sequence.tokens[None], sequence.images, sequence.num_prompt_tokens
-    inputs = embedded(model, tokens, images) if images else {"input_ids": tokens}
-    logits = model(**inputs).logits[0, first - 1 : -1]
-    return logits.log_softmax(-1).gather(1, tokens[0, first:, None])[:, 0]
+    tokens, first = sequence.tokens[None], sequence.num_prompt_tokens
+    found = logits(model, tokens, sequence.images)[0, first - 1 : -1]
+    return found.log_softmax(-1).gather(1, tokens[0, first:, None])[:, 0]
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory) -> OracleCase:
-    folder = tiny_vision_model(tmp_path_factory.mktemp("vision"))
+@pytest.fixture(scope="module", params=PATCH_SIZES)
+def case(request, tmp_path_factory) -> OracleCase:
+    folder = tiny_vision_model(
+        tmp_path_factory.mktemp(request.param) / request.param, request.param
+    )
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
     model.model.visual.requires_grad_(False)
     for module in model.model.language_model.modules():
-        if isinstance(module, Qwen2_5_VLRMSNorm):  # which computes in float32
+        if isinstance(module, Qwen2_5_VLRMSNorm | Qwen3VLTextRMSNorm):  # which compute in float32
             module.forward = partial(
                 rms_norm,
                 normalized_shape=module.weight.shape,
                 weight=module.weight,
                 eps=module.variance_epsilon,
             )
-    logprobs = [oracle_logprobs(model, each) for each in sequences()]
+    logprobs = [oracle_logprobs(model, each) for each in sequences(folder.name)]
     (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
     gradients = {
         text_name(name): parameter.grad
@@ -88,7 +91,8 @@ def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str
     policy = build_policy(cfg, read_shape(folder), groups)
     alignment, shares = Alignment.for_mesh(dims, dims.tensor > 1), cfg.grpo.shared_prompts
     own = MICROBATCHES[groups.coordinates.data :: dims.data]
-    batches = [pack(sequences(), each, alignment, share_prompts=shares) for each in own]
+    every = sequences(folder.name)
+    batches = [pack(every, each, alignment, share_prompts=shares) for each in own]
     return numbers_of(policy, groups, [*with_features(batches, policy.vision)])
 
 
@@ -115,10 +119,21 @@ def test_logprobs_and_gradients_equal_transformers(case, dims, overrides):
     case.check(run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides))
 
 
+@slow
+@pytest.mark.parametrize("case", ["qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_every_chunk_of_a_pipeline_adds_features_also_if_it_recomputes(case, granularity):
+    dims = ParallelDims(pipeline=2, virtual_pipeline=2)
+    recompute = [f"model.megatron.recompute_granularity={granularity}"]
+    if granularity == "full":
+        recompute += [f"model.megatron.recompute_{x}" for x in ("method=uniform", "num_layers=1")]
+    case.check(run_ranks(2, numbers_on_rank, case.folder, dims, *recompute))
+
+
 def float64_on_rank(rank: int, folder: Path) -> Numbers:
     """As `numbers_on_rank`, in a dtype that no run has; without an optimizer."""
     setup_device(rank)
-    dims, every = ParallelDims(), sequences()
+    dims, every = ParallelDims(), sequences(folder.name)
     cfg = tiny_config(folder, dims, "data.image_column=images")
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"dtype": "float64"})})
     groups, shape = init_groups(dims), read_shape(folder)
@@ -126,7 +141,7 @@ def float64_on_rank(rank: int, folder: Path) -> Numbers:
     parameters = model.parameters()
     read_weights(folder, shape, model.layout, parameters)
     batch = pack(every, range(len(every)), Alignment(), dtype=torch.float64)
-    vision = vision_tower(cfg, groups, batch.tokens.device)
+    vision = vision_tower(cfg, shape, groups, batch.tokens.device)
     [batch] = with_features([batch.on_rank(dims, groups.coordinates)], vision)
     chosen = response_logprobs(model, forward(model.chunks[0], batch, groups), batch, 1.0, groups)
     (-LOSS_WEIGHT * chosen.logprobs.sum()).backward()

@@ -1,0 +1,28 @@
+"""What the vision tower takes on the ranks that have it, if prompts have images."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from checkpoint_convert import ModelShape
+from megatron_grpo.config.config import Config
+from megatron_grpo.planning.card import ITEMSIZE
+from megatron_grpo.policy.vision import has_tower
+
+
+def tower_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
+    """Bytes of its weights on a rank of a pipeline stage."""
+    if not has_tower(cfg, shape, stage):
+        return 0
+    return _num_weights(cfg.model.path) * ITEMSIZE[cfg.model.dtype]
+
+
+@cache
+def _num_weights(folder: Path) -> int:
+    # They take seconds to import, and only plans of runs with images need them.
+    from transformers import AutoConfig, AutoModel  # noqa: PLC0415
+
+    with torch.device("meta"):
+        tower = AutoModel.from_config(AutoConfig.from_pretrained(folder).vision_config)
+    return sum(weight.numel() for weight in tower.parameters())
