@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from checkpoint_convert import ModelShape, megatron_layout
+from checkpoint_convert import ModelShape, hf_tensors, megatron_layout
 from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.weights import read_weights
 from megatron_grpo.bars import waiting
@@ -23,6 +23,7 @@ from megatron_grpo.policy.gradients import gather_weights, with_gradients
 from megatron_grpo.policy.lora import Adapters, Merged, add_adapters
 from megatron_grpo.policy.lora_targets import LOCAL_NAME
 from megatron_grpo.policy.mtp import Mtp
+from megatron_grpo.policy.muon import Muon, matrices_of
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
@@ -144,7 +145,7 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
         )
         add_gradients(model, cfg)
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
-    policy = add_optimizer(model, cfg)
+    policy = add_optimizer(model, cfg, groups)
     policy.vision = vision_tower(cfg, groups, next(policy.chunks[0].parameters()).device)
     return policy
 
@@ -169,14 +170,27 @@ def add_gradients(model: Model, cfg: Config) -> None:
         model.mtp.add_gradients()
 
 
-def add_optimizer(model: Model, cfg: Config) -> Policy:
+def add_optimizer(model: Model, cfg: Config, groups: Groups) -> Policy:
     """Add optimizer and scheduler to a model with gradients; collective over all ranks."""
-    optimizer = make_optimizer(model.chunks, cfg.optimizer)
+    if cfg.optimizer.optimizer == "muon":
+        optimizer = _with_muon(model, cfg, groups)
+    else:
+        optimizer = make_optimizer(model.chunks, cfg.optimizer)
     scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.num_steps)
     if model.mtp:
         model.mtp.add_optimizer()
     losses = RouterLosses([unwrapped(chunk) for chunk in model.chunks])
     return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler, router_losses=losses)
+
+
+def _with_muon(model: Model, cfg: Config, groups: Groups) -> Any:
+    parameters, shapes = model.parameters(), hf_tensors(model.shape)
+    matrices = {parameters[name] for name in matrices_of(model.layout)}
+    optimizer = make_optimizer(model.chunks, cfg.optimizer, matrices)
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:
+            Muon(part, model.layout, parameters, shapes, groups.stage, cfg.optimizer)
+    return optimizer
 
 
 def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:

@@ -1,7 +1,10 @@
-"""AdamW on float32 master weights, sharded over data-parallel ranks, with its learning rate."""
+"""AdamW on float32 master weights, sharded over data-parallel ranks, with its learning rate.
+
+Muon, which may update matrices in its place, is in `muon.py`.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,15 +15,18 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_grpo.config.train import OptimizerConfig
-from megatron_grpo.policy.optimizer_state import make_loadable
+from megatron_grpo.config.optimizer import OptimizerConfig
+from megatron_grpo.policy.optimizer_state import make_loadable, shard_of
 
 
-def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
+def make_optimizer(
+    chunks: Sequence[Any], cfg: OptimizerConfig, matrices: Set[Tensor] = frozenset()
+) -> Any:
     """Megatron's distributed optimizer for DDP-wrapped model chunks with their weights loaded.
 
     Norms and biases have no weight decay. To step, call `gradient_norm`, then `apply_gradient`: the
-    optimizer's own ``step()`` does both, without a chance to look at the norm in between.
+    optimizer's own ``step()`` does both, without a chance to look at the norm in between. Of
+    `matrices`, which are parameters, it keeps what Muon needs.
     Raises the ValueError of `check_optimizer`.
     """
     check_optimizer(cfg)
@@ -44,7 +50,8 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
     )
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:
-            make_loadable(part.optimizer)
+            own = matrices & part.model_param_group_index_map.keys()
+            make_loadable(part.optimizer, {shard_of(part, matrix) for matrix in own})
     if cfg.optimizer_cpu_offload:
         # Megatron pins copies of whole parameters before it knows this rank's ranges of them.
         torch.accelerator.empty_host_cache()
