@@ -21,9 +21,6 @@ from parallel.layout import Box, Shape
 MatrixPart = tuple[str, Box]
 """Name of a matrix, and a box of it."""
 
-MAX_ELEMENTS = 2**26
-"""Elements of matrices that a rank receives at a time, unless one has more: 256 MiB in float32."""
-
 
 @dataclass
 class _Round:
@@ -44,10 +41,11 @@ class WholeMatrices:
         shapes: Mapping[str, Shape],
         group: ProcessGroup,
         device: torch.device,
-        max_elements: int = MAX_ELEMENTS,
+        max_elements: int,
     ) -> None:
         """`parts` are those of this rank, float32 on `device`. Copies that several ranks have are
-        the same. Collective.
+        the same. At a time a rank receives one matrix, or several of together at most
+        `max_elements`. Collective.
         """
         self._shapes, self._group, self._device = shapes, group, device
         rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -6,6 +6,7 @@ An optimizer that is partly on the host is the exception: see `optimizer_bytes.p
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, lcm, prod
+from typing import NamedTuple
 
 from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.families.decoder import MTP_LAYER
@@ -15,9 +16,10 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Part
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds
-from megatron_grpo.planning.optimizer_bytes import shard_bytes
+from megatron_grpo.planning.optimizer_bytes import OwnedMatrix, shard_bytes
 from megatron_grpo.policy.lora_targets import planned_adapters
-from parallel import Coordinates, ParallelDims, pipeline_layers
+from megatron_grpo.policy.matrices import EMBEDDINGS, is_matrix
+from parallel import Coordinates, ParallelDims, Shape, pipeline_layers
 from parallel.alignment import round_up
 
 START_MULTIPLE, BUCKET_MULTIPLE = 64, 128
@@ -139,12 +141,10 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         [size for bucket in buckets if bucket.is_expert == is_expert for size in bucket.owned]
         for is_expert in (False, True)
     ]
-    matrices = {
-        is_expert: sum(bucket.owned_of_matrices for bucket in buckets if bucket.is_expert == is_expert)
-        for is_expert in (False, True)
-    }
     is_muon = cfg.optimizer.optimizer == "muon"
-    shard = shard_bytes(cfg, owned)
+    is_muon = cfg.optimizer.optimizer == "muon"
+    matrices = [each for bucket in buckets for each in bucket.owned_matrices] if is_muon else []
+    shard = shard_bytes(cfg, owned, matrices)
     has_reference = cfg.grpo.beta > 0 and not cfg.lora.r  # that of adapters has their base
     reference = weights * _reference_itemsize(cfg) + (of_biases if has_reference else 0)
     if shape.trains_mtp:  # not by the reference
@@ -158,6 +158,7 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         reference=reference,
         update=shard.update,
         host=shard.host,
+        exchanged=shard.exchanged,
     )
 
 
@@ -186,6 +187,8 @@ class _Bucket:
     is_expert: bool
     parameters: Sequence[_Parameter]
     """In bucket order."""
+    num_splits: int
+    """Tensor ranks over which matrices are split."""
     num_shards: int
     shard: int
     """Index of this rank's shard."""
@@ -203,6 +206,15 @@ class _Bucket:
     def padded(self) -> int:
         """Elements including all padding."""
         return round_up(self._places[-1][1], lcm(self.num_shards, BUCKET_MULTIPLE))
+
+    @property
+    def owned_matrices(self) -> list[OwnedMatrix]:
+        """What Muon would update in this rank's shard."""
+        return [
+            OwnedMatrix(size, self.num_splits * each.size, self.num_splits)
+            for each, size in zip(self.parameters, self.owned, strict=True)
+            if each.is_matrix
+        ]
 
     @property
     def owned(self) -> list[int]:
@@ -232,7 +244,11 @@ def _buckets(
         at_most = inf if chunk == OF_MTP else most
         for bucket in _divided(reversed(buffer), at_most, is_tied_over_stages):
             yield _Bucket(
-                is_expert=is_expert, parameters=bucket, num_shards=num_shards, shard=shard
+                is_expert=is_expert,
+                parameters=bucket,
+                num_splits=dims.expert_tensor if is_expert else dims.tensor,
+                num_shards=num_shards,
+                shard=shard,
             )
 
 

@@ -22,8 +22,9 @@ from megatron_grpo.policy.dynamic_context import params_on_rank
 from megatron_grpo.policy.gradients import gather_weights, with_gradients
 from megatron_grpo.policy.lora import Adapters, Merged, add_adapters
 from megatron_grpo.policy.lora_targets import LOCAL_NAME
+from megatron_grpo.policy.matrices import matrices_of
 from megatron_grpo.policy.mtp import Mtp
-from megatron_grpo.policy.muon import Muon, matrices_of
+from megatron_grpo.policy.muon import Muon
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine

@@ -21,13 +21,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_grpo.config.optimizer import OptimizerConfig
+from megatron_grpo.policy.matrices import MAX_EXCHANGED, matrices_of
 from megatron_grpo.policy.optimizer_state import MOMENTUM, shard_of
 from parallel import Layout, Shape, ShardMapping
 from parallel.flat_range import RangeView, range_overlaps
 from parallel.whole_matrices import MatrixPart, WholeMatrices
-
-EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Suffixes of the names of matrices that AdamW updates: their rows are updated by token."""
 
 QUINTIC = (
     (4.0848, -6.8946, 2.9270),
@@ -40,18 +38,12 @@ QUINTIC = (
 Megatron-Core's default `muon_coefficient_type`."""
 
 
-def matrices_of(layout: Layout) -> list[str]:
-    """Local names of the parameters that Muon updates."""
-    others = {piece.local for piece in layout.pieces if len(piece.box.size) != 2}
-    return [name for name in layout.shapes if name not in others and not name.endswith(EMBEDDINGS)]
-
-
 def newton_schulz(matrix: Tensor) -> Tensor:
     """About U V^T of a matrix U S V^T: its singular values become about 1.
 
     In bfloat16 on a GPU, as the sources above do.
     """
-    x = torch.nn.functional.normalize(matrix, dim=(0, 1), eps=1e-7)
+    x = matrix / matrix.norm().clamp_min(1e-7)
     if is_tall := x.shape[0] > x.shape[1]:
         x = x.T
     if x.is_cuda:
@@ -59,7 +51,7 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     for a, b, c in QUINTIC:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if is_tall else x).float()
+    return (x.T if is_tall else x).to(matrix.dtype)
 
 
 class Muon:
@@ -105,12 +97,14 @@ class Muon:
         """
         beta, state = self._cfg.muon_momentum, self._adam.state
         for shard in self._shards:
+            assert shard.grad is not None, "set by `prepare_grads`"
             momentum = state[shard][MOMENTUM].lerp_(shard.grad, 1 - beta)
             shard.grad.lerp_(momentum, beta)  # Nesterov's
         parts = [view.of(shard.grad) for shard, view in self._places]
         self._whole.apply(self._update, parts)
         for group in self._adam.param_groups:
             for shard in self._shards.intersection(group["params"]):
+                assert shard.grad is not None, "now the update"
                 shard.mul_(1 - group["lr"] * group["weight_decay"])
                 shard.add_(shard.grad, alpha=-group["lr"])
                 shard.grad = None
@@ -119,7 +113,7 @@ class Muon:
 
     @cached_property
     def _whole(self) -> WholeMatrices:
-        return WholeMatrices(self._parts, self._shapes, self._group, self._device)
+        return WholeMatrices(self._parts, self._shapes, self._group, self._device, MAX_EXCHANGED)
 
     def _update(self, matrix: Tensor) -> Tensor:
         scale = self._cfg.muon_extra_scale_factor * math.sqrt(max(matrix.shape))
