@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from checkpoint_convert import ModelShape, hf_tensors, megatron_layout
+from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.weights import read_weights
 from megatron_grpo.bars import waiting
@@ -185,12 +185,12 @@ def add_optimizer(model: Model, cfg: Config, groups: Groups) -> Policy:
 
 
 def _with_muon(model: Model, cfg: Config, groups: Groups) -> Any:
-    parameters, shapes = model.parameters(), hf_tensors(model.shape)
+    parameters = model.parameters()
     matrices = {parameters[name] for name in matrices_of(model.layout)}
     optimizer = make_optimizer(model.chunks, cfg.optimizer, matrices)
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:
-            Muon(part, model.layout, parameters, shapes, groups.stage, cfg.optimizer)
+            Muon(part, model.layout, parameters, model.shape, groups.stage, cfg.optimizer)
     return optimizer
 
 

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from checkpoint_convert import ModelShape, hf_tensors
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy.matrices import MAX_EXCHANGED, matrices_of
 from megatron_grpo.policy.optimizer_state import MOMENTUM, shard_of
-from parallel import Layout, Shape, ShardMapping
+from parallel import Layout, ShardMapping
 from parallel.flat_range import RangeView, range_overlaps
 from parallel.whole_matrices import MatrixPart, WholeMatrices
 
@@ -63,13 +64,12 @@ class Muon:
         part: Any,
         layout: Layout,
         parameters: Mapping[str, Tensor],
-        shapes: Mapping[str, Shape],
+        shape: ModelShape,
         group: ProcessGroup,
         cfg: OptimizerConfig,
     ) -> None:
-        """`parameters` are those of `layout`, `shapes` those of its whole tensors, and `group` has
-        all ranks with parts of them."""
-        self._adam, self._shapes, self._group, self._cfg = part.optimizer, shapes, group, cfg
+        """`parameters` are those of `layout`; `group` has all ranks with parts of its matrices."""
+        self._adam, self._shape, self._group, self._cfg = part.optimizer, shape, group, cfg
         self._device = next(iter(parameters.values())).device
         self._shards: set[Tensor] = set()
         self._parts: list[MatrixPart] = []
@@ -113,7 +113,8 @@ class Muon:
 
     @cached_property
     def _whole(self) -> WholeMatrices:
-        return WholeMatrices(self._parts, self._shapes, self._group, self._device, MAX_EXCHANGED)
+        shapes = hf_tensors(self._shape)
+        return WholeMatrices(self._parts, shapes, self._group, self._device, MAX_EXCHANGED)
 
     def _update(self, matrix: Tensor) -> Tensor:
         scale = self._cfg.muon_extra_scale_factor * math.sqrt(max(matrix.shape))
