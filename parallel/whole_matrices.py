@@ -78,7 +78,7 @@ class WholeMatrices:
         num_sent = [sum(part.numel() for part in of_rank) for of_rank in sent]
         num_received = [sum(box.num_elements for _, box in each.received[r]) for r in ranks]
         incoming = outgoing.new_empty(sum(num_received))
-        dist.all_to_all_single(incoming, outgoing, num_received, num_sent, self._group)
+        dist.all_to_all_single(incoming, outgoing, num_received, num_sent, group=self._group)
         for name, boxes in _by_matrix(each, incoming, ranks).items():
             whole = incoming.new_empty(self._shapes[name])
             for box, values in boxes:
@@ -86,7 +86,7 @@ class WholeMatrices:
             result = function(whole)
             for box, values in boxes:
                 values.copy_(result[box.slices])
-        dist.all_to_all_single(outgoing, incoming, num_sent, num_received, self._group)
+        dist.all_to_all_single(outgoing, incoming, num_sent, num_received, group=self._group)
         for part, values in zip(own, outgoing.split([p.numel() for p in own]), strict=True):
             part.copy_(values.view(part.shape))
 

@@ -130,9 +130,9 @@ def assert_whole_updates(
     [
         ("qwen3", ParallelDims()),
         ("qwen3", ParallelDims(tensor=2, data=2)),
-        ("qwen3_moe", ParallelDims(tensor=2, data=2, expert=2, expert_tensor=2)),
-        ("qwen3_moe", ParallelDims(tensor=2, context=2, expert=2)),
-        ("deepseek_v3", ParallelDims(tensor=2, data=2, expert=4)),
+        ("qwen3_moe", ParallelDims(tensor=2, data=2, expert=2)),
+        ("qwen3_moe", ParallelDims(context=2, data=2, expert=2)),
+        ("deepseek_v3", ParallelDims(tensor=2, data=2, expert=4, expert_tensor=1)),
     ],
 )
 def test_updates_have_the_same_bits_at_every_layout(family, dims, tmp_path):
