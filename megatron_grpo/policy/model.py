@@ -22,10 +22,8 @@ from megatron_grpo.policy.dynamic_context import params_on_rank
 from megatron_grpo.policy.gradients import gather_weights, with_gradients
 from megatron_grpo.policy.lora import Adapters, Merged, add_adapters
 from megatron_grpo.policy.lora_targets import LOCAL_NAME
-from megatron_grpo.policy.matrices import matrices_of
 from megatron_grpo.policy.mtp import Mtp
-from megatron_grpo.policy.muon import Muon
-from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
+from megatron_grpo.policy.optimizer import make_scheduler, policy_optimizer
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
 from megatron_grpo.policy.vision import VisionTower, embedded, vision_tower
@@ -173,25 +171,12 @@ def add_gradients(model: Model, cfg: Config) -> None:
 
 def add_optimizer(model: Model, cfg: Config, groups: Groups) -> Policy:
     """Add optimizer and scheduler to a model with gradients; collective over all ranks."""
-    if cfg.optimizer.optimizer == "muon":
-        optimizer = _with_muon(model, cfg, groups)
-    else:
-        optimizer = make_optimizer(model.chunks, cfg.optimizer)
+    optimizer = policy_optimizer(model, cfg.optimizer, groups.stage)
     scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.num_steps)
     if model.mtp:
         model.mtp.add_optimizer()
     losses = RouterLosses([unwrapped(chunk) for chunk in model.chunks])
     return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler, router_losses=losses)
-
-
-def _with_muon(model: Model, cfg: Config, groups: Groups) -> Any:
-    parameters = model.parameters()
-    matrices = {parameters[name] for name in matrices_of(model.layout)}
-    optimizer = make_optimizer(model.chunks, cfg.optimizer, matrices)
-    for part in optimizer.chained_optimizers:
-        if part.optimizer is not None:
-            Muon(part, model.layout, parameters, model.shape, groups.stage, cfg.optimizer)
-    return optimizer
 
 
 def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:

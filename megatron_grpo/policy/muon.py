@@ -62,8 +62,8 @@ class Muon:
     def __init__(
         self,
         part: Any,
-        layout: Layout,
         parameters: Mapping[str, Tensor],
+        layout: Layout,
         shape: ModelShape,
         group: ProcessGroup,
         cfg: OptimizerConfig,

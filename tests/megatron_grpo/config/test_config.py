@@ -271,7 +271,7 @@ def test_a_plan_needs_the_config_of_a_model_alone(tmp_path):
 def test_missing_key_is_named_with_its_meaning(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(DEMO.read_text().replace("  lr: 3e-5\n", "  weight_decay: 0.0\n"))
-    told = "config key optimizer.lr is missing. Peak learning rate of AdamW, at most 1."
+    told = "config key optimizer.lr is missing. Peak learning rate, at most 1."
     assert refusal(path=path) == told
 
 
