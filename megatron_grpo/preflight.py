@@ -25,7 +25,7 @@ from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
 from megatron_grpo.config.mtp import trained_shape
-from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS
+from megatron_grpo.config.optimizer import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.kernels import check_cpu_kernels, check_served
@@ -153,7 +153,9 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
 
 
 FROM_EXPORT = "model.path=<export of that run>"
-"""From where a run starts that trains the layer for multi-token prediction, unlike another."""
+"""From where a run starts with other `KINDS_OF_STATE` than another."""
+KINDS_OF_STATE = "model.mtp_num_layers", "optimizer.optimizer"
+"""Keys that say what a checkpoint holds besides weights and AdamW's state of each."""
 
 
 def check_same_run(cfg: Config) -> None:
@@ -174,7 +176,7 @@ def check_same_run(cfg: Config) -> None:
         if before.get(key) != now.get(key) and not OF_SOURCE.sub("", key).startswith(CHANGEABLE)
     ]
     if differing:
-        is_other = before.get("model.mtp_num_layers", 0) != now["model.mtp_num_layers"]
+        is_other = any(before[key] != now[key] for key in KINDS_OF_STATE)
         start = FROM_EXPORT if is_other else f"train.init_from={cfg.train.run_dir}"
         raise ValueError(
             f"train.run_dir {cfg.train.run_dir} holds a run with another config: set what differs "
@@ -199,12 +201,13 @@ def check_start(cfg: Config) -> None:
     kept = checkpoint / CHECKPOINT_FOLDER
     # An export has the end tokens with which its run trained.
     _check_same_model(kept, cfg.model.path, but_for=("eos_token_ids",))
-    trained = read_shape(kept).num_mtp_layers
-    if trained != cfg.model.mtp_num_layers:
-        raise ValueError(
-            f"train.init_from {checkpoint} is of a run with model.mtp_num_layers={trained}: set "
-            f"that, or replace train.init_from by {FROM_EXPORT}"
-        )
+    saved, now = (dict(_flatten(each.model_dump())) for each in (_saved_config(checkpoint), cfg))
+    for key in KINDS_OF_STATE:
+        if saved[key] != now[key]:
+            raise ValueError(
+                f"train.init_from {checkpoint} is of a run with {key}={saved[key]}: set that, or "
+                f"replace train.init_from by {FROM_EXPORT}"
+            )
 
 
 def _check_never_saved(run_dir: Path) -> None:

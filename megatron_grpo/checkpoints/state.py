@@ -8,7 +8,6 @@ every data rank writes and reads its own, and no tensor is gathered.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from megatron_grpo.policy.model import Model, Policy, unwrapped
 from megatron_grpo.policy.optimizer_state import (
-    OPTIMIZER_STATES,
     SplitFloats,
     set_steps_taken,
     states_of,
@@ -32,36 +30,7 @@ from megatron_grpo.policy.optimizer_state import (
 )
 from megatron_grpo.policy.reference import Reference
 from parallel import Box, Layout, Shape, ShardMapping
-
-
-def boxes_of_range(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Elements `start` to `stop` of a row-major tensor, as boxes in that order.
-
-    At most two boxes for each dimension but the first, plus one.
-    """
-    if start >= stop:
-        return []
-    if len(shape) == 1:
-        return [Box((start,), (stop - start,))]
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # rows `first` to `last` are whole
-    if first > last:  # both ends lie inside one row
-        return _in_row(shape, last, start, stop)
-    whole = [Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))]
-    return [
-        *_in_row(shape, first - 1, start, first * row),
-        *(whole if first < last else []),
-        *_in_row(shape, last, last * row, stop),
-    ]
-
-
-def _in_row(shape: Shape, index: int, start: int, stop: int) -> list[Box]:
-    row = prod(shape[1:])
-    return [
-        Box((index, *box.start), (1, *box.size))
-        for box in boxes_of_range(shape[1:], start - index * row, stop - index * row)
-    ]
-
+from parallel.flat_range import range_overlaps
 
 REFERENCE = "reference."
 """Prefix of the keys of a reference that follows the policy."""
@@ -284,27 +253,22 @@ def _box_within(view: Tensor, whole: Tensor) -> Box:
 def _states_of(optimizer: Any, parameter: Tensor, sharded: Any) -> Iterator[StatePart]:
     """This rank's range of a parameter's optimizer states, box by box."""
     owned = optimizer._get_model_param_range_map(parameter)["param"]
-    states = states_of(optimizer, parameter)
-    pieces, offset = list(_parts(sharded)), 0
-    for box in boxes_of_range(tuple(parameter.shape), owned.start, owned.end):
-        flat = slice(offset, offset + box.num_elements)
-        offset = flat.stop
-        for part, within in pieces:
-            common = box.overlap(within)
-            if common is None:
-                continue
-            inside = common.moved(box.start, (0,) * len(box.start)).slices
-            for name in OPTIMIZER_STATES:
-                values = states[name].view(-1)[flat].view(box.size)[inside]
-                yield StatePart(
-                    key=f"optimizer.state.{name}.{part.key}",
-                    shape=tuple(part.global_shape),
-                    box=_whole_box(part, common.moved(within.start, (0,) * len(within.start))),
-                    values=_with_stack(part, values),
-                    # Data ranks hold copies of a weight, but distinct parts of its states.
-                    is_replica=not is_main_replica((*part.replica_id[:-1], 0)),
-                    is_padded=part.allow_shape_mismatch,
-                )
+    states, pieces = states_of(optimizer, parameter), list(_parts(sharded))
+    boxes = [within for _, within in pieces]
+    for number, common, view in range_overlaps(
+        tuple(parameter.shape), owned.start, owned.end, boxes
+    ):
+        part, within = pieces[number]
+        for name, values in states.items():
+            yield StatePart(
+                key=f"optimizer.state.{name}.{part.key}",
+                shape=tuple(part.global_shape),
+                box=_whole_box(part, common.moved(within.start, (0,) * len(within.start))),
+                values=_with_stack(part, view.of(values)),
+                # Data ranks hold copies of a weight, but distinct parts of its states.
+                is_replica=not is_main_replica((*part.replica_id[:-1], 0)),
+                is_padded=part.allow_shape_mismatch,
+            )
 
 
 def _whole_box(part: ShardedTensor, inside: Box) -> Box:

@@ -16,6 +16,7 @@ from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.megatron_fields import token_multiple
 from megatron_grpo.config.offload import Offload, check_offload
+from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.config.reward import (
     ENVIRONMENT_TERM,
     EnvironmentConfig,
@@ -27,7 +28,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.section import Section
 from megatron_grpo.config.sources import ALONE, SourcesConfig, check_views, with_sources
 from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
-from megatron_grpo.config.train import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_grpo.config.train import ModelConfig, ParallelConfig, TrainConfig
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 
@@ -71,11 +72,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _weights_have_fewer_bits(self) -> Self:
         # Megatron-Core's optimizer for the host would not update float32 weights on the GPU.
-        for key, value in (
-            ("grad_reduce_in_fp32", False),
-            ("use_precision_aware_optimizer", True),
-            ("optimizer_cpu_offload", True),
-        ):
+        keys = "grad_reduce_in_fp32", "use_precision_aware_optimizer", "optimizer_cpu_offload"
+        for key, value in zip(keys, (False, True, True), strict=True):
             if self.model.dtype == "float32" and getattr(self.optimizer, key) == value:
                 raise ValueError(
                     f"optimizer.{key} {str(value).lower()} is for bfloat16 weights, and "
@@ -159,6 +157,7 @@ class Config(Section):
         """What does not know a model of which most weights are frozen."""
         megatron = self.model.megatron
         others = {
+            "optimizer.optimizer muon": self.optimizer.optimizer == "muon",
             "train.offload": self.train.offload != "none",
             "train.export_quantization": self.train.export_quantization != "none",
             "train.init_from": self.train.init_from,

@@ -1,4 +1,4 @@
-"""The trainer: the keys of `model`, `train`, `optimizer` and `parallel`."""
+"""The trainer: the keys of `model`, `train` and `parallel`."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,6 @@ from typing import Any, Literal, Self
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -143,152 +142,6 @@ class TrainConfig(Section):
                 f"{self.save_interval}: set it to {legal}"
             )
         return self
-
-
-OPTIMIZER_MEMORY_KEYS = (
-    "grad_reduce_in_fp32",
-    "use_precision_aware_optimizer",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-)
-"""Keys of `optimizer` that change only memory, speed or rounding: a resumed run may change them."""
-
-SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
-"""With a decay rate above it, some bfloat16 numbers would be rounded back to what they were."""
-
-
-class OptimizerConfig(Section):
-    """AdamW and its learning rate schedule."""
-
-    lr: PositiveFloat
-    """Peak learning rate of AdamW, at most 1."""
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay, one step after the last step; at most lr."""
-    lr_warmup_steps: NonNegativeInt = 0
-    """Linear warm-up steps from 0: step 1 has learning rate 0, step lr_warmup_steps + 1 has lr."""
-    lr_decay_style: Literal["constant", "cosine", "linear", "WSD"] = "constant"
-    """Shape of the decay from lr to min_lr, from the end of the warm-up to train.num_steps; `WSD`:
-    only in the last lr_wsd_decay_steps."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Shape of the decay at the end of WSD."""
-    lr_wsd_decay_steps: PositiveInt | None = None
-    """Optimizer steps of the decay at the end of WSD, which must be given."""
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay rate of the first moment."""
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay rate of the second moment."""
-    adam_eps: PositiveFloat = 1e-8
-    """Added to the square root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Maximum global norm of the gradients; larger ones are scaled down to it."""
-    grad_reduce_in_fp32: bool = True
-    """Whether gradients are added up in float32, over microbatches and over ranks; false: in
-    bfloat16, in half the memory and with half the traffic."""
-    use_precision_aware_optimizer: bool = False
-    """Whether only those 16 bits of float32 master weights are kept that bfloat16 weights lack,
-    which loses nothing, and moments may be bfloat16; by Transformer Engine, on a GPU."""
-    exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the first moment; bfloat16 needs use_precision_aware_optimizer."""
-    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the second moment; bfloat16 needs use_precision_aware_optimizer."""
-    optimizer_cpu_offload: bool = False
-    """Whether master weights and moments are in host memory, where the CPU updates weights."""
-    optimizer_offload_fraction: float = Field(default=1.0, gt=0, le=1)
-    """The fraction of them for which that is so; the rest is on the GPU."""
-
-    @model_validator(mode="after")
-    def _lr_is_a_step(self) -> Self:
-        if self.lr > 1:
-            raise ValueError(
-                f"optimizer.lr {self.lr:g}: AdamW would move each weight by about as much in every "
-                "step: use at most 1, and for a language model something like 1e-6"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _states_have_one_home(self) -> Self:
-        if self.optimizer_cpu_offload and self.use_precision_aware_optimizer:
-            raise ValueError(
-                "optimizer.optimizer_cpu_offload true has float32 states, of which "
-                "optimizer.use_precision_aware_optimizer true changes none: leave out one of the "
-                "two"
-            )
-        if not self.optimizer_cpu_offload and self.optimizer_offload_fraction != 1:
-            raise ValueError(
-                f"optimizer.optimizer_offload_fraction {self.optimizer_offload_fraction:g} does "
-                "nothing without optimizer.optimizer_cpu_offload=true: set that, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _moments_decay(self) -> Self:
-        for name, beta in ("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2"):
-            if getattr(self, f"{name}_dtype") != "bfloat16":
-                continue
-            if not self.use_precision_aware_optimizer:
-                raise ValueError(
-                    f"optimizer.{name}_dtype bfloat16 needs "
-                    "optimizer.use_precision_aware_optimizer=true: set that, or leave it out"
-                )
-            if getattr(self, beta) > SLOWEST_BFLOAT16_DECAY:
-                raise ValueError(
-                    f"optimizer.{beta} {getattr(self, beta)} takes less from a moment in a step "
-                    f"than bfloat16 resolves, and optimizer.{name}_dtype is bfloat16: use at most "
-                    f"{SLOWEST_BFLOAT16_DECAY}, or optimizer.{name}_dtype=float32"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _decay_goes_down(self) -> Self:
-        if self.min_lr > self.lr:
-            raise ValueError(
-                f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}: "
-                f"use at most {self.lr}"
-            )
-        if self.min_lr > 0 and self.lr_decay_style == "constant":
-            raise ValueError(
-                f"optimizer.min_lr {self.min_lr} does nothing with optimizer.lr_decay_style "
-                "constant: use cosine or linear, or optimizer.min_lr=0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _wsd_is_whole(self) -> Self:
-        steps, style = self.lr_wsd_decay_steps, self.lr_wsd_decay_style
-        if self.lr_decay_style == "WSD":
-            if steps is None:
-                raise ValueError(
-                    "optimizer.lr_decay_style WSD decays in the last steps: say in how many, as "
-                    "optimizer.lr_wsd_decay_steps"
-                )
-            return self
-        default = type(self).model_fields["lr_wsd_decay_style"].default
-        for name, value, idle in ("steps", steps, None), ("style", style, default):
-            if value != idle:
-                raise ValueError(
-                    f"optimizer.lr_wsd_decay_{name} {value} does nothing without "
-                    "optimizer.lr_decay_style=WSD: set that, or leave it out"
-                )
-        return self
-
-    def check_schedule(self, num_steps: int) -> None:
-        """Raise ValueError if the schedule of the learning rate does not fit into so many steps."""
-        warmup, decay = self.lr_warmup_steps, self.lr_wsd_decay_steps
-        if warmup >= num_steps:
-            raise ValueError(
-                f"optimizer.lr_warmup_steps {warmup} must be below train.num_steps {num_steps}: "
-                f"use at most {num_steps - 1}"
-            )
-        if decay is not None and decay > num_steps - warmup:
-            raise ValueError(
-                f"optimizer.lr_wsd_decay_steps {decay} would begin before the warm-up ends, as "
-                f"train.num_steps is {num_steps} and optimizer.lr_warmup_steps {warmup}: use at "
-                f"most {num_steps - warmup}"
-            )
 
 
 class ParallelConfig(Section):

@@ -86,7 +86,7 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
                     model.chunks, shape, model.layout, cfg.lora, groups, base=0
                 )
             add_gradients(model, cfg)
-            policy = add_optimizer(model, cfg)
+            policy = add_optimizer(model, cfg, groups)
         weights = list(policy.parameters().values())
         adapters, frozen = policy.adapters, [each for each in weights if not each.requires_grad]
         if adapters is not None:

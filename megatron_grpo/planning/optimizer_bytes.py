@@ -3,9 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.card import ITEMSIZE
+from megatron_grpo.policy.matrices import MAX_EXCHANGED
 
 FLOAT = ITEMSIZE["float32"]
 REST_BYTES = 2
@@ -23,10 +25,24 @@ class ShardBytes:
     update: int
     """Float32 copies on the GPU, in addition, while weights are updated."""
     host: int
+    exchanged: int
+    """What the rank sends of matrices, or receives, while Muon updates them."""
 
 
-def shard_bytes(cfg: Config, shards: Sequence[Sequence[int]]) -> ShardBytes:
-    """Bytes of the `shards`: by optimizer, the elements of each parameter.
+class OwnedMatrix(NamedTuple):
+    """A parameter that Muon updates, of which a rank owns a range."""
+
+    owned: int
+    """Elements of the range."""
+    whole: int
+    """Elements on all `num_splits` tensor ranks."""
+    num_splits: int
+
+
+def shard_bytes(
+    cfg: Config, shards: Sequence[Sequence[int]], matrices: Sequence[OwnedMatrix]
+) -> ShardBytes:
+    """Bytes of the `shards`: by optimizer, the elements of each parameter; some are of `matrices`.
 
     Exact, but for a part on the host: Megatron-Core takes parameters in its order until they are
     that fraction or more. On either side it is then at most this, and less by one parameter.
@@ -43,11 +59,22 @@ def shard_bytes(cfg: Config, shards: Sequence[Sequence[int]]) -> ShardBytes:
     else:
         copies = 0 if keys.grad_reduce_in_fp32 else FLOAT
     on_host = sum(math.ceil(fraction * sum(sizes)) for sizes in shards)
+    in_matrices = sum(each.owned for each in matrices)
     return ShardBytes(
-        device=(owned - on_host) * per_element,
-        update=owned * copies,
+        device=(owned - on_host) * per_element - in_matrices * FLOAT,  # one moment instead of two
+        update=owned * copies + _round_bytes(matrices),
         host=sum(_host_bytes(sizes, fraction) for sizes in shards),
+        # A matrix is computed by a rank that has a part of it: ranks send what others compute.
+        exchanged=FLOAT * sum(each.owned - each.owned // each.num_splits for each in matrices),
     )
+
+
+def _round_bytes(matrices: Sequence[OwnedMatrix]) -> int:
+    """Bytes of the parts that a rank sends and receives at a time for Muon, and of a matrix: in
+    float32 as it comes, normalized and as it goes, and twice in bfloat16."""
+    largest = max((each.whole for each in matrices), default=0)
+    most = max(largest, min(MAX_EXCHANGED, sum(each.owned for each in matrices)))
+    return 2 * FLOAT * most + (3 * FLOAT + 2 * ITEMSIZE["bfloat16"]) * largest
 
 
 def _host_bytes(sizes: Sequence[int], fraction: float) -> int:

@@ -6,6 +6,7 @@ An optimizer that is partly on the host is the exception: see `optimizer_bytes.p
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, lcm, prod
+from typing import NamedTuple
 
 from checkpoint_convert import ModelShape, megatron_layout
 from checkpoint_convert.families.decoder import MTP_LAYER
@@ -15,9 +16,10 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Part
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds, mtp_kind
-from megatron_grpo.planning.optimizer_bytes import shard_bytes
+from megatron_grpo.planning.optimizer_bytes import OwnedMatrix, shard_bytes
 from megatron_grpo.policy.lora_targets import planned_adapters
-from parallel import Coordinates, ParallelDims, pipeline_layers
+from megatron_grpo.policy.matrices import EMBEDDINGS, is_matrix
+from parallel import Coordinates, ParallelDims, Shape, pipeline_layers
 from parallel.alignment import round_up
 
 START_MULTIPLE, BUCKET_MULTIPLE = 64, 128
@@ -32,10 +34,31 @@ FLOAT32 = (EXPERT_BIAS, *KEY_NORM)
 
 _REGISTERED = ("input_layernorm.", "softmax_offset", "linear_proj.", "self_attention.")
 """Parts of names in a layer, in order; the rest is in the order of `megatron_layout`."""
-_Parameter = tuple[int, str, int]
-"""Chunk, name and number of elements."""
 OF_MTP = -1
 """In place of the chunk, of the layer for multi-token prediction, which has buffers of its own."""
+
+
+class _Parameter(NamedTuple):
+    """One of a rank's."""
+
+    chunk: int
+    name: str
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether other ranks replicate it than the rest."""
+        return ".experts." in self.name
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether Muon would update it."""
+        return self.chunk != OF_MTP and is_matrix(self.name, self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +81,8 @@ class StateBytes:
     """Float32 copies in addition, while weights are updated."""
     host: int
     """What the optimizer keeps in host memory; no part of the sum."""
+    exchanged: int
+    """What the rank sends of matrices, or receives, while Muon updates them."""
 
     @property
     def trained(self) -> int:
@@ -95,27 +120,31 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     weights = frozen = expert_weights = gradients = 0
     at = cfg.dims.coordinates(rank)
     parameters = list(_parameters(shape, cfg.dims, at))
-    biases = sum(size for _, name, size in parameters if name.endswith(FLOAT32))
-    parameters = [each for each in parameters if not each[1].endswith(FLOAT32)]
+    biases = sum(each.size for each in parameters if each.name.endswith(FLOAT32))
+    parameters = [each for each in parameters if not each.name.endswith(FLOAT32)]
     if cfg.lora.r:
-        frozen = sum(size for *_, size in parameters)
+        frozen = sum(each.size for each in parameters)
         parameters = list(_adapters(cfg, shape, at))
     else:  # weights without gradients and moments
         router = (ROUTER_WEIGHT,) if cfg.model.freeze_moe_router else ()
-        kept = [each for each in parameters if INDEXER in each[1] or each[1].endswith(router)]
-        weights = sum(size for *_, size in kept)
+        kept = [each for each in parameters if INDEXER in each.name or each.name.endswith(router)]
+        weights = sum(each.size for each in kept)
         parameters = [each for each in parameters if each not in kept]
     buckets = list(_buckets(parameters, shape, cfg, at))
     for bucket in buckets:
-        weights += sum(bucket.sizes)
-        expert_weights += sum(bucket.sizes) if bucket.is_expert else 0
+        size = sum(each.size for each in bucket.parameters)
+        weights += size
+        expert_weights += size if bucket.is_expert else 0
         gradients += bucket.padded
     itemsize, of_biases = ITEMSIZE[cfg.model.dtype], biases * ITEMSIZE["float32"]
     owned = [
         [size for bucket in buckets if bucket.is_expert == is_expert for size in bucket.owned]
         for is_expert in (False, True)
     ]
-    shard = shard_bytes(cfg, owned)
+    is_muon = cfg.optimizer.optimizer == "muon"
+    is_muon = cfg.optimizer.optimizer == "muon"
+    matrices = [each for bucket in buckets for each in bucket.owned_matrices] if is_muon else []
+    shard = shard_bytes(cfg, owned, matrices)
     has_reference = cfg.grpo.beta > 0 and not cfg.lora.r  # that of adapters has their base
     reference = weights * _reference_itemsize(cfg) + (of_biases if has_reference else 0)
     if shape.trains_mtp:  # not by the reference
@@ -129,6 +158,7 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         reference=reference,
         update=shard.update,
         host=shard.host,
+        exchanged=shard.exchanged,
     )
 
 
@@ -155,8 +185,10 @@ class _Bucket:
     """Parameters whose gradients are reduced together; each replica's rank updates one shard."""
 
     is_expert: bool
-    sizes: Sequence[int]
-    """Elements of each parameter, in bucket order."""
+    parameters: Sequence[_Parameter]
+    """In bucket order."""
+    num_splits: int
+    """Tensor ranks over which matrices are split."""
     num_shards: int
     shard: int
     """Index of this rank's shard."""
@@ -164,9 +196,9 @@ class _Bucket:
     @property
     def _places(self) -> list[tuple[int, int]]:
         places, end = [], 0
-        for size in self.sizes:
+        for parameter in self.parameters:
             start = round_up(end, START_MULTIPLE)
-            end = start + size
+            end = start + parameter.size
             places.append((start, end))
         return places
 
@@ -174,6 +206,15 @@ class _Bucket:
     def padded(self) -> int:
         """Elements including all padding."""
         return round_up(self._places[-1][1], lcm(self.num_shards, BUCKET_MULTIPLE))
+
+    @property
+    def owned_matrices(self) -> list[OwnedMatrix]:
+        """What Muon would update in this rank's shard."""
+        return [
+            OwnedMatrix(size, self.num_splits * each.size, self.num_splits)
+            for each, size in zip(self.parameters, self.owned, strict=True)
+            if each.is_matrix
+        ]
 
     @property
     def owned(self) -> list[int]:
@@ -192,37 +233,46 @@ def _buckets(
     most: float = bucket_elements(dims)
     if not cfg.parallel.overlap_grad_reduce or at.pipeline > 0:
         most = inf
-    buffers: dict[tuple[int, bool], list[tuple[int, bool]]] = {}
-    for chunk, name, size in parameters:
-        is_tied = is_tied_over_stages and ("word_embeddings" in name or "output_layer" in name)
-        buffers.setdefault((chunk, ".experts." in name), []).append((size, is_tied))
+    buffers: dict[tuple[int, bool], list[_Parameter]] = {}
+    for each in parameters:
+        buffers.setdefault((each.chunk, each.is_expert), []).append(each)
     for (chunk, is_expert), buffer in buffers.items():
         if is_expert:
             num_shards, shard = expert_shards(dims), dims.expert_place(at).data
         else:
             num_shards, shard = dims.data * dims.context, at.context + dims.context * at.data
-        for sizes in _divided(reversed(buffer), inf if chunk == OF_MTP else most):
-            yield _Bucket(is_expert=is_expert, sizes=sizes, num_shards=num_shards, shard=shard)
+        at_most = inf if chunk == OF_MTP else most
+        for bucket in _divided(reversed(buffer), at_most, is_tied_over_stages):
+            yield _Bucket(
+                is_expert=is_expert,
+                parameters=bucket,
+                num_splits=dims.expert_tensor if is_expert else dims.tensor,
+                num_shards=num_shards,
+                shard=shard,
+            )
 
 
-def _divided(buffer: Iterable[tuple[int, bool]], most: float) -> Iterator[list[int]]:
-    """The sizes of the parameters of each bucket of a buffer: one is closed at `most` elements.
+def _divided(
+    buffer: Iterable[_Parameter], most: float, is_tied_over_stages: bool
+) -> Iterator[list[_Parameter]]:
+    """The parameters of each bucket of a buffer: one is closed at `most` elements.
 
     A parameter that is tied across stages has a bucket of its own.
     """
-    sizes: list[int] = []
+    bucket: list[_Parameter] = []
     end = 0
-    for size, is_tied in buffer:
-        if is_tied and sizes:
-            yield sizes
-            sizes, end = [], 0
-        sizes.append(size)
-        end = round_up(end, START_MULTIPLE) + size
+    for each in buffer:
+        is_tied = is_tied_over_stages and each.name.endswith(EMBEDDINGS)
+        if is_tied and bucket:
+            yield bucket
+            bucket, end = [], 0
+        bucket.append(each)
+        end = round_up(end, START_MULTIPLE) + each.size
         if is_tied or end >= most:
-            yield sizes
-            sizes, end = [], 0
-    if sizes:
-        yield sizes
+            yield bucket
+            bucket, end = [], 0
+    if bucket:
+        yield bucket
 
 
 def bucket_elements(dims: ParallelDims) -> int:
@@ -262,7 +312,7 @@ def _of_mtp(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[
     layout = megatron_layout(shallow, dims.even, at, transformer_engine=False)
     for name, size in layout.shapes.items():
         if f".{MTP_LAYER}" in name:
-            yield OF_MTP, name, prod(size)
+            yield _Parameter(OF_MTP, name, size)
 
 
 def _kind_of_layers(kinds: Sequence[LayerKind]) -> dict[int, int]:
@@ -273,7 +323,7 @@ def _kind_of_layers(kinds: Sequence[LayerKind]) -> dict[int, int]:
 def _adapters(cfg: Config, shape: ModelShape, at: Coordinates) -> Iterator[_Parameter]:
     """A and B of every linear layer of the rank at `at` that has adapters."""
     for name, size in planned_adapters(cfg.lora, shape, cfg.dims, at).layout.shapes.items():
-        yield int(name.partition(".")[0]), name, prod(size)
+        yield _Parameter(int(name.partition(".")[0]), name, size)
 
 
 def _shallow_chunks(
@@ -285,11 +335,11 @@ def _shallow_chunks(
     layout = megatron_layout(shallow, dims.even, at, transformer_engine=False)
     for chunk in range(dims.virtual_pipeline):
         own = [
-            (chunk, name, prod(size))
+            _Parameter(chunk, name, size)
             for name, size in layout.shapes.items()
             if name.startswith(f"{chunk}.")
         ]
-        in_layer = [".layers." in name for _, name, _ in own]
+        in_layer = [".layers." in each.name for each in own]
         begin = in_layer.index(True)
         end = begin + sum(in_layer)
         yield own[:begin], sorted(own[begin:end], key=_registration), own[end:]
@@ -298,5 +348,5 @@ def _shallow_chunks(
 def _registration(parameter: _Parameter) -> int:
     """Sorts the parameters of a layer as Megatron-Core's modules register them: what follows the
     scores of attention comes before the projections that they are computed of."""
-    _, name, _ = parameter
-    return next((i for i, part in enumerate(_REGISTERED) if part in name), len(_REGISTERED))
+    places = (i for i, part in enumerate(_REGISTERED) if part in parameter.name)
+    return next(places, len(_REGISTERED))

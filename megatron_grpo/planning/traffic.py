@@ -98,6 +98,10 @@ def step_links(
         ("pipeline", dims.pipeline, dims.world_size, sends * width * share),
         ("data", shards, dims.stage_size, copied / itemsize * (gradient_itemsize(cfg) + itemsize)),
     ]
+    if cfg.optimizer.optimizer == "muon":  # parts of matrices go to who computes them, and back
+        exchanged = 2 * max(state.exchanged for state in states)
+        splits = max(dims.tensor, dims.expert_tensor)
+        uses.append(("muon", splits, splits, exchanged))
     if shape.moe is not None:
         # Tokens go to the ranks of their experts, to all of them if an expert is split, and back.
         sent = (_ring_share(dims.expert) + dims.expert_tensor - 1) * shape.moe.experts_per_token

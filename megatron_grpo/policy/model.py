@@ -23,7 +23,7 @@ from megatron_grpo.policy.gradients import gather_weights, with_gradients
 from megatron_grpo.policy.lora import Adapters, Merged, add_adapters
 from megatron_grpo.policy.lora_targets import LOCAL_NAME
 from megatron_grpo.policy.mtp import Mtp
-from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
+from megatron_grpo.policy.optimizer import make_scheduler, policy_optimizer
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
 from megatron_grpo.policy.vision import VisionTower, embedded, vision_tower
@@ -144,7 +144,7 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
         )
         add_gradients(model, cfg)
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
-    policy = add_optimizer(model, cfg)
+    policy = add_optimizer(model, cfg, groups)
     policy.vision = vision_tower(cfg, shape, groups, next(policy.chunks[0].parameters()).device)
     return policy
 
@@ -169,9 +169,9 @@ def add_gradients(model: Model, cfg: Config) -> None:
         model.mtp.add_gradients()
 
 
-def add_optimizer(model: Model, cfg: Config) -> Policy:
+def add_optimizer(model: Model, cfg: Config, groups: Groups) -> Policy:
     """Add optimizer and scheduler to a model with gradients; collective over all ranks."""
-    optimizer = make_optimizer(model.chunks, cfg.optimizer)
+    optimizer = policy_optimizer(model, cfg.optimizer, groups.stage)
     scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.num_steps)
     if model.mtp:
         model.mtp.add_optimizer()

@@ -1,9 +1,12 @@
-"""AdamW on float32 master weights, sharded over data-parallel ranks, with its learning rate."""
+"""AdamW on float32 master weights, sharded over data-parallel ranks, with its learning rate.
+
+Muon, which may update matrices in its place, is in `muon.py`.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -11,16 +14,39 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_grpo.config.train import OptimizerConfig
-from megatron_grpo.policy.optimizer_state import make_loadable
+from megatron_grpo.config.optimizer import OptimizerConfig
+from megatron_grpo.policy.matrices import matrices_of
+from megatron_grpo.policy.muon import Muon
+from megatron_grpo.policy.optimizer_state import make_loadable, shard_of
+
+if TYPE_CHECKING:
+    from megatron_grpo.policy.model import Model
 
 
-def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
+def policy_optimizer(model: "Model", cfg: OptimizerConfig, stage: ProcessGroup) -> Any:
+    """`make_optimizer` for a model, with Muon where the config says so; `stage` has all ranks of
+    its pipeline stage."""
+    if cfg.optimizer == "adam":
+        return make_optimizer(model.chunks, cfg)
+    parameters = model.parameters()
+    matrices = {parameters[name] for name in matrices_of(model.layout)}
+    optimizer = make_optimizer(model.chunks, cfg, matrices)
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:
+            Muon(part, parameters, model.layout, model.shape, stage, cfg)
+    return optimizer
+
+
+def make_optimizer(
+    chunks: Sequence[Any], cfg: OptimizerConfig, matrices: Set[Tensor] = frozenset()
+) -> Any:
     """Megatron's distributed optimizer for DDP-wrapped model chunks with their weights loaded.
 
     Norms and biases have no weight decay. To step, call `gradient_norm`, then `apply_gradient`: the
-    optimizer's own ``step()`` does both, without a chance to look at the norm in between.
+    optimizer's own ``step()`` does both, without a chance to look at the norm in between. Of
+    `matrices`, which are parameters, it keeps what Muon needs.
     Raises the ValueError of `check_optimizer`.
     """
     check_optimizer(cfg)
@@ -44,7 +70,8 @@ def make_optimizer(chunks: Sequence[Any], cfg: OptimizerConfig) -> Any:
     )
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:
-            make_loadable(part.optimizer)
+            own = matrices & part.model_param_group_index_map.keys()
+            make_loadable(part.optimizer, {shard_of(part, matrix) for matrix in own})
     if cfg.optimizer_cpu_offload:
         # Megatron pins copies of whole parameters before it knows this rank's ranges of them.
         torch.accelerator.empty_host_cache()

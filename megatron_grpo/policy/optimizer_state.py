@@ -1,11 +1,12 @@
-"""What an optimizer keeps of each parameter: its float32 master weight and Adam's two moments.
+"""What an optimizer keeps of each parameter: its float32 master weight, and Adam's two moments or
+Muon's momentum.
 
 torch's AdamW, the FusedAdam of Transformer Engine and Apex, and Megatron-Core's
 HybridDeviceOptimizer, which runs one on the GPU and one on the host, keep them in places and dtypes
 of their own, and some only from their first step on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 
 TORCH_ADAM = torch.optim.Adam | torch.optim.AdamW
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OPTIMIZER_STATES = ("param", *MOMENTS)
-"""The master weight and its two moments, by Megatron's names."""
+MOMENTUM = "momentum_buffer"
+"""By Megatron's names, of which checkpoints make their keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +70,48 @@ class SplitFloats:
         return self.weights.to(self.rest.device).view(torch.int16).int() << 16
 
 
+def shard_of(part: Any, parameter: Tensor) -> Tensor:
+    """What the optimizer of `part`, one of those that Megatron chains, updates of a parameter."""
+    group, place = part.model_param_group_index_map[parameter]
+    shard: Tensor = part.optimizer.param_groups[group]["params"][place]
+    return shard
+
+
 def states_of(part: Any, parameter: Tensor) -> dict[str, Tensor | SplitFloats]:
-    """`OPTIMIZER_STATES` of this rank's range of a parameter, flat, in the memory they live in.
+    """The master weight, as `param`, and `MOMENTS` or `MOMENTUM` of this rank's range of a
+    parameter, flat, in the memory they live in.
 
     `part` is one of the optimizers that Megatron chains. That memory may be the host's.
     """
-    group, place = part.model_param_group_index_map[parameter]
-    shard = part.optimizer.param_groups[group]["params"][place]
+    shard = shard_of(part, parameter)
     state = part.optimizer.state[shard]
     master = state.get("master_param", shard).detach()
     if master.dtype == torch.int16:
         master = SplitFloats(shard.detach(), master)
-    return {"param": master, **{name: state[name] for name in MOMENTS}}
+    names = (MOMENTUM,) if MOMENTUM in state else MOMENTS
+    return {"param": master, **{name: state[name] for name in names}}
 
 
-def make_loadable(optimizer: Any) -> None:
-    """Make the state that would exist only after a first step: loading a checkpoint needs it."""
+def make_loadable(optimizer: Any, matrices: Collection[Tensor] = ()) -> None:
+    """Make the state that would exist only after a first step: loading a checkpoint needs it.
+
+    `matrices`: the parameters of this optimizer that Muon updates in its place.
+    """
     for adam in inner_optimizers(optimizer):
         for group in adam.param_groups:
             for parameter in group["params"]:
-                _make_state(adam, group, parameter)
+                names = (MOMENTUM,) if parameter in matrices else MOMENTS
+                _make_state(adam, group, parameter, names)
     if hasattr(optimizer, "sub_optimizers"):
         optimizer._sync_sub_optimizers_state_to_hdo()
 
 
-def _make_state(adam: Any, group: dict[str, Any], parameter: Tensor) -> None:
+def _make_state(adam: Any, group: dict[str, Any], parameter: Tensor, names: Sequence[str]) -> None:
     if getattr(adam, "use_decoupled_grad", False):
         # Megatron's own call lacks the second argument, which has no default.
         adam.initialize_state(parameter, adam.store_param_remainders)
         return
-    state = {name: torch.zeros_like(parameter) for name in MOMENTS}
+    state = {name: torch.zeros_like(parameter) for name in names}
     if isinstance(adam, TORCH_ADAM):
         # Where torch itself would put it.
         device = parameter.device if group.get("fused") else torch.device("cpu")

@@ -450,7 +450,8 @@ def started_run(run_dir, config):
     (checkpoints / "step_1" / "hf_config").mkdir()
     for name in ("config.json", "generation_config.json"):
         copyfile(config.model.path / name, checkpoints / "step_1" / "hf_config" / name)
-    (run_dir / "config.yaml").write_text(dump_config(config))
+    for folder in (run_dir, checkpoints / "step_1"):
+        (folder / "config.yaml").write_text(dump_config(config))
 
 
 FASTER = (
@@ -567,6 +568,18 @@ def test_only_a_run_that_trains_the_same_layers_starts_from_a_checkpoint(config,
     told = f"{numbers[0]}: set that, or replace train.init_from by model.path=<export of that run>"
     with pytest.raises(ValueError, match=told):
         check_start(config(*new, numbers[1]))
+
+
+def test_a_run_does_not_go_on_from_the_state_of_another_optimizer(config, tmp_path):
+    run, muon = tmp_path / "run", "optimizer.optimizer=muon"
+    started_run(run, config())
+    with pytest.raises(ValueError, match=r"run_dir with model.path=<export of that run>\n"):
+        check_same_run(config(muon))
+    (run / "checkpoints" / "step_1" / "manifest.json").write_text('{"files": {}}')
+    new = f"train.run_dir={tmp_path / 'new'}", f"train.init_from={run}"
+    check_start(config(*new))
+    with pytest.raises(ValueError, match=r"is of a run with optimizer.optimizer=adam: set that"):
+        check_start(config(*new, muon))
 
 
 def test_run_may_resume_where_model_and_data_have_moved(config, model, tmp_path):

@@ -271,7 +271,7 @@ def test_a_plan_needs_the_config_of_a_model_alone(tmp_path):
 def test_missing_key_is_named_with_its_meaning(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(DEMO.read_text().replace("  lr: 3e-5\n", "  weight_decay: 0.0\n"))
-    told = "config key optimizer.lr is missing. Peak learning rate of AdamW, at most 1."
+    told = "config key optimizer.lr is missing. Peak learning rate, at most 1."
     assert refusal(path=path) == told
 
 
@@ -332,6 +332,9 @@ REFUSED = [
     ),
     ("PRECISE + optimizer.optimizer_cpu_offload=true", "leave out one of the two"),
     ("HALF + optimizer.optimizer_offload_fraction=0.5", "optimizer.optimizer_cpu_offload=true"),
+    ("PRECISE + optimizer.optimizer=muon", "use_precision_aware_optimizer true is for AdamW"),
+    ("optimizer.optimizer=muon + lora.r=4", "muon does not go with adapters yet"),
+    ("optimizer.muon_momentum=0.9", "does nothing without optimizer.optimizer=muon"),
     ("train.save_interval=10 + train.keep_every=25", "set it to 30"),
     ("grpo.num_generations=1", "at least 2"),
     ("grpo.loss_type=cispo", "at least 1, such as 5.0"),

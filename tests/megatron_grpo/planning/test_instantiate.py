@@ -114,10 +114,11 @@ def fake_ranks(cfg) -> list[BuiltRank]:
     return build_ranks(cfg, read_shape(cfg.model.path))
 
 
-def test_bytes_are_those_of_real_ranks_and_of_the_plan(elsewhere, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_bytes_are_those_of_real_ranks_and_of_the_plan(elsewhere, tmp_path, optimizer):
     folder = tiny_model(tmp_path, "qwen3", tied=True)
     values = {"parallel.tensor_parallel_size": 2, "parallel.pipeline_parallel_size": 2}
-    cfg = config(folder, **values)
+    cfg = config(folder, **values, **{"optimizer.optimizer": optimizer})
     built = elsewhere(fake_ranks, cfg)
     assert [rank.sender.rank for rank in built] == [0, 1, 2, 3]
     real = run_ranks(4, real_bytes, cfg)

@@ -57,7 +57,7 @@ def measure(rank: int, cfg: Config, lengths: Lengths) -> Taken:
     if cfg.lora.r:
         model.adapters = add_adapters(model.chunks, shape, model.layout, cfg.lora, groups, seed=0)
     add_gradients(model, cfg)
-    policy = add_optimizer(model, cfg)
+    policy = add_optimizer(model, cfg, groups)
     for parameter in policy.parameters().values():
         parameter.data.uniform_(-0.02, 0.02)
     batches = pack_all(lengths, cfg.dims)

@@ -45,6 +45,22 @@ def test_moments_of_two_dtypes_are_copied_during_an_update(tmp_path):
     assert (state.optimizer, state.update) == (8 * 8_030_261_248, 4 * 8_030_261_248)
 
 
+def test_muon_keeps_one_moment_of_matrices_and_sends_parts_of_those_that_are_split(tmp_path):
+    folder = write_config(tmp_path, "Llama-3.1-8B")
+    matrices = 32 * 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
+    one, two = (
+        state_bytes(
+            tiny_config(folder, dims, *BFLOAT16, "optimizer.optimizer=muon"), read_shape(folder), 0
+        )
+        for dims in (ParallelDims(), ParallelDims(tensor=2))
+    )
+    assert (one.optimizer, one.exchanged) == (12 * 8_030_261_248 - 4 * matrices, 0)
+    assert two.exchanged == 4 * matrices // 2 // 2
+    # gate and up, which Megatron-Core fuses, are counted as one matrix.
+    fused = 2 * 4096 * 14336
+    assert one.update == 2 * 4 * fused + 16 * fused
+
+
 MODELS = [
     ("qwen3", ParallelDims(tensor=2, pipeline=2)),  # its embedding is tied over stages
     ("qwen3_moe", ParallelDims(data=2, expert=2)),

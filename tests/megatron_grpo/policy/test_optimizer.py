@@ -20,7 +20,7 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
-from megatron_grpo.config.train import OptimizerConfig
+from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm, make_scheduler
 from megatron_grpo.policy.optimizer_state import make_loadable, set_steps_taken, steps_taken

@@ -23,7 +23,7 @@ from helpers.optimizers import (
 )
 from helpers.policies import LENGTHS, accumulate, gradient_boxes, pack_all
 from helpers.ranks import run_ranks
-from megatron_grpo.config.train import OptimizerConfig
+from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy.optimizer import check_optimizer, gradient_norm
 from megatron_grpo.policy.optimizer_state import SplitFloats
 from parallel import Box, ParallelDims

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.checkpoints.state import boxes_of_range
+from parallel.flat_range import boxes_of_range
 
 
 @given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), data=st.data())

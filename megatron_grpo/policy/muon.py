@@ -1,0 +1,130 @@
+"""Muon: matrices move by their orthogonalized momentum, all else by AdamW.
+
+Jordan et al., https://kellerjordan.github.io/posts/muon/, with the weight decay and the scale of
+Moonlight (Liu et al., arXiv 2502.16982, equation 4). Matrices are those of the weight files, such
+as `q_proj` or `down_proj` of one expert, except for embedding and head: whatever the layout, they
+are the same.
+
+Megatron-Core's own Muon is not used. It orthogonalizes matrices as Megatron-Core's modules fuse
+and, unless told otherwise, as tensor ranks split them, so that its updates depend on the layout;
+and it divides its state by whole matrices. Here the state stays in the distributed optimizer's
+ranges, where checkpoints, offload and clipping know it.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from checkpoint_convert import ModelShape, hf_tensors
+from megatron_grpo.config.optimizer import OptimizerConfig
+from megatron_grpo.policy.matrices import MAX_EXCHANGED, matrices_of
+from megatron_grpo.policy.optimizer_state import MOMENTUM, shard_of
+from parallel import Layout, ShardMapping
+from parallel.flat_range import RangeView, range_overlaps
+from parallel.whole_matrices import MatrixPart, WholeMatrices
+
+QUINTIC = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""Coefficients of Newton-Schulz steps (https://leloykun.github.io/ponder/muon-opt-coeffs/), as in
+Megatron-Core's default `muon_coefficient_type`."""
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """About U V^T of a matrix U S V^T: its singular values become about 1.
+
+    In bfloat16 on a GPU, as the sources above do.
+    """
+    x = matrix / matrix.norm().clamp_min(1e-7)
+    if is_tall := x.shape[0] > x.shape[1]:
+        x = x.T
+    if x.is_cuda:
+        x = x.bfloat16()
+    for a, b, c in QUINTIC:
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if is_tall else x).to(matrix.dtype)
+
+
+class Muon:
+    """Updates the matrices of one of the optimizers that Megatron chains, just before that one
+    updates the rest by AdamW."""
+
+    def __init__(
+        self,
+        part: Any,
+        parameters: Mapping[str, Tensor],
+        layout: Layout,
+        shape: ModelShape,
+        group: ProcessGroup,
+        cfg: OptimizerConfig,
+    ) -> None:
+        """`parameters` are those of `layout`; `group` has all ranks with parts of its matrices."""
+        self._adam, self._shape, self._group, self._cfg = part.optimizer, shape, group, cfg
+        self._device = next(iter(parameters.values())).device
+        self._shards: set[Tensor] = set()
+        self._parts: list[MatrixPart] = []
+        self._places: list[tuple[Tensor, RangeView]] = []
+        for name, pieces in _pieces(layout).items():
+            parameter = parameters[name]
+            if parameter not in part.model_param_group_index_map:
+                continue
+            shard = shard_of(part, parameter)
+            self._shards.add(shard)
+            owned = part._get_model_param_range_map(parameter)["param"]
+            boxes = [piece.local_box for piece in pieces]
+            for number, common, view in range_overlaps(
+                tuple(parameter.shape), owned.start, owned.end, boxes
+            ):
+                self._parts.append((pieces[number].tensor, pieces[number].whole_part(common)))
+                self._places.append((shard, view))
+        self._adam.register_step_pre_hook(lambda *_: self.step())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the matrices, and take their gradients away, so that AdamW passes over them.
+
+        Collective over the group.
+        """
+        beta, state = self._cfg.muon_momentum, self._adam.state
+        for shard in self._shards:
+            assert shard.grad is not None, "set by `prepare_grads`"
+            momentum = state[shard][MOMENTUM].lerp_(shard.grad, 1 - beta)
+            shard.grad.lerp_(momentum, beta)  # Nesterov's
+        parts = [view.of(shard.grad) for shard, view in self._places]
+        self._whole.apply(self._update, parts)
+        for group in self._adam.param_groups:
+            for shard in self._shards.intersection(group["params"]):
+                assert shard.grad is not None, "now the update"
+                shard.mul_(1 - group["lr"] * group["weight_decay"])
+                shard.add_(shard.grad, alpha=-group["lr"])
+                shard.grad = None
+                if "step" in state[shard]:  # not where groups count
+                    state[shard]["step"] += 1
+
+    @cached_property
+    def _whole(self) -> WholeMatrices:
+        shapes = hf_tensors(self._shape)
+        return WholeMatrices(self._parts, shapes, self._group, self._device, MAX_EXCHANGED)
+
+    def _update(self, matrix: Tensor) -> Tensor:
+        scale = self._cfg.muon_extra_scale_factor * math.sqrt(max(matrix.shape))
+        return newton_schulz(matrix).mul_(scale)
+
+
+def _pieces(layout: Layout) -> dict[str, list[ShardMapping]]:
+    """The pieces of each parameter that Muon updates."""
+    found: dict[str, list[ShardMapping]] = {name: [] for name in matrices_of(layout)}
+    for piece in layout.pieces:
+        if piece.local in found:
+            found[piece.local].append(piece)
+    return found

@@ -1,0 +1,52 @@
+"""A function of whole matrices, on ranks with parts of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helpers.ranks import run_ranks
+from parallel import Box
+from parallel.whole_matrices import WholeMatrices
+
+SHAPES = {"split": (4, 6), "copied": (5, 3), "cut in a row": (3, 4), "alone": (2, 2)}
+PARTS = [
+    [("split", Box((0, 0), (2, 6))), ("copied", Box((0, 0), (5, 3)))],
+    [
+        ("cut in a row", Box((0, 0), (1, 4))),
+        ("cut in a row", Box((1, 0), (1, 3))),
+        ("split", Box((2, 0), (2, 6))),
+    ],
+    [
+        ("copied", Box((0, 0), (5, 3))),
+        ("cut in a row", Box((1, 3), (1, 1))),
+        ("cut in a row", Box((2, 0), (1, 4))),
+        ("alone", Box((0, 0), (2, 2))),
+    ],
+    [],
+]
+
+
+def whole(name: str) -> Tensor:
+    size = SHAPES[name]
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(map(ord, name))))
+
+
+def cubed(matrix: Tensor) -> Tensor:
+    return matrix @ matrix.T @ matrix
+
+
+def replaced(rank: int, max_elements: int) -> list[Tensor]:
+    parts = PARTS[rank]
+    values = [whole(name)[box.slices].clone() for name, box in parts]
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    assert group is not None
+    WholeMatrices(parts, SHAPES, group, cpu, max_elements).apply(cubed, values)
+    return values
+
+
+@pytest.mark.parametrize("max_elements", [1, 20, 1000])
+def test_every_part_is_that_of_the_function_of_the_whole(max_elements):
+    for parts, values in zip(PARTS, run_ranks(4, replaced, max_elements), strict=True):
+        for (name, box), found in zip(parts, values, strict=True):
+            assert torch.equal(found, cubed(whole(name))[box.slices]), name
