@@ -1,6 +1,7 @@
 """Checks before any rank starts: sizes, weights and engines; `prompt_checks.py` checks the data."""
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -118,6 +119,8 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
         if cfg.train.replay is None:
             check_cpu_kernels(cfg.rollout, shape)
         _warn_of_slow_dtype(cfg.model.dtype)
+        if cfg.train.offload_communicators:
+            _check_nccl(os.environ)
     else:
         check_folder(cfg.train.run_dir)
     check_same_run(cfg)
@@ -287,6 +290,16 @@ def _check_text_tower(cfg: Config) -> None:
             raise ValueError(
                 f"{key} is {value}, and model.path {cfg.model.path} has other towers beside that "
                 f"of text: only {supported} is supported"
+            )
+
+
+def _check_nccl(environ: Mapping[str, str]) -> None:
+    """Raise ValueError if the environment keeps NCCL from giving memory back."""
+    for name, value in (("NCCL_CUMEM_ENABLE", "0"), ("NCCL_DISABLE_MEM_MANAGER", "1")):
+        if environ.get(name) == value:
+            raise ValueError(
+                f"with {name}={value} in the environment NCCL gives no memory back: unset it, or "
+                "set train.offload_communicators=false"
             )
 
 

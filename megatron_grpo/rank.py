@@ -91,5 +91,8 @@ def process_groups(cfg: Config, place: RankPlace, store: dist.Store) -> Iterator
     )
     dynamic_context = cfg.parallel.dynamic_context_parallel
     yield init_groups(cfg.dims, COLLECTIVE_TIMEOUT, dynamic_context=dynamic_context)
+    # If NCCL's communicators are away, they need not come back for this, whose memory engines may
+    # have: `ncclCommDestroy` waits for no peer. At the first buffer that is not there it stops, and
+    # warns, but succeeds (commReclaim, NCCL 2.29.7); the end of the process frees the rest.
     destroy_groups()
     dist.destroy_process_group()

@@ -87,8 +87,6 @@ def train(run: Run) -> None:
                 trainer.save()
         except (Preempted, RolloutAborted) as reason:
             trainer.save_and_stop(reason)
-        if run.cfg.train.offload_communicators:
-            trainer.sleep_engines()  # NCCL cannot close communicators that are away
 
 
 class Trainer:
@@ -283,7 +281,8 @@ class Trainer:
         metrics, self._unlogged = self._unlogged | peak_memory(self.run.device), {}
         if self.zero and self.experience:
             self.zero.log_step(self.step, metrics, report, self.experience, self.timer)
-        # What follows counts towards the next step: no checkpoint has a step that the log lacks.
+        # What follows counts towards the next step: its checkpoint never contains a step that the
+        # log lacks.
         self._begin_step()
 
     def boundary(self) -> None:

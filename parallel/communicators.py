@@ -4,45 +4,56 @@
 or PCIe to the host, and frees it; `ncclCommResume` brings it back, at the same addresses. What it
 has for the network and for NVLS stays on the GPU, and so do communicators of two ranks, which torch
 makes for a send outside a batch and gives no access to.
+
+Both wait for peers without a time-out. torch's own `suspend` and `resume` meanwhile hold the GIL,
+so when a peer has failed, the watchdog's threads could neither say why nor end the rank.
 """
 
+import ctypes
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import DistBackendError, ProcessGroup, distributed_c10d
 
-from parallel.collectives import wait_for_all
+from parallel.nccl import error_text, library
+
+SUSPEND_MEM = ctypes.c_int(1)  # from nccl.h
 
 
 class Communicators:
     """Those of all groups that this process is in. All ranks make the same calls together.
 
-    Without CUDA there are none, and nothing moves.
+    Without CUDA there are none, and nothing moves. Raises DistBackendError, after which the process
+    has to end.
     """
 
     def __init__(self) -> None:
-        self._away: list[Any] | None = None
+        self.are_away = False
 
     def suspend(self) -> None:
         """Free their buffers on the GPU, when all work on it is done.
 
         Peers may still be at it when this returns. Until `resume`, nothing may communicate over
-        NCCL, where a kernel would end with an illegal address, nor may a group be destroyed.
+        NCCL, where a kernel would end with an illegal address.
         """
-        assert self._away is None, "they are away"
-        wait_for_all()  # while NCCL waits for peers, torch lets no other thread run Python
-        self._away = [nccl for group in created_groups() if (nccl := _initialized(group))]
-        for communicator in self._away:
-            communicator.suspend()
+        assert not self.are_away
+        self.are_away = True
+        for communicator in _initialized():
+            call_nccl("ncclCommSuspend", communicator, SUSPEND_MEM)
 
     def resume(self) -> None:
         """Bring back what is away; else return at once."""
-        if self._away is None:
+        if not self.are_away:
             return
-        wait_for_all()
-        for communicator in self._away:
-            communicator.resume()
-        self._away = None
+        for communicator in _initialized():
+            call_nccl("ncclCommResume", communicator)
+        self.are_away = False
+
+
+def call_nccl(name: str, *arguments: Any) -> None:
+    """Call a function of NCCL; raises DistBackendError if it fails, here or at a peer."""
+    if code := getattr(library(), name)(*arguments):
+        raise DistBackendError(f"{name}: {error_text(code)}")
 
 
 def created_groups() -> list[ProcessGroup]:
@@ -54,9 +65,14 @@ def created_groups() -> list[ProcessGroup]:
     return list(distributed_c10d._world.pg_map)
 
 
-def _initialized(group: ProcessGroup) -> Any:
-    """The group's NCCL backend, if it has communicated: torch makes communicators on first use."""
+def _initialized() -> list[ctypes.c_void_p]:
+    """The communicators of groups that have communicated, for which torch makes them.
+
+    Their ranks agree on which these are: to make one, each waits for all. Of other groups torch
+    gives the null pointer.
+    """
     if not torch.cuda.is_available():
-        return None
-    backend: Any = group._get_backend(torch.device("cuda"))
-    return backend if backend.name() == "nccl" and backend._comm_ptr() else None
+        return []
+    backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in created_groups()]
+    pointers = [backend._comm_ptr() for backend in backends if backend.name() == "nccl"]
+    return [ctypes.c_void_p(pointer) for pointer in pointers if pointer]

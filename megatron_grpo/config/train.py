@@ -83,8 +83,8 @@ class TrainConfig(Section):
     `optimizer` (moments, master weights; gradients are freed) or `all` (weights and reference,
     too)."""
     offload_communicators: bool = False
-    """With offload `all`, whether buffers that NCCL has for NVLink and PCIe are in its host's
-    memory, too, while engines generate. Not run on several GPUs yet."""
+    """With offload `all`, whether buffers that NCCL has for NVLink and PCIe are on the host, too,
+    while engines generate. Not run on GPUs yet."""
     save_interval: PositiveInt = 10
     """Optimizer steps between checkpoints; the last step always writes one."""
     export_interval: PositiveInt | None = None

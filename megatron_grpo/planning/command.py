@@ -117,7 +117,7 @@ def _memory_row(cfg: Config, stage: StageMemory) -> str:
     return (
         f"{stage.stage:>5}"
         + "".join(f"{size / 1e9:>{width}.3f}" for size, width in zip(exact, widths, strict=True))
-        + f"{stage.buffers_in(stage.worst) / 1e9:>12.1f}{stage.engine / 1e9:>8.1f}"
+        + f"{stage.buffers / 1e9:>12.1f}{stage.engine / 1e9:>8.1f}"
         + f"{stage.phases[stage.worst] / 1e9:>11.2f}  {stage.worst:<18}{stage.total / 1e9:>8.1f}"
     )
 

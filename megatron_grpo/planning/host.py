@@ -12,7 +12,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import NOT_COPIED, Part, Phase, parts_away, parts_copied
 from megatron_grpo.planning.activations import offloaded_bytes
 from megatron_grpo.planning.card import GpuSpec
-from megatron_grpo.planning.memory import RESERVE, EngineBytes, StageMemory, suspended_bytes
+from megatron_grpo.planning.memory import RESERVE, EngineBytes, StageMemory
 from megatron_grpo.planning.reward_models import shared_models
 from megatron_grpo.planning.state import StateBytes, part_bytes
 
@@ -81,7 +81,6 @@ def host_use(
     if not copied and not on_host and not models and not activations:
         return None
     moved, state = max(((part_bytes(each, copied), each) for each in states), key=lambda m: m[0])
-    moved += suspended_bytes(cfg, card)
     saved: list[Part] = ["weights", "optimizer"]
     if cfg.grpo.sync_ref_model:
         saved.append("reference")
@@ -140,11 +139,8 @@ def host_lines(cfg: Config, host: HostUse, stage: StageMemory, card: GpuSpec) ->
 
 def _phase_row(cfg: Config, stage: StageMemory, phase: Phase) -> str:
     away = parts_away(cfg.train.offload, phase)
-    on_host: list[str] = [
-        part for part in away if part not in NOT_COPIED and part_bytes(stage.state, [part])
-    ]
+    on_host = [part for part in away if part not in NOT_COPIED and part_bytes(stage.state, [part])]
     freed = [part for part in away if part in NOT_COPIED]
-    on_host += ["NCCL's buffers"] * (stage.buffers_in(phase) < stage.buffers)
     places = [f"{', '.join(on_host)} on the host"] if on_host else []
     places += [f"{', '.join(freed)} freed"] if freed else []
     return f"  {phase:<18}{stage.total_in(phase) / 1e9:>7.1f}  {'; '.join(places)}".rstrip()

@@ -152,7 +152,7 @@ def plan_job(
     work, states = workload(cfg, shape, lengths), stage_states(cfg, shape)
     time = step_time(cfg, shape, states, work, card)
     push = push_link(engine.pushed, card, in_node=in_node) if engine else None
-    stages = stages_memory(cfg, shape, states, work.microbatches, card, colocated)
+    stages = stages_memory(cfg, shape, states, work.microbatches, colocated)
     loop = None
     if engine and push and not is_shared:
         loop = training_loop(cfg, shape, engine, card, lengths, time, push)

@@ -8,7 +8,7 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import worker_adapters
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.offload import Phase, communicates, parts_away
+from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
 from megatron_grpo.engines.layouts import engine_dims, first_worker, served_shape, shard_bytes
@@ -67,8 +67,6 @@ class StageMemory:
     buffers: int
     """Those of NCCL (an estimate) and of the push, which both stay, the CUDA context, and the copy
     of the embedding that a layer for multi-token prediction needs."""
-    suspended: int
-    """Those of NCCL that leave while engines generate: `train.offload_communicators`."""
     engine: int
     """Memory that an engine, or a reward model, on the same GPU never releases."""
     phases: dict[Phase, int]
@@ -88,12 +86,8 @@ class StageMemory:
 
     def total_in(self, phase: Phase) -> int:
         """Bytes in a phase, at its peak."""
-        always = self.state.total + self.buffers_in(phase) + self.engine
+        always = self.state.total + self.buffers + self.engine
         return always - self.away[phase] + self.phases[phase]
-
-    def buffers_in(self, phase: Phase) -> int:
-        """Bytes of `buffers` in a phase."""
-        return self.buffers - (0 if communicates(phase) else self.suspended)
 
     def as_json(self) -> dict[str, object]:
         """All figures in bytes, for scripts."""
@@ -284,7 +278,6 @@ def stages_memory(
     shape: ModelShape,
     states: Sequence[StateBytes],
     microbatches: int,
-    card: GpuSpec,
     colocated: EngineBytes | None,
     device: str = "cuda",
 ) -> list[StageMemory]:
@@ -307,11 +300,10 @@ def stages_memory(
             stage=stage,
             state=state,
             buffers=CONTEXT_BYTES
-            + COMMUNICATOR_BYTES * len(_communicator_spans(cfg))
+            + COMMUNICATOR_BYTES * _num_communicators(cfg)
             + _push_buffers(cfg)
             + mtp_embedding(cfg, shape, stage)
             + tower_bytes(cfg, shape, stage),
-            suspended=suspended_bytes(cfg, card),
             engine=_engine_bytes_always(cfg, colocated),
             phases=phases,
             away=away,
@@ -351,24 +343,17 @@ def _engine_phases(cfg: Config, colocated: EngineBytes | None) -> dict[Phase, in
     return {"push": colocated.weights, "generate": colocated.weights + colocated.cache}
 
 
-def suspended_bytes(cfg: Config, card: GpuSpec) -> int:
-    """What NCCL's communicators give back of a GPU while engines generate: those within a node."""
-    in_node = sum(span <= card.per_node for span in _communicator_spans(cfg))
-    return COMMUNICATOR_BYTES * in_node * cfg.train.offload_communicators
-
-
-def _communicator_spans(cfg: Config) -> list[int]:
-    """How many successive ranks each of Megatron-Core's groups lies in, of those in which a rank
-    communicates by NCCL with other ranks."""
+def _num_communicators(cfg: Config) -> int:
+    """Number of Megatron-Core's groups in which a rank communicates by NCCL with other ranks."""
     dims = cfg.dims
-    experts = dims.expert * dims.expert_tensor if dims.expert > 1 else 1
-    groups = [
-        (dims.world_size, dims.world_size),
-        (dims.tensor, dims.tensor),
-        (dims.pipeline, dims.world_size),
-        (dims.context, dims.tensor * dims.context),
-        (dims.data * dims.context, dims.stage_size),
-        (dims.tensor * dims.pipeline, dims.world_size if dims.pipeline > 1 else dims.tensor),
-        (experts, experts),
+    model, data = dims.tensor * dims.pipeline, dims.data * dims.context
+    sizes = [
+        dims.world_size,
+        dims.tensor,
+        dims.pipeline,
+        dims.context,
+        data,
+        model,
+        dims.expert * dims.expert_tensor if dims.expert > 1 else 1,
     ]
-    return [span for size, span in groups if size > 1]
+    return sum(size > 1 for size in sizes)

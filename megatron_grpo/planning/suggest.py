@@ -259,13 +259,11 @@ def _fitting(
         if host is not None and not host.fits:
             continue
         # Packing takes longest, so first rule out what does not even fit with one microbatch.
-        stages = beside_reward_models(
-            cfg, card, stages_memory(cfg, shape, states, 1, card, colocated)
-        )
+        stages = beside_reward_models(cfg, card, stages_memory(cfg, shape, states, 1, colocated))
         if fullest_stage(stages).total > memory_limit(card):
             continue
         work = workload(cfg, shape, lengths)
-        stages = stages_memory(cfg, shape, states, work.microbatches, card, colocated)
+        stages = stages_memory(cfg, shape, states, work.microbatches, colocated)
         memory = fullest_stage(beside_reward_models(cfg, card, stages))
         if memory.total <= memory_limit(card):
             time = step_time(cfg, shape, states, work, card)

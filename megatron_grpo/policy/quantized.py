@@ -83,8 +83,7 @@ def _agree(maxima: Maxima, model: QuantizedModel, groups: Groups) -> None:
         if not names:
             continue
         together = torch.cat([maxima[name].flatten() for name in names])
-        # An export may be of weights in host memory, which NCCL cannot read.
-        agreed = together.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        agreed = together.to("cpu")  # over gloo: an export may be made while engines generate
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
         parts = agreed.to(together.device).split([maxima[name].numel() for name in names])
         for name, part in zip(names, parts, strict=True):

@@ -68,7 +68,7 @@ class Residency:
         self.away: tuple[Part, ...] = ()
         """The parts that are not on the GPU."""
         self.rooms, self._offload = rooms, offload
-        self._communicators = communicators
+        self.communicators = communicators
         self._room_of = {room.values.untyped_storage(): room for room in rooms}
         # torch.cpu has the streams and events of torch.cuda, where all work is done at once.
         self._streams: Any = torch.get_device_module(device)
@@ -84,11 +84,11 @@ class Residency:
         away = parts_away(self._offload, phase)
         if leaving := [part for part in away if part not in self.away]:
             self._free(leaving)
-            if self._communicators and not communicates(phase):
-                self._communicators.suspend()
+            if self.communicators and not communicates(phase):
+                self.communicators.suspend()
             wait_for_all()
-        if self._communicators and communicates(phase):
-            self._communicators.resume()
+        if self.communicators and communicates(phase):
+            self.communicators.resume()
         for part in PARTS:
             if part in self.away and part not in away:
                 self._bring(part)

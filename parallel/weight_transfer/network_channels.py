@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.nccl import error_text, library
 from parallel.weight_transfer.channels import NUM_SLOTS, finish_copies
 from parallel.weight_transfer.control_socket import ChannelError, ControlSocket
 from parallel.weight_transfer.local_channels import call_driver
@@ -62,7 +63,7 @@ class NcclTransport:
         self._peer = ctypes.c_int(1 if is_sender else 0)
         self._comm = ctypes.c_void_p()
         self._stream: torch.cuda.Stream | None = None
-        self._nccl = ctypes.CDLL("libnccl.so.2")
+        self._nccl = library()
         unique_id = self._agree_on_id(is_sender)
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21700, 0, UNDEFINED, 1, MAX_CTAS, None)
         rank = ctypes.c_int(0 if is_sender else 1)
@@ -157,9 +158,7 @@ class NcclTransport:
 
     def _check(self, code: int) -> None:
         if code:
-            self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
-            said = self._nccl.ncclGetErrorString(ctypes.c_int(code)).decode()
-            raise ChannelError(f"NCCL to {self._control.peer}: {said}")
+            raise ChannelError(f"NCCL to {self._control.peer}: {error_text(code)}")
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

@@ -337,6 +337,15 @@ def test_what_does_not_go_with_sparse_attention_is_refused(config, tmp_path, ove
     assert told in refusal(config(*common, override))
 
 
+@pytest.mark.parametrize("setting", ["NCCL_CUMEM_ENABLE=0", "NCCL_DISABLE_MEM_MANAGER=1"])
+def test_an_environment_in_which_nccl_gives_no_memory_back_is_refused(config, setting, monkeypatch):
+    monkeypatch.setenv(*setting.split("="))
+    options = ["rollout.enable_sleep_mode=true", "train.offload=all"]
+    preflight(config(*options), TOKEN)
+    refused = refusal(config(*options, "train.offload_communicators=true"))
+    assert f"with {setting}" in refused and "train.offload_communicators=false" in refused
+
+
 def test_engines_refuse_sparse_attention_by_name(config, tmp_path):
     shape = read_shape(tiny_model(tmp_path / "sparse", "glm_moe_dsa"))
     with pytest.raises(ValueError, match=r"sglang is not supported for the glm_moe_dsa .* sparse"):

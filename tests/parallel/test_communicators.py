@@ -1,13 +1,15 @@
 """The order in which ranks come to the communicators that they share."""
 
+import ctypes
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
 import pytest
+import torch.distributed as dist
 
 from helpers.ranks import run_ranks
 from parallel import ParallelDims
-from parallel.communicators import Communicators, created_groups
+from parallel.communicators import SUSPEND_MEM, Communicators, call_nccl, created_groups
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
 
@@ -37,3 +39,11 @@ def test_ranks_never_wait_for_each_other_in_a_circle(dims: ParallelDims) -> None
         for earlier, later in pairwise(names):
             order.add(later, earlier)
     order.prepare()  # raises CycleError
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL")
+def test_what_nccl_refuses_is_told_in_its_words() -> None:
+    """It needs no GPU to see that a communicator is missing."""
+    for name, options in (("ncclCommSuspend", [SUSPEND_MEM]), ("ncclCommResume", [])):
+        with pytest.raises(dist.DistBackendError, match=f"{name}: invalid argument.*{name}.*NULL"):
+            call_nccl(name, ctypes.c_void_p(), *options)

@@ -83,7 +83,7 @@ def planned_and_measured(
     )
     shape = read_shape(cfg.model.path)
     states = stage_states(cfg, shape)
-    stages = stages_memory(cfg, shape, states, len(lengths), CARDS["h100"], None, device="cpu")
+    stages = stages_memory(cfg, shape, states, len(lengths), None, device="cpu")
     planned = [Taken(stage.state.total, stage.phases["train"]) for stage in stages]
     return planned, run_ranks(dims.world_size, measure, cfg, lengths)
 
@@ -215,7 +215,7 @@ def test_an_engine_in_sleep_mode_takes_memory_only_while_it_is_awake(tmp_path):
         options = [share, "model.dtype=bfloat16", f"rollout.enable_sleep_mode={sleeps}"]
         cfg = tiny_config(folder, ParallelDims(data=8), *options)
         engine = engine_bytes(cfg, shape, CARDS["h100"])
-        plans += stages_memory(cfg, shape, stage_states(cfg, shape), 4, CARDS["h100"], engine)
+        plans += stages_memory(cfg, shape, stage_states(cfg, shape), 4, engine)
     awake, asleep = plans
     assert awake.engine == engine.total and asleep.engine == engine.outside
     assert asleep.phases == awake.phases | {"push": engine.weights, "generate": 42.5e9}
@@ -231,7 +231,7 @@ def test_what_leaves_is_counted_in_no_phase_of_engines(tmp_path):
     for offload in ("none", "optimizer", "all"):
         cfg = tiny_config(folder, ParallelDims(data=8), *options, f"train.offload={offload}")
         engine, states = engine_bytes(cfg, shape, CARDS["h100"]), stage_states(cfg, shape)
-        [stages[offload]] = stages_memory(cfg, shape, states, 4, CARDS["h100"], engine)
+        [stages[offload]] = stages_memory(cfg, shape, states, 4, engine)
     state, phases = stages["none"].state, ("log-probabilities", "train", "push", "generate")
     moved = state.gradients + state.optimizer
     assert {
@@ -244,29 +244,6 @@ def test_what_leaves_is_counted_in_no_phase_of_engines(tmp_path):
     whole, empty = (stages[each].total_in("generate") for each in ("none", "all"))
     assert whole - empty == state.total
     assert stages["none"].worst == "generate" and stages["all"].worst == "train"
-
-
-def test_communicators_within_a_node_leave_while_engines_generate(tmp_path):
-    folder = write_config(tmp_path, "Llama-3.1-8B")
-    shape, options = read_shape(folder), ["model.dtype=bfloat16", "train.offload=all"]
-    options += ["rollout.vllm.gpu_memory_utilization=0.5", "rollout.enable_sleep_mode=true"]
-    for dims, in_node in (
-        (ParallelDims(tensor=2, data=8), 2),  # tensor, and tensor with pipeline; of 4
-        (ParallelDims(tensor=2, context=2, pipeline=2), 6),  # all
-        (ParallelDims(tensor=4, context=2, pipeline=2), 3),  # tensor, context, data with context
-    ):
-        stays, leaves = (
-            stages_memory(cfg, shape, stage_states(cfg, shape), 4, card, engine)[0]
-            for leaves in ("false", "true")
-            for cfg in [
-                tiny_config(folder, dims, *options, f"train.offload_communicators={leaves}")
-            ]
-            for card in [CARDS["h100"]]
-            for engine in [engine_bytes(cfg, shape, card)]
-        )
-        for phase in stays.phases:
-            freed = in_node * 500e6 * (phase == "generate")
-            assert stays.total_in(phase) - leaves.total_in(phase) == freed
 
 
 def cache_and_weights(model, folder, dims):

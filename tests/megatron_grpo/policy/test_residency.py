@@ -178,6 +178,26 @@ def test_a_copy_is_readable_while_its_tensor_is_away_and_is_made_anew_in_each_mo
     assert run_ranks(1, change_and_come_back, tied_model) == [[True, True]]
 
 
+def communicators_away(rank: int, folder: Path, phases: list[Phase]) -> list[bool]:
+    policy, _ = start_policy(rank, folder, ParallelDims(data=2))
+    cfg = config(folder, ParallelDims(data=2), "float32", "all")
+    train = cfg.train.model_copy(update={"offload_communicators": True})
+    cfg = cfg.model_copy(update={"train": train})
+    residency = build_residency(cfg, policy, None, CPU, num_ranks=2)
+    assert residency.communicators is not None
+    are_away = []
+    for phase in phases:
+        residency.enter(phase)
+        are_away.append(residency.communicators.are_away)
+    return are_away
+
+
+def test_communicators_are_away_only_while_engines_generate(tied_model: Path) -> None:
+    phases = ["push", "generate", "generate", "push", "generate", "log-probabilities", "train"]
+    expected = [phase == "generate" for phase in phases]
+    assert run_ranks(2, communicators_away, tied_model, phases) == [expected] * 2
+
+
 def lack_memory(rank: int, folder: Path) -> str:
     policy, _ = start_policy(rank, folder, ParallelDims(data=2))
     cfg = config(folder, ParallelDims(data=2), "float32", "all")
