@@ -18,6 +18,7 @@ from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.engines.http import RolloutAborted
+from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.engines.pushed import loaded_sums, pushed_sender, pushed_weights
 from megatron_grpo.evaluation.evaluation import is_due
 from megatron_grpo.launch.process import Preempted
@@ -146,7 +147,8 @@ class Trainer:
         if steps_done(cfg.train.run_dir / "checkpoints"):  # they have the adapters
             lora = cfg.lora.model_copy(update={"adapter_path": None})
             cfg = cfg.model_copy(update={"lora": lora})
-        self.policy = policy_of(cfg, shape, run.groups)
+        quantized = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
+        self.policy = policy_of(cfg, shape, run.groups, quantized)
         if run.groups.rank == 0:
             print(describe(unwrapped(self.policy.chunks[0]), self.policy.optimizer))
         self.reference = reference_of(self.policy, cfg, run.groups) if cfg.grpo.beta > 0 else None
