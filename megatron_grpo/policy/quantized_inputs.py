@@ -40,7 +40,7 @@ def rounded_inputs(model: Model, quantized: QuantizedModel, groups: Groups) -> I
             if getattr(layer, "layer_norm_weight", None) is None:
                 stack.enter_context(layer.register_forward_pre_hook(rounding))
             else:
-                layer.forward = _Normalized(layer, rounding, groups)
+                layer.forward = Normalized(layer, rounding, groups)
                 stack.callback(delattr, layer, "forward")
         yield
 
@@ -97,7 +97,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Normalized:
+class Normalized:
     """The forward of a layer of Transformer Engine that begins with a norm, and rounds after it."""
 
     layer: Any
@@ -107,8 +107,9 @@ class _Normalized:
     def __call__(self, states: Tensor) -> tuple[Tensor, None]:
         """What the layer returns: its product with the bias added, and none apart."""
         layer = self.layer
-        normalized = rms_norm(states, states.shape[-1:], layer.layer_norm_weight, layer.eps)
-        (rounded,) = self.rounding(layer, (normalized,))
+        scale = layer.layer_norm_weight.float() + layer.zero_centered_gamma
+        normalized = rms_norm(states.float(), states.shape[-1:], scale, layer.eps)
+        (rounded,) = self.rounding(layer, (normalized.to(states.dtype),))
         group = self.groups.tensor
         if layer.config.sequence_parallel:
             whole = gather_from_sequence_parallel_region(rounded, group=group)
