@@ -1,4 +1,4 @@
-"""Train the tiny model of `configs/learn_tiny.yaml` with engines of 8 bits, and draw what they change.
+"""Train the tiny model of `configs/learn_tiny.yaml` with engines of 8 bits, and draw the gap.
 
 python -m demo.quantised_curves --model models/tiny_qwen3 --out docs/quantised_curves.png
 """

@@ -145,21 +145,21 @@ class Trainer:
     def _build_models(self, shape: ModelShape) -> None:
         run, cfg = self.run, self.cfg
         if steps_done(cfg.train.run_dir / "checkpoints"):  # they have the adapters
-            lora = cfg.lora.model_copy(update={"adapter_path": None})
-            cfg = cfg.model_copy(update={"lora": lora})
+            cfg = cfg.model_copy(
+                update={"lora": cfg.lora.model_copy(update={"adapter_path": None})}
+            )
         quantized = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
         self.policy = policy_of(cfg, shape, run.groups, quantized)
         if run.groups.rank == 0:
             print(describe(unwrapped(self.policy.chunks[0]), self.policy.optimizer))
         self.reference = reference_of(self.policy, cfg, run.groups) if cfg.grpo.beta > 0 else None
         num_ranks = cfg.dims.world_size // run.num_hosts
-        self.residency = build_residency(cfg, self.policy, self.reference, run.device, num_ranks)
-        for model in (self.policy, self.reference):
+        models = self.policy, self.reference
+        self.residency = build_residency(cfg, *models, run.device, num_ranks)
+        for model in models:
             for chunk in model.chunks if model else ():
                 chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
-        self.preparation = Preparation(
-            self.policy, self.reference, self.cost, cfg, run.groups, run.device
-        )
+        self.preparation = Preparation(*models, self.cost, cfg, run.groups, run.device)
 
     def start(self) -> None:
         """Push the weights, compare log-probabilities with the engines', and evaluate if due."""

@@ -88,11 +88,11 @@ class _StraightThrough(torch.autograd.Function):
     """Rounds, with the gradient of the identity."""
 
     @staticmethod
-    def forward(_: Any, states: Tensor, rounding: Rounding) -> Tensor:  # type: ignore[override]
+    def forward(_: Any, states: Tensor, rounding: Rounding) -> Tensor:
         return rounding.rounded(states)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

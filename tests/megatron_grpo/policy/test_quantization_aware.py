@@ -196,14 +196,13 @@ COLUMNS, WIDTHS = 24, (4, 8, 12, 24)
 
 def rounded_parts(rank: int, states: Tensor) -> list[Tensor]:
     """This rank's columns, rounded with every width and group."""
-    own = states.chunk(2, dim=-1)[rank]
-    return [
-        Rounding(
-            dtype, width, rank * 12, COLUMNS // width, dist.group.WORLD if 12 % width else None
-        ).rounded(own)
-        for width in WIDTHS
-        for dtype in (torch.int8, torch.float8_e4m3fn)
-    ]
+    own, parts = states.chunk(2, dim=-1)[rank], []
+    for width in WIDTHS:
+        group = dist.group.WORLD if 12 % width else None
+        for dtype in (torch.int8, torch.float8_e4m3fn):
+            rounding = Rounding(dtype, width, rank * 12, COLUMNS // width, group)
+            parts.append(rounding.rounded(own))
+    return parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
