@@ -145,9 +145,8 @@ class Trainer:
     def _build_models(self, shape: ModelShape) -> None:
         run, cfg = self.run, self.cfg
         if steps_done(cfg.train.run_dir / "checkpoints"):  # they have the adapters
-            cfg = cfg.model_copy(
-                update={"lora": cfg.lora.model_copy(update={"adapter_path": None})}
-            )
+            lora = cfg.lora.model_copy(update={"adapter_path": None})
+            cfg = cfg.model_copy(update={"lora": lora})
         quantized = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
         self.policy = policy_of(cfg, shape, run.groups, quantized)
         if run.groups.rank == 0:
@@ -156,9 +155,8 @@ class Trainer:
         num_ranks = cfg.dims.world_size // run.num_hosts
         models = self.policy, self.reference
         self.residency = build_residency(cfg, *models, run.device, num_ranks)
-        for model in models:
-            for chunk in model.chunks if model else ():
-                chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
+        for chunk in (chunk for model in models if model for chunk in model.chunks):
+            chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
         self.preparation = Preparation(*models, self.cost, cfg, run.groups, run.device)
 
     def start(self) -> None:
