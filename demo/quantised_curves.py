@@ -24,7 +24,7 @@ RECIPES = {
 COMMON = [
     "model.dtype=bfloat16",
     "grpo.rollout_importance_sampling_mode=token_truncate",
-    "train.num_steps=30",
+    "train.num_steps=20",
 ]
 GAP = "logprob_gap_mean"
 CAUSES = {
