@@ -27,14 +27,14 @@ from parallel.groups import Groups
 
 
 @contextmanager
-def rounded_inputs(model: Model, quantized: QuantizedModel, groups: Groups) -> Iterator[None]:
+def rounded_inputs(model: Model, how: QuantizedModel, groups: Groups) -> Iterator[None]:
     """Within the block, linear layers multiply what quantised engines multiply.
 
     The gradient goes straight through to what is rounded. Collective over tensor ranks.
     """
     chunks = [unwrapped(chunk) for chunk in model.chunks]
     with ExitStack() as stack:
-        for name, rounding in _roundings(model.layout, quantized, groups).items():
+        for name, rounding in _roundings(model.layout, how, groups).items():
             number, _, path = name.partition(".")
             layer: Any = chunks[int(number)].get_submodule(path)
             if getattr(layer, "layer_norm_weight", None) is None:
