@@ -185,7 +185,6 @@ def test_loss_and_gradients_are_those_of_the_quantised_numbers(folders, tmp_path
     for number, case in enumerate(CASES):
         oracle = oracle_of(case, folders[case.family], tmp_path / str(number))
         logprobs, gradients = errors([each[number] for each in found], oracle)
-        print(case, logprobs.median(), logprobs.mean(), gradients)
         assert logprobs.median() < 1e-5 and logprobs.mean() < 1e-4, case
         assert gradients < (1e-3 if case.family == "qwen3" else 0.05), case
 
@@ -266,10 +265,12 @@ def modelopt_model(folder: Path, scheme: str) -> Any:
         "algorithm": "max",
     }
     model = quantization.quantize(load_oracle(folder), config, lambda model: None)
-    if scheme == "int8":  # its largest weight becomes 127, that of compressed-tensors 127.5
+    if scheme == "int8":
+        # Its largest weight becomes 127, that of compressed-tensors 127.5: a tie, which is rounded
+        # to -128 there, and here only if it is a little more.
         for name, module in model.named_modules():
             if name.endswith("_proj.weight_quantizer"):
-                module.amax = module.amax * (127 / 127.5)
+                module.amax = module.amax * (127 / 127.5) * (1 - 3e-7)
     return model
 
 
@@ -281,7 +282,6 @@ def test_the_straight_through_formulation_is_that_of_modelopt(folders, tmp_path,
     theirs = OracleCase.of(folder, model=modelopt_model(folder, scheme))
     ours = oracle_of(Case("qwen3", scheme, ParallelDims(), ONE), folder, tmp_path / "ours")
     apart = (torch.cat(ours.logprobs) - torch.cat(theirs.logprobs)).abs()
-    print(scheme, apart.median(), apart.mean())
     assert apart.median() < 1e-5 and apart.mean() < 1e-4
     for name, gradient in theirs.gradients.items():
         assert (ours.gradients[name] - gradient).norm() < 1e-3 * gradient.norm(), name
