@@ -3,8 +3,8 @@
 Embedding, head, norms, biases and routers stay as they are.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,6 @@ class QuantizedModel:
     """
     experts: frozenset[str]
     """Which of them are split over other ranks than the rest."""
-    inputs: Mapping[str, int] = field(default_factory=dict)
-    """How many columns of a token share a scale where an engine multiplies them by a weight, see
-    `activation_widths`. Without any, engines do not round what they multiply."""
 
     @property
     def scales(self) -> dict[str, Shape]:

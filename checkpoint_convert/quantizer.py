@@ -44,16 +44,6 @@ def scales_of(maxima: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
 
 
-def token_scales(maxima: Tensor, dtype: torch.dtype) -> Tensor:
-    """The float32 scales of activations with these maxima, as of `scales_of` by vLLM's rule.
-
-    For INT8 it has 127 where weights have 127.5, with which a one would not stay one: from the
-    product with the unit matrix vLLM makes weights for decode steps.
-    """
-    largest = 127.0 if dtype == torch.int8 else _LARGEST[dtype]
-    return maxima.float().clamp(min=torch.finfo(torch.float32).tiny) / largest
-
-
 def quantized(
     values: Tensor, scales: Tensor, dtype: torch.dtype, block: Shape, offset: Shape = (0, 0)
 ) -> Tensor:

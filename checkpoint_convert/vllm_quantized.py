@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from checkpoint_convert.families.description import Parameter, Tensor
-from checkpoint_convert.families.mla import KEYS_AND_VALUES
 from checkpoint_convert.formats.safetensors_file import QUANTIZED_TORCH_NAMES
 from checkpoint_convert.quantized_model import QuantizedModel, is_quantized
 from checkpoint_convert.shape import ModelShape
@@ -45,23 +44,6 @@ def check_quantized_served(shape: ModelShape, dims: EngineDims, model: Quantized
             f"{list(model.scheme.block)} in {', '.join(cut[:_NUM_SHOWN])}{more}: use fewer "
             f"workers{whole}, fp8_channel or int8"
         )
-
-
-def activation_widths(shape: ModelShape, dims: EngineDims, model: QuantizedModel) -> dict[str, int]:
-    """How many columns of a token share a scale where engines multiply them by a weight, by name.
-
-    A worker with a part of the columns has a scale for it. Not here: what projects latents up to
-    keys and values, as vLLM multiplies queries and outputs by that in decode steps, unrounded. (In
-    prefills it rounds latents, but for one token of a completion.)
-    """
-    widths: dict[str, int] = {}
-    for parameter in filter(is_quantized, engine_parameters(shape)):
-        _, size = part_of(parameter, shape, dims, rank=0)
-        columns = parameter.shape[1] // (size if parameter.split == 1 else 1)
-        for source in parameter.sources:
-            if not source.name.endswith(KEYS_AND_VALUES):
-                widths[source.name] = min(columns, model.scheme.block[1] or columns)
-    return widths
 
 
 def quantized_engine_layouts(

@@ -18,7 +18,6 @@ from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.engines.http import RolloutAborted
-from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.engines.pushed import loaded_sums, pushed_sender, pushed_weights
 from megatron_grpo.evaluation.evaluation import is_due
 from megatron_grpo.launch.process import Preempted
@@ -147,17 +146,18 @@ class Trainer:
         if steps_done(cfg.train.run_dir / "checkpoints"):  # they have the adapters
             lora = cfg.lora.model_copy(update={"adapter_path": None})
             cfg = cfg.model_copy(update={"lora": lora})
-        quantized = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
-        self.policy = policy_of(cfg, shape, run.groups, quantized)
+        self.policy = policy_of(cfg, shape, run.groups)
         if run.groups.rank == 0:
             print(describe(unwrapped(self.policy.chunks[0]), self.policy.optimizer))
         self.reference = reference_of(self.policy, cfg, run.groups) if cfg.grpo.beta > 0 else None
         num_ranks = cfg.dims.world_size // run.num_hosts
-        models = self.policy, self.reference
-        self.residency = build_residency(cfg, *models, run.device, num_ranks)
-        for chunk in (chunk for model in models if model for chunk in model.chunks):
-            chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
-        self.preparation = Preparation(*models, self.cost, cfg, run.groups, run.device)
+        self.residency = build_residency(cfg, self.policy, self.reference, run.device, num_ranks)
+        for model in (self.policy, self.reference):
+            for chunk in model.chunks if model else ():
+                chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
+        self.preparation = Preparation(
+            self.policy, self.reference, self.cost, cfg, run.groups, run.device
+        )
 
     def start(self) -> None:
         """Push the weights, compare log-probabilities with the engines', and evaluate if due."""

@@ -6,8 +6,6 @@ from checkpoint_convert.shape import IndexerShape, LatentShape, ModelShape
 
 INDEXER = "self_attention.indexer."
 """Prefix of the parameters of an indexer, which are not trained."""
-KEYS_AND_VALUES = ".kv_b_proj.weight"
-"""Ends the name of what projects latents up to keys and values."""
 KEY_NORM = tuple(f"{INDEXER}k_norm.{kind}" for kind in ("weight", "bias"))
 """Those that are float32 in a model of any dtype."""
 

@@ -87,8 +87,8 @@ class RolloutConfig(Section):
     """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
     128 x 128), `fp8_channel` or `int8` (a scale per row); `none`: in model.dtype."""
     quantization_aware: bool = False
-    """Train with the numbers that quantised engines multiply, weights and activations; the gradient
-    of these is applied to the weights themselves (quantisation-aware training)."""
+    """Train with the numbers that quantised engines have for weights; the gradient of these is
+    applied to the weights themselves (quantisation-aware training)."""
     max_quantization_gap: PositiveFloat = 0.05
     """Mean difference of log-probabilities between ranks and quantised engines, in nats, above
     which a run ends at its start unless something in `grpo` corrects for it."""

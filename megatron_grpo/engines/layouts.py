@@ -11,7 +11,6 @@ from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from checkpoint_convert.vllm_lora import adapter_layouts
 from checkpoint_convert.vllm_quantized import (
-    activation_widths,
     check_quantized_served,
     quantized_engine_dtypes,
     quantized_engine_layouts,
@@ -72,10 +71,9 @@ def quantized_engine(
     Raises ValueError if they could not.
     """
     model = quantized_model(rollout.quantization, shape, NAMES[dtype])
-    if model is None:
-        return None
-    check_quantized_served(shape, engine_dims(rollout), model)
-    return replace(model, inputs=activation_widths(shape, engine_dims(rollout), model))
+    if model is not None:
+        check_quantized_served(shape, engine_dims(rollout), model)
+    return model
 
 
 def engine_dims(rollout: RolloutConfig) -> EngineDims:

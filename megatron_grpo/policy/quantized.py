@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_convert import ModelShape
-from checkpoint_convert.quantized_model import QuantizedModel
+from checkpoint_convert.formats.safetensors_file import NAMES
+from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.quantized_shard import Maxima, QuantizedShard, quantized_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.model import Policy, build_policy
-from megatron_grpo.policy.quantized_inputs import rounded_inputs
 from parallel import Layout, Sender
 from parallel.groups import Groups
 
@@ -51,20 +51,11 @@ def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> 
                 weights[name].copy_(values)
 
 
-@contextmanager
-def as_engines_compute(policy: Policy, model: QuantizedModel, groups: Groups) -> Iterator[None]:
-    """Within the block, linear layers multiply the numbers that quantised engines multiply."""
-    if model.scheme.block[1] is not None and not torch.cuda.is_available():
-        model = replace(model, inputs={})  # as of vLLM's kernel for CPUs, and ours in its place
-    with quantized_weights(policy, model, groups), rounded_inputs(policy, model, groups):
-        yield
-
-
 @dataclass(kw_only=True)
 class QuantizedPolicy(Policy):
-    """A policy that computes with its weights, and what they multiply, as quantised engines do.
+    """A policy that computes with its weights as quantised engines have them.
 
-    The gradient is that of the quantised numbers. It goes straight through to the weights
+    The gradient is that of the quantised weights. It goes straight through to the weights
     themselves (arXiv 1308.3432), which the optimizer updates, files hold and pushes quantise.
     """
 
@@ -73,14 +64,13 @@ class QuantizedPolicy(Policy):
 
     def computing(self) -> AbstractContextManager[None]:
         """See `Model.computing`."""
-        return as_engines_compute(self, self.quantized, self.groups)
+        return quantized_weights(self, self.quantized, self.groups)
 
 
-def policy_of(
-    cfg: Config, shape: ModelShape, groups: Groups, model: QuantizedModel | None
-) -> Policy:
-    """The policy of a run, see `build_policy`: it may be aware of the `model` that engines have."""
+def policy_of(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
+    """The policy of a run, see `build_policy`: it may be aware of how engines quantise it."""
     policy = build_policy(cfg, shape, groups)
+    model = quantized_model(cfg.rollout.quantization, shape, NAMES[cfg.model.dtype])
     if model is None or not cfg.rollout.quantization_aware:
         return policy
     return QuantizedPolicy(**vars(policy), quantized=model, groups=groups)

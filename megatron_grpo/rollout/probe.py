@@ -18,7 +18,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Policy
-from megatron_grpo.policy.quantized import as_engines_compute
+from megatron_grpo.policy.quantized import quantized_weights
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
 
@@ -55,7 +55,7 @@ def probe_logprobs(
     """The differences between engines and trainer as metrics, on every rank.
 
     Collective; rank 0 holds the `experience` of the probe. Of quantised engines, the difference is
-    also measured with the trainer computing as they do: what is left is not by quantisation.
+    also measured with the trainer's weights quantised alike: what is left is not by the weights.
 
     Only rank 0 raises ValueError when the mean is beyond `BOUNDS`, or that of quantised engines
     beyond what may stay uncorrected; the other ranks continue and then wait for it.
@@ -66,7 +66,7 @@ def probe_logprobs(
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
     # Engines have the sum with adapters. A policy that is aware has computed so already.
     if model and policy.adapters is None and not cfg.rollout.quantization_aware:
-        with as_engines_compute(policy, model, groups):
+        with quantized_weights(policy, model, groups):
             same = _gap(minibatches, policy, cfg, groups, device)
         metrics["probe/quantized_logprob_gap_mean"] = same.mean
     if experience:

@@ -13,7 +13,6 @@ from checkpoint_convert.quantization import SCHEMES
 from checkpoint_convert.quantized_model import quantized_model
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from checkpoint_convert.vllm_quantized import (
-    activation_widths,
     check_quantized_served,
     quantized_engine_dtypes,
     quantized_engine_layouts,
@@ -64,25 +63,6 @@ def test_a_worker_has_the_scales_of_the_rows_and_columns_that_it_holds(scheme, s
     assert {copy.source for copy in copied} == model.scales.keys()
     elements = sum(copy.destination_box.num_elements for copy in copied)
     assert elements >= sum(map(prod, model.scales.values()))
-
-
-@pytest.mark.parametrize(
-    "dims",
-    [
-        EngineDims(tensor=8),
-        *(EngineDims(tensor=4, data=2, expert_parallel=x) for x in (True, False)),
-    ],
-    ids=str,
-)
-def test_a_token_has_a_scale_for_the_columns_that_a_worker_holds(dims):
-    model, plain, _ = layouts_of("int8", dims, LATENT_LAYERS)
-    widths = activation_widths(LATENT_LAYERS, dims, model)
-    held = {piece.tensor: piece.box.size[-1] for layout in plain for piece in layout.pieces}
-    assert all(held[name] == width for name, width in widths.items())
-    others = model.matrices.keys() - widths.keys()
-    assert len(others) == 2 and all(name.endswith(".kv_b_proj.weight") for name in others)
-    blocks = quantized_model("fp8", LATENT_LAYERS, "BF16")
-    assert {*activation_widths(LATENT_LAYERS, dims, blocks).values()} == {128}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

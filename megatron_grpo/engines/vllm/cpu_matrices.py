@@ -18,7 +18,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.cpu import (
 )
 from vllm.platforms import PlatformEnum
 
-from checkpoint_convert.quantizer import block_maxima, dequantized, quantized, token_scales
+from checkpoint_convert.quantizer import block_maxima, dequantized, quantized
 
 
 def multiply_by_torch() -> None:
@@ -94,6 +94,11 @@ def product_of_blocks(
     return linear(x, dequantized(weight, scales, (rows, columns), (0, 0)).to(x.dtype), bias)
 
 
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""What the largest value of a token becomes. Weights have 127.5, where a one would not stay one:
+from the product with the unit matrix vLLM makes weights for decode steps."""
+
+
 def product_of_rows(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer of an 8-bit `weight` [rows, columns] with `scales` [rows, 1].
 
@@ -101,7 +106,8 @@ def product_of_rows(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | No
     """
     tokens = x.reshape(-1, x.shape[-1])
     block = (1, x.shape[-1])
-    own = token_scales(block_maxima(tokens, block), weight.dtype)
+    maxima = block_maxima(tokens, block).float().clamp(min=torch.finfo(torch.float32).tiny)
+    own = maxima / _LARGEST[weight.dtype]
     numbers = quantized(tokens, own, weight.dtype, block)
     values = linear(numbers.float(), weight.float()) * own * scales.view(1, -1)
     if bias is not None:
