@@ -28,8 +28,8 @@ COMMON = [
 ]
 GAP = "logprob_gap_mean"
 CAUSES = {
-    "all": f"probe/{GAP}",
-    "ranks compute as engines do": f"probe/quantized_{GAP}",
+    "of the run": f"probe/{GAP}",
+    "trainer's weights quantised once": f"probe/quantized_{GAP}",
 }
 
 
@@ -39,7 +39,7 @@ def records(run_dir: Path) -> list[dict[str, float]]:
 
 
 def draw(runs: dict[str, list[dict[str, float]]], out: Path) -> None:
-    """Reward and gap over optimizer steps, and the gap before the first one by its cause."""
+    """Reward and gap over optimizer steps, and how much of the first gap is not by the weights."""
     figure = Figure(figsize=(15, 4), layout="constrained")
     FigureCanvasAgg(figure)
     reward, gap, causes = figure.subplots(1, 3)
@@ -56,7 +56,8 @@ def draw(runs: dict[str, list[dict[str, float]]], out: Path) -> None:
     causes.invert_yaxis()
     for axes in (reward, gap, causes):
         axes.grid(alpha=0.3)
-        axes.legend()
+    reward.legend()
+    causes.legend(loc="center right")
     figure.savefig(out, dpi=120)
 
 
