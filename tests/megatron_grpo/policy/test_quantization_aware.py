@@ -35,6 +35,8 @@ from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 
+pytestmark = pytest.mark.long
+
 
 @dataclass(frozen=True)
 class Case:
@@ -76,6 +78,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
+    """Of `MODELS`. In the first one, the largest of each row is positive: see ModelOpt's test."""
     found = {
         name: tiny_model(tmp_path_factory.mktemp("model"), name.split()[0], **fields)
         for name, fields in MODELS.items()
@@ -157,10 +160,9 @@ def ranks(folders) -> list[list[Numbers]]:
     return [list(each) for each in zip(*run_ranks(2, numbers, folders), strict=True)]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
 def test_loss_and_gradients_are_those_of_the_quantised_weights(folders, ranks, tmp_path, number):
-    """Tensor ranks cut the rows of a scale, and agree on it."""
+    """Tensor ranks cut rows and blocks of a scale, and agree on it."""
     case = CASES[number]
     expected = oracle_of(case, folders[case.model], tmp_path / "quantised")
     plain = OracleCase.of(folders[case.model])
@@ -192,7 +194,6 @@ def modelopt_model(folder: Path, scheme: str) -> Any:
     return model
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["int8", "fp8_channel", "fp8"])
 def test_they_are_those_of_modelopt(folders, ranks, scheme):
     """Its quantizers in a model of transformers, in one process.
