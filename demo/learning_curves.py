@@ -76,6 +76,13 @@ def draw(panels: dict[str, dict[str, list[float]]], out: Path) -> None:
     figure.savefig(out, dpi=120)
 
 
+def train(model: Path, data: Path, run_dir: Path, recipe: list[str]) -> None:
+    """Run the config with the overrides of a `recipe`."""
+    common = [f"model.path={model}", f"data.path={data}", f"train.run_dir={run_dir}"]
+    command = [sys.executable, "-m", "megatron_grpo.cli", "train", CONFIG, *common, *recipe]
+    subprocess.run(command, check=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("models/tiny_qwen3"))
@@ -88,11 +95,8 @@ def main() -> None:
     for title, recipes in {"loss": RECIPES, "staleness, loss grpo": STALENESS}.items():
         curves = panels[title] = {}
         for name, recipe in recipes.items():
-            common = [f"model.path={arguments.model}", f"data.path={data}"]
             run_dir = arguments.runs / name.replace(" ", "_").replace(",", "")
-            command = [sys.executable, "-m", "megatron_grpo.cli", "train", CONFIG]
-            command += [*common, f"train.run_dir={run_dir}", *recipe]
-            subprocess.run(command, check=True)
+            train(arguments.model, data, run_dir, recipe)
             curves[name] = rewards(run_dir)
     draw(panels, arguments.out)
     for name, curve in (each for curves in panels.values() for each in curves.items()):

@@ -17,8 +17,8 @@ from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import check_adapters_served
 from helpers.published_models import PUBLISHED_MODELS, write_config
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines.kernels import check_attention
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
-from megatron_grpo.preflight import check_attention
 from parallel import ParallelDims
 
 PAGE = Path(__file__).with_name("models.md")

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 
 from checkpoint_convert import ModelShape, hf_tensors
 from checkpoint_convert.formats.safetensors_file import TensorPlace
@@ -42,6 +42,7 @@ from megatron_grpo.policy.lora_targets import (
     peft_tensors,
     starting_adapter,
 )
+from megatron_grpo.policy.norms import normalized
 from parallel import Layout, Sender, ShardMapping
 from parallel.checksum import checksum
 from parallel.groups import Groups
@@ -327,7 +328,7 @@ def _normalized(base: Any, states: Tensor) -> Tensor:
     """What `base` multiplies: Transformer Engine fuses norms into the layer after them."""
     if getattr(base, "layer_norm_weight", None) is None:
         return states
-    return rms_norm(states, states.shape[-1:], base.layer_norm_weight, base.eps)
+    return normalized(states, base.layer_norm_weight, base.eps, base.zero_centered_gamma)
 
 
 def _fingerprint(weights: Mapping[str, Tensor], shape: ModelShape, layout: Layout) -> int:

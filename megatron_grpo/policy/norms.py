@@ -30,6 +30,16 @@ def use_norms(layer: ModuleSpec, shape: ModelShape, config: TransformerConfig, n
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
 
 
+def normalized(x: Tensor, weight: Tensor, eps: float | None, is_zero_centered: bool) -> Tensor:
+    """The RMS norm of x [..., H] times the weight [H], or times 1 + weight.
+
+    That in float32, as 1 + weight has fewer digits in bfloat16 than the weight.
+    """
+    if not is_zero_centered:
+        return rms_norm(x, weight.shape, weight, eps)
+    return rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """Torch's RMS norm, because Megatron-Core's wrapper refuses sequence parallelism."""
 
@@ -45,12 +55,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self.is_zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm times the weight, or times 1 + weight: that in float32, as 1 + weight has fewer
-        digits in bfloat16 than the weight."""
-        if not self.is_zero_centered:
-            return super().forward(x)
-        scale = 1 + self.weight.float()
-        return rms_norm(x.float(), self.normalized_shape, scale, self.eps).to(x.dtype)
+        """See `normalized`."""
+        return normalized(x, self.weight, self.eps, self.is_zero_centered)
 
 
 class PostNorm(torch.nn.Module):

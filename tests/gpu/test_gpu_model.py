@@ -249,8 +249,10 @@ def test_expert_layouts_agree_over_nccl(tmp_path, dims):
     check_layout(folder, transformers_logprobs(folder), dims)
 
 
-def test_adapters_of_fused_layers_have_the_gradient_of_torchs(tmp_path):
-    folder = tiny_model(tmp_path, "qwen2", num_hidden_layers=2, hidden_size=256)
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])  # with norms near 1, and near 0
+def test_adapters_of_fused_layers_have_the_gradient_of_torchs(tmp_path, family):
+    heads = HEADS.get(family, {"head_dim": 64})
+    folder = tiny_model(tmp_path, family, num_hidden_layers=2, hidden_size=256, **heads)
     (exact, norm), (plain, _), (fused, fused_norm) = (
         run_on_gpus(folder, ParallelDims(), f"{name} lora")[0] for name in LAYERS
     )

@@ -29,6 +29,7 @@ LATENTS = (
 )
 TARGETS = {
     "llama": "lora.target_modules=all-linear",
+    "gemma3_text": "lora.target_modules=all-linear",
     "phi3": "lora.target_modules=all-linear",
     "qwen3_moe": ATTENTION,
     "gpt_oss": ATTENTION,

@@ -1,10 +1,12 @@
-"""Adapters with shared prompts, and of a base in FP8: the same numbers as without."""
+"""Adapters with shared prompts, of fused layers and of a base in FP8: the numbers as without."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
 
 from checkpoint_convert import read_shape
 from helpers.adapters import (
@@ -24,7 +26,7 @@ from helpers.ranks import run_ranks
 from helpers.train_steps import BETA, BUDGETS, CLIPS, Case, batches_of, config
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
-from megatron_grpo.policy.model import build_policy
+from megatron_grpo.policy.model import build_policy, unwrapped
 from megatron_grpo.train_step import accumulate_gradient
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
@@ -67,6 +69,28 @@ def test_shared_prompts_change_neither_loss_nor_gradients_of_adapters(tmp_path):
     shared, gradients = (whole([rank[flag][2] for rank in ranks]) for flag in ("true", "false"))
     for name, gradient in gradients.items():
         assert float((shared[name] - gradient).norm() / gradient.norm()) < 1e-5, name
+
+
+def logprobs_of_fused(rank: int, folder: Path) -> list[dict[int, Tensor]]:
+    """Before and after norms move into the layers behind them, as in Transformer Engine."""
+    policy, groups = start_policy(rank, folder, ParallelDims(), *options("gemma3_text"))
+    set_b(policy)
+    batches = pack_all(LENGTHS, ParallelDims())
+    found = [logprobs_of(policy, groups, batches)]
+    for layer in unwrapped(policy.chunks[0]).decoder.layers:
+        norm, qkv = layer.input_layernorm, layer.self_attention.linear_qkv
+        layer.input_layernorm = IdentityOp()
+        qkv.layer_norm_weight, qkv.eps = norm.weight, norm.eps
+        qkv.zero_centered_gamma = norm.is_zero_centered
+        qkv.forward = lambda x, norm=norm, multiply=qkv.forward: multiply(norm(x))
+    return [*found, logprobs_of(policy, groups, batches)]
+
+
+def test_adapters_of_layers_that_begin_with_a_norm_multiply_what_it_returns(tmp_path):
+    """Its weights are 1 + those that are stored."""
+    folder = tiny_model(tmp_path, "gemma3_text")
+    ((apart, fused),) = run_ranks(1, logprobs_of_fused, folder)
+    assert all(torch.equal(fused[index], logprobs) for index, logprobs in apart.items())
 
 
 def numbers(rank: int, folder: Path, *overrides: str) -> dict[str, Any]:
