@@ -1,8 +1,9 @@
-"""Quantises matrices to 8 bits, with a scale for each block, and back. Pure functions of tensors.
+"""Quantises matrices to 8 or 4 bits, with a scale for each block, and back. Pure functions.
 
 A number q stands for q times the scale of its block. Zero stands for zero (no offsets), and the
 largest absolute value of a block for the largest number: the scales of compressed-tensors, and for
-FP8 also those of DeepSeek and ModelOpt.
+FP8 also those of DeepSeek and ModelOpt. Numbers of 4 bits (E2M1) have dtype uint8, each in a byte
+of its own until they are `packed`; their scales are relative to one of the whole matrix (NVFP4).
 """
 
 import torch
@@ -11,9 +12,13 @@ from torch.nn.functional import pad
 
 from parallel import Shape
 
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5}
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5, torch.uint8: 6.0}
 """What the largest value of a block becomes, before it is rounded: half the range of the dtype."""
 _MOST = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three bits of a number of 4 bits (E2M1) stand for; the fourth is its sign."""
+# Between two of these, ties go to the even one: at the first bounds down, at the others up.
+_TIES_DOWN, _TIES_UP = torch.tensor([0.25, 1.25, 2.5, 5.0]), torch.tensor([0.75, 1.75, 3.5])
 
 
 def block_maxima(values: Tensor, block: Shape, offset: Shape = (0, 0)) -> Tensor:
@@ -44,6 +49,23 @@ def scales_of(maxima: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
 
 
+def whole_scale(maximum: Tensor) -> Tensor:
+    """The float32 scale [1] of a matrix with this maximum: with it, the largest scale of a block is
+    the largest number of FP8."""
+    scale = _LARGEST[torch.float8_e4m3fn] * _LARGEST[torch.uint8] / maximum.float().reshape(1)
+    return torch.where(scale.isinf(), 1.0, scale)  # of zeros, or nearly
+
+
+def relative_scales(maxima: Tensor, whole: Tensor) -> Tensor:
+    """The scales of blocks of 4 bits with these maxima, in FP8, relative to that of the matrix.
+
+    Those that would be zero are an eighth, as compressed-tensors has it.
+    """
+    limited = (whole * (maxima.float() / _LARGEST[torch.uint8])).clamp_(max=448.0)
+    rounded = limited.to(torch.float8_e4m3fn).float()
+    return torch.where(rounded == 0, 0.125, rounded).to(torch.float8_e4m3fn)
+
+
 def quantized(
     values: Tensor, scales: Tensor, dtype: torch.dtype, block: Shape, offset: Shape = (0, 0)
 ) -> Tensor:
@@ -52,8 +74,17 @@ def quantized(
     `scales` are those of the blocks that the values reach into; `offset` is as of `dequantized`.
     """
     divided = values.float() / _spread(scales, tuple(values.shape), block, offset)
+    if dtype == torch.uint8:
+        return _to_fp4(divided)
     limited = divided.clamp_(*_MOST[dtype])
     return (limited.round_() if dtype == torch.int8 else limited).to(dtype)
+
+
+def _to_fp4(values: Tensor) -> Tensor:
+    sizes, device = values.abs(), values.device
+    code = torch.bucketize(sizes, _TIES_DOWN.to(device), out_int32=True)
+    code += torch.bucketize(sizes, _TIES_UP.to(device), out_int32=True, right=True)
+    return (code + 8 * (values < 0)).to(torch.uint8)
 
 
 def dequantized(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> Tensor:
@@ -62,22 +93,36 @@ def dequantized(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> 
     `offset` is where the values begin in the first block: with rows of 128 per block and an offset
     of 100, the first 28 rows have the scales of row 0, the next 128 those of row 1.
     """
-    return values.float().mul_(_spread(scales, tuple(values.shape), block, offset))
+    numbers = _from_fp4(values) if values.dtype == torch.uint8 else values.float()
+    return numbers.mul_(_spread(scales, tuple(values.shape), block, offset))
 
 
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lower three bits of a number of 4 bits (E2M1) stand for; the fourth is its sign."""
+def _from_fp4(values: Tensor) -> Tensor:
+    table = torch.tensor([*FP4, *(-each for each in FP4)], device=values.device)
+    return table[values.int()]
+
+
+def packed(numbers: Tensor) -> Tensor:
+    """Numbers [..., n] as they are stored: a byte has two of 4 bits, the first in its lower half."""
+    if numbers.dtype != torch.uint8:
+        return numbers
+    return numbers[..., ::2] | numbers[..., 1::2] << 4
+
+
+def unpacked(stored: Tensor) -> Tensor:
+    """The inverse of `packed`."""
+    if stored.dtype != torch.uint8:
+        return stored
+    return torch.stack([stored & 0x0F, stored >> 4], dim=-1).flatten(-2)
 
 
 def dequantized_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers [..., n * 32] of blocks [..., n, 16] with scales [..., n], both bytes.
+    """The numbers [..., n * 32] of `packed` blocks [..., n, 16] with scales [..., n], both bytes.
 
-    The lower half of a byte is the first of its two numbers; a scale s stands for 2 ** (s - 127).
+    A scale s stands for 2 ** (s - 127).
     """
-    table = torch.tensor([*FP4, *(-each for each in FP4)])
-    numbers = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2)
     exponents = scales.int()[..., None] - 127
-    return torch.ldexp(table[numbers.int()], exponents).flatten(-2).to(dtype)
+    return torch.ldexp(_from_fp4(unpacked(blocks)), exponents).flatten(-2).to(dtype)
 
 
 def _spread(scales: Tensor, shape: Shape, block: Shape, offset: Shape) -> Tensor:

@@ -9,8 +9,8 @@ from checkpoint_convert.formats.safetensors_file import TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors, read_box
 from checkpoint_convert.formats.torch_dtypes import DTYPES, STORED_DTYPES
 from checkpoint_convert.mxfp4 import BLOCK, Mxfp4Place
-from checkpoint_convert.quantization import QuantizedPlace
-from checkpoint_convert.quantizer import dequantized, dequantized_mxfp4, quantized
+from checkpoint_convert.quantized_place import QuantizedPlace
+from checkpoint_convert.quantizer import dequantized, dequantized_mxfp4, quantized, unpacked
 from parallel import Box, Shape
 
 # Products are made of so many elements at a time: 4 MiB in float32.
@@ -28,7 +28,7 @@ class DequantizedTensors(StoredTensors):
         super().__init__(places)
         self._quantized = {n: p for n, p in places.items() if isinstance(p, QuantizedPlace)}
         self._blocks = {n: p for n, p in places.items() if isinstance(p, Mxfp4Place)}
-        read_as = {name: place.read_as for name, place in self._quantized.items()}
+        read_as = {name: place.scheme.read_as for name, place in self._quantized.items()}
         self.dtypes = {**self.dtypes, **read_as}
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
@@ -41,11 +41,18 @@ class DequantizedTensors(StoredTensors):
             super().read_into(name, box, target)
             return
         for part in box.cut(_MAX_ELEMENTS):
-            values = torch.empty(part.size, dtype=STORED_DTYPES[place.dtype])
-            read_box(self._descriptor(place.file), place, part, values)
+            values = self._read_numbers(place, part)
             first, scales = self._scales(place, part)
             product = dequantized(values, scales, place.block, part.moved(first, (0, 0)).start)
             target[part.moved(box.start, (0, 0)).slices] = product
+
+    def _read_numbers(self, place: QuantizedPlace, box: Box) -> Tensor:
+        """The numbers of a box, which may begin or end inside a byte."""
+        inside = place.stored_box(box)
+        stored = torch.empty(inside.size, dtype=STORED_DTYPES[place.dtype])
+        read_box(self._descriptor(place.file), place.numbers, inside, stored)
+        begin = box.start[1] - inside.start[1] * place.scheme.per_byte
+        return unpacked(stored)[:, begin : begin + box.size[1]]
 
     def _read_blocks(self, place: Mxfp4Place, box: Box, target: Tensor) -> None:
         """Read `box` of a stack of matrices that are stored in MXFP4, transposed."""
@@ -66,7 +73,7 @@ class DequantizedTensors(StoredTensors):
             transposed[part.moved(stored.start, (0,) * len(part.start)).slices] = values
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the tensor is stored as 8-bit numbers."""
+        """Whether the tensor is stored as numbers with scales."""
         return name in self._quantized
 
     def as_stored(self, name: str, box: Box, values: Tensor) -> Tensor:
@@ -76,17 +83,26 @@ class DequantizedTensors(StoredTensors):
         offset = box.moved(begin, (0, 0)).start
         numbers = quantized(values, scales, STORED_DTYPES[place.dtype], place.block, offset)
         product = dequantized(numbers, scales, place.block, offset)
-        return product.to(DTYPES[place.read_as])
+        return product.to(DTYPES[place.scheme.read_as])
 
     def _scales(self, place: QuantizedPlace, box: Box) -> tuple[Shape, Tensor]:
         """Where the first block of `box` begins in the matrix, and the scales of its blocks."""
-        blocks = place.blocks_of(box)
-        scales = torch.empty(blocks.size, dtype=DTYPES[place.scale.dtype])
-        read_box(self._descriptor(place.scale.file), place.scale, blocks, scales)
+        blocks, names = place.blocks_of(box), place.scheme.scale_names(place.name)
+        scales = self._read_scales(place.scale, names[0], blocks)
+        if place.whole is not None:
+            whole = self._read_scales(place.whole, names[1], Box((0,), (1,)))
+            scales = scales / whole if place.scheme.divides else scales * whole
+        return place.elements_of(blocks).start, scales
+
+    def _read_scales(self, place: TensorPlace, name: str, box: Box) -> Tensor:
+        """A box of scales in float32."""
+        stored = torch.empty(box.size, dtype=STORED_DTYPES[place.dtype])
+        read_box(self._descriptor(place.file), place, box, stored)
+        scales = stored.float()
         good = scales.isfinite() & (scales > 0)
         if not good.all():
             raise ValueError(
-                f"{place.scale.file}: {place.scale_name} has a scale of {scales[~good][0]:g}; it "
-                "must be a finite number above 0"
+                f"{place.file}: {name} has a scale of {scales[~good][0]:g}; it must be a finite "
+                "number above 0"
             )
-        return place.elements_of(blocks).start, scales.float()
+        return scales

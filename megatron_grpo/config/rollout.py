@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from checkpoint_convert.quantization import Quantization
+from checkpoint_convert.quantization import EngineQuantization
 from megatron_grpo.config.section import Section
 
 MIN_TEMPERATURE = 0.01
@@ -83,7 +83,7 @@ class RolloutConfig(Section):
     """Seconds within which an engine must answer a health probe; otherwise it counts as lost."""
     stall_timeout: PositiveFloat = 120.0
     """Seconds within which an engine with requests must generate a token, or it counts as lost."""
-    quantization: Quantization = "none"
+    quantization: EngineQuantization = "none"
     """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
     128 x 128), `fp8_channel` or `int8` (a scale per row); `none`: in model.dtype."""
     quantization_aware: bool = False

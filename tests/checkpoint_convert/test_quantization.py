@@ -15,7 +15,8 @@ from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.quantization import scheme_of, with_scales
+from checkpoint_convert.quantization import scheme_of
+from checkpoint_convert.quantized_place import with_scales
 from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import open_weights, read_weights
 from helpers.conversions import assert_same, read_tensor, weights_of

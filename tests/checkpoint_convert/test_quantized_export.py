@@ -15,8 +15,8 @@ from checkpoint_convert.hf_export import create_export, write_weights
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.quantization import SCHEMES
-from checkpoint_convert.quantized_model import quantized_model
-from checkpoint_convert.quantized_shard import QuantizedShard, quantized_layout
+from checkpoint_convert.quantized_model import quantized_layout, quantized_model
+from checkpoint_convert.quantized_shard import QuantizedShard
 from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
 from checkpoint_convert.transfer import transfer
 from checkpoint_convert.verify import verify_weights
