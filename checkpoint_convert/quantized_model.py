@@ -10,11 +10,12 @@ from typing import Any
 
 from checkpoint_convert.families.description import Parameter
 from checkpoint_convert.families.ffn import ROUTER
+from checkpoint_convert.megatron import megatron_layout
 from checkpoint_convert.peft import WEIGHT
 from checkpoint_convert.quantization import Scheme, quantization_config, scheme_of
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.vllm import engine_parameters
-from parallel import Box, Layout, Shape, ShardMapping
+from parallel import Box, Layout, ParallelDims, Shape, ShardMapping
 
 _NUM_SHOWN = 8
 
@@ -91,6 +92,7 @@ def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> Quantiz
 
 
 def _fused(linear: list[Parameter]) -> dict[str, tuple[str, ...]]:
+    """`QuantizedModel.fused`: engines put more together than ranks do."""
     together: dict[str, dict[str, None]] = {}
     for each in linear:  # those of an engine's stack of experts are matrices of their own
         key = each.engine_name if not each.is_expert else ""
@@ -166,14 +168,22 @@ def quantized_layout(
     return Layout(shapes, (*pieces, *scales.values()), layout.zeros)
 
 
+def check_ranks(shape: ModelShape, dims: ParallelDims, model: QuantizedModel) -> None:
+    """Raise ValueError, like `quantized_layout`, if ranks could not export a quantised model."""
+    if model.scheme.whole:
+        for first in range(0, dims.world_size, dims.stage_size):
+            at = dims.coordinates(first)
+            layout = megatron_layout(shape, dims, at, transformer_engine=False)
+            quantized_layout(layout, model, at.tensor, dims.expert_place(at).tensor)
+
+
 def _divided(piece: ShardMapping, suffix: str, block: Shape) -> ShardMapping:
     """The piece of a tensor that has one element for each block of the piece's."""
     whole = (*piece.box.start, *piece.box.size, *piece.local_box.start)
     if any(n % size for n, size in zip(whole, 3 * block, strict=True)):
         raise ValueError(
-            f"quantization nvfp4: a rank has {list(piece.box.size)} of {piece.tensor}, from "
-            f"{list(piece.box.start)} on, and so parts of blocks of 16 columns: use fewer tensor "
-            "ranks, fp8_channel or int8"
+            f"quantization nvfp4: a rank has {list(piece.box.size)} of {piece.tensor}, which cuts "
+            "its blocks of 16 columns: use fewer tensor ranks, fp8_channel or int8"
         )
     assert not piece.axes, f"{piece.tensor} is stored as it is in the weight files"
     local, box = piece.local_box.over(block), piece.box.over(block)

@@ -109,8 +109,8 @@ def _with_scales(
     block, grid = scheme.block_in(place.shape), scheme.grid(place.shape)
     if scheme.whole and place.shape[1] % block[1]:
         raise ValueError(
-            f"{name}{scheme.numbers} in {place.file.name} has rows of {place.shape[1]} numbers; "
-            f"blocks of {block[1]} must divide them"
+            f"{name}{scheme.numbers} in {place.file.name} has rows of {place.shape[1]} numbers, "
+            f"of which blocks have {block[1]}: they must divide"
         )
     shapes: list[Shape] = [grid]
     if scheme.block[1] is None:  # a scale per tensor or row needs no second dimension
@@ -119,7 +119,7 @@ def _with_scales(
     require = f"blocks of {list(block)} in a matrix of {list(place.shape)} require {list(grid)}"
     _check_scale(*of_blocks, shapes, scheme.scale_dtypes, require)
     for each in whole:
-        _check_scale(*each, [(1,), ()], ("F32",), "one of a whole matrix has [1]")
+        _check_scale(*each, [(1,), ()], ("F32",), "that of a whole matrix has [1]")
     return QuantizedPlace(
         *(place.file, place.dtype, place.shape, place.offset, place.num_bytes),
         *(name, scheme, block, replace(of_blocks[1], shape=grid)),

@@ -103,7 +103,7 @@ def _from_fp4(values: Tensor) -> Tensor:
 
 
 def packed(numbers: Tensor) -> Tensor:
-    """Numbers [..., n] as they are stored: a byte has two of 4 bits, the first in its lower half."""
+    """Numbers [..., n] as stored: a byte has two of 4 bits, the first in its lower half."""
     if numbers.dtype != torch.uint8:
         return numbers
     return numbers[..., ::2] | numbers[..., 1::2] << 4

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from checkpoint_convert.quantization import EngineQuantization
 from megatron_grpo.config.section import Section
@@ -275,6 +282,17 @@ class RolloutConfig(Section):
                 "prefix cache, and rollout.router_replay true needs them: leave out one of the two"
             )
         return self
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _can_be_pushed(cls, value: object) -> object:
+        if value == "nvfp4":
+            raise ValueError(
+                "nvfp4 is for exports alone (train.export_quantization): after loading, vLLM "
+                "reorders such weights for its kernels, and none could be pushed: set it to fp8, "
+                "fp8_channel or int8"
+            )
+        return value
 
     @model_validator(mode="after")
     def _is_aware_of_something(self) -> Self:

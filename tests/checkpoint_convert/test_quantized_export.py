@@ -23,7 +23,7 @@ from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same, weights_of
 from helpers.models import tiny_model
-from helpers.quantized import is_quantized
+from helpers.quantized import NVFP4, is_quantized, nvfp4_weights
 from parallel import ParallelDims
 
 # Sizes of which blocks of 128 are parts, but not of what a tensor rank of 4 or 8 holds, which may
@@ -33,7 +33,7 @@ FAMILIES = {
     "qwen3": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
     "phi3": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
     "qwen3_moe": {"head_dim": 64, "num_key_value_heads": 4, "moe_intermediate_size": 128},
-    "deepseek_v3": {"q_lora_rank": 128, "moe_intermediate_size": 128},
+    "deepseek_v3": {"q_lora_rank": 128, "moe_intermediate_size": 128, "v_head_dim": 16},
 }
 CUTS = {
     "qwen3": [ParallelDims(tensor=8), ParallelDims(tensor=2, pipeline=2, data=2)],
@@ -75,6 +75,8 @@ def exports(checkpoints, tmp_path_factory):
 
 def quantized_at_once(plain: dict[str, Tensor], scheme: str) -> dict[str, Tensor]:
     """What the folder must hold, from whole tensors."""
+    if scheme == "nvfp4":
+        return nvfp4_weights(plain)
     dtype = torch.int8 if scheme == "int8" else torch.float8_e4m3fn
     suffix = "_scale_inv" if scheme == "fp8" else "_scale"
     found = {}
@@ -116,6 +118,11 @@ def test_compressed_tensors_reads_the_config_and_transformers_the_weights(export
     else:
         config = QuantizationConfig.model_validate(table)
         [group] = config.config_groups.values()
+        if scheme == "nvfp4":
+            own = {"observer", "zp_dtype"}
+            assert group.weights.model_dump(exclude=own) == NVFP4.weights.model_dump(exclude=own)
+            assert (group.input_activations, config.format) == (None, "nvfp4-pack-quantized")
+            return
         assert (group.weights.strategy, group.weights.dynamic) == ("channel", False)
         assert (group.input_activations.strategy, group.input_activations.dynamic) == (
             "token",
