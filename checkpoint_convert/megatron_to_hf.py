@@ -173,7 +173,15 @@ def export_checkpoint(
             create_folder(folder, config, shape, dtypes, max_shard_bytes, quantized)
             layout = file_layout(shape)
             places = as_laid_out(check_weights(folder, shape), layout)
+            passes = 1
             if quantized is not None and quantized.scheme.whole:
-                arguments = (weights, layout, places, quantized.fused, num_workers)
-                write_whole_scales(*arguments, lambda done, total: progress(0, total))
-            transfer_all(weights, layout, places, config, folder, num_workers, progress)
+                passes = 2
+                write_whole_scales(
+                    *(weights, layout, places, quantized.fused, num_workers),
+                    lambda done, total: progress(done, 2 * total),
+                )
+
+            def go_on(done: int, total: int) -> None:
+                progress((passes - 1) * total + done, passes * total)
+
+            transfer_all(weights, layout, places, config, folder, num_workers, go_on)

@@ -82,7 +82,8 @@ def _write_model(
     write_mtp_layers(partial, cfg.model.path, policy.shape, groups.rank, groups.dims.world_size)
     dist.all_reduce(written)  # also waits until all ranks have written
     if groups.rank == 0:
-        stored = stored_tensors(policy.shape, hf_dtypes(policy.shape, "F32", "F32"), model)
+        dtypes = hf_dtypes(policy.shape, NAMES[cfg.model.dtype], "F32")
+        stored = stored_tensors(policy.shape, dtypes, model)
         wanted = sum(prod(size) for _, size in stored.values())
         assert written == wanted, f"{int(written)} of the model's {wanted} elements were written"
 
