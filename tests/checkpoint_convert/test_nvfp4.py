@@ -29,12 +29,16 @@ from helpers.quantized import from_nvfp4, is_quantized, nvfp4, nvfp4_weights
 from parallel import Box, ParallelDims
 
 BLOCK = (1, 16)
-UP, DOWN = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
+PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
+
+
+def normal(rows, columns):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
 
 
 def hard_values():
     """Values of many sizes, zeros of both signs, ties, and a block far below the others."""
-    values = torch.randn(96, 64) * torch.logspace(-6, 2, 96)[:, None]
+    values = normal(96, 64) * torch.logspace(-6, 2, 96)[:, None]
     values[3], values[4, :16], values[5, ::2] = 0, -0.0, -0.0
     values[6, 0], values[6, 1:9] = 6, torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25])
     return values.bfloat16()
@@ -42,7 +46,7 @@ def hard_values():
 
 @pytest.mark.parametrize(
     "values",
-    [hard_values(), torch.zeros(2, 32), torch.full((2, 32), 1e-37), torch.randn(8, 32).half()],
+    [hard_values(), torch.zeros(2, 32), torch.full((2, 32), 1e-37), normal(8, 32).half()],
     ids=["hard", "zeros", "tiny", "half"],
 )
 def test_numbers_and_both_scales_are_those_of_compressed_tensors(values):
@@ -57,7 +61,7 @@ def test_numbers_and_both_scales_are_those_of_compressed_tensors(values):
 
 
 def test_weights_of_a_normal_distribution_change_by_a_tenth():
-    values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    values = normal(1024, 1024).bfloat16()
     [stored] = nvfp4([values])
     error = (from_nvfp4(stored).float() - values.float()).norm() / values.float().norm()
     assert error == pytest.approx(0.095, abs=0.001)
@@ -83,17 +87,14 @@ def folders(tmp_path_factory):
         renamed[name], renamed[f"{name}_scale"] = tensors["weight_packed"], tensors["weight_scale"]
         renamed[f"{name}_scale_2"] = inverse
         renamed[name.replace("weight", "input_scale")] = torch.tensor(0.1)
-    shape = quantized_model("nvfp4", read_shape(model), "BF16")
+    how = quantized_model("nvfp4", read_shape(model), "BF16")
     modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
     return {
         "model": saved(model, folder / "plain", plain),
-        "nvfp4": saved(model, folder / "stored", stored, shape.config),
+        "nvfp4": saved(model, folder / "stored", stored, how.config),
         "modelopt": saved(model, folder / "modelopt", renamed, modelopt),
         "read": saved(model, folder / "read", read),
     }
-
-
-PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 def saved(model, folder, weights, config=None):
@@ -155,6 +156,7 @@ def test_an_export_is_the_same_whatever_the_checkpoint_was_cut_for(folders, tmp_
 
 
 # Bad input.
+
 
 KEY = "model.layers.0.self_attn.k_proj.weight"
 
