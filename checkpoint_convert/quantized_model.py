@@ -159,7 +159,7 @@ def quantized_layout(
             shapes.pop(piece.local, None)
         for suffix, block in model.scheme.cut.items():
             pieces.append(_divided(piece, suffix, block))
-            shapes[piece.local + suffix] = Box.whole(layout.shapes[piece.local]).over(block).size
+            shapes[piece.local + suffix] = over(Box.whole(layout.shapes[piece.local]), block).size
         rank = expert_tensor_rank if piece.tensor in model.experts else tensor_rank
         for weight in model.fused[piece.tensor]:
             name, box = model.scale_name(weight), Box.whole(model.agreed_shape(weight))
@@ -186,5 +186,14 @@ def _divided(piece: ShardMapping, suffix: str, block: Shape) -> ShardMapping:
             "its blocks of 16 columns: use fewer tensor ranks, fp8_channel or int8"
         )
     assert not piece.axes, f"{piece.tensor} is stored as it is in the weight files"
-    local, box = piece.local_box.over(block), piece.box.over(block)
+    local, box = over(piece.local_box, block), over(piece.box, block)
     return ShardMapping(piece.local + suffix, local, piece.tensor + suffix, box, piece.is_replica)
+
+
+def over(box: Box, block: Shape) -> Box:
+    """The same part, of whole blocks, of a tensor that has an element for each."""
+    start, size = (
+        tuple(n // extent for n, extent in zip(each, block, strict=True))
+        for each in (box.start, box.size)
+    )
+    return Box(start, size)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from checkpoint_convert.formats.torch_dtypes import DTYPES, STORED_DTYPES
 from checkpoint_convert.hf_config import read_shape
-from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
+from checkpoint_convert.quantized_model import QuantizedModel, over, quantized_model
 from checkpoint_convert.quantizer import (
     block_maxima,
     dequantized,
@@ -133,7 +133,7 @@ class QuantizedShard(Mapping[str, Tensor]):
                 values, part.scales, self._dtype, part.block, part.start
             )
             if part.own is not None:
-                stored[name + scheme.suffix][part.here.over(part.block).slices] = part.own
+                stored[name + scheme.suffix][over(part.here, part.block).slices] = part.own
         return {**stored, name + scheme.numbers: packed(numbers)}
 
     def _parts(self, name: str, weight: Tensor) -> Iterator[_Part]:

@@ -59,14 +59,6 @@ class Box:
             tuple(a - o + t for a, o, t in zip(self.start, origin, target, strict=True)), self.size
         )
 
-    def over(self, block: Shape) -> "Box":
-        """The same part of a tensor that has an element for each block; of whole blocks."""
-        start, size = (
-            tuple(n // extent for n, extent in zip(each, block, strict=True))
-            for each in (self.start, self.size)
-        )
-        return Box(start, size)
-
     def cut(self, max_elements: int) -> "list[Box]":
         """Split the box into parts of at most `max_elements`, along its leading dimensions."""
         if self.num_elements <= max_elements:
