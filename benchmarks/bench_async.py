@@ -10,8 +10,8 @@ ranks waited for the engine; and the share of the time in which the engine had n
 Ideally a step takes as long as what the ranks or what the engine do in it, whichever is more.
 
 Beside it is what `megatron_grpo.planning.simulation` predicts, from the first kind of run alone:
-what the ranks need for a step, the lengths of completions, and the engine's seconds per forward
-pass. How long a prompt takes is measured before.
+what the ranks need for a step, what their core computes for requests meanwhile, the lengths of
+completions, and the engine's seconds per forward pass. How long a prompt takes is measured before.
 """
 
 import argparse
@@ -77,6 +77,8 @@ class Measured:
     push: float
     idle: float
     """Share of the time in which the engine had nothing to do."""
+    requests: float
+    """Of the ranks' core for what is neither training nor a push: requests, and their answers."""
     looks: list[Look]
     lengths: list[int]
 
@@ -107,11 +109,13 @@ def measured(run_dir: Path, steps: int, watch: Watch) -> Measured:
     waits = "wait_rollout" if any("time/wait_rollout" in each for each in records) else "generate"
     looks = watch.between(*window(run_dir, steps))
     rows = json_lines(run_dir / "completions.jsonl")
+    train, push = seconds("pack", "logprobs", "train"), seconds("push", "verify_weights")
     return Measured(
         step=seconds("step"),
         waits=seconds(waits),
-        train=seconds("pack", "logprobs", "train"),
-        push=seconds("push", "verify_weights"),
+        train=train,
+        push=push,
+        requests=(looks[-1].computed - looks[0].computed) / (steps - FIRST) - train - push,
         idle=idle_share(looks),
         looks=looks,
         lengths=[row["num_tokens"] for row in rows],
@@ -154,6 +158,7 @@ def predicted(runs: Sequence[Measured], token_seconds: float) -> Callable[[Mode]
         start_seconds=median(run.start for run in runs),
         train_seconds=median(run.train for run in runs),
         push_seconds=median(run.push for run in runs),
+        requests_seconds=median(run.requests for run in runs),
     )
     return lambda mode: simulate(loop, mode).seconds
 
@@ -205,7 +210,8 @@ def run(
         folder / f"logs_{run_dir.name}",
         token=engine.servers.token,
     )
-    with Watch(engine.servers.base_urls[0], engine.servers.token) as watch, job:
+    (core,) = os.sched_getaffinity(0)
+    with Watch(engine.servers.base_urls[0], engine.servers.token, core) as watch, job:
         ended = job.end(600)
     assert ended.exit_codes == [0], ended.output
     return measured(run_dir, arguments.steps, watch)

@@ -1,4 +1,4 @@
-"""Watches what an engine does while a run uses it: its tokens, and how many completions run."""
+"""Watches an engine while a run uses it: its tokens, how many completions run, the ranks' core."""
 
 import re
 import threading
@@ -10,6 +10,7 @@ from typing import Self
 
 import httpx
 import numpy as np
+import psutil
 
 from megatron_grpo.launch.run_dir import bearer
 
@@ -28,13 +29,16 @@ class Look:
     running: float
     generated: float
     """Tokens since its start."""
+    computed: float
+    """Seconds that the ranks' core has computed since the machine's start."""
 
 
 class Watch:
-    """Looks at an engine while the block runs."""
+    """Looks at an engine, and at the core of the ranks, while the block runs."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str, core: int) -> None:
         self.looks: list[Look] = []
+        self._core = core
         self._http = httpx.Client(base_url=url, headers=bearer(token), trust_env=False)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -56,7 +60,8 @@ class Watch:
         while not self._over.wait(INTERVAL):
             page = self._http.get("/metrics", timeout=10).text
             values = (float(each.findall(page)[0]) for each in (RUNNING, GENERATED))
-            self.looks.append(Look(time.time(), *values))
+            core = psutil.cpu_times(percpu=True)[self._core]
+            self.looks.append(Look(time.time(), *values, core.user + core.system))
 
 
 def idle_share(looks: Sequence[Look]) -> float:

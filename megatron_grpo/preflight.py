@@ -28,7 +28,7 @@ from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.kernels import check_attention, check_cpu_kernels
+from megatron_grpo.engines.kernels import check_cpu_kernels, check_served
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments
 from megatron_grpo.engines.vllm.args import check_adapters
@@ -143,20 +143,9 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
     """Raise ValueError if the engines cannot split the model, be started, reached or used."""
     rollout = cfg.rollout
     check_engine_dims(shape, engine_dims(rollout))
-    if rollout.router_replay and shape.moe is None:
-        raise ValueError(
-            "rollout.router_replay true needs a mixture of experts, and this model is dense: leave "
-            "it out"
-        )
-    check_attention(rollout.engine, shape)
-    kind = "linear" if shape.linear else "sparse" if shape.indexer else None
-    if kind and not rollout.recompute_kv_cache:
-        raise ValueError(
-            f"rollout.recompute_kv_cache false is not supported for a model with {kind} attention: "
-            "leave it out"
-        )
-    check_shared_prompts(cfg.grpo, shape)
+    check_served(rollout, shape)
     check_drafts(cfg, shape)
+    check_shared_prompts(cfg.grpo, shape)
     for url in rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
     if not rollout.base_urls:

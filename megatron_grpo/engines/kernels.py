@@ -1,4 +1,4 @@
-"""Which models engines have kernels for, here and at all."""
+"""What engines can do with a model, here and at all."""
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.families import FAMILIES
@@ -20,6 +20,22 @@ def num_gpus() -> int:
     import torch  # takes seconds, and checks of config do not need it
 
     return torch.cuda.device_count()
+
+
+def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError if `rollout` asks for what engines cannot do with such a model."""
+    if rollout.router_replay and shape.moe is None:
+        raise ValueError(
+            "rollout.router_replay true needs a mixture of experts, and this model is dense: leave "
+            "it out"
+        )
+    check_attention(rollout.engine, shape)
+    kind = "linear" if shape.linear else "sparse" if shape.indexer else None
+    if kind and not rollout.recompute_kv_cache:
+        raise ValueError(
+            f"rollout.recompute_kv_cache false is not supported for a model with {kind} attention: "
+            "leave it out"
+        )
 
 
 def check_attention(engine: str, shape: ModelShape) -> None:

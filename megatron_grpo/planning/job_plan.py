@@ -9,6 +9,8 @@ from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.reward import count_gpus, served_here
+from megatron_grpo.engines.drafts import check_drafts
+from megatron_grpo.engines.kernels import check_served
 from megatron_grpo.launch.launch import check_engine_size, place
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.host import HostUse, host_use
@@ -140,6 +142,8 @@ def plan_job(
     check_divisible(shape, cfg.dims)
     check_lora(cfg.lora, shape, cfg.dims.tensor)
     check_shared_prompts(cfg.grpo, shape)
+    check_served(cfg.rollout, shape)
+    check_drafts(cfg, shape)
     engine = engine_bytes(cfg, shape, card)
     num_gpus = num_gpus or min_gpus(cfg, card, engine)
     is_shared = shares_gpus(cfg, card, num_gpus)

@@ -59,6 +59,11 @@ class Loop:
     """Until an idle engine has its requests and computes."""
     train_seconds: float
     push_seconds: float
+    requests_seconds: float = 0.0
+    """What rank 0 computes for the requests of a generation, on the core on which it trains.
+
+    A run that waits for each generation does so meanwhile.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +178,7 @@ def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Fore
     engines = [Engine(loop) for _ in range(loop.num_engines)]
     now = began = busy = 0.0
     asked = 0
+    train_seconds = loop.train_seconds + (loop.requests_seconds if mode.max_staleness else 0.0)
     for generation in range(first + count):
         if generation == first:
             began, busy = now, sum(engine.busy for engine in engines)
@@ -180,7 +186,7 @@ def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Fore
         asked = _ask(loop, engines, now, range(asked, in_flight + 1))
         now = _finished(engines, generation, now)
         asked = _ask(loop, engines, now, range(asked, generation + mode.max_staleness + 1))
-        now += loop.train_seconds
+        now += train_seconds
         if not mode.in_flight:
             now = _finished(engines, asked - 1, now)
         for engine in engines:
@@ -193,7 +199,7 @@ def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Fore
         seconds=took / count,
         tokens_per_second=tokens / took,
         engines_busy=(sum(engine.busy for engine in engines) - busy) / took / loop.num_engines,
-        trainer_busy=loop.train_seconds * count / took,
+        trainer_busy=train_seconds * count / took,
         staleness_mean=sum(each.lag[i] for each in engines for i in measured) / tokens,
         staleness_max=max(each.max_lag[i] for each in engines for i in measured),
     )

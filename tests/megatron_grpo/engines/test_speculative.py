@@ -43,7 +43,7 @@ def models(tmp_path_factory):
     return [model(tmp_path_factory.mktemp("model") / str(seed), seed) for seed in range(2)]
 
 
-@pytest.fixture(scope="module", params=DRAFTERS)
+@pytest.fixture(scope="module", params=["mtp", pytest.param("ngram", marks=pytest.mark.slow)])
 def drafting(request, models, tmp_path_factory):
     """An engine that drafts."""
     table = {"speculative_config": DRAFTERS[request.param]}
