@@ -173,15 +173,9 @@ def export_checkpoint(
             create_folder(folder, config, shape, dtypes, max_shard_bytes, quantized)
             layout = file_layout(shape)
             places = as_laid_out(check_weights(folder, shape), layout)
-            passes = 1
+            before = 0
             if quantized is not None and quantized.scheme.whole:
-                passes = 2
-                write_whole_scales(
-                    *(weights, layout, places, quantized.fused, num_workers),
-                    lambda done, total: progress(done, 2 * total),
+                before = write_whole_scales(
+                    weights, layout, places, quantized.fused, num_workers, progress
                 )
-
-            def go_on(done: int, total: int) -> None:
-                progress((passes - 1) * total + done, passes * total)
-
-            transfer_all(weights, layout, places, config, folder, num_workers, go_on)
+            transfer_all(weights, layout, places, config, folder, num_workers, progress, before)

@@ -155,11 +155,14 @@ def quantized_layout(
         if piece.tensor not in model.matrices:
             pieces.append(piece)
             continue
-        if model.scheme.numbers:
+        if not model.scheme.whole:
+            pieces.append(piece)
+        else:
             shapes.pop(piece.local, None)
-        for suffix, block in model.scheme.cut.items():
-            pieces.append(_divided(piece, suffix, block))
-            shapes[piece.local + suffix] = over(Box.whole(layout.shapes[piece.local]), block).size
+            size = Box.whole(layout.shapes[piece.local])
+            for suffix, block in model.scheme.cut.items():
+                pieces.append(_divided(piece, suffix, block))
+                shapes[piece.local + suffix] = over(size, block).size
         rank = expert_tensor_rank if piece.tensor in model.experts else tensor_rank
         for weight in model.fused[piece.tensor]:
             name, box = model.scale_name(weight), Box.whole(model.agreed_shape(weight))

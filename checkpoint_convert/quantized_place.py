@@ -89,6 +89,10 @@ def with_scales(
                         f"{name} in {place.file.name} is {place.dtype}: its numbers "
                         f"must be in {name}{scheme.numbers}"
                     )
+                if scheme.numbers and weight in places:
+                    raise ValueError(
+                        f"{weight} in {places[weight].file.name} is stored twice: also as {name}"
+                    )
                 found[weight] = _with_scales(weight, found[weight], scales, scheme)
             except ValueError as error:
                 faults.append(str(error))

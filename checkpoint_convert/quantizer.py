@@ -18,7 +18,7 @@ _MOST = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the lower three bits of a number of 4 bits (E2M1) stand for; the fourth is its sign."""
 # Between two of these, ties go to the even one: at the first bounds down, at the others up.
-_TIES_DOWN, _TIES_UP = torch.tensor([0.25, 1.25, 2.5, 5.0]), torch.tensor([0.75, 1.75, 3.5])
+_TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 
 
 def block_maxima(values: Tensor, block: Shape, offset: Shape = (0, 0)) -> Tensor:
@@ -45,8 +45,13 @@ def scales_of(maxima: Tensor, dtype: torch.dtype) -> Tensor:
 
     A block of zeros has a scale, too, as a scale of zero would be no number to divide by.
     """
-    scales = maxima.float() / _LARGEST[dtype]
+    scales = _over(maxima, _LARGEST[dtype])
     return torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
+
+
+def _over(values: Tensor, divisor: float) -> Tensor:
+    """The quotients on any device: by a number, CUDA would multiply by its rounded reciprocal."""
+    return values.float() / torch.tensor(divisor, device=values.device)
 
 
 def whole_scale(maximum: Tensor) -> Tensor:
@@ -61,7 +66,7 @@ def relative_scales(maxima: Tensor, whole: Tensor) -> Tensor:
 
     Those that would be zero are an eighth, as compressed-tensors has it.
     """
-    limited = (whole * (maxima.float() / _LARGEST[torch.uint8])).clamp_(max=448.0)
+    limited = (whole * _over(maxima, _LARGEST[torch.uint8])).clamp_(max=448.0)
     rounded = limited.to(torch.float8_e4m3fn).float()
     return torch.where(rounded == 0, 0.125, rounded).to(torch.float8_e4m3fn)
 
@@ -73,7 +78,8 @@ def quantized(
 
     `scales` are those of the blocks that the values reach into; `offset` is as of `dequantized`.
     """
-    divided = values.float() / _spread(scales, tuple(values.shape), block, offset)
+    numbers, divisors = _paired(values.float(), scales, block, offset)
+    divided = (numbers / divisors).view(values.shape)
     if dtype == torch.uint8:
         return _to_fp4(divided)
     limited = divided.clamp_(*_MOST[dtype])
@@ -81,10 +87,12 @@ def quantized(
 
 
 def _to_fp4(values: Tensor) -> Tensor:
-    sizes, device = values.abs(), values.device
-    code = torch.bucketize(sizes, _TIES_DOWN.to(device), out_int32=True)
-    code += torch.bucketize(sizes, _TIES_UP.to(device), out_int32=True, right=True)
-    return (code + 8 * (values < 0)).to(torch.uint8)
+    sizes, code = values.abs(), (values < 0).to(torch.uint8) << 3
+    for bound in _TIES_DOWN:
+        code += sizes > bound
+    for bound in _TIES_UP:
+        code += sizes >= bound
+    return code
 
 
 def dequantized(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> Tensor:
@@ -94,7 +102,9 @@ def dequantized(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> 
     of 100, the first 28 rows have the scales of row 0, the next 128 those of row 1.
     """
     numbers = _from_fp4(values) if values.dtype == torch.uint8 else values.float()
-    return numbers.mul_(_spread(scales, tuple(values.shape), block, offset))
+    products, factors = _paired(numbers, scales, block, offset)
+    products.mul_(factors)
+    return numbers
 
 
 def _from_fp4(values: Tensor) -> Tensor:
@@ -125,10 +135,14 @@ def dequantized_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Ten
     return torch.ldexp(_from_fp4(unpacked(blocks)), exponents).flatten(-2).to(dtype)
 
 
-def _spread(scales: Tensor, shape: Shape, block: Shape, offset: Shape) -> Tensor:
-    """The scales of all elements, or what is broadcast to those."""
+def _paired(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> tuple[Tensor, Tensor]:
+    """A view of values [r, c] and the scales of its elements, or what is broadcast to those."""
+    rows, columns = values.shape
+    if block[0] == 1 and scales.shape == (rows, columns / block[1]):  # whole blocks
+        return values.unflatten(1, (-1, block[1])), scales[..., None]
     for dim in range(2):
         if scales.shape[dim] > 1:  # a single one is broadcast
-            elements = torch.arange(offset[dim], offset[dim] + shape[dim], device=scales.device)
+            first = offset[dim]
+            elements = torch.arange(first, first + values.shape[dim], device=scales.device)
             scales = scales.index_select(dim, elements // block[dim])
-    return scales
+    return values, scales

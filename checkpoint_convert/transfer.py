@@ -166,6 +166,11 @@ def transfer(
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
 
 
+def num_bytes_of(places: Mapping[str, TensorPlace]) -> int:
+    """Bytes of all values, as they are read."""
+    return sum(prod(place.shape) * ITEM_SIZES[unquantized(place)] for place in places.values())
+
+
 def unquantized(place: TensorPlace) -> str:
     """The dtype of the values of a tensor, as they are read and before they are quantised."""
     return place.scheme.read_as if isinstance(place, QuantizedPlace) else place.dtype

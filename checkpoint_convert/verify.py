@@ -101,14 +101,16 @@ def _stored_alike(
 ) -> tuple[Tensor, Tensor]:
     """The values of both sides, as the quantised one stores them if the other is not.
 
-    Then zeros have no sign: of NVFP4, a negative number that is rounded to zero has one, zero none.
+    Then zeros of NVFP4 have no sign: a negative number that is rounded to zero has one, zero none.
     """
-    first, second = (_quantized(side, part.tensor) for side in sides)
-    if first is not None and second is None:
-        b = first.as_stored(part.tensor, part.box, b)
-    if second is not None and first is None:
-        a = second.as_stored(part.tensor, part.box, a)
-    return (a, b) if (first is None) == (second is None) else (a + 0.0, b + 0.0)
+    match [_quantized(side, part.tensor) for side in sides]:
+        case [DequantizedTensors() as tensors, None]:
+            b = tensors.as_stored(part.tensor, part.box, b)
+        case [None, DequantizedTensors() as tensors]:
+            a = tensors.as_stored(part.tensor, part.box, a)
+        case _:
+            return a, b
+    return (a + 0.0, b + 0.0) if tensors.scheme(part.tensor).whole else (a, b)
 
 
 def _quantized(side: Weights, name: str) -> DequantizedTensors | None:

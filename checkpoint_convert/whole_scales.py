@@ -6,9 +6,10 @@ one scale. So all values are read once before any is quantised.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import isfinite
 
 import torch
-from torch import Tensor
 
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
 from checkpoint_convert.formats.tensor_io import write_box
@@ -20,6 +21,7 @@ from checkpoint_convert.transfer import (
     SHARE_BYTES,
     add_bytes,
     in_reading_order,
+    num_bytes_of,
     run_tasks,
     unquantized,
 )
@@ -34,17 +36,20 @@ def write_whole_scales(
     fused: Mapping[str, Sequence[str]],
     num_workers: int,
     progress: Progress,
-) -> None:
-    """Write those of the `places` that have one; arguments as of `transfer`.
+) -> int:
+    """Write those of the `places` that have one; arguments as of `transfer`, which is to follow.
 
-    `fused` gives for each weight all that share its scale, itself included. Raises ValueError for a
-    weight that is not finite.
+    `fused` gives for each weight all that share its scale, itself included. `progress` counts the
+    bytes of both; those of this one are returned. Raises ValueError for a weight that is not
+    finite.
     """
     scaled = {
         name: (place, place.whole)
         for name, place in places.items()
         if isinstance(place, QuantizedPlace) and place.whole is not None
     }
+    num_bytes = num_bytes_of({name: place for name, (place, _) in scaled.items()})
+    total = num_bytes + num_bytes_of(places)
     shapes = {name: place.shape for name, (place, _) in scaled.items()}
     parts = Layout.of_parts(shapes, PART_BYTES // max(ITEM_SIZES.values()))
     rows = RowCache(weights.tensors, weights.layout.shapes)
@@ -53,25 +58,25 @@ def write_whole_scales(
     def size_of(part: ShardMapping) -> int:
         return part.box.num_elements * ITEM_SIZES[unquantized(places[part.tensor])]
 
-    def maxima_of(share: Sequence[ShardMapping]) -> list[tuple[str, Tensor]]:
+    def maxima_of(share: Sequence[ShardMapping]) -> list[tuple[str, float]]:
         found = []
         for part in share:
             values = torch.empty(part.box.size, dtype=DTYPES[unquantized(places[part.tensor])])
             loader.fill(part.local, values)
-            found.append((part.tensor, values.abs().amax().float()))
+            found.append((part.tensor, float(values.abs().amax())))
             add_bytes(values.nbytes)
         return found
 
-    num_bytes = sum(map(size_of, parts.pieces))
     in_order = in_reading_order(parts.pieces, weights, loader)
     shares = list(in_groups(in_order, size_of, SHARE_BYTES))
-    maxima: dict[str, list[Tensor]] = defaultdict(list)
-    for found in run_tasks(maxima_of, shares, num_workers, lambda done: progress(done, num_bytes)):
-        for name, maximum in found:
-            maxima[name].append(maximum)
-    for name, (_, place) in scaled.items():
-        largest = torch.stack([each for other in fused[name] for each in maxima[other]]).amax()
-        if not largest.isfinite():
+    maxima: dict[str, float] = defaultdict(float)
+    found = run_tasks(maxima_of, shares, num_workers, lambda done: progress(done, total))
+    for name, maximum in chain.from_iterable(found):
+        if not isfinite(maximum):
             raise ValueError(f"{name} has values that are not finite: it cannot be quantised")
+        maxima[name] = max(maxima[name], maximum)
+    for name, (_, place) in scaled.items():
+        largest = torch.tensor(max(maxima[other] for other in fused[name]))
         with place.file.open("r+b", buffering=0) as file:
             write_box(file.fileno(), place, Box((0,), (1,)), whole_scale(largest))
+    return num_bytes

@@ -9,12 +9,15 @@ from checkpoint_convert.formats.safetensors_file import TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors, read_box
 from checkpoint_convert.formats.torch_dtypes import DTYPES, STORED_DTYPES
 from checkpoint_convert.mxfp4 import BLOCK, Mxfp4Place
+from checkpoint_convert.quantization import Scheme
 from checkpoint_convert.quantized_place import QuantizedPlace
 from checkpoint_convert.quantizer import dequantized, dequantized_mxfp4, quantized, unpacked
 from parallel import Box, Shape
 
 # Products are made of so many elements at a time: 4 MiB in float32.
 _MAX_ELEMENTS = 1 << 20
+_MOST_ROUNDED = 1.5
+"""By how much a scale may be too small since it was rounded: the smallest of FP8."""
 
 
 class DequantizedTensors(StoredTensors):
@@ -32,7 +35,7 @@ class DequantizedTensors(StoredTensors):
         self.dtypes = {**self.dtypes, **read_as}
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """See `TensorSource`; raises ValueError for a scale that is no finite number above 0."""
+        """See `TensorSource`; raises ValueError for a scale that cannot be."""
         if name in self._blocks:
             self._read_blocks(self._blocks[name], box, target)
             return
@@ -76,33 +79,50 @@ class DequantizedTensors(StoredTensors):
         """Whether the tensor is stored as numbers with scales."""
         return name in self._quantized
 
+    def scheme(self, name: str) -> Scheme:
+        """How a quantised tensor is."""
+        return self._quantized[name].scheme
+
     def as_stored(self, name: str, box: Box, values: Tensor) -> Tensor:
-        """What would be read of `box` of a quantised matrix if `values` were stored there."""
+        """What would be read of `box` of a quantised matrix if `values` were stored there.
+
+        Those that are too large for the scales of their blocks stay as they are.
+        """
         place = self._quantized[name]
         begin, scales = self._scales(place, box)
         offset = box.moved(begin, (0, 0)).start
-        numbers = quantized(values, scales, STORED_DTYPES[place.dtype], place.block, offset)
-        product = dequantized(numbers, scales, place.block, offset)
-        return product.to(DTYPES[place.scheme.read_as])
+
+        def read(values: Tensor) -> Tensor:
+            numbers = quantized(values, scales, STORED_DTYPES[place.dtype], place.block, offset)
+            return dequantized(numbers, scales, place.block, offset)
+
+        largest = read(torch.full_like(values, torch.inf))
+        fits = values.abs() <= _MOST_ROUNDED * largest
+        return torch.where(fits, read(values), values).to(DTYPES[place.scheme.read_as])
 
     def _scales(self, place: QuantizedPlace, box: Box) -> tuple[Shape, Tensor]:
         """Where the first block of `box` begins in the matrix, and the scales of its blocks."""
         blocks, names = place.blocks_of(box), place.scheme.scale_names(place.name)
-        scales = self._read_scales(place.scale, names[0], blocks)
+        scales = self._read_scales(place.scale, names[0], blocks, bool(place.scheme.whole))
         if place.whole is not None:
-            whole = self._read_scales(place.whole, names[1], Box((0,), (1,)))
+            whole = self._read_scales(place.whole, names[1], Box((0,), (1,)), False)
             scales = scales / whole if place.scheme.divides else scales * whole
+            if not scales.isfinite().all():
+                raise ValueError(
+                    f"{place.file}: {names[0]} and {names[1]} make a scale that is not finite"
+                )
         return place.elements_of(blocks).start, scales
 
-    def _read_scales(self, place: TensorPlace, name: str, box: Box) -> Tensor:
-        """A box of scales in float32."""
+    def _read_scales(self, place: TensorPlace, name: str, box: Box, may_be_zero: bool) -> Tensor:
+        """A box of scales in float32; in FP8, those of small blocks are rounded to zero."""
         stored = torch.empty(box.size, dtype=STORED_DTYPES[place.dtype])
         read_box(self._descriptor(place.file), place, box, stored)
         scales = stored.float()
-        good = scales.isfinite() & (scales > 0)
+        good = scales.isfinite() & (scales >= 0 if may_be_zero else scales > 0)
         if not good.all():
+            least = "from 0" if may_be_zero else "above 0"
             raise ValueError(
                 f"{place.file}: {name} has a scale of {scales[~good][0]:g}; it must be a finite "
-                "number above 0"
+                f"number {least}"
             )
         return scales
