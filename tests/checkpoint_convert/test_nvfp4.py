@@ -1,7 +1,9 @@
 """NVFP4 against compressed-tensors: numbers, scales, and what folders in it are read as."""
 
 import json
+import os
 import re
+import resource
 import shutil
 
 import pytest
@@ -25,7 +27,7 @@ from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same, bytes_of, read_tensor, weights_of
 from helpers.models import tiny_model
-from helpers.quantized import from_nvfp4, is_quantized, nvfp4, nvfp4_weights
+from helpers.quantized import E4M3, from_nvfp4, is_quantized, nvfp4, nvfp4_weights
 from parallel import Box, ParallelDims
 
 BLOCK = (1, 16)
@@ -155,10 +157,67 @@ def test_an_export_is_the_same_whatever_the_checkpoint_was_cut_for(folders, tmp_
     assert_same(weights_of(tmp_path / "read"), weights_of(folders["read"]))
 
 
-# Bad input.
+@pytest.fixture
+def few_descriptors():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 30, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_an_export_of_many_parts_needs_few_open_files(
+    folders, tmp_path, monkeypatch, few_descriptors
+):
+    monkeypatch.setattr("checkpoint_convert.whole_scales.PART_BYTES", 1 << 13)
+    progress = []
+    import_checkpoint(folders["model"], tmp_path / "in", ParallelDims())
+    export_checkpoint(
+        *(tmp_path / "in", tmp_path / "out"),
+        quantization="nvfp4",
+        progress=lambda *both: progress.append(both),
+    )
+    assert_same(weights_of(tmp_path / "out"), weights_of(folders["nvfp4"]))
+    [total] = {total for _, total in progress}
+    done = [done for done, _ in progress]
+    assert done == sorted(done) and done[-1] == total
+
+
+def changed(folder, out, values):
+    """A copy with some of its tensors replaced, or without them."""
+    shutil.copytree(folder, out)
+    weights = {n: each for n, each in (weights_of(out) | values).items() if each is not None}
+    save_file(weights, out / "model.safetensors")
+    return out
 
 
 KEY = "model.layers.0.self_attn.k_proj.weight"
+
+
+def test_a_block_whose_scale_is_zero_is_read_as_zeros(folders, tmp_path):
+    scales = weights_of(folders["nvfp4"])[f"{KEY}_scale"]
+    scales.view(torch.uint8)[3, 1] = 0
+    read = weights_of(folders["read"])[KEY]
+    read[3, 16:32] = 0
+    folder = changed(folders["nvfp4"], tmp_path / "zero", {f"{KEY}_scale": scales})
+    tensors = DequantizedTensors(check_weights(folder, read_shape(folder)))
+    found = read_tensor(tensors, KEY, Box((0, 0), tuple(read.shape)))
+    assert torch.equal(found, read)
+    assert verify_weights(folder, changed(folders["read"], tmp_path / "read", {KEY: read})) == []
+    [difference] = verify_weights(folder, folders["read"])
+    assert (difference.tensor, difference.num_different) == (KEY, 16)
+
+
+def test_verify_tells_numbers_that_are_all_the_largest(folders, tmp_path):
+    stored = weights_of(folders["nvfp4"])
+    numbers, scale = stored[f"{KEY}_packed"] | 0x77, stored[f"{KEY}_global_scale"] * 1e8
+    values = {f"{KEY}_packed": numbers, f"{KEY}_global_scale": scale}
+    folder = changed(folders["nvfp4"], tmp_path / "bad", values)
+    [difference] = verify_weights(folder, folders["model"])
+    assert difference.tensor == KEY
+
+
+# Bad input.
 
 
 @pytest.mark.parametrize(
@@ -171,18 +230,20 @@ KEY = "model.layers.0.self_attn.k_proj.weight"
         ("", torch.ones(32, 32).byte(), f"{KEY} in model.safetensors is U8: its numbers must be"),
         ("_global_scale", torch.zeros(1), "_global_scale has a scale of 0; it must be a finite"),
         ("_global_scale", torch.tensor([torch.nan]), "has a scale of nan; it must be a finite"),
-        ("_scale", torch.zeros(32, 4).to(torch.float8_e4m3fn), "_scale has a scale of 0; it must"),
+        ("_global_scale", torch.tensor([1e-40]), "_global_scale make a scale that is not finite"),
+        ("_scale", torch.full((32, 4), torch.nan).to(E4M3), "a finite number from 0"),
+        ("_scale", torch.full((32, 4), -1.0).to(E4M3), "a finite number from 0"),
+        ("", torch.ones(32, 64).bfloat16(), f"{KEY} in model.safetensors is stored twice: also as"),
     ],
-    ids=["missing", "two", "dtype", "columns", "unpacked", "zero", "nan", "block of zero"],
+    ids=[
+        *("missing", "two", "dtype", "columns", "unpacked", "zero", "nan"),
+        *("tiny", "block of nan", "block below zero", "twice"),
+    ],
 )
 def test_what_cannot_be_read_is_refused_by_name(folders, tmp_path, name, value, message):
-    shutil.copytree(folders["nvfp4"], tmp_path / "bad")
-    weights = weights_of(tmp_path / "bad")
-    del weights[KEY + (name or "_packed")]
-    weights |= {} if value is None else {KEY + name: value}
-    save_file(weights, tmp_path / "bad" / "model.safetensors")
+    folder = changed(folders["nvfp4"], tmp_path / "bad", {KEY + name: value})
     with pytest.raises(ValueError, match=re.escape(message)):
-        import_checkpoint(tmp_path / "bad", tmp_path / "out", ParallelDims())
+        import_checkpoint(folder, tmp_path / "out", ParallelDims())
 
 
 def test_what_cannot_be_written_is_refused_by_name(tmp_path, folders):
