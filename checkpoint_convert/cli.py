@@ -64,8 +64,8 @@ Dtype = Annotated[
 Quantized = Annotated[
     Quantization,
     typer.Option(
-        help="Quantise linear layers to 8 bits: FP8 in blocks of 128 x 128 (DeepSeek's), or FP8 or "
-        "INT8 with a scale per row (compressed-tensors)."
+        help="Quantise linear layers: to FP8 in blocks of 128 x 128 (DeepSeek's), to FP8 or INT8 "
+        "with a scale per row, or to NVFP4, 4 bits in blocks of 16 (compressed-tensors)."
     ),
 ]
 Workers = Annotated[int, _size("--workers", "Number of worker processes.")]

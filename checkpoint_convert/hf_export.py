@@ -45,7 +45,7 @@ def create_export(
     """Create a Hugging Face folder whose weights are zeros of `dtype`; one process calls this.
 
     Everything but the weights is copied from `source_folder`, with the dtype in config.json
-    adjusted. The weights that are `quantized` are of 8 bits, with scales. `folder` is empty or does
+    adjusted. Weights that are `quantized` have 8 or 4 bits, and scales. `folder` is empty or does
     not exist yet. A weight file exceeds `max_shard_bytes` only when a single tensor does. Raises
     ValueError when the disk is too full.
     """

@@ -31,6 +31,7 @@ from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.sidecar import copy_sidecar_files, main_dtype, model_config
 from checkpoint_convert.weights import Progress, as_laid_out, in_groups, open_weights
+from checkpoint_convert.whole_scales import write_whole_scales
 from parallel import Shape
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -52,8 +53,8 @@ def stored_tensors(
     for name, size in file_tensors(shape).items():
         stored[name] = of_files[name], size
         if quantized is not None and name in quantized.matrices:
-            stored[name] = quantized.scheme.dtype, size
-            stored[quantized.scale_name(name)] = "F32", quantized.scheme.grid(size)
+            del stored[name]
+            stored |= quantized.scheme.stored(name, size)
     return stored
 
 
@@ -121,7 +122,7 @@ def _towers(
         ) from error
     if others and quantized is not None:
         raise ValueError(
-            f"{source_folder} has other towers beside that of text, with which weights of 8 bits "
+            f"{source_folder} has other towers beside that of text, with which quantised weights "
             "are not supported: leave the quantization out"
         )
     return names, others
@@ -173,4 +174,9 @@ def export_checkpoint(
             create_folder(folder, config, shape, dtypes, max_shard_bytes, quantized)
             layout = file_layout(shape)
             places = as_laid_out(check_weights(folder, shape), layout)
-            transfer_all(weights, layout, places, config, folder, num_workers, progress)
+            before = 0
+            if quantized is not None and quantized.scheme.whole:
+                before = write_whole_scales(
+                    weights, layout, places, quantized.fused, num_workers, progress
+                )
+            transfer_all(weights, layout, places, config, folder, num_workers, progress, before)

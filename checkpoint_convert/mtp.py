@@ -9,14 +9,13 @@ the model instead.
 import re
 from collections.abc import Mapping
 from contextlib import closing
-from math import prod
 from pathlib import Path
 
 from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.hf_folder import mtp_tensors
-from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
+from checkpoint_convert.formats.safetensors_file import TensorPlace
 from checkpoint_convert.shape import ModelShape
-from checkpoint_convert.transfer import transfer, unquantized
+from checkpoint_convert.transfer import num_bytes_of, transfer
 from checkpoint_convert.weights import Progress, Weights
 from parallel import Layout, Shape
 
@@ -54,18 +53,21 @@ def transfer_all(
     folder: Path,
     num_workers: int,
     progress: Progress,
+    before: int = 0,
 ) -> None:
-    """`transfer` weights into an export `folder`, and then these layers of `source`."""
+    """`transfer` weights into an export `folder`, and then these layers of `source`.
+
+    `before` are the bytes that `progress` has counted already.
+    """
     room = mtp_tensors(folder, weights.shape)
-    further, own = _num_bytes(room), _num_bytes(places)
-    transfer(weights, layout, places, num_workers, lambda done, _: progress(done, own + further))
+    further = before + num_bytes_of(places)
+    total = further + num_bytes_of(room)
+    transfer(
+        *(weights, layout, places, num_workers), lambda done, _: progress(before + done, total)
+    )
     if room:
         with closing(open_mtp_layers(source, weights.shape, folder)) as mtp:
             transfer(
                 *(mtp, mtp.layout, room, num_workers),
-                lambda done, _: progress(own + done, own + further),
+                lambda done, _: progress(further + done, total),
             )
-
-
-def _num_bytes(places: Mapping[str, TensorPlace]) -> int:
-    return sum(prod(place.shape) * ITEM_SIZES[unquantized(place)] for place in places.values())

@@ -1,16 +1,16 @@
 """Quantised weights: which scheme a folder follows, and which scale belongs to which weight.
 
-A quantised matrix holds 8-bit numbers; each is multiplied by the scale of its block. Needs no
-torch: `formats/dequantized.py` computes.
+A quantised matrix holds numbers of 8 or 4 bits; each is multiplied by the scale of its block. Those
+of NVFP4 are FP8 numbers themselves, relative to a scale of the whole matrix. Needs no torch:
+`formats/dequantized.py` computes.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from checkpoint_convert.formats.safetensors_file import TensorPlace
-from parallel import Box, Shape
+from parallel import Shape
 
 MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt says how weights are quantised, in folders whose config.json does not."""
@@ -20,14 +20,20 @@ SCALE_DTYPES = ("F32", "BF16", "F16")
 # The extents of a block; None: all of that dimension.
 Block = tuple[int | None, int | None]
 _STRATEGIES: dict[str, Block] = {"tensor": (None, None), "channel": (1, None)}
-_MODELOPT = {"FP8": "tensor", "FP8_PER_CHANNEL_PER_TOKEN": "channel"}
-_COMPRESSED = {"float-quantized": ("F8_E4M3", "float"), "int-quantized": ("I8", "int")}
-# What engines need beside the weights: they quantise activations, and keys and values.
-_OF_ACTIVATIONS = (
-    *(".input_scale", ".output_scale", ".k_scale", ".v_scale"),
-    *(".input_zero_point", ".output_zero_point"),
-)
-_ZERO_POINT = ".weight_zero_point"
+_NVFP4_BLOCK = (1, 16)
+_MODELOPT: dict[str, Block] = {
+    "FP8": _STRATEGIES["tensor"],
+    "FP8_PER_CHANNEL_PER_TOKEN": _STRATEGIES["channel"],
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4"), _NVFP4_BLOCK),
+}
+_8_BITS = {"num_bits": 8, "symmetric": True}
+_4_BITS = {"num_bits": 4, "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+# By the formats of compressed-tensors: the stored dtype, and what it must say of weights.
+_COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "float-quantized": ("F8_E4M3", {**_8_BITS, "type": "float"}),
+    "int-quantized": ("I8", {**_8_BITS, "type": "int"}),
+    "nvfp4-pack-quantized": ("U8", {**_4_BITS, "type": "float"}),
+}
 _INSTEAD = "convert the weights to bfloat16 first, and take the key out"
 
 
@@ -36,17 +42,56 @@ class Scheme:
     """How the matrices of a folder are quantised; those of another dtype are not."""
 
     dtype: str
-    """Of the 8-bit numbers, as safetensors names it."""
+    """Of the numbers, as safetensors names it; U8: a byte is two of 4 bits (E2M1)."""
     block: Block
     """Rows and columns that share a scale."""
     suffix: str
     """Added to the name of a weight, it is the name of its scales."""
     read_as: str
     """The dtype to which products are rounded: that of the model in config.json."""
+    numbers: str = ""
+    """Added to the name of a weight, it is the name of its numbers."""
+    whole: str = ""
+    """Likewise of the scale of the whole matrix, to which those of its blocks are relative; empty:
+    there is none."""
+    divides: bool = True
+    """Whether scales of blocks are divided by that one; otherwise they are multiplied."""
+
+    @property
+    def per_byte(self) -> int:
+        """How many numbers a byte has."""
+        return 2 if self.dtype == "U8" else 1
+
+    @property
+    def scale_dtypes(self) -> tuple[str, ...]:
+        """Those that scales of blocks may have; they are written in the first."""
+        return ("F8_E4M3",) if self.whole else SCALE_DTYPES
+
+    def scale_names(self, weight: str) -> list[str]:
+        """Those of the scales of its blocks and, if there is one, of the whole matrix."""
+        return [weight + self.suffix, *([weight + self.whole] if self.whole else [])]
+
+    @property
+    def cut(self) -> dict[str, Shape]:
+        """What ranks hold for their parts of a matrix: how it is named after that, and of how many
+        rows and columns an element is."""
+        scales = {self.suffix: (self.block[0] or 1, self.block[1] or 1)} if self.whole else {}
+        return {self.numbers: (1, self.per_byte), **scales}
 
     def stored_names(self, names: Collection[str]) -> set[str]:
         """The names in the files of tensors with these names, and of their scales."""
-        return {*names, *(name + self.suffix for name in names)}
+        scales = (scale for name in names for scale in self.scale_names(name))
+        return {*names, *(name + self.numbers for name in names), *scales}
+
+    def stored(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
+        """Dtype and shape of each tensor that files have in place of a matrix."""
+        rows, columns = shape
+        of_blocks, *whole = self.scale_names(name)
+        return {
+            name + self.numbers: (self.dtype, (rows, columns // self.per_byte)),
+            of_blocks: (self.scale_dtypes[0], self.grid(shape)),
+            **dict.fromkeys(whole, ("F32", (1,))),
+        }
 
     def block_in(self, shape: Shape) -> Shape:
         """The extents of a block of a matrix of this shape."""
@@ -58,8 +103,11 @@ class Scheme:
         return tuple(-(-n // size) for n, size in zip(shape, self.block_in(shape), strict=True))
 
 
-Quantization = Literal["none", "fp8", "fp8_channel", "int8"]
-"""Values of this project's options."""
+EngineQuantization = Literal["none", "fp8", "fp8_channel", "int8"]
+"""Values of this project's options for engines, into which quantised weights are pushed."""
+Quantization = Literal[EngineQuantization, "nvfp4"]
+"""The same for folders."""
+ENGINE_SCHEMES = tuple(name for name in get_args(EngineQuantization) if name != "none")
 SCHEMES = tuple(name for name in get_args(Quantization) if name != "none")
 """Those by which this project quantises, by the names of its options."""
 
@@ -68,7 +116,7 @@ def quantization_config(name: str, ignored: Sequence[str]) -> dict[str, Any]:
     """quantization_config of weights quantised by one of `SCHEMES`, but for the `ignored` modules.
 
     Engines quantise activations as they compute: those of a token as one, for FP8 in blocks those
-    of each 128 columns.
+    of each 128 columns, for NVFP4 none.
     """
     if name == "fp8":
         return {
@@ -78,46 +126,25 @@ def quantization_config(name: str, ignored: Sequence[str]) -> dict[str, Any]:
             "weight_block_size": [128, 128],
             "modules_to_not_convert": [*ignored],
         }
-    kind = "int" if name == "int8" else "float"
-    both = {"num_bits": 8, "type": kind, "symmetric": True}
+    formats = {
+        "fp8_channel": "float-quantized",
+        "int8": "int-quantized",
+        "nvfp4": "nvfp4-pack-quantized",
+    }
+    _, both = _COMPRESSED[formats[name]]
+    weights, activations = {**both, "strategy": "channel", "dynamic": False}, None
+    if name == "nvfp4":
+        weights |= {"strategy": both["strategy"], "scale_dtype": "torch.float8_e4m3fn"}
+    else:
+        activations = {**both, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
+        "format": formats[name],
         "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**both, "strategy": "channel", "dynamic": False},
-                "input_activations": {**both, "strategy": "token", "dynamic": True},
-            }
-        },
+        "config_groups": {"group_0": group},
         "ignore": [*ignored],
     }
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedPlace(TensorPlace):
-    """Where a quantised matrix is stored, and where its scales are."""
-
-    scale_name: str
-    scale: TensorPlace
-    """One per block, as a matrix; a block at the end may be partial."""
-    block: Shape
-    read_as: str
-
-    def blocks_of(self, box: Box) -> Box:
-        """The scales of the blocks into which a box of the matrix reaches."""
-        first = tuple(a // size for a, size in zip(box.start, self.block, strict=True))
-        end = tuple(-(-b // size) for b, size in zip(box.end, self.block, strict=True))
-        return Box(first, tuple(b - a for a, b in zip(first, end, strict=True)))
-
-    def elements_of(self, blocks: Box) -> Box:
-        """The elements of some blocks."""
-        start = tuple(a * size for a, size in zip(blocks.start, self.block, strict=True))
-        end = tuple(
-            min(b * size, n) for b, size, n in zip(blocks.end, self.block, self.shape, strict=True)
-        )
-        return Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
 
 
 def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
@@ -132,11 +159,16 @@ def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
             return Scheme("F8_E4M3", block, "_scale_inv", read_as)
         case "compressed-tensors":
             dtype, block = _compressed(path, table)
+            if dtype == "U8":
+                return Scheme(dtype, block, "_scale", read_as, "_packed", "_global_scale")
             return Scheme(dtype, block, "_scale", read_as)
         case "modelopt":
             inner = _table(path, table, "quantization") or table
             _check(path, "quant_algo", inner.get("quant_algo"), _MODELOPT)
-            block = _STRATEGIES[_MODELOPT[inner["quant_algo"]]]
+            block = _MODELOPT[inner["quant_algo"]]
+            if block == _NVFP4_BLOCK:
+                _check(path, "group_size", inner.get("group_size") or 16, (16,))
+                return Scheme("U8", block, "_scale", read_as, "", "_scale_2", divides=False)
             return Scheme("F8_E4M3", block, "_scale", read_as)
         case method:
             supported = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
@@ -147,7 +179,7 @@ def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
 def _compressed(path: Path, table: Mapping[str, Any]) -> tuple[str, Block]:
     """Stored dtype and block of compressed-tensors' scheme for weights."""
     _check(path, "format", table.get("format"), _COMPRESSED)
-    dtype, kind = _COMPRESSED[table["format"]]
+    dtype, required = _COMPRESSED[table["format"]]
     sparsity = _table(path, table, "sparsity_config").get("format", "dense")
     _check(path, "sparsity_config.format", sparsity, ("dense",))
     _check(path, "transform_config", table.get("transform_config") or {}, ({},))
@@ -157,9 +189,11 @@ def _compressed(path: Path, table: Mapping[str, Any]) -> tuple[str, Block]:
         group = _table(path, groups, name)
         _check(path, f"{name}.format", group.get("format") or table["format"], (table["format"],))
         weights = {"symmetric": True, "strategy": "tensor", **_table(path, group, "weights")}
-        for key, value in {"num_bits": 8, "type": kind, "symmetric": True}.items():
+        for key, value in required.items():
             _check(path, f"{name}.weights.{key}", weights.get(key), (value,))
-        if weights["strategy"] == "block":
+        if "strategy" in required:
+            blocks.add(_NVFP4_BLOCK)
+        elif weights["strategy"] == "block":
             blocks.add(_block(path, weights, "block_structure"))
         else:
             _check(path, f"{name}.weights.strategy", weights["strategy"], (*_STRATEGIES, "block"))
@@ -196,58 +230,3 @@ def _check(path: Path, key: str, value: object, supported: Iterable[object]) -> 
         raise ValueError(
             f"{path}: weights are quantised with {key} {value!r}, supported: {named}: {_INSTEAD}"
         )
-
-
-def with_scales(
-    places: Mapping[str, TensorPlace], scheme: Scheme
-) -> tuple[dict[str, TensorPlace], list[str]]:
-    """The tensors without those that only quantisation needs, and what is wrong with scales.
-
-    Quantised weights, whose scales are right, become `QuantizedPlace`.
-    """
-    found = {n: place for n, place in places.items() if not n.endswith(_OF_ACTIVATIONS)}
-    faults = []
-    for name, place in places.items():
-        if name.endswith(_ZERO_POINT):
-            faults.append(f"{name} in {place.file.name}: only symmetric quantisation is supported")
-            del found[name]
-        elif place.dtype == scheme.dtype and name in found:
-            scale = found.pop(name + scheme.suffix, None)
-            try:
-                found[name] = _with_scale(name, place, scale, scheme)
-            except ValueError as error:
-                faults.append(str(error))
-    return found, faults
-
-
-def _with_scale(
-    name: str, place: TensorPlace, scale: TensorPlace | None, scheme: Scheme
-) -> QuantizedPlace:
-    scale_name = name + scheme.suffix
-    if scale is None:
-        raise ValueError(
-            f"{name} in {place.file.name} is {place.dtype}, but {scale_name} is missing"
-        )
-    if len(place.shape) != 2:
-        raise ValueError(f"{name} in {place.file.name} is quantised, but no matrix")
-    block, grid = scheme.block_in(place.shape), scheme.grid(place.shape)
-    shapes: list[Shape] = [grid]
-    if scheme.block[1] is None:  # a scale per tensor or row needs no second dimension
-        shapes += [grid[:1], ()] if scheme.block[0] is None else [grid[:1]]
-    if scale.shape not in shapes:
-        raise ValueError(
-            f"{scale_name} in {scale.file.name} has shape {list(scale.shape)}; blocks of "
-            f"{list(block)} in a matrix of {list(place.shape)} require {list(grid)}"
-        )
-    if scale.dtype not in SCALE_DTYPES:
-        raise ValueError(
-            f"{scale_name} in {scale.file.name} has dtype {scale.dtype}, supported: "
-            f"{list(SCALE_DTYPES)}"
-        )
-    return QuantizedPlace(
-        *(place.file, place.dtype, place.shape, place.offset, place.num_bytes),
-        scale_name=scale_name,
-        scale=replace(scale, shape=grid),
-        block=block,
-        read_as=scheme.read_as,
-    )

@@ -1,4 +1,4 @@
-"""A model whose linear layers are quantised: its 8-bit weights and their scales. Integers only.
+"""A model whose linear layers are quantised: its weights and their scales. Integers only.
 
 Embedding, head, norms, biases and routers stay as they are.
 """
@@ -10,11 +10,12 @@ from typing import Any
 
 from checkpoint_convert.families.description import Parameter
 from checkpoint_convert.families.ffn import ROUTER
+from checkpoint_convert.megatron import megatron_layout
 from checkpoint_convert.peft import WEIGHT
 from checkpoint_convert.quantization import Scheme, quantization_config, scheme_of
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.vllm import engine_parameters
-from parallel import Shape
+from parallel import Box, Layout, ParallelDims, Shape, ShardMapping
 
 _NUM_SHOWN = 8
 
@@ -38,12 +39,25 @@ class QuantizedModel:
 
     @property
     def scales(self) -> dict[str, Shape]:
-        """Shape of the scales of each, by their own names."""
-        return {self.scale_name(n): self.scheme.grid(size) for n, size in self.matrices.items()}
+        """Shape of the agreed scales of each, by their own names."""
+        return {self.scale_name(n): self.agreed_shape(n) for n in self.matrices}
 
     def scale_name(self, weight: str) -> str:
-        """The name of the scales of a weight."""
-        return weight + self.scheme.suffix
+        """The name of the agreed scales of a weight: those that all ranks with a part of it hold.
+
+        They are the scales of its blocks or, where there is one, the scale of the whole matrix;
+        then each rank has the scales of its own blocks.
+        """
+        return self.scheme.scale_names(weight)[-1]
+
+    def agreed_block(self, weight: str) -> Shape:
+        """The rows and columns that share an agreed scale."""
+        size = self.matrices[weight]
+        return size if self.scheme.whole else self.scheme.block_in(size)
+
+    def agreed_shape(self, weight: str) -> Shape:
+        """That of the agreed scales."""
+        return (1,) if self.scheme.whole else self.scheme.grid(self.matrices[weight])
 
 
 def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> QuantizedModel | None:
@@ -72,10 +86,19 @@ def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> Quantiz
     scheme = scheme_of(Path(quantization), config, dtype)
     _check_fits(linear, scheme)
     matrices = {source.name: source.whole_shape for each in linear for source in each.sources}
-    names = [tuple({source.name: None for source in each.sources}) for each in linear]
-    fused = {name: together for together in names for name in together}
+    fused = _fused(linear)
     of_experts = [source.name for each in linear if each.is_expert for source in each.sources]
     return QuantizedModel(scheme, config, matrices, fused, frozenset(of_experts))
+
+
+def _fused(linear: list[Parameter]) -> dict[str, tuple[str, ...]]:
+    """`QuantizedModel.fused`: engines put more together than ranks do."""
+    together: dict[str, dict[str, None]] = {}
+    for each in linear:  # those of an engine's stack of experts are matrices of their own
+        key = each.engine_name if not each.is_expert else ""
+        names = together.setdefault(key or each.sources[0].name, {})
+        names |= {source.name: None for source in each.sources}
+    return {name: tuple(names) for names in together.values() for name in names}
 
 
 def is_quantized(parameter: Parameter) -> bool:
@@ -86,17 +109,27 @@ def is_quantized(parameter: Parameter) -> bool:
 
 def _check_fits(linear: list[Parameter], scheme: Scheme) -> None:
     """Engines put some weights on top of each other: a block must not reach into the next one."""
-    rows = scheme.block[0] or 1
+    rows, columns = scheme.block[0] or 1, scheme.block[1] or 1
     cut = [
         f"{name} {list(size)}" for each in linear for name, size in _upper(each) if size[0] % rows
     ]
     if cut:
-        more = f" and {len(cut) - _NUM_SHOWN} more" if len(cut) > _NUM_SHOWN else ""
         raise ValueError(
             f"quantization fp8 has blocks of {rows} rows, into which these weights do not divide, "
-            f"and engines put others below them: {', '.join(cut[:_NUM_SHOWN])}{more}: use "
-            "fp8_channel or int8"
+            f"and engines put others below them: {_shown(cut)}: use fp8_channel or int8"
         )
+    sizes = {source.name: source.whole_shape for each in linear for source in each.sources}
+    cut = [f"{name} {list(size)}" for name, size in sizes.items() if size[1] % columns]
+    if scheme.whole and cut:
+        raise ValueError(
+            f"quantization nvfp4 has blocks of {columns} columns, into which these weights do not "
+            f"divide: {_shown(cut)}: use fp8_channel or int8"
+        )
+
+
+def _shown(weights: list[str]) -> str:
+    more = f" and {len(weights) - _NUM_SHOWN} more" if len(weights) > _NUM_SHOWN else ""
+    return ", ".join(weights[:_NUM_SHOWN]) + more
 
 
 def _upper(parameter: Parameter) -> Iterator[tuple[str, Shape]]:
@@ -107,3 +140,63 @@ def _upper(parameter: Parameter) -> Iterator[tuple[str, Shape]]:
         row += source.shape[0]
         if row < total or (parameter.is_expert and len(parameter.sources) > 1):
             yield source.name, source.shape
+
+
+def quantized_layout(
+    layout: Layout, model: QuantizedModel, tensor_rank: int, expert_tensor_rank: int
+) -> Layout:
+    """What a rank holds of a quantised model, if `layout` is what it holds of the model.
+
+    Of the ranks that hold the same scales, the first that owns a part of the weight owns them.
+    Raises ValueError, naming a weight, if the rank holds parts of blocks that must be whole.
+    """
+    shapes, pieces, scales = {**layout.shapes}, [], {}
+    for piece in layout.pieces:
+        if piece.tensor not in model.matrices:
+            pieces.append(piece)
+            continue
+        if not model.scheme.whole:
+            pieces.append(piece)
+        else:
+            shapes.pop(piece.local, None)
+            size = Box.whole(layout.shapes[piece.local])
+            for suffix, block in model.scheme.cut.items():
+                pieces.append(_divided(piece, suffix, block))
+                shapes[piece.local + suffix] = over(size, block).size
+        rank = expert_tensor_rank if piece.tensor in model.experts else tensor_rank
+        for weight in model.fused[piece.tensor]:
+            name, box = model.scale_name(weight), Box.whole(model.agreed_shape(weight))
+            scales[name] = ShardMapping(name, box, name, box, piece.is_replica or rank > 0)
+    shapes |= {name: piece.box.size for name, piece in scales.items()}
+    return Layout(shapes, (*pieces, *scales.values()), layout.zeros)
+
+
+def check_ranks(shape: ModelShape, dims: ParallelDims, model: QuantizedModel) -> None:
+    """Raise ValueError, like `quantized_layout`, if ranks could not export a quantised model."""
+    if model.scheme.whole:
+        for first in range(0, dims.world_size, dims.stage_size):
+            at = dims.coordinates(first)
+            layout = megatron_layout(shape, dims, at, transformer_engine=False)
+            quantized_layout(layout, model, at.tensor, dims.expert_place(at).tensor)
+
+
+def _divided(piece: ShardMapping, suffix: str, block: Shape) -> ShardMapping:
+    """The piece of a tensor that has one element for each block of the piece's."""
+    whole = (*piece.box.start, *piece.box.size, *piece.local_box.start)
+    if any(n % size for n, size in zip(whole, 3 * block, strict=True)):
+        raise ValueError(
+            f"quantization nvfp4: a rank has {list(piece.box.size)} of {piece.tensor}, which cuts "
+            "its blocks of 16 columns: use fewer tensor ranks, fp8_channel or int8"
+        )
+    assert not piece.axes, f"{piece.tensor} is stored as it is in the weight files"
+    local, box = over(piece.local_box, block), over(piece.box, block)
+    return ShardMapping(piece.local + suffix, local, piece.tensor + suffix, box, piece.is_replica)
+
+
+def over(box: Box, block: Shape) -> Box:
+    """The same part, of whole blocks, of a tensor that has an element for each."""
+    start, size = (
+        tuple(n // extent for n, extent in zip(each, block, strict=True))
+        for each in (box.start, box.size)
+    )
+    return Box(start, size)

@@ -1,8 +1,9 @@
-"""Quantises matrices to 8 bits, with a scale for each block, and back. Pure functions of tensors.
+"""Quantises matrices to 8 or 4 bits, with a scale for each block, and back. Pure functions.
 
 A number q stands for q times the scale of its block. Zero stands for zero (no offsets), and the
 largest absolute value of a block for the largest number: the scales of compressed-tensors, and for
-FP8 also those of DeepSeek and ModelOpt.
+FP8 also those of DeepSeek and ModelOpt. Numbers of 4 bits (E2M1) have dtype uint8, each in a byte
+of its own until they are `packed`; their scales are relative to one of the whole matrix (NVFP4).
 """
 
 import torch
@@ -11,9 +12,13 @@ from torch.nn.functional import pad
 
 from parallel import Shape
 
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5}
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5, torch.uint8: 6.0}
 """What the largest value of a block becomes, before it is rounded: half the range of the dtype."""
 _MOST = {torch.float8_e4m3fn: (-448.0, 448.0), torch.int8: (-128.0, 127.0)}
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three bits of a number of 4 bits (E2M1) stand for; the fourth is its sign."""
+# Between two of these, ties go to the even one: at the first bounds down, at the others up.
+_TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 
 
 def block_maxima(values: Tensor, block: Shape, offset: Shape = (0, 0)) -> Tensor:
@@ -40,8 +45,30 @@ def scales_of(maxima: Tensor, dtype: torch.dtype) -> Tensor:
 
     A block of zeros has a scale, too, as a scale of zero would be no number to divide by.
     """
-    scales = maxima.float() / _LARGEST[dtype]
+    scales = _over(maxima, _LARGEST[dtype])
     return torch.where(scales == 0, torch.finfo(torch.float32).eps, scales)
+
+
+def _over(values: Tensor, divisor: float) -> Tensor:
+    """The quotients on any device: by a number, CUDA would multiply by its rounded reciprocal."""
+    return values.float() / torch.tensor(divisor, device=values.device)
+
+
+def whole_scale(maximum: Tensor) -> Tensor:
+    """The float32 scale [1] of a matrix with this maximum: with it, the largest scale of a block is
+    the largest number of FP8."""
+    scale = _LARGEST[torch.float8_e4m3fn] * _LARGEST[torch.uint8] / maximum.float().reshape(1)
+    return torch.where(scale.isinf(), 1.0, scale)  # of zeros, or nearly
+
+
+def relative_scales(maxima: Tensor, whole: Tensor) -> Tensor:
+    """The scales of blocks of 4 bits with these maxima, in FP8, relative to that of the matrix.
+
+    Those that would be zero are an eighth, as compressed-tensors has it.
+    """
+    limited = (whole * _over(maxima, _LARGEST[torch.uint8])).clamp_(max=448.0)
+    rounded = limited.to(torch.float8_e4m3fn).float()
+    return torch.where(rounded == 0, 0.125, rounded).to(torch.float8_e4m3fn)
 
 
 def quantized(
@@ -51,9 +78,21 @@ def quantized(
 
     `scales` are those of the blocks that the values reach into; `offset` is as of `dequantized`.
     """
-    divided = values.float() / _spread(scales, tuple(values.shape), block, offset)
+    numbers, divisors = _paired(values.float(), scales, block, offset)
+    divided = (numbers / divisors).view(values.shape)
+    if dtype == torch.uint8:
+        return _to_fp4(divided)
     limited = divided.clamp_(*_MOST[dtype])
     return (limited.round_() if dtype == torch.int8 else limited).to(dtype)
+
+
+def _to_fp4(values: Tensor) -> Tensor:
+    sizes, code = values.abs(), (values < 0).to(torch.uint8) << 3
+    for bound in _TIES_DOWN:
+        code += sizes > bound
+    for bound in _TIES_UP:
+        code += sizes >= bound
+    return code
 
 
 def dequantized(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> Tensor:
@@ -62,28 +101,48 @@ def dequantized(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> 
     `offset` is where the values begin in the first block: with rows of 128 per block and an offset
     of 100, the first 28 rows have the scales of row 0, the next 128 those of row 1.
     """
-    return values.float().mul_(_spread(scales, tuple(values.shape), block, offset))
+    numbers = _from_fp4(values) if values.dtype == torch.uint8 else values.float()
+    products, factors = _paired(numbers, scales, block, offset)
+    products.mul_(factors)
+    return numbers
 
 
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the lower three bits of a number of 4 bits (E2M1) stand for; the fourth is its sign."""
+def _from_fp4(values: Tensor) -> Tensor:
+    table = torch.tensor([*FP4, *(-each for each in FP4)], device=values.device)
+    return table[values.int()]
+
+
+def packed(numbers: Tensor) -> Tensor:
+    """Numbers [..., n] as stored: a byte has two of 4 bits, the first in its lower half."""
+    if numbers.dtype != torch.uint8:
+        return numbers
+    return numbers[..., ::2] | numbers[..., 1::2] << 4
+
+
+def unpacked(stored: Tensor) -> Tensor:
+    """The inverse of `packed`."""
+    if stored.dtype != torch.uint8:
+        return stored
+    return torch.stack([stored & 0x0F, stored >> 4], dim=-1).flatten(-2)
 
 
 def dequantized_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers [..., n * 32] of blocks [..., n, 16] with scales [..., n], both bytes.
+    """The numbers [..., n * 32] of `packed` blocks [..., n, 16] with scales [..., n], both bytes.
 
-    The lower half of a byte is the first of its two numbers; a scale s stands for 2 ** (s - 127).
+    A scale s stands for 2 ** (s - 127).
     """
-    table = torch.tensor([*FP4, *(-each for each in FP4)])
-    numbers = torch.stack([blocks & 0x0F, blocks >> 4], dim=-1).flatten(-2)
     exponents = scales.int()[..., None] - 127
-    return torch.ldexp(table[numbers.int()], exponents).flatten(-2).to(dtype)
+    return torch.ldexp(_from_fp4(unpacked(blocks)), exponents).flatten(-2).to(dtype)
 
 
-def _spread(scales: Tensor, shape: Shape, block: Shape, offset: Shape) -> Tensor:
-    """The scales of all elements, or what is broadcast to those."""
+def _paired(values: Tensor, scales: Tensor, block: Shape, offset: Shape) -> tuple[Tensor, Tensor]:
+    """A view of values [r, c] and the scales of its elements, or what is broadcast to those."""
+    rows, columns = values.shape
+    if block[0] == 1 and scales.shape == (rows, columns / block[1]):  # whole blocks
+        return values.unflatten(1, (-1, block[1])), scales[..., None]
     for dim in range(2):
         if scales.shape[dim] > 1:  # a single one is broadcast
-            elements = torch.arange(offset[dim], offset[dim] + shape[dim], device=scales.device)
+            first = offset[dim]
+            elements = torch.arange(first, first + values.shape[dim], device=scales.device)
             scales = scales.index_select(dim, elements // block[dim])
-    return scales
+    return values, scales

@@ -20,10 +20,16 @@ from torch import Tensor
 
 from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
-from checkpoint_convert.formats.tensor_io import start_syncing, write_box
+from checkpoint_convert.formats.tensor_io import read_box, start_syncing, write_box
 from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES, STORED_DTYPES
-from checkpoint_convert.quantization import QuantizedPlace
-from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
+from checkpoint_convert.quantized_place import QuantizedPlace
+from checkpoint_convert.quantizer import (
+    block_maxima,
+    packed,
+    quantized,
+    relative_scales,
+    scales_of,
+)
 from checkpoint_convert.weights import Progress, RowCache, ShardLoader, Weights, in_groups
 from parallel import Box, Layout, Shape, ShardMapping
 
@@ -121,7 +127,8 @@ def transfer(
     """Write every element of the tensors that `layout` describes to their `places`.
 
     The files must exist at their full size. Values are converted to the dtypes of the places, and
-    quantised for a `QuantizedPlace`. Writing to disk is started; the caller waits for it.
+    quantised for a `QuantizedPlace`, of which the scale of the whole matrix, if any, must be there:
+    see `checkpoint_convert.whole_scales`. Writing to disk is started; the caller waits for it.
     """
     dtypes = {name: unquantized(place) for name, place in places.items()}
     parts = _parts(
@@ -146,7 +153,7 @@ def transfer(
                 values = values.view(part.box.size)
                 loader.fill(part.local, values)
                 _check_range(part.tensor, values, loader.dtypes(part.local))
-                for place, box, stored in _as_stored(part, places[part.tensor], values):
+                for place, box, stored in _as_stored(part, places[part.tensor], values, files):
                     with errors_named(place.file):
                         write_box(files[place.file], place, box, stored)
                 add_bytes(values.nbytes)
@@ -154,19 +161,23 @@ def transfer(
                 start_syncing(descriptor)
 
     num_bytes = sum(map(size_of, parts.pieces))
-    in_order = _in_reading_order(parts.pieces, weights, loader)
+    in_order = in_reading_order(parts.pieces, weights, loader)
     shares = list(in_groups(in_order, size_of, SHARE_BYTES))
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
 
 
+def num_bytes_of(places: Mapping[str, TensorPlace]) -> int:
+    """Bytes of all values, as they are read."""
+    return sum(prod(place.shape) * ITEM_SIZES[unquantized(place)] for place in places.values())
+
+
 def unquantized(place: TensorPlace) -> str:
     """The dtype of the values of a tensor, as they are read and before they are quantised."""
-    return place.read_as if isinstance(place, QuantizedPlace) else place.dtype
+    return place.scheme.read_as if isinstance(place, QuantizedPlace) else place.dtype
 
 
-def _files_of(place: TensorPlace) -> list[Path]:
-    scale = [place.scale.file] if isinstance(place, QuantizedPlace) else []
-    return [place.file, *scale]
+def _files_of(place: TensorPlace) -> set[Path]:
+    return place.files if isinstance(place, QuantizedPlace) else {place.file}
 
 
 def _parts(
@@ -189,21 +200,29 @@ def _blocks(place: QuantizedPlace, max_elements: int) -> list[Box]:
 
 
 def _as_stored(
-    part: ShardMapping, place: TensorPlace, values: Tensor
+    part: ShardMapping, place: TensorPlace, values: Tensor, files: Mapping[Path, int]
 ) -> Iterator[tuple[TensorPlace, Box, Tensor]]:
     """What is written for the values of a part: where, and the box there."""
     if not isinstance(place, QuantizedPlace):
         yield place, part.box, values
         return
     dtype, block = STORED_DTYPES[place.dtype], place.block
-    scales = scales_of(block_maxima(values, block), dtype)
-    if not scales.isfinite().all():
+    maxima = block_maxima(values, block)
+    if not maxima.isfinite().all():
         raise ValueError(f"{part.tensor} has values that are not finite: it cannot be quantised")
-    yield place.scale, place.blocks_of(part.box), scales
-    yield place, part.box, quantized(values, scales, dtype, block)
+    if place.whole is None:
+        stored = scales = scales_of(maxima, dtype)
+    else:
+        whole = torch.empty(1)
+        read_box(files[place.whole.file], place.whole, Box((0,), (1,)), whole)
+        stored = relative_scales(maxima, whole)
+        scales = stored.float() / whole
+    yield place.scale, place.blocks_of(part.box), stored
+    numbers = packed(quantized(values, scales, dtype, block))
+    yield place.numbers, place.stored_box(part.box), numbers
 
 
-def _in_reading_order(
+def in_reading_order(
     parts: Iterable[ShardMapping], weights: Weights, loader: ShardLoader
 ) -> list[ShardMapping]:
     """Sort parts by their place in the source, so that those with columns of the same rows follow

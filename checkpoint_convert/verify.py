@@ -61,7 +61,7 @@ def verify_weights(
 
     Without `tolerance`, tensors are the same if their bytes and dtypes are; with it, if no element
     differs by more. Without, a matrix that only one side has quantised is the same if the values of
-    the other, divided by its scales and rounded, are its 8-bit numbers. Each side is read by its
+    the other, divided by its scales and rounded, are its numbers. Each side is read by its
     own config; a side without one uses `hf_config`, or else the config of the other side. Raises
     ValueError when a side is not a complete set of weights, or when the two models have different
     tensors.
@@ -99,17 +99,22 @@ def verify_weights(
 def _stored_alike(
     part: ShardMapping, sides: Sequence[Weights], a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The values of both sides, as the quantised one stores them if the other is not."""
-    first, second = (_quantized(side, part.tensor) for side in sides)
-    if first is not None and second is None:
-        b = first.as_stored(part.tensor, part.box, b)
-    if second is not None and first is None:
-        a = second.as_stored(part.tensor, part.box, a)
-    return a, b
+    """The values of both sides, as the quantised one stores them if the other is not.
+
+    Then zeros of NVFP4 have no sign: a negative number that is rounded to zero has one, zero none.
+    """
+    match [_quantized(side, part.tensor) for side in sides]:
+        case [DequantizedTensors() as tensors, None]:
+            b = tensors.as_stored(part.tensor, part.box, b)
+        case [None, DequantizedTensors() as tensors]:
+            a = tensors.as_stored(part.tensor, part.box, a)
+        case _:
+            return a, b
+    return (a + 0.0, b + 0.0) if tensors.scheme(part.tensor).whole else (a, b)
 
 
 def _quantized(side: Weights, name: str) -> DequantizedTensors | None:
-    """The tensors of a side that stores this one as 8-bit numbers."""
+    """The tensors of a side that stores this one as numbers with scales."""
     tensors = side.tensors
     if isinstance(tensors, DequantizedTensors) and tensors.is_quantized(name):
         return tensors

@@ -14,7 +14,7 @@ import yaml
 from checkpoint_convert import ModelShape, check_divisible, check_weights, read_shape
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.hf_config import has_other_towers
-from checkpoint_convert.quantized_model import quantized_model
+from checkpoint_convert.quantized_model import check_ranks, quantized_model
 from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.sidecar import CHECKPOINT_FOLDER, sidecar_files
 from checkpoint_convert.vllm import check_engine_dims
@@ -266,7 +266,8 @@ def _check_model(cfg: Config) -> ModelShape:
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
     sidecar_files(folder)  # the files that every checkpoint and export copies
-    quantized_model(cfg.train.export_quantization, shape, NAMES[cfg.model.dtype])
+    if model := quantized_model(cfg.train.export_quantization, shape, NAMES[cfg.model.dtype]):
+        check_ranks(shape, cfg.dims, model)
     if has_other_towers(folder):
         _check_text_tower(cfg)
     if cfg.model.freeze_moe_router and shape.moe is None:

@@ -17,7 +17,8 @@ from checkpoint_convert.formats.safetensors_file import (
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.megatron import file_tensors
 from checkpoint_convert.mxfp4 import Mxfp4Scheme, with_blocks
-from checkpoint_convert.quantization import Scheme, with_scales
+from checkpoint_convert.quantization import Scheme
+from checkpoint_convert.quantized_place import with_scales
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.text_tower import is_of_text, text_name
 

@@ -5,9 +5,16 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from checkpoint_convert.quantization import Quantization
+from checkpoint_convert.quantization import EngineQuantization
 from megatron_grpo.config.section import Section
 
 MIN_TEMPERATURE = 0.01
@@ -83,7 +90,7 @@ class RolloutConfig(Section):
     """Seconds within which an engine must answer a health probe; otherwise it counts as lost."""
     stall_timeout: PositiveFloat = 120.0
     """Seconds within which an engine with requests must generate a token, or it counts as lost."""
-    quantization: Quantization = "none"
+    quantization: EngineQuantization = "none"
     """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
     128 x 128), `fp8_channel` or `int8` (a scale per row; not SGLang); `none`: in model.dtype."""
     quantization_aware: bool = False
@@ -275,6 +282,17 @@ class RolloutConfig(Section):
                 "prefix cache, and rollout.router_replay true needs them: leave out one of the two"
             )
         return self
+
+    @field_validator("quantization", mode="before")
+    @classmethod
+    def _can_be_pushed(cls, value: object) -> object:
+        if value == "nvfp4":
+            raise ValueError(
+                "nvfp4 is for exports alone (train.export_quantization): after loading, vLLM "
+                "reorders such weights for its kernels, and none could be pushed: set it to fp8, "
+                "fp8_channel or int8"
+            )
+        return value
 
     @model_validator(mode="after")
     def _is_aware_of_something(self) -> Self:

@@ -92,7 +92,8 @@ class TrainConfig(Section):
     export only the end, to hf."""
     export_quantization: Quantization = "none"
     """Weights of linear layers in exports: `fp8` (blocks of 128 x 128), `fp8_channel` or `int8` (a
-    scale per row), for vLLM and SGLang; `none`: in model.dtype."""
+    scale per row), or `nvfp4` (4 bits, blocks of 16), for vLLM and SGLang; `none`: in
+    model.dtype."""
     keep_checkpoints: PositiveInt = 2
     """Number of newest checkpoints to keep on disk."""
     keep_every: PositiveInt | None = None

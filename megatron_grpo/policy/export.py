@@ -19,7 +19,8 @@ from checkpoint_convert.hf_export import (
     write_mtp_layers,
     write_weights,
 )
-from checkpoint_convert.megatron import file_layout, hf_tensors
+from checkpoint_convert.megatron import file_layout, hf_dtypes
+from checkpoint_convert.megatron_to_hf import stored_tensors
 from checkpoint_convert.quantized_model import quantized_model
 from checkpoint_convert.shape import ModelShape
 from megatron_grpo.config.config import Config
@@ -81,8 +82,9 @@ def _write_model(
     write_mtp_layers(partial, cfg.model.path, policy.shape, groups.rank, groups.dims.world_size)
     dist.all_reduce(written)  # also waits until all ranks have written
     if groups.rank == 0:
-        shapes = {**hf_tensors(policy.shape), **(model.scales if model else {})}
-        wanted = sum(map(prod, shapes.values()))
+        dtypes = hf_dtypes(policy.shape, NAMES[cfg.model.dtype], "F32")
+        stored = stored_tensors(policy.shape, dtypes, model)
+        wanted = sum(prod(size) for _, size in stored.values())
         assert written == wanted, f"{int(written)} of the model's {wanted} elements were written"
 
 

@@ -15,7 +15,8 @@ from checkpoint_convert.formats.hf_folder import locate_tensors
 from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.quantization import scheme_of, with_scales
+from checkpoint_convert.quantization import scheme_of
+from checkpoint_convert.quantized_place import with_scales
 from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import open_weights, read_weights
 from helpers.conversions import assert_same, read_tensor, weights_of
@@ -253,7 +254,12 @@ REFUSED = [
     ({"quant_method": ["fp8"]}, "quant_method ['fp8']"),
     ({"quant_method": "fp8"}, "weight_block_size is None; it must be the rows and columns"),
     ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size is [128, 0]"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4', supported: 'FP8'"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ', supported"),
+    (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        "group_size 32, supported: 16",
+    ),
+    (compressed("nvfp4-pack-quantized", "float", "group", num_bits=4), "weights.strategy 'group'"),
     ({"quant_method": "modelopt", "quantization": 5}, "quantization is 5; it must be an object"),
     (compressed("pack-quantized", "int", "group", num_bits=4), "format 'pack-quantized'"),
     (compressed("int-quantized", "int", "channel", num_bits=4), "group_0.weights.num_bits 4"),

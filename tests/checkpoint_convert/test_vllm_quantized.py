@@ -9,7 +9,7 @@ from math import prod
 
 import pytest
 
-from checkpoint_convert.quantization import SCHEMES
+from checkpoint_convert.quantization import ENGINE_SCHEMES
 from checkpoint_convert.quantized_model import quantized_model
 from checkpoint_convert.vllm import EngineDims, engine_dtypes, engine_layouts
 from checkpoint_convert.vllm_quantized import (
@@ -44,7 +44,7 @@ def layouts_of(scheme, dims, shape=ONE_LAYER):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ENGINE_SCHEMES)
 def test_a_worker_has_the_scales_of_the_rows_and_columns_that_it_holds(scheme, shape, dims):
     model, plain, layouts = layouts_of(scheme, dims, shape)
     for before, layout in zip(plain, layouts, strict=True):
@@ -65,7 +65,7 @@ def test_a_worker_has_the_scales_of_the_rows_and_columns_that_it_holds(scheme, s
     assert elements >= sum(map(prod, model.scales.values()))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ENGINE_SCHEMES)
 def test_a_push_carries_half_of_the_bytes(scheme):
     model, (plain,), (layout,) = layouts_of(scheme, EngineDims())
     dtypes = engine_dtypes(ONE_LAYER, "bfloat16")

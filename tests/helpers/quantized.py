@@ -5,12 +5,17 @@ Scales are random: of a model, only the arithmetic of reading it is tested.
 
 import json
 import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.compressors import NVFP4PackedCompressor
 from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -166,3 +171,51 @@ def dequantized_copy(folder: Path, out: Path, form: Format, dtype: str = "bfloat
     (out / "hf_quant_config.json").unlink(missing_ok=True)
     (out / "config.json").write_text(json.dumps(config))
     return out
+
+
+NVFP4 = preset_name_to_scheme("NVFP4A16", ["Linear"])
+
+
+def nvfp4(weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """What compressed-tensors stores of weights that share their global scale, by its names."""
+    largest = torch.stack([each.float().abs().amax() for each in weights]).amax()
+    whole = generate_gparam(-largest, largest)
+    found = []
+    with torch.compiler.set_stance("force_eager"):  # it compiles its rounding
+        for weight in weights:
+            blocks = weight.float().unflatten(1, (-1, 16))
+            ends = blocks.amin(-1), blocks.amax(-1)
+            scales, _ = calculate_qparams(*ends, NVFP4.weights, global_scale=whole)
+            state = {"weight": weight.float(), "weight_scale": scales}
+            found.append(
+                NVFP4PackedCompressor.compress(
+                    state | {"weight_global_scale": whole.clone()}, NVFP4
+                )
+            )
+    return found
+
+
+def from_nvfp4(stored: dict[str, Tensor]) -> Tensor:
+    """The bfloat16 weight that compressed-tensors makes of it."""
+    return NVFP4PackedCompressor.decompress(stored, NVFP4)["weight"]
+
+
+FUSED = (("q", "k", "v"), ("gate", "up"), ("q_a", "kv_a"))
+"""Whose weights engines put together."""
+
+
+def nvfp4_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All weights of a model, those of linear layers as compressed-tensors' NVFP4."""
+    found, together = {}, defaultdict(list)
+    for name, value in weights.items():
+        if not is_quantized(name, value):
+            found[name] = value
+            continue
+        *outer, own, _ = name.split(".")
+        first = [group[0] for group in FUSED if own.split("_proj")[0] in group]
+        together[".".join([*outer, *(first or [own])])].append(name)
+    for names in together.values():
+        for name, stored in zip(names, nvfp4([weights[n] for n in names]), strict=True):
+            prefix = name.removesuffix("weight")
+            found |= {prefix + own: value for own, value in stored.items()}
+    return found

@@ -208,6 +208,10 @@ def test_a_preflight_loads_no_wandb_leaves_no_files_and_tells_of_slow_bfloat16(c
         ),
         # Weights that do not divide into blocks.
         (["train.export_quantization=fp8"], ["blocks of 128 rows", "k_proj", "use fp8_channel"]),
+        (
+            ["train.export_quantization=nvfp4", "parallel.tensor_parallel_size=4"],
+            ["a rank has [64, 24] of", "down_proj", "use fewer tensor ranks"],
+        ),
         # Lengths.
         (
             ["train.max_tokens_per_microbatch=32"],

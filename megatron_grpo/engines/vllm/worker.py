@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from checkpoint_convert.quantization import CONFIG_KEYS, SCHEMES
+from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import (
@@ -73,7 +73,7 @@ def register() -> None:
     for backend in (BACKEND, DRAFTING_BACKEND):
         WeightTransferEngineFactory.register_engine(backend, ShardTransfer)
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
-    for scheme in SCHEMES:
+    for scheme in ENGINE_SCHEMES:
         register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
     if current_platform.is_cpu():
         compute_by_torch()

@@ -380,6 +380,7 @@ REFUSED = [
         "enable_prefix_caching",
     ),
     ("rollout.quantization=int4", "'int8'"),
+    ("rollout.quantization=nvfp4", "nvfp4 is for exports alone (train.export_quantization)"),
     ("rollout.quantization=int8 + model.dtype=float32", "set model.dtype=bfloat16"),
     ("rollout.quantization=int8 + rollout.engine=transformers", "rollout.engine transformers does"),
     (

@@ -1,6 +1,8 @@
-"""Which ranks send what of a quantised model: each worker of an engine gets its scales once."""
+"""Which ranks send what of a quantised model: each worker of an engine gets its scales once. What
+they export in a format that is never pushed."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,13 @@ from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.quantized_model import quantized_model
 from checkpoint_convert.vllm import EngineDims, engine_layouts
 from checkpoint_convert.vllm_quantized import quantized_engine_layouts
+from helpers.conversions import assert_same, weights_of
+from helpers.models import tiny_model
+from helpers.policies import start_policy, tiny_config
+from helpers.quantized import nvfp4_weights
+from helpers.ranks import run_ranks
 from helpers.shapes import DEEPSEEK_V3
+from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.quantized import quantized_sender
 from parallel import ParallelDims, Sender
 from parallel.reshard import check_push
@@ -50,3 +58,17 @@ def test_every_scale_reaches_each_worker_once(dims, engine):
         held = {piece.tensor for piece in each.layout.pieces}
         for name, size in MODEL.matrices.items():
             assert size and (MODEL.scale_name(name) in held) == (name in held), name
+
+
+def export(rank: int, folder: Path, out: Path, dims: ParallelDims) -> None:
+    options = ("model.dtype=bfloat16", "train.export_quantization=nvfp4")
+    policy, groups = start_policy(rank, folder, dims, *options)
+    export_model(out, policy, tiny_config(folder, dims, *options), groups)
+
+
+def test_ranks_export_the_nvfp4_of_compressed_tensors(tmp_path):
+    dims = ParallelDims(tensor=2, expert=2, expert_tensor=1)
+    model = tiny_model(tmp_path / "model", "qwen3_moe")
+    run_ranks(dims.world_size, export, model, tmp_path / "out", dims)
+    plain = {name: value.bfloat16() for name, value in weights_of(model).items()}
+    assert_same(weights_of(tmp_path / "out"), nvfp4_weights(plain))
