@@ -210,7 +210,7 @@ def check_start(cfg: Config) -> None:
     kept = checkpoint / CHECKPOINT_FOLDER
     # An export has the end tokens with which its run trained.
     _check_same_model(kept, cfg.model.path, but_for=("eos_token_ids",))
-    trained = read_shape(kept).num_mtp_layers
+    trained = _saved_config(checkpoint).model.mtp_num_layers
     if trained != cfg.model.mtp_num_layers:
         raise ValueError(
             f"train.init_from {checkpoint} is of a run with model.mtp_num_layers={trained}: set "
@@ -235,7 +235,7 @@ def _check_never_saved(run_dir: Path) -> None:
 
 
 def _saved_config(run_dir: Path) -> Config:
-    """The config of the run there; keys newer than it have their defaults, which is how it ran."""
+    """The config of the run or checkpoint there; keys newer than it have their defaults, which is how it ran."""
     saved = run_dir / "config.yaml"
     try:
         return load_config(saved)

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.quantized_model import quantized_model
-from checkpoint_convert.sidecar import copy_sidecar_files
 from helpers.environments import write_environments
 from helpers.models import add_mtp_layer, character_tokenizer, servable_model, tiny_model
 from helpers.towers import tiny_multimodal
@@ -450,7 +449,8 @@ def started_run(run_dir, config):
     (checkpoints / "step_1" / "hf_config").mkdir()
     for name in ("config.json", "generation_config.json"):
         copyfile(config.model.path / name, checkpoints / "step_1" / "hf_config" / name)
-    (run_dir / "config.yaml").write_text(dump_config(config))
+    for folder in (run_dir, checkpoints / "step_1"):
+        (folder / "config.yaml").write_text(dump_config(config))
 
 
 FASTER = (
@@ -558,7 +558,6 @@ def test_only_a_run_that_trains_the_same_layers_starts_from_a_checkpoint(config,
     started_run(run, other)
     with pytest.raises(ValueError, match=r"run_dir with model.path=<export of that run>\n"):
         check_same_run(now)
-    copy_sidecar_files(model, run / "checkpoints/step_1/hf_config", "F32", num_mtp_layers=before)
     (run / "checkpoints" / "step_1" / "manifest.json").write_text('{"files": {}}')
     new = f"train.run_dir={tmp_path / 'new'}", f"train.init_from={run}", f"model.path={model}"
     check_start(config(*new, numbers[0]))
