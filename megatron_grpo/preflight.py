@@ -235,7 +235,8 @@ def _check_never_saved(run_dir: Path) -> None:
 
 
 def _saved_config(run_dir: Path) -> Config:
-    """The config of the run or checkpoint there; keys newer than it have their defaults, which is how it ran."""
+    """The config of the run, or in its checkpoint `run_dir`; keys newer than it have their
+    defaults, which is how it ran."""
     saved = run_dir / "config.yaml"
     try:
         return load_config(saved)

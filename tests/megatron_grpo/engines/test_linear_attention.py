@@ -72,7 +72,10 @@ def test_heads_remember_of_drafts_what_is_taken():
     first = attend([cut(x, 0, n) for x, n in zip(texts, before, strict=True)], runs(slots[:, 0]))
     # Of the first drafts some tokens are not those that follow.
     drafts = [
-        [torch.cat(pair) for pair in zip(cut(x, n, n + 1 + few), text(num_drafted - few))]
+        [
+            torch.cat(pair)
+            for pair in zip(cut(x, n, n + 1 + few), text(num_drafted - few), strict=True)
+        ]
         for x, n, few in zip(texts, before, taken, strict=True)
     ]
     second = attend(drafts, verified(slots, [1, 1, 1]))
@@ -93,7 +96,7 @@ def cut(inputs, start, end):
 
 
 def runs(slots):
-    """vLLM's description of requests without drafts, which begin."""
+    """Requests without drafts, which begin, as vLLM describes them."""
     return {
         "num_prefills": len(slots),
         "non_spec_state_indices_tensor": slots,
@@ -102,7 +105,7 @@ def runs(slots):
 
 
 def verified(slots, accepted):
-    """vLLM's description of drafts, and how many tokens it took of those before."""
+    """Drafts, and how many tokens were taken of those before, as vLLM describes them."""
     return {
         "num_spec_decodes": len(slots),
         "spec_state_indices_tensor": slots,
@@ -128,8 +131,11 @@ def heads_of_vllm(num_slots, num_spec):
             torch.full((num_slots, KERNEL - 1 + num_spec, CHANNELS), torch.nan),
             torch.full((num_slots, HEADS, SIZE, SIZE), torch.nan),
         ),
-        **{"key_dim": KEYS * SIZE, "value_dim": HEADS * SIZE, "tp_size": 1},
-        **{"head_k_dim": SIZE, "head_v_dim": SIZE},
+        key_dim=KEYS * SIZE,
+        value_dim=HEADS * SIZE,
+        tp_size=1,
+        head_k_dim=SIZE,
+        head_v_dim=SIZE,
     )
     layer.rearrange_mixed_qkv = partial(QwenGatedDeltaNetAttention.rearrange_mixed_qkv, layer)
 
