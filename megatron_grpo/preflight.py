@@ -157,8 +157,8 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
 
 FROM_EXPORT = "model.path=<export of that run>"
 """From where a run starts with other `KINDS_OF_STATE` than another."""
-KINDS_OF_STATE = "model.mtp_num_layers", "optimizer.optimizer"
-"""Keys that say what a checkpoint holds besides weights and AdamW's state of each."""
+KINDS_OF_STATE = {"model.mtp_num_layers": 0, "optimizer.optimizer": "adam"}
+"""Keys that say what a checkpoint has beside the policy's weights, with their defaults."""
 
 
 def check_same_run(cfg: Config) -> None:
@@ -204,11 +204,13 @@ def check_start(cfg: Config) -> None:
     kept = checkpoint / CHECKPOINT_FOLDER
     # An export has the end tokens with which its run trained.
     _check_same_model(kept, cfg.model.path, but_for=("eos_token_ids",))
-    saved, now = (dict(_flatten(each.model_dump())) for each in (_saved_config(checkpoint), cfg))
-    for key in KINDS_OF_STATE:
-        if saved[key] != now[key]:
+    # As text: keys of that run may have other names by now.
+    saved = dict(_flatten(yaml.safe_load((checkpoint / "config.yaml").read_text())))
+    now = dict(_flatten(cfg.model_dump()))
+    for key, default in KINDS_OF_STATE.items():
+        if (before := saved.get(key, default)) != now[key]:
             raise ValueError(
-                f"train.init_from {checkpoint} is of a run with {key}={saved[key]}: set that, or "
+                f"train.init_from {checkpoint} is of a run with {key}={before}: set that, or "
                 f"replace train.init_from by {FROM_EXPORT}"
             )
 
@@ -230,7 +232,8 @@ def _check_never_saved(run_dir: Path) -> None:
 
 
 def _saved_config(run_dir: Path) -> Config:
-    """The config of the run there; keys newer than it have their defaults, which is how it ran."""
+    """The config of the run in `run_dir`; keys newer than it have their defaults, which is how it
+    ran."""
     saved = run_dir / "config.yaml"
     try:
         return load_config(saved)

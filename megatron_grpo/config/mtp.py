@@ -3,13 +3,17 @@
 from dataclasses import replace
 
 from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert.folder import read_json
+from checkpoint_convert.formats.safetensors_file import stored_names
+from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 
 
 def trained_shape(cfg: Config) -> ModelShape:
     """The shape of the model in `cfg.model.path`; `trains_mtp` says whether the layer is a part.
 
-    Raises ValueError if the model has no such layer, and for what does not know one.
+    Raises ValueError if the model has no such layer, or one with its own embedding, and for what
+    does not know one.
     """
     shape = read_shape(cfg.model.path)
     if not cfg.model.mtp_num_layers:
@@ -20,10 +24,16 @@ def trained_shape(cfg: Config) -> ModelShape:
             "model.mtp_num_layers 1 trains the only layer for multi-token prediction of a "
             f"DeepSeek-V3, GLM-4.5, Qwen3-Next or Qwen3.5, and model.path has {found}: set 0"
         )
+    config = cfg.model.path / "config.json"
+    is_told = text_config(config, read_json(config)).get("mtp_use_dedicated_embeddings")
+    if is_told or "mtp.embed_tokens.weight" in stored_names(cfg.model.path):
+        raise ValueError(
+            "model.mtp_num_layers 1: the layer in model.path has an embedding of its own "
+            "(mtp_use_dedicated_embeddings, mtp.embed_tokens.weight), which is not supported: set 0"
+        )
     megatron = cfg.model.megatron
     others = {
         "lora.r": cfg.lora.r,
-        "data.image_column": cfg.data.image_column,
         "grpo.shared_prompts": cfg.grpo.shared_prompts,
         "train.offload": cfg.train.offload != "none",
         "train.export_quantization": cfg.train.export_quantization != "none",

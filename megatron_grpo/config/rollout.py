@@ -344,6 +344,18 @@ class RolloutConfig(Section):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _drafts_have_a_length(self) -> Self:
+        table = self.vllm.get("speculative_config")
+        if table and isinstance(table, dict):
+            number = table.get("num_speculative_tokens")
+            if type(number) is not int or number < 1:
+                raise ValueError(
+                    f"rollout.vllm.speculative_config.num_speculative_tokens is {number!r}: give "
+                    "the number of tokens of a draft, such as 2"
+                )
+        return self
+
     @property
     def drafts_with_mtp(self) -> bool:
         """Whether engines draft with a layer for multi-token prediction."""
@@ -354,4 +366,4 @@ class RolloutConfig(Section):
     def num_speculative_tokens(self) -> int:
         """Tokens of a draft of engines; 0: they do not draft."""
         table = self.vllm.get("speculative_config")
-        return int(table.get("num_speculative_tokens", 0)) if isinstance(table, dict) else 0
+        return int(table["num_speculative_tokens"]) if table and isinstance(table, dict) else 0

@@ -54,10 +54,12 @@ def exchanged_elements(linear: LinearShape) -> int:
     return groups * linear.mixed_dim + values + 2 * linear.num_value_heads + values
 
 
-def sequence_elements(linear: LinearShape) -> tuple[int, int]:
+def sequence_elements(linear: LinearShape, num_drafted: int) -> tuple[int, int]:
     """Elements that a layer of an engine remembers of a sequence: last tokens, and the memory.
 
-    The first are inputs of the convolution, in the dtype of the model.
+    The first are inputs of the convolution, in the dtype of the model. With drafts vLLM keeps both
+    once more for each of their `num_drafted` tokens, and these tokens with the last ones.
     """
-    tokens = (linear.kernel_size - 1) * linear.num_key_heads * linear.mixed_dim
-    return tokens, linear.num_value_heads * linear.key_dim * linear.value_dim
+    tokens = (linear.kernel_size - 1 + num_drafted) * linear.num_key_heads * linear.mixed_dim
+    memory = linear.num_value_heads * linear.key_dim * linear.value_dim
+    return (1 + num_drafted) * tokens, (1 + num_drafted) * memory

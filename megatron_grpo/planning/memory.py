@@ -201,15 +201,13 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
 def _sequence_bytes(cfg: Config, shape: ModelShape) -> int:
     """What linear attention remembers of a sequence on each worker, which has some of its heads.
 
-    The last tokens are in the dtype of the model, the memory in float32; with drafts it is kept
-    after each of their tokens, too. Left out: vLLM keeps it in pages of some thousand tokens' size,
-    and for moments two of a sequence.
+    The last tokens are in the dtype of the model, the memory in float32. Left out: vLLM keeps it in
+    pages of some thousand tokens' size, and for moments two of a sequence.
     """
     if shape.linear is None:
         return 0
-    tokens, memory = sequence_elements(shape.linear)
+    tokens, memory = sequence_elements(shape.linear, cfg.rollout.num_speculative_tokens)
     num_bytes = ITEMSIZE[cfg.model.dtype] * tokens + ITEMSIZE["float32"] * memory
-    num_bytes *= 1 + cfg.rollout.num_speculative_tokens
     return len(shape.linear_layers) * num_bytes // cfg.rollout.tensor_parallel_size
 
 

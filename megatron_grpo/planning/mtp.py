@@ -22,11 +22,14 @@ def mtp_activations(cfg: Config, shape: ModelShape, stage: int) -> int:
     """Bytes for the backward of one microbatch, which follows its forward at once: of the layer,
     the norms of hidden states and embeddings, what joins them, and the last norm.
 
-    The head has as many as the policy's, after it.
+    The head has as many as the policy's, after it. Full recomputation takes the layer by itself,
+    whatever its method and number of layers are.
     """
     if not shape.trains_mtp or stage < cfg.dims.pipeline - 1:
         return 0
-    inner = layer_bytes(cfg, mtp_kind(shape))
+    by_itself = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    model = cfg.model.model_copy(update={"megatron": {**cfg.model.megatron, **by_itself}})
+    inner = layer_bytes(cfg.model_copy(update={"model": model}), mtp_kind(shape))
     share = 1 / cfg.dims.tensor if cfg.parallel.sequence_parallel else 1.0
     joined = 4 * shape.hidden_size * ITEMSIZE[cfg.model.dtype] * share  # both, apart and together
     norms = 3 * final_norm_bytes(cfg, shape)

@@ -97,9 +97,10 @@ def stage_flops(cfg: Config, shape: ModelShape, work: Computed) -> list[float]:
     head = 2.0 * shape.hidden_size * shape.vocab_size * work.tokens
     flops[-1] += head * (_passes(cfg, "head") + 1 + forwards_alone(cfg))
     if shape.trains_mtp:  # with the head, which runs twice and has no gradient of its own
-        layer = sum(_part_flops(mtp_kind(shape), work).values())
+        layer, recomputed = _part_flops(mtp_kind(shape), work), recomputed_parts(cfg)
         joins = 4.0 * shape.hidden_size**2 * work.tokens
-        flops[-1] += 3 * (layer + joins + head)
+        flops[-1] += 3 * (sum(layer.values()) + joins + head)
+        flops[-1] += sum(each for part, each in layer.items() if part in recomputed)
     return flops
 
 

@@ -1,6 +1,9 @@
 """What does not go with training a layer for multi-token prediction is refused by name."""
 
+import json
+
 import pytest
+from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
 from helpers.models import add_mtp_layer, tiny_model
@@ -10,7 +13,6 @@ from parallel import ParallelDims
 
 REFUSED = {
     "lora.r": ("lora.r=4", "lora.sync=merged"),
-    "data.image_column": ("data.image_column=images",),
     "grpo.shared_prompts": ("grpo.shared_prompts=true",),
     "train.offload": ("train.offload=optimizer", "rollout.enable_sleep_mode=true"),
     "train.export_quantization": ("train.export_quantization=int8",),
@@ -58,3 +60,18 @@ def test_what_does_not_go_with_it_is_named(folders, key):
 def test_so_is_a_model_without_such_a_layer(folders, family, found):
     with pytest.raises(ValueError, match=f"model.path has {found}: set 0"):
         shape_with(folders[family], "model.mtp_num_layers=1")
+
+
+@pytest.mark.parametrize("where", ["config.json", "model.safetensors"])
+def test_so_is_a_layer_with_its_own_embedding(tmp_path, where):
+    folder = add_mtp_layer(tiny_model(tmp_path, "qwen3_5_text"))
+    shape_with(folder, "model.mtp_num_layers=1")
+    if where == "config.json":
+        config = json.loads((folder / where).read_text()) | {"mtp_use_dedicated_embeddings": True}
+        (folder / where).write_text(json.dumps(config))
+    else:
+        weights = load_file(folder / where)
+        weights["mtp.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        save_file(weights, folder / where)
+    with pytest.raises(ValueError, match=r"\(mtp_use_dedicated_embeddings, .* supported: set 0"):
+        shape_with(folder, "model.mtp_num_layers=1")

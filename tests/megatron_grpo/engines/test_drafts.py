@@ -24,6 +24,18 @@ def models(tmp_path_factory):
     return {"without": without, "with": layer, "8 bits": quantized}
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "two", "null", "true", "1.5"])
+def test_drafts_need_a_number_of_tokens(number):
+    # Without one vLLM would draft one token.
+    for table in (
+        MTP.replace(": 1", f": {number}"),
+        MTP.replace(", num_speculative_tokens: 1", ""),
+    ):
+        with pytest.raises(ValueError, match=r"num_speculative_tokens is .*: give .*, such as 2"):
+            load_config(CONFIG, [f"rollout.vllm={table}"])
+    assert load_config(CONFIG, [f"rollout.vllm={MTP}"]).rollout.num_speculative_tokens == 1
+
+
 @pytest.mark.parametrize(
     ("model", "table", "message"),
     [

@@ -1,7 +1,7 @@
 """The planner's activation memory of layers, compared with what autograd really saves."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -25,6 +25,7 @@ from megatron_grpo.planning.activations import (
     stage_activations,
 )
 from megatron_grpo.planning.layer_kinds import layer_kinds
+from megatron_grpo.planning.mtp import mtp_activations
 from megatron_grpo.policy.model import build_model, forward
 from megatron_grpo.policy.releases import IS_OLD
 from parallel import ParallelDims
@@ -207,6 +208,18 @@ def test_norms_that_are_fused_into_a_linear_are_not_recomputed(
     saved = layer_bytes(plain, shape).kept - layer_bytes(again, shape).kept
     assert saved == outputs * 2 * shape.hidden_size
     assert layer_bytes(again, shape).recomputed == saved
+
+
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_a_layer_to_draft_with_is_recomputed_by_itself(method, tmp_path):
+    folder = write_config(tmp_path, "DeepSeek-V3")
+    full = [FULL[0], f"recompute_method: {method}", "recompute_num_layers: 2"]
+    shape = replace(read_shape(folder), trains_mtp=True)
+    plain, again = (
+        mtp_activations(Run(megatron=megatron).config(folder), shape, stage=0)
+        for megatron in ([], full)
+    )
+    assert again == plain + TOKENS * 2 * shape.hidden_size  # what goes into it
 
 
 def test_transformer_engine_keeps_every_heads_keys_and_values_and_whole_latents(tmp_path):

@@ -177,11 +177,11 @@ def test_of_linear_attention_an_engine_caches_a_memory_per_sequence_and_no_token
     # Keys and values of 12 layers, one of two heads of 256. In 36 layers three tokens of what is
     # convolved, and 32 heads' float32 matrices.
     assert engine.token_bytes == 12 * 2 * 256 * 2
-    per_sequence = 36 * (3 * 8192 * 2 + 32 * 128 * 128 * 4) // 4
-    assert engine.sequence_bytes == per_sequence
+    assert engine.sequence_bytes == 36 * (3 * 8192 * 2 + 32 * 128 * 128 * 4) // 4
     drafts = "vllm.speculative_config={method: ngram, num_speculative_tokens: 2}"
     engine = engine_of(tmp_path, "Qwen3-Next-80B-A3B", drafts, tensor=4)
-    assert engine.sequence_bytes == 3 * per_sequence  # after each token of a draft, too
+    # Both after each token of a draft, too, and its two tokens with what is convolved.
+    assert engine.sequence_bytes == 3 * 36 * ((3 + 2) * 8192 * 2 + 32 * 128 * 128 * 4) // 4
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,17 @@ def test_recomputation_and_other_passes_are_forwards_more(tmp_path):
         assert of_step(folder, shape, *overrides) == plain + more, overrides
 
 
+def test_recomputation_runs_a_layer_to_draft_with_again(tmp_path):
+    folder, shape = model(tmp_path, "DeepSeek-V3")
+    drafting = replace(shape, trains_mtp=True)
+    plain, again = (
+        of_step(folder, drafting, *overrides) - of_step(folder, shape, *overrides)
+        for overrides in ([], [FULL])
+    )
+    layer = replace(shape, num_layers=1, moe=replace(shape.moe, num_dense_layers=0))
+    assert again - plain == pytest.approx(forward_flops(layer, Computed.of([1000])))
+
+
 def test_attention_between_shared_prompts_takes_half_as_long_again(tmp_path):
     folder, shape = model(tmp_path)
     overrides = ["model.dtype=bfloat16", "grpo.beta=0.0", LONG, "data.max_prompt_length=512"]

@@ -16,9 +16,11 @@ import pytest
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.text_tower import MULTIMODAL
 from checkpoint_convert.vllm import EngineDims, engine_sizes
 from helpers.models import add_mtp_layer, mesh_for, servable_model
 from helpers.ranks import run_ranks
+from helpers.towers import tiny_multimodal
 from helpers.vllm_workers import NUM_ENGINES, worker_engines
 from helpers.worker_pushes import Case, Engines, push_all
 from parallel import ParallelDims
@@ -126,15 +128,27 @@ def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, fam
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_text"]
+    "family",
+    [
+        "deepseek_v3",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "qwen3_next",
+        "qwen3_5_text",
+        pytest.param("qwen3_5_moe", marks=pytest.mark.slow),  # a text tower
+    ],
 )
 def test_so_does_a_layer_to_draft_with_that_is_trained(tmp_path, engines, family):
+    make = servable_model
+    if family in MULTIMODAL:
+        pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
+        make = tiny_multimodal
     folder, others = (
-        add_mtp_layer(servable_model(tmp_path / str(seed), family, tied=True, seed=seed), seed)
+        add_mtp_layer(make(tmp_path / str(seed), family, tied=True, seed=seed), seed)
         for seed in (0, 1)
     )
     kinds, dims = [TP1, TP2], ParallelDims(pipeline=2, data=2)
-    if family in MIXTURES:
+    if read_shape(folder).moe is not None:
         kinds, dims = [*kinds, EXPERT_PARALLEL], replace(dims, expert=2)
     check_pushes(dims, [Case(folder, others, kinds, drafts=True)], engines, "auto")
 
