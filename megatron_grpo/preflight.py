@@ -232,8 +232,7 @@ def _check_never_saved(run_dir: Path) -> None:
 
 
 def _saved_config(run_dir: Path) -> Config:
-    """The config of the run in `run_dir`; keys newer than it have their defaults, which is how it
-    ran."""
+    """The config of the run there; keys newer than it have their defaults, which is how it ran."""
     saved = run_dir / "config.yaml"
     try:
         return load_config(saved)
