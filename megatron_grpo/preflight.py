@@ -28,9 +28,10 @@ from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.config.train import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.kernels import check_attention, check_cpu_kernels
+from megatron_grpo.engines.kernels import check_attention, check_kernels
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments
+from megatron_grpo.engines.sglang.args import check_folder_loaded
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
 from megatron_grpo.reporting.tracking import last_step
@@ -116,7 +117,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
         check_adapters(cfg.lora, shape)
     if starts_here:
         if cfg.train.replay is None:
-            check_cpu_kernels(cfg.rollout, shape)
+            check_kernels(cfg.rollout, shape)
         _warn_of_slow_dtype(cfg.model.dtype)
     else:
         check_folder(cfg.train.run_dir)
@@ -149,6 +150,8 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
             "it out"
         )
     check_attention(rollout.engine, shape)
+    if rollout.engine == "sglang":
+        check_folder_loaded(cfg.model, rollout)
     kind = "linear" if shape.linear else "sparse" if shape.indexer else None
     if kind and not rollout.recompute_kv_cache:
         raise ValueError(

@@ -21,6 +21,8 @@ from helpers.pushes import export_quantized, push_policy, rollout_overrides
 from helpers.quantized import rounded_copy
 from helpers.ranks import run_ranks
 from helpers.runs import finish_run, read_metrics
+from megatron_grpo.engines import layouts
+from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.sglang import args
 from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
@@ -140,6 +142,19 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     rounded = rounded_copy(folder, tmp_path / "rounded", "fp8")
     error, of_quantising = (largest_logprob_error(each, samples) for each in (rounded, folder))
     assert error < 0.3 < of_quantising
+
+
+@pytest.mark.slow
+def test_scales_that_sglang_drops_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(layouts, "WITHOUT_SCALES", ())
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
+    folder = tiny_model(tmp_path / "model", "llama", **sizes)
+    options = {"python": SGLANG_PYTHON, "dtype": "bfloat16", "quantization": "fp8"}
+    with (
+        pytest.raises(EngineError, match=r"has loaded no scales into model\.layers\.0\."),
+        running_engine("sglang", folder, tmp_path / "logs", **options),
+    ):
+        pass
 
 
 @pytest.mark.slow
