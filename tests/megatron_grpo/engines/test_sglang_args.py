@@ -17,6 +17,7 @@ from megatron_grpo.engines.sglang.args import (
 )
 
 MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
+OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
 
 
 def rollout(**options) -> RolloutConfig:
@@ -52,8 +53,7 @@ def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on():
 def test_quantised_engines_have_the_scheme_and_products_that_leave_weights_as_loaded(
     tmp_path, on_gpu
 ):
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
-    model = ModelConfig(path=tiny_model(tmp_path, "qwen3", **sizes), dtype="bfloat16")
+    model = ModelConfig(path=tiny_model(tmp_path, "qwen3", **OF_BLOCKS), dtype="bfloat16")
     config = rollout(quantization="fp8")
     command = sglang_command(model, config, "10.0.0.7", 8000, on_gpu)
     [overrides] = [each for each in command if each.startswith("--json-model-override-args=")]
@@ -68,6 +68,6 @@ def test_quantised_engines_have_the_scheme_and_products_that_leave_weights_as_lo
 
 @pytest.mark.parametrize("family", WITHOUT_SCALES)
 def test_families_whose_scales_sglang_drops_are_refused(tmp_path, family):
-    model = ModelConfig(path=tiny_model(tmp_path, family), dtype="bfloat16")
+    model = ModelConfig(path=tiny_model(tmp_path, family, **OF_BLOCKS), dtype="bfloat16")
     with pytest.raises(ValueError, match=f"for {family}, whose scales SGLang drops: leave it out"):
         sglang_command(model, rollout(quantization="fp8"), "10.0.0.7", 8000, on_gpu=True)
