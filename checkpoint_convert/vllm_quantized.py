@@ -1,5 +1,6 @@
-"""Which parts of a quantised model each worker of a vLLM engine (0.32, 0.33) holds. Integers only.
+"""Which parts of a quantised model each worker of an engine holds. Integers only.
 
+Of vLLM (0.32, 0.33); SGLang (0.5.23) has another name for experts, which layouts.py gives them.
 A worker holds the 8-bit weights where it has others' weights, and beside each the scales of its
 blocks: those of the rows and columns that it holds.
 """

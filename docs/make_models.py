@@ -39,7 +39,8 @@ transformers is tested for every family (`tests/megatron_grpo/policy/test_model.
 - **adapters**: `lora.sync: adapter`, whose pushes carry adapters alone.
 - **8 bits**: the schemes of `rollout.quantization` in which vLLM serves it, at a tensor-parallel
   size of 1.
-- **SGLang**: `rollout.engine: sglang`.
+- **SGLang**: `rollout.engine: sglang`, and `fp8` if it serves that as well, at a tensor-parallel
+  size of 1.
 
 Sparse attention (DeepSeek-V3.2, GLM-5): indexers choose the tokens that attention sees, and stay
 as they were read, in training, pushes and exports. DeepSeek trains them by a loss of their own
@@ -85,7 +86,10 @@ def row(name: str, shape: ModelShape) -> list[str]:
         for scheme in SCHEMES
         if is_accepted(quantized_engine, rollout(quantization=scheme), shape, "bfloat16")
     ]
-    sglang = "yes" if shape.family in RUN_WITH_SGLANG else "not tried"
+    in_fp8 = rollout(engine="sglang", quantization="fp8")
+    served_in_fp8 = is_accepted(quantized_engine, in_fp8, shape, "bfloat16")
+    sglang = "yes, fp8" if served_in_fp8 else "yes"
+    sglang = sglang if shape.family in RUN_WITH_SGLANG else "not tried"
     if not is_accepted(check_attention, "sglang", shape):
         sglang = "no: linear attention" if shape.linear else "no: windows"
         sglang = "no: sparse attention" if shape.indexer else sglang

@@ -20,7 +20,7 @@ from megatron_grpo.config.reward import served_here
 from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineDown, NoServingEngine
-from megatron_grpo.engines.kernels import check_cpu_kernels
+from megatron_grpo.engines.kernels import check_kernels
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.engines.reward_models import RewardModels
@@ -159,7 +159,7 @@ def _check(cfg: Config) -> ModelShape:
     shape = read_shape(cfg.model.path)
     check_weights(cfg.model.path, shape)
     check_engines(cfg, shape, None)
-    check_cpu_kernels(cfg.rollout, shape)
+    check_kernels(cfg.rollout, shape)
     check_reward_models(cfg)
     check_evaluation(cfg, shape)
     return shape

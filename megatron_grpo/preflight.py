@@ -29,9 +29,10 @@ from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.config.optimizer import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.kernels import check_cpu_kernels, check_served
+from megatron_grpo.engines.kernels import check_kernels, check_served
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments
+from megatron_grpo.engines.sglang.args import check_folder_loaded
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
 from megatron_grpo.reporting.tracking import last_step
@@ -117,7 +118,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
         check_adapters(cfg.lora, shape)
     if starts_here:
         if cfg.train.replay is None:
-            check_cpu_kernels(cfg.rollout, shape)
+            check_kernels(cfg.rollout, shape)
         _warn_of_slow_dtype(cfg.model.dtype)
         if cfg.train.offload_communicators:
             _check_nccl(os.environ)
@@ -147,6 +148,8 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
     rollout = cfg.rollout
     check_engine_dims(shape, engine_dims(rollout))
     check_served(rollout, shape)
+    if rollout.engine == "sglang":
+        check_folder_loaded(cfg.model, rollout)
     check_drafts(cfg, shape)
     check_shared_prompts(cfg.grpo, shape)
     for url in rollout.base_urls:

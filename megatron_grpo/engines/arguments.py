@@ -42,17 +42,6 @@ def check_parser(title: str, parser: str | None, known: Collection[str]) -> None
         )
 
 
-def check_load_format(engine: str, table: Mapping[str, Any], what: str) -> None:
-    """Raise ValueError if the table `rollout.<engine>` has another way to load weights than ours or
-    none; `what` it would load."""
-    chosen = table.get("load_format", "dummy")
-    if chosen != "dummy":
-        raise ValueError(
-            f"rollout.{engine}.load_format {chosen} would load {what}: leave it out, or set it to "
-            "dummy"
-        )
-
-
 def fields_of(source: Path, classes: Collection[str] | None = None) -> frozenset[str]:
     """The public fields of these classes, or of all classes, read from their source.
 

@@ -13,6 +13,8 @@ NO_ROUTER_ON_CPU = ("minimax_m2",)
 """Families whose routers it computes on GPUs only: by sigmoids, of all experts as one group."""
 CPU_LATENT_SIZE = 576
 """The one size of what is cached of a token with latent attention for which it has one."""
+WITH_FP8 = (8, 9)
+"""Compute capability from which GPUs have units for FP8."""
 
 
 def num_gpus() -> int:
@@ -77,13 +79,37 @@ def check_attention(engine: str, shape: ModelShape) -> None:
         )
 
 
-def check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Raise ValueError if vLLM, started here, would need kernels that it lacks for this CPU.
+def check_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError if an engine, started here, would need kernels that it lacks for the GPUs,
+    or without any for the CPU."""
+    if rollout.base_urls:
+        return
+    if num_gpus():
+        _check_gpu_kernels(rollout)
+    elif rollout.engine == "vllm":
+        _check_cpu_kernels(rollout, shape)
+
+
+def _check_gpu_kernels(rollout: RolloutConfig) -> None:
+    """Raise ValueError for 8-bit weights that SGLang would rearrange for Marlin after loading."""
+    if rollout.engine != "sglang" or rollout.quantization == "none":
+        return
+    import torch  # see above
+
+    if (capability := torch.cuda.get_device_capability()) < WITH_FP8:
+        raise ValueError(
+            f"rollout.quantization {rollout.quantization} with rollout.engine sglang needs GPUs of "
+            f"compute capability {'.'.join(map(str, WITH_FP8))} or more, not "
+            f"{'.'.join(map(str, capability))}, for which SGLang rearranges the weights: leave it "
+            "out"
+        )
+
+
+def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError for what vLLM cannot compute on this CPU.
 
     An engine would start all the same, and die at its first request.
     """
-    if num_gpus() or rollout.engine != "vllm" or rollout.base_urls:
-        return
     import torch  # see above
 
     instead = "set rollout.engine=transformers"

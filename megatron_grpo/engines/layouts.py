@@ -25,6 +25,10 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.policy.lora_targets import targets_of
 from parallel import Layout
 
+WITHOUT_SCALES = ("llama", "ministral3", "mistral", "phi3")
+"""Families of which SGLang 0.5.23 drops the scales of blocks that it loads: the class that these
+share (LlamaForCausalLM in its models/llama.py) gives `weight_scale_inv` another name."""
+
 
 @dataclass(frozen=True)
 class Holdings:
@@ -74,11 +78,12 @@ def quantized_engine(
     """
     model = quantized_model(rollout.quantization, shape, NAMES[dtype])
     if model is not None:
-        if rollout.engine == "sglang" and shape.latent is not None:
+        is_latent = shape.latent is not None
+        if rollout.engine == "sglang" and (is_latent or shape.family in WITHOUT_SCALES):
+            why = "which has latent attention" if is_latent else "whose scales SGLang drops"
             raise ValueError(
                 f"rollout.quantization {rollout.quantization} with rollout.engine sglang is not "
-                f"supported for {shape.family}, which has latent attention: leave it out, or use "
-                "rollout.engine=vllm"
+                f"supported for {shape.family}, {why}: leave it out, or use rollout.engine=vllm"
             )
         check_quantized_served(shape, engine_dims(rollout), model, rollout.engine)
     return model

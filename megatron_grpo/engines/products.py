@@ -29,14 +29,14 @@ def product_of_blocks(
 
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""What the largest value of a token becomes. Weights have 127.5, where a one would not stay one:
-from the product with the unit matrix vLLM makes weights for decode steps."""
+"""What the largest value of a token becomes. Weights have 127.5, where a one would not stay one
+in a product with the unit matrix, from which weights for decode steps are made."""
 
 
 def product_of_rows(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer of an 8-bit `weight` [rows, columns] with `scales` [rows, 1].
 
-    Each token of `x` is quantised as a row is, by vLLM's scales.
+    Each token of `x` is quantised as a row is, by its own maximum / `_LARGEST`.
     """
     tokens = x.reshape(-1, x.shape[-1])
     block = (1, x.shape[-1])

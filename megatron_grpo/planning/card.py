@@ -83,9 +83,9 @@ def file_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def worker_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
-    """Bytes per element of each parameter of an engine's workers, by name in `worker_layouts`.
+    """Bytes per element of each weight of an engine's workers, by its name there.
 
-    The scales of quantised weights, which are no part of these layouts, take a thousandth of them.
+    Scales of quantised ones, a thousandth of their bytes, have no entry: plans do not count them.
     """
     model = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
     dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype, model)

@@ -20,12 +20,14 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.quantized_model import quantized_model
 from helpers.environments import write_environments
 from helpers.models import add_mtp_layer, character_tokenizer, servable_model, tiny_model
+from helpers.quantized import FORMATS, quantized_copy
 from helpers.towers import tiny_multimodal
 from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.engines import kernels
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.kernels import check_attention, check_cpu_kernels
+from megatron_grpo.engines.kernels import check_attention, check_kernels
 from megatron_grpo.preflight import check_same_run, check_start, preflight
 
 REPOSITORY = Path(__file__).parents[2]
@@ -312,16 +314,31 @@ def test_what_the_kernels_of_an_engine_on_cpus_cannot_do_is_refused(config, tmp_
     preflight(config(f"model.path={other_heads}", "rollout.engine=transformers"), None)
     latents = read_shape(tiny_model(tmp_path / "latents", "deepseek_v3"))
     with pytest.raises(ValueError, match=r"of 576 together, not \d\d: set rollout\.engine"):
-        check_cpu_kernels(config().rollout, latents)
+        check_kernels(config().rollout, latents)
     router = read_shape(servable_model(tmp_path / "router", "minimax_m2"))
     with pytest.raises(ValueError, match="no kernel for the router of a minimax_m2: set rollout"):
-        check_cpu_kernels(config().rollout, router)
+        check_kernels(config().rollout, router)
     experts = read_shape(servable_model(tmp_path / "experts", "gpt_oss"))
-    check_cpu_kernels(config().rollout, experts)
+    check_kernels(config().rollout, experts)
     with pytest.raises(ValueError, match=r"a multiple of 32 .* part of an expert .* 48: "):
-        check_cpu_kernels(config().rollout, replace(experts, intermediate_size=48))
+        check_kernels(config().rollout, replace(experts, intermediate_size=48))
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
     assert "needs AVX2" in refusal(config())
+
+
+def test_8_bit_weights_that_engines_of_sglang_would_not_hold_as_pushed_are_refused(
+    config, model, tmp_path, monkeypatch
+):
+    folder = quantized_copy(model, tmp_path / "quantized", FORMATS["DeepSeek"])
+    cfg = config(f"model.path={folder}", "rollout.engine=sglang", "rollout.vllm={}")
+    assert "hold as they are: set rollout.quantization=fp8, or rollout.engine=" in refusal(cfg)
+    rollout = cfg.rollout.model_copy(update={"quantization": "fp8"})
+    monkeypatch.setattr(kernels, "num_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    check_kernels(rollout, read_shape(folder))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ValueError, match=r"capability 8\.9 or more, not 8\.0, for which SGLang"):
+        check_kernels(rollout, read_shape(folder))
 
 
 SPARSE_REFUSALS = [

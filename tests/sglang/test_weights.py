@@ -21,6 +21,8 @@ from helpers.pushes import export_quantized, push_policy, rollout_overrides
 from helpers.quantized import rounded_copy
 from helpers.ranks import run_ranks
 from helpers.runs import finish_run, read_metrics
+from megatron_grpo.engines import layouts
+from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.sglang import args
 from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
@@ -124,8 +126,10 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     exported = tmp_path / "exported"
     run_ranks(dims.world_size, export_quantized, folder, dims, "fp8", exported)
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "dtype": "bfloat16"}
-    with running_engine("sglang", exported, tmp_path / "first", **options) as engine:
-        loaded = own_checksums(engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(args, "check_folder_loaded", lambda model, rollout: None)
+        with running_engine("sglang", exported, tmp_path / "first", **options) as engine:
+            loaded = own_checksums(engine)
     assert len(loaded) == size
     assert any("weight_scale_inv" in name for name in loaded[0])
     options["quantization"] = "fp8"
@@ -140,6 +144,19 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     rounded = rounded_copy(folder, tmp_path / "rounded", "fp8")
     error, of_quantising = (largest_logprob_error(each, samples) for each in (rounded, folder))
     assert error < 0.3 < of_quantising
+
+
+@pytest.mark.slow
+def test_scales_that_sglang_drops_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(layouts, "WITHOUT_SCALES", ())
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
+    folder = tiny_model(tmp_path / "model", "llama", **sizes)
+    options = {"python": SGLANG_PYTHON, "dtype": "bfloat16", "quantization": "fp8"}
+    with (
+        pytest.raises(EngineError, match=r"has loaded no scales into model\.layers\.0\."),
+        running_engine("sglang", folder, tmp_path / "logs", **options),
+    ):
+        pass
 
 
 @pytest.mark.slow

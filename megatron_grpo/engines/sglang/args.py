@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import (
-    check_load_format,
     check_names,
     check_parser,
     command_flags,
@@ -47,6 +47,7 @@ RESERVED = {
     "dp_size": _PUSHED,
     "ep_size": _PUSHED,
     "enable_dp_attention": _PUSHED,
+    "moe_a2a_backend": _PUSHED,
     "moe_dense_tp_size": _PUSHED,
     "nnodes": _SPANNING,
     "node_rank": _SPANNING,
@@ -94,7 +95,11 @@ RESERVED = {
 def sglang_command(
     model: ModelConfig, rollout: RolloutConfig, host: str, port: int, on_gpu: bool
 ) -> list[str]:
-    """The command of an engine on `host`:`port`."""
+    """The command of an engine on `host`:`port`.
+
+    Raises ValueError if SGLang cannot do what the config asks for.
+    """
+    check_folder_loaded(model, rollout)
     arguments: dict[str, Any] = {
         "model_path": model.path,
         "host": host,
@@ -121,13 +126,27 @@ def sglang_command(
     return [*command, *command_flags({k: None if v is False else v for k, v in arguments.items()})]
 
 
+def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError if an engine would load weights of another dtype than it is to have."""
+    if rollout.quantization == "none":
+        if read_scheme(model.path) is not None:
+            raise ValueError(
+                f"model.path {model.path} has quantised weights, which engines of SGLang would "
+                "hold as they are: set rollout.quantization=fp8, or rollout.engine=vllm"
+            )
+    elif chosen := rollout.sglang.get("load_format"):
+        raise ValueError(
+            f"rollout.sglang.load_format {chosen} does not go with rollout.quantization "
+            f"{rollout.quantization}, for which engines quantise what they load: leave it out"
+        )
+
+
 def _quantizing_arguments(
     model: ModelConfig, rollout: RolloutConfig, on_gpu: bool
 ) -> dict[str, Any]:
     """What makes SGLang build the model quantised; the worker then quantises what it loads."""
     quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
     assert quantized is not None, "rollout.quantization is not none"
-    check_load_format("sglang", rollout.sglang, "weights of another dtype than engines have")
     return {
         "json_model_override_args": {CONFIG_KEYS[0]: quantized.config},
         # Keeps weights and scales as they were loaded on any card with units for FP8 (see

@@ -67,25 +67,36 @@ class SchedulerWorker(PushWorker):
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
         """Between what SGLang does before and after weights change: layers that rearrange theirs
-        do so anew. Quantised ones must be left as they came, so their sums are of after that."""
+        do so anew. Sums of 8-bit weights are taken after it: it must leave these as they came."""
         self.runner.weight_updater.begin_weight_update()
         sums = super().receive(receiver, received)
         self.runner.weight_updater.end_weight_update(run_post_load=True)
-        return checksums(self.tensors()) if is_quantized() else sums
-
-
-def is_quantized() -> bool:
-    """Whether the run's engines hold quantised weights."""
-    return os.environ.get(QUANTIZATION_VARIABLE, "none") != "none"
+        held = self.tensors()
+        return checksums(held) if any(each.itemsize == 1 for each in held.values()) else sums
 
 
 def quantize_loaded(scheme: str) -> None:
     """From now on, quantise the weights of a folder that is loaded as pushes are."""
+    load_model = DefaultModelLoader.load_model
 
     def tensors(self: DefaultModelLoader, model_config: ModelConfig, model: Module) -> Weights:
         return quantized_tensors(Path(model_config.model_path), scheme)
 
+    def loaded(self: DefaultModelLoader, **arguments: Any) -> Module:
+        model: Module = load_model(self, **arguments)
+        check_scales(model)
+        return model
+
     DefaultModelLoader._get_all_weights = tensors
+    DefaultModelLoader.load_model = loaded
+
+
+def check_scales(model: Module) -> None:
+    """Raise ValueError if SGLang left out scales of linear layers; it fills these with `unset`."""
+    unset = torch.finfo(torch.float32).min
+    scales = {name: p for name, p in model.named_parameters() if name.endswith("weight_scale_inv")}
+    if missing := [name for name, scale in scales.items() if (scale == unset).any()]:
+        raise ValueError(f"SGLang has loaded no scales into {missing[0]}: use rollout.engine=vllm")
 
 
 def unlink_queues() -> None:
@@ -123,8 +134,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         return CheckWeightsReqOutput(success=succeeded, message=json.dumps(answers))
 
     SchedulerWeightUpdaterManager.check_weights = answer
-    if is_quantized():
-        quantize_loaded(os.environ[QUANTIZATION_VARIABLE])
+    if (scheme := os.environ.get(QUANTIZATION_VARIABLE, "none")) != "none":
+        quantize_loaded(scheme)
     if is_cpu():
         multiply_by_torch()
     Req._check_token_based_finish = ends_at_stop_token

@@ -24,7 +24,6 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import (
-    check_load_format,
     check_names,
     check_parser,
     command_flags,
@@ -260,7 +259,7 @@ def dequantizing_arguments(
     Layers with 8-bit weights could not take what is pushed. Raises ValueError if `rollout.vllm`,
     `table`, has another way to load than ours or none.
     """
-    check_load_format("vllm", table, "the 8-bit weights of model.path without their scales")
+    _check_load_format(table, "the 8-bit weights of model.path without their scales")
     return {
         "load_format": DEQUANTIZED,
         "hf_overrides": {**hf_overrides, **dict.fromkeys(CONFIG_KEYS)},
@@ -276,7 +275,7 @@ def quantizing_arguments(
     """
     quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
     assert quantized is not None, "rollout.quantization is not none"
-    check_load_format("vllm", rollout.vllm, "weights of another dtype than engines have")
+    _check_load_format(rollout.vllm, "weights of another dtype than engines have")
     config = dict.fromkeys(CONFIG_KEYS) | {CONFIG_KEYS[0]: quantized.config}
     arguments = {
         "load_format": QUANTIZED + rollout.quantization,
@@ -284,6 +283,14 @@ def quantizing_arguments(
     }
     # Other kernels for GPUs rearrange weights or scales, or round these to powers of 2.
     return arguments | ({"linear_backend": "cutlass"} if on_gpu else {})
+
+
+def _check_load_format(table: Mapping[str, Any], what: str) -> None:
+    chosen = table.get("load_format", "dummy")
+    if chosen != "dummy":
+        raise ValueError(
+            f"rollout.vllm.load_format {chosen} would load {what}: leave it out, or set it to dummy"
+        )
 
 
 def platform_arguments(num_workers: int, on_gpu: bool) -> dict[str, Any]:

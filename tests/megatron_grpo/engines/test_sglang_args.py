@@ -9,6 +9,7 @@ import pytest
 from helpers.models import tiny_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.layouts import WITHOUT_SCALES
 from megatron_grpo.engines.sglang.args import (
     check_sglang_arguments,
     sglang_command,
@@ -16,6 +17,7 @@ from megatron_grpo.engines.sglang.args import (
 )
 
 MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
+OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
 
 
 def rollout(**options) -> RolloutConfig:
@@ -51,8 +53,7 @@ def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on():
 def test_quantised_engines_have_the_scheme_and_products_that_leave_weights_as_loaded(
     tmp_path, on_gpu
 ):
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
-    model = ModelConfig(path=tiny_model(tmp_path, "llama", **sizes), dtype="bfloat16")
+    model = ModelConfig(path=tiny_model(tmp_path, "qwen3", **OF_BLOCKS), dtype="bfloat16")
     config = rollout(quantization="fp8")
     command = sglang_command(model, config, "10.0.0.7", 8000, on_gpu)
     [overrides] = [each for each in command if each.startswith("--json-model-override-args=")]
@@ -60,6 +61,13 @@ def test_quantised_engines_have_the_scheme_and_products_that_leave_weights_as_lo
     assert (table["quant_method"], table["weight_block_size"]) == ("fp8", [128, 128])
     assert ("--fp8-gemm-backend=triton" in command) == on_gpu
     assert sglang_environment(config, on_gpu)["MEGATRON_GRPO_QUANTIZATION"] == "fp8"
-    with pytest.raises(ValueError, match=r"rollout\.sglang\.load_format auto would load"):
-        loading = rollout(quantization="fp8", sglang={"load_format": "auto"})
+    with pytest.raises(ValueError, match=r"rollout\.sglang\.load_format dummy does not go with"):
+        loading = rollout(quantization="fp8", sglang={"load_format": "dummy"})
         sglang_command(model, loading, "10.0.0.7", 8000, on_gpu)
+
+
+@pytest.mark.parametrize("family", WITHOUT_SCALES)
+def test_families_whose_scales_sglang_drops_are_refused(tmp_path, family):
+    model = ModelConfig(path=tiny_model(tmp_path, family, **OF_BLOCKS), dtype="bfloat16")
+    with pytest.raises(ValueError, match=f"for {family}, whose scales SGLang drops: leave it out"):
+        sglang_command(model, rollout(quantization="fp8"), "10.0.0.7", 8000, on_gpu=True)
