@@ -80,8 +80,7 @@ def train(run: Run) -> None:
             stack.push(run.watchdog.report)  # runs before the stack stops the engines: seconds
             while trainer.step < num_steps:
                 trainer.stop_if_preempted()
-                minibatch = trainer.next_minibatch()
-                report = trainer.update(minibatch)
+                report = trainer.update(trainer.next_minibatch())
                 trainer.log(report)
                 trainer.boundary()
                 trainer.save()
@@ -237,12 +236,11 @@ class Trainer:
 
     def _prepare(self, cursor: Cursor) -> None:
         """Compute what is needed once for all steps that train on the generation."""
-        self.minibatches = self.preparation.minibatches(
-            self.experience, cursor.generation, self.timer
-        )
+        self.minibatches, generation = [], cursor.generation  # features of images are freed first
+        self.minibatches = self.preparation.minibatches(self.experience, generation, self.timer)
         if cursor.starts_generation and self.reference and self.cfg.grpo.kl_in_reward:
             self.experience, self.minibatches = self.preparation.subtract_kl(
-                self.experience, self.minibatches, cursor.generation, self.beta
+                self.experience, self.minibatches, generation, self.beta
             )
 
     def sleep_engines(self) -> None:

@@ -65,16 +65,12 @@ class PackedImages:
     prompts: tuple[PromptImages, ...]  # on the host; none once features are computed or not needed
     rows: Tensor  # [T] int64, the feature in the place of each token; -1: its embedding stays
     positions: Tensor  # [3, T] int64, in M-RoPE; 0 in padding
-    features: Tensor | None = None  # [features, levels, hidden size]; None: not computed yet
+    # Of each prompt [features, levels, hidden size], which others share; None: not computed yet.
+    features: tuple[Tensor, ...] | None = None
 
     def to(self, device: torch.device | str) -> "PackedImages":
-        """A copy with every tensor on `device`, but for those of prompts."""
-        return replace(
-            self,
-            rows=self.rows.to(device),
-            positions=self.positions.to(device),
-            features=None if self.features is None else self.features.to(device),
-        )
+        """A copy with rows and positions on `device`: patches and features stay where they are."""
+        return replace(self, rows=self.rows.to(device), positions=self.positions.to(device))
 
 
 class Segment(Protocol):

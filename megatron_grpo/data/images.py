@@ -15,6 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoint_convert import read_shape
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
@@ -280,16 +281,26 @@ def _check_model(key: str, file: Path) -> None:
     """Raise ValueError if the model takes no images, or takes them in an unknown way."""
     config = read_json(file)
     kind = config.get("model_type")
-    if kind not in [*FAMILIES]:
+    if kind not in FAMILIES:
         raise ValueError(
             f"{key}: model.path is a {kind}, and images are supported of {' and '.join(FAMILIES)} "
             "only: leave it out"
         )
     text = text_config(file, config)
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    if "mrope_section" not in rope or rope.get("mrope_interleaved", False) is not FAMILIES[kind]:
+    sections, half = rope.get("mrope_section"), read_shape(file.parent).rotary_dim // 2
+    if not (
+        isinstance(sections, list)
+        and [type(size) for size in sections] == [int] * 3
+        and sum(sections) == half
+        and rope.get("mrope_interleaved", False) is FAMILIES[kind]
+    ):
         raise ValueError(
-            f"{file}: RoPE of a {kind} needs mrope_section, and mrope_interleaved {FAMILIES[kind]}"
+            f"{file}: RoPE of a {kind} needs mrope_section with three sizes whose sum is {half}, "
+            f"and mrope_interleaved {FAMILIES[kind]}; it is {rope}"
         )
-    if kind == "qwen3_vl" and "deepstack_visual_indexes" not in config.get("vision_config", {}):
-        raise ValueError(f"{file}: vision_config has no deepstack_visual_indexes: write them down")
+    levels = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
+    if kind == "qwen3_vl" and type(levels) is not list:
+        raise ValueError(
+            f"{file}: deepstack_visual_indexes of vision_config is {levels}: write down a list"
+        )

@@ -70,12 +70,12 @@ def images_by_prompt(
 ) -> dict[int, T]:
     """What is `made_of` the images of prompts that have some, once for each, by its index.
 
-    In as many threads as there are cores: decoding, resizing and hashing let others run.
+    In a thread for each core, at most 8: decoding, resizing and hashing let others run.
     """
     different = {each.index: each.images for each in prompts if each.images is not None}
     if not different:
         return {}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as threads:
         made = threads.map(lambda images: made_of(images.read()), different.values())
         return dict(zip(different, made, strict=True))
 

@@ -19,7 +19,7 @@ from megatron_grpo.planning.linear_attention import sequence_elements
 from megatron_grpo.planning.mtp import mtp_activations, mtp_embedding
 from megatron_grpo.planning.optimizer_bytes import page_locked
 from megatron_grpo.planning.state import StateBytes, part_bytes
-from megatron_grpo.planning.vision import tower_bytes
+from megatron_grpo.planning.vision import engine_tower_bytes, tower_bytes
 from megatron_grpo.policy.lora_targets import targets_of
 
 CONTEXT_BYTES = 600 * 10**6
@@ -35,7 +35,7 @@ class EngineBytes:
     """Memory that an engine takes on each of its GPUs."""
 
     weights: int
-    """With the buffers of adapters, and what vLLM makes of quantised weights."""
+    """With the buffers of adapters, a vision tower, and what vLLM makes of quantised weights."""
     pushed: int
     """What a push fills of them."""
     cache: int
@@ -113,6 +113,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
         return None
     check_adapters(cfg.lora, shape)
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
+    not_pushed = _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
     if card.memory - weights < per_token:
         raise ValueError(
             f"{_describe_engine(cfg.rollout, card, weights)}: {_larger_engine(cfg, shape, card)}"
@@ -120,7 +121,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
     cache = _cache_bytes(cfg.rollout, card, weights, per_token)
     return EngineBytes(
         weights=weights,
-        pushed=_adapter_bytes(cfg, shape) or weights - _absorbed_bytes(cfg, shape),
+        pushed=_adapter_bytes(cfg, shape) or weights - not_pushed,
         cache=cache,
         token_bytes=per_token,
         sequence_bytes=_sequence_bytes(cfg, shape),
@@ -140,7 +141,8 @@ def _push_buffers(cfg: Config) -> int:
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
     first = first_worker(shape, cfg.rollout)
     loaded = shard_bytes([first], worker_itemsizes(cfg, shape))
-    return loaded + _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape)
+    beside = _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
+    return loaded + beside
 
 
 def _absorbed_bytes(cfg: Config, shape: ModelShape) -> int:

@@ -26,7 +26,8 @@ from megatron_grpo.policy.transformer import (
     transformer_config,
     uses_transformer_engine,
 )
-from megatron_grpo.policy.vision import add_deepstack, mrope_axes, num_deepstack_layers
+from megatron_grpo.policy.vision import add_deepstack
+from megatron_grpo.policy.vision_config import mrope_axes, num_deepstack_layers
 from parallel import pipeline_layers
 from parallel.groups import Groups
 

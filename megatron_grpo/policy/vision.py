@@ -9,7 +9,7 @@ i > 0, of an earlier layer of the tower, are added to what decoder layer i - 1 r
 arXiv 2406.04334, in Qwen3-VL.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -20,41 +20,17 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert import ModelShape
-from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats.hf_folder import other_towers
 from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.formats.torch_dtypes import DTYPES
-from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
-from parallel import Box, pipeline_layers
+from megatron_grpo.policy.vision_config import has_tower
+from parallel import Box
 from parallel.groups import Groups
 from parallel.images import PackedImages, PromptImages
 from parallel.packing import PackedBatch
 
 _PREFIX = "visual."
-
-
-def mrope_axes(cfg: Config) -> Sequence[int]:
-    """Whether each of RoPE's frequencies rotates by a token's position in time (0), height (1) or
-    width (2); none if prompts have no images, and all three are equal."""
-    if cfg.data.image_column is None:
-        return ()
-    file = Path(cfg.model.path) / "config.json"
-    text = text_config(file, read_json(file))
-    rope = text.get("rope_scaling") or text["rope_parameters"]
-    sections: list[int] = rope["mrope_section"]
-    if not rope.get("mrope_interleaved"):
-        return [axis for axis, size in enumerate(sections) for _ in range(size)]
-    # They take turns, and time goes on alone where the others have as many as they should.
-    return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections))]
-
-
-def num_deepstack_layers(cfg: Config) -> int:
-    """How many decoder layers have features added to what they return."""
-    if cfg.data.image_column is None:
-        return 0
-    config = read_json(Path(cfg.model.path) / "config.json")
-    return len(config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
 
 
 class VisionTower:
@@ -98,13 +74,6 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def has_tower(cfg: Config, shape: ModelShape, stage: int) -> bool:
-    """Whether ranks of a pipeline stage have the tower: those with the embedding, or with a layer
-    that features are added to, if prompts have images."""
-    first, *_ = pipeline_layers(shape.num_layers, cfg.dims)[stage]
-    return cfg.data.image_column is not None and first.start < max(1, num_deepstack_layers(cfg))
-
-
 def vision_tower(
     cfg: Config, shape: ModelShape, groups: Groups, device: torch.device
 ) -> VisionTower | None:
@@ -118,7 +87,7 @@ def with_features(
     batches: Iterable[PackedBatch], vision: VisionTower | None
 ) -> Iterator[PackedBatch]:
     """The microbatches of an optimizer batch with the features of their images, on ranks that have
-    the tower, in the place of patches; those of a prompt are computed once."""
+    the tower, in the place of patches; those of a prompt are computed and kept once."""
     known: dict[str, Tensor] = {}
     for batch in batches:
         if batch.images is None:
@@ -129,7 +98,7 @@ def with_features(
             for images in batch.images.prompts:
                 if images.digest not in known:
                     known[images.digest] = vision.features(images)
-            features = torch.cat([known[images.digest] for images in batch.images.prompts])
+            features = tuple(known[images.digest] for images in batch.images.prompts)
         yield replace(batch, images=replace(batch.images, prompts=(), features=features))
 
 
@@ -155,8 +124,9 @@ def _at_images(
     rows = images.rows[local]
     if config.sequence_parallel:
         rows = rows.chunk(groups.dims.tensor)[groups.coordinates.tensor]
-    features = images.features[rows.clamp(min=0), level].to(elsewhere.dtype)
-    return torch.where((rows >= 0).view(-1, 1, 1), features.unsqueeze(1), elsewhere)
+    features = torch.cat([each[:, level] for each in images.features])[rows.clamp(min=0)]
+    chosen = features.to(elsewhere.dtype).unsqueeze(1)
+    return torch.where((rows >= 0).view(-1, 1, 1), chosen, elsewhere)
 
 
 def add_deepstack(chunk: Any, num_layers: int, groups: Groups) -> None:

@@ -232,6 +232,7 @@ def test_what_does_not_go_with_images_is_refused(model, tmp_path, override, told
     [
         ("qwen3_vl", {"mrope_interleaved": False}, "and mrope_interleaved True"),
         ("qwen2_5_vl", {"mrope_interleaved": True}, "and mrope_interleaved False"),
+        ("qwen3_vl", {"mrope_section": [4, 6, 7]}, "three sizes whose sum is 16"),
         ("qwen3_5", {}, "images are supported of qwen2_5_vl and qwen3_vl only"),
     ],
 )
@@ -241,6 +242,15 @@ def test_models_that_take_images_in_unknown_ways_are_refused(tmp_path, family, c
     config["text_config"]["rope_parameters"] |= change
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=told):
+        check_images(image_config(folder, tmp_path))
+
+
+def test_layers_with_features_must_be_listed(tmp_path):
+    folder = tiny_multimodal(tmp_path / "model", "qwen3_vl")
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["deepstack_visual_indexes"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="deepstack_visual_indexes of vision_config is None"):
         check_images(image_config(folder, tmp_path))
 
 

@@ -273,14 +273,19 @@ def test_an_engine_caches_latents_whole_in_every_worker_and_its_projections_are_
 
 
 @pytest.mark.parametrize("family", PATCH_SIZES)
-def test_stages_that_use_features_have_the_vision_tower(tmp_path, family):
+def test_stages_that_use_features_and_engines_have_the_vision_tower(tmp_path, family):
     folder = tiny_vision_model(tmp_path, family)
     shape, dims = read_shape(folder), ParallelDims(pipeline=2)
     stored = load_file(folder / "model.safetensors")
     tower = sum(4 * values.numel() for name, values in stored.items() if "visual." in name)
+    configs = [
+        tiny_config(folder, dims, "rollout.tensor_parallel_size=2", *each)
+        for each in (["data.image_column=image"], [])
+    ]
+    engine, of_text = (engine_bytes(cfg, shape, CARDS["h100"]) for cfg in configs)
+    assert (engine.weights, engine.pushed) == (of_text.weights + tower // 2, of_text.pushed)
     with_images, without = (
-        stages_memory(cfg, shape, stage_states(cfg, shape), 4, None)
-        for cfg in (tiny_config(folder, dims, *each) for each in (["data.image_column=image"], []))
+        stages_memory(cfg, shape, stage_states(cfg, shape), 4, None) for cfg in configs
     )
     more = [a.buffers - b.buffers for a, b in zip(with_images, without, strict=True)]
     assert more == [tower, tower if family == "qwen3_vl" else 0]
