@@ -35,8 +35,9 @@ class OwnedMatrix(NamedTuple):
     owned: int
     """Elements of the range."""
     whole: int
-    """Elements on all `num_splits` tensor ranks."""
+    """Elements of the largest matrix of the weight files of which it has a part."""
     num_splits: int
+    """Tensor ranks over which it is split."""
 
 
 def shard_bytes(
