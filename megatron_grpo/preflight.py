@@ -166,7 +166,7 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
 FROM_EXPORT = "model.path=<export of that run>"
 """From where a run starts with other `KINDS_OF_STATE` than another."""
 KINDS_OF_STATE = "model.mtp_num_layers", "optimizer.optimizer"
-"""Keys that say what a checkpoint holds besides weights and AdamW's state of each."""
+"""Keys that say of which weights a checkpoint has the state of an optimizer, and of which one."""
 
 
 def check_same_run(cfg: Config) -> None:
@@ -212,13 +212,19 @@ def check_start(cfg: Config) -> None:
     kept = checkpoint / CHECKPOINT_FOLDER
     # An export has the end tokens with which its run trained.
     _check_same_model(kept, cfg.model.path, but_for=("eos_token_ids",))
-    saved, now = (dict(_flatten(each.model_dump())) for each in (_saved_config(checkpoint), cfg))
-    for key in KINDS_OF_STATE:
-        if saved[key] != now[key]:
-            raise ValueError(
-                f"train.init_from {checkpoint} is of a run with {key}={saved[key]}: set that, or "
-                f"replace train.init_from by {FROM_EXPORT}"
-            )
+    trained = read_shape(kept).num_mtp_layers
+    if trained != cfg.model.mtp_num_layers:
+        raise ValueError(
+            f"train.init_from {checkpoint} is of a run with model.mtp_num_layers={trained}: set "
+            f"that, or replace train.init_from by {FROM_EXPORT}"
+        )
+    saved = yaml.safe_load((checkpoint / "config.yaml").read_text())["optimizer"]
+    optimizer = saved.get("optimizer", "adam")  # the only one when there was no such key
+    if optimizer != cfg.optimizer.optimizer:
+        raise ValueError(
+            f"train.init_from {checkpoint} is of a run with optimizer.optimizer={optimizer}: set "
+            f"that, or replace train.init_from by {FROM_EXPORT}"
+        )
 
 
 def _check_never_saved(run_dir: Path) -> None:
