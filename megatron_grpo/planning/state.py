@@ -80,7 +80,7 @@ class StateBytes:
     `grpo.sync_ref_model` needs if `model.dtype` would round them. Of adapters, that copy or else
     another is all, and without `sync_ref_model` there is nothing."""
     update: int
-    """Float32 copies in addition, while weights are updated."""
+    """In addition while weights are updated: float32 copies, or whole matrices for Muon."""
     host: int
     """What the optimizer keeps in host memory; no part of the sum."""
     exchanged: int
