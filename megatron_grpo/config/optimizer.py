@@ -81,8 +81,8 @@ class OptimizerConfig(Section):
         if self.lr > 1:
             raise ValueError(
                 f"optimizer.lr {self.lr:g}: with AdamW, each weight would move by about as much in "
-                "every step, with Muon by a fifth of it: use at most 1, and for a language model "
-                "something like 1e-6"
+                "every step, with Muon by muon_extra_scale_factor times that: use at most 1, and "
+                "for a language model something like 1e-6"
             )
         return self
 
