@@ -161,7 +161,8 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
 FROM_EXPORT = "model.path=<export of that run>"
 """From where a run starts with other `KINDS_OF_STATE` than another."""
 KINDS_OF_STATE = {"model.mtp_num_layers": 0, "optimizer.optimizer": "adam"}
-"""Keys that say what a checkpoint has beside the policy's weights, with their defaults."""
+"""Keys that say of which weights a checkpoint has the state of an optimizer, and of which one, with
+their defaults."""
 
 
 def check_same_run(cfg: Config) -> None:

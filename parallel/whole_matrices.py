@@ -8,6 +8,7 @@ the whole matrix, the result has the same bits however the matrix is divided.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -45,14 +46,14 @@ class WholeMatrices:
     ) -> None:
         """`parts` are those of this rank, float32 on `device`. Copies that several ranks have are
         the same. At a time a rank receives one matrix, or several of together at most
-        `max_elements`. Collective.
+        `max_elements`, with all copies of their parts. Collective.
         """
         self._shapes, self._group, self._device = shapes, group, device
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         gathered: list[Any] = [None] * size
         dist.all_gather_object(gathered, list(parts), group)
         owners = _owners(gathered, shapes)
-        number_of = _round_numbers(owners, shapes, max_elements)
+        number_of = _round_numbers(owners, gathered, max_elements)
         self._rounds = [_Round() for _ in range(max(number_of.values(), default=-1) + 1)]
         for source, of_rank in enumerate(gathered):
             for index, (name, box) in enumerate(of_rank):
@@ -125,14 +126,18 @@ def _cost(shape: Shape) -> int:
 
 
 def _round_numbers(
-    owners: Mapping[str, int], shapes: Mapping[str, Shape], max_elements: int
+    owners: Mapping[str, int], parts: Sequence[Sequence[MatrixPart]], max_elements: int
 ) -> dict[str, int]:
-    """The round of each matrix: in none does a rank receive more than `max_elements`."""
+    """The round of each matrix: in none does a rank receive more than `max_elements`, but for one
+    matrix that has more."""
+    arriving: dict[str, int] = defaultdict(int)
+    for name, box in chain.from_iterable(parts):
+        arriving[name] += box.num_elements
     numbers: dict[str, int] = {}
     at: dict[int, tuple[int, int]] = {}  # by rank, the round that it fills, and its elements there
     for name, owner in owners.items():
         number, filled = at.get(owner, (0, 0))
-        if filled and filled + prod(shapes[name]) > max_elements:
+        if filled and filled + arriving[name] > max_elements:
             number, filled = number + 1, 0
-        numbers[name], at[owner] = number, (number, filled + prod(shapes[name]))
+        numbers[name], at[owner] = number, (number, filled + arriving[name])
     return numbers

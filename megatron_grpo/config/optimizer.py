@@ -80,8 +80,9 @@ class OptimizerConfig(Section):
     def _lr_is_a_step(self) -> Self:
         if self.lr > 1:
             raise ValueError(
-                f"optimizer.lr {self.lr:g}: AdamW would move each weight by about as much in every "
-                "step: use at most 1, and for a language model something like 1e-6"
+                f"optimizer.lr {self.lr:g}: with AdamW, each weight would move by about as much in "
+                "every step, with Muon by muon_extra_scale_factor times that: use at most 1, and "
+                "for a language model something like 1e-6"
             )
         return self
 

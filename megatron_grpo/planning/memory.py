@@ -355,5 +355,6 @@ def _num_communicators(cfg: Config) -> int:
         data,
         model,
         dims.expert * dims.expert_tensor if dims.expert > 1 else 1,
+        dims.stage_size if cfg.optimizer.optimizer == "muon" else 1,
     ]
     return sum(size > 1 for size in sizes)

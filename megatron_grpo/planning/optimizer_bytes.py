@@ -21,9 +21,11 @@ class ShardBytes:
     """Bytes of one rank."""
 
     device: int
-    """Master weights and moments on the GPU, and gradients that the optimizer keeps."""
+    """Master weights and moments (of a matrix, Muon's one) on the GPU, and gradients that the
+    optimizer keeps."""
     update: int
-    """Float32 copies on the GPU, in addition, while weights are updated."""
+    """In addition on the GPU, while weights are updated: float32 copies, or Muon's matrices and
+    what it sends and receives of them."""
     host: int
     exchanged: int
     """What the rank sends of matrices, or receives, while Muon updates them."""
@@ -35,8 +37,9 @@ class OwnedMatrix(NamedTuple):
     owned: int
     """Elements of the range."""
     whole: int
-    """Elements on all `num_splits` tensor ranks."""
+    """Elements of the largest matrix of the weight files of which it has a part."""
     num_splits: int
+    """Tensor ranks over which it is split."""
 
 
 def shard_bytes(

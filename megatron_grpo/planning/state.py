@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf, lcm, prod
 from typing import NamedTuple
 
-from checkpoint_convert import ModelShape, megatron_layout
+from checkpoint_convert import ModelShape, hf_tensors, megatron_layout
 from checkpoint_convert.families.decoder import MTP_LAYER
 from checkpoint_convert.families.ffn import EXPERT_BIAS
 from checkpoint_convert.families.mla import INDEXER, KEY_NORM
@@ -44,6 +44,8 @@ class _Parameter(NamedTuple):
     chunk: int
     name: str
     shape: Shape
+    largest: int = 0
+    """Elements of the largest tensor of the weight files of which it has a part."""
 
     @property
     def size(self) -> int:
@@ -78,7 +80,7 @@ class StateBytes:
     `grpo.sync_ref_model` needs if `model.dtype` would round them. Of adapters, that copy or else
     another is all, and without `sync_ref_model` there is nothing."""
     update: int
-    """Float32 copies in addition, while weights are updated."""
+    """In addition while weights are updated: float32 copies, or whole matrices for Muon."""
     host: int
     """What the optimizer keeps in host memory; no part of the sum."""
     exchanged: int
@@ -141,7 +143,6 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
         [size for bucket in buckets if bucket.is_expert == is_expert for size in bucket.owned]
         for is_expert in (False, True)
     ]
-    is_muon = cfg.optimizer.optimizer == "muon"
     is_muon = cfg.optimizer.optimizer == "muon"
     matrices = [each for bucket in buckets for each in bucket.owned_matrices] if is_muon else []
     shard = shard_bytes(cfg, owned, matrices)
@@ -211,7 +212,7 @@ class _Bucket:
     def owned_matrices(self) -> list[OwnedMatrix]:
         """What Muon would update in this rank's shard."""
         return [
-            OwnedMatrix(size, self.num_splits * each.size, self.num_splits)
+            OwnedMatrix(size, each.largest, self.num_splits)
             for each, size in zip(self.parameters, self.owned, strict=True)
             if each.is_matrix
         ]
@@ -333,9 +334,12 @@ def _shallow_chunks(
     shallow = replace(shape, num_layers=dims.pipeline * dims.virtual_pipeline)
     # Transformer Engine names norms differently, but they have as many elements.
     layout = megatron_layout(shallow, dims.even, at, transformer_engine=False)
+    of_files, largest = hf_tensors(shallow), dict.fromkeys(layout.shapes, 0)
+    for piece in layout.pieces:
+        largest[piece.local] = max(largest[piece.local], prod(of_files[piece.tensor]))
     for chunk in range(dims.virtual_pipeline):
         own = [
-            _Parameter(chunk, name, size)
+            _Parameter(chunk, name, size, largest[name])
             for name, size in layout.shapes.items()
             if name.startswith(f"{chunk}.")
         ]

@@ -12,7 +12,7 @@ ranges, where checkpoints, offload and clipping know it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from checkpoint_convert import ModelShape, hf_tensors
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy.matrices import MAX_EXCHANGED, matrices_of
 from megatron_grpo.policy.optimizer_state import MOMENTUM, shard_of
-from parallel import Layout, ShardMapping
+from parallel import Layout, Shape, ShardMapping
 from parallel.flat_range import RangeView, range_overlaps
 from parallel.whole_matrices import MatrixPart, WholeMatrices
 
@@ -56,20 +55,20 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 
 
 class Muon:
-    """Updates the matrices of one of the optimizers that Megatron chains, just before that one
-    updates the rest by AdamW."""
+    """Updates the matrices of one of the optimizers that Megatron chains."""
 
     def __init__(
         self,
         part: Any,
         parameters: Mapping[str, Tensor],
         layout: Layout,
-        shape: ModelShape,
+        shapes: Callable[[], Mapping[str, Shape]],
         group: ProcessGroup,
         cfg: OptimizerConfig,
     ) -> None:
-        """`parameters` are those of `layout`; `group` has all ranks with parts of its matrices."""
-        self._adam, self._shape, self._group, self._cfg = part.optimizer, shape, group, cfg
+        """`parameters` are those of `layout`; `group` has all ranks with parts of its matrices.
+        `shapes` are those of the tensors of the weight files, asked for in the first step."""
+        self._adam, self._shapes, self._group, self._cfg = part.optimizer, shapes, group, cfg
         self._device = next(iter(parameters.values())).device
         self._shards: set[Tensor] = set()
         self._parts: list[MatrixPart] = []
@@ -87,13 +86,11 @@ class Muon:
             ):
                 self._parts.append((pieces[number].tensor, pieces[number].whole_part(common)))
                 self._places.append((shard, view))
-        self._adam.register_step_pre_hook(lambda *_: self.step())
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update the matrices, and take their gradients away, so that AdamW passes over them.
-
-        Collective over the group.
+    def step(self, *_: Any) -> None:
+        """Update the matrices, and take their gradients away, so that AdamW passes over them: the
+        hook before its step. Collective over the group.
         """
         beta, state = self._cfg.muon_momentum, self._adam.state
         for shard in self._shards:
@@ -113,7 +110,7 @@ class Muon:
 
     @cached_property
     def _whole(self) -> WholeMatrices:
-        shapes = hf_tensors(self._shape)
+        shapes = self._shapes()
         return WholeMatrices(self._parts, shapes, self._group, self._device, MAX_EXCHANGED)
 
     def _update(self, matrix: Tensor) -> Tensor:

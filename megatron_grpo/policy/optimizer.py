@@ -5,6 +5,7 @@ Muon, which may update matrices in its place, is in `muon.py`.
 
 import math
 from collections.abc import Sequence, Set
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from checkpoint_convert import hf_tensors
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy.matrices import matrices_of
 from megatron_grpo.policy.muon import Muon
@@ -33,9 +35,11 @@ def policy_optimizer(model: "Model", cfg: OptimizerConfig, stage: ProcessGroup) 
     parameters = model.parameters()
     matrices = {parameters[name] for name in matrices_of(model.layout)}
     optimizer = make_optimizer(model.chunks, cfg, matrices)
+    shapes = cache(partial(hf_tensors, model.shape))
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:
-            Muon(part, parameters, model.layout, model.shape, stage, cfg)
+            muon = Muon(part, parameters, model.layout, shapes, stage, cfg)
+            part.optimizer.register_step_pre_hook(muon.step)
     return optimizer
 
 

@@ -50,6 +50,19 @@ def logprobs_and_gradient_norm(
     return torch.cat(chosen).cpu(), norm
 
 
+def logprobs_after_muon(rank: int, folder: Path, dims: ParallelDims) -> Tensor:
+    """Response log-probabilities in packed order, after a step with Muon; all ranks are of the last
+    stage, and have all sequences."""
+    muon = "optimizer.optimizer=muon", "optimizer.lr=1e-4"
+    policy, groups = start_policy(rank, folder, dims, *VARIANTS["torch float32"], *muon)
+    share = [batch.to(f"cuda:{torch.cuda.current_device()}") for batch in pack_all(LENGTHS, dims)]
+    accumulate(policy, groups, share)
+    policy.optimizer.step()
+    values = compute_logprobs(policy, share, 1.0, groups)
+    chosen = [whole[batch.loss_mask] for batch, (whole, _) in zip(share, values, strict=True)]
+    return torch.cat(chosen).cpu()
+
+
 def run_on_gpus(folder: Path, dims: ParallelDims, variant: str) -> list[tuple[Tensor, float]]:
     if torch.cuda.device_count() < dims.world_size:
         pytest.skip(f"needs {dims.world_size} GPUs")
@@ -233,6 +246,18 @@ def check_layout(folder: Path, expected: Tensor, dims: ParallelDims) -> None:
 )
 def test_layouts_agree_over_nccl(folder, expected, dims):
     check_layout(folder, expected, dims)
+
+
+def test_matrices_that_muon_sends_over_nccl_move_as_whole_ones(folder, expected):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    alone, split, _ = (
+        logprobs
+        for dims in (ParallelDims(), ParallelDims(tensor=2))
+        for logprobs in run_ranks(dims.world_size, logprobs_after_muon, folder, dims, cuda=True)
+    )
+    moved = (alone - expected).abs().mean()
+    assert (split - alone).abs().mean() < 0.1 * moved, "it rounds products to bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -605,9 +605,13 @@ def test_a_run_does_not_go_on_from_the_state_of_another_optimizer(config, tmp_pa
         check_same_run(config(muon))
     (run / "checkpoints" / "step_1" / "manifest.json").write_text('{"files": {}}')
     new = f"train.run_dir={tmp_path / 'new'}", f"train.init_from={run}"
+    saved = run / "checkpoints" / "step_1" / "config.yaml"
+    saved.write_text("optimizer: {key_of_old: 1}\n")  # from before there were two optimizers
     check_start(config(*new))
     with pytest.raises(ValueError, match=r"is of a run with optimizer.optimizer=adam: set that"):
         check_start(config(*new, muon))
+    saved.write_text("optimizer: {optimizer: muon}\n")
+    check_start(config(*new, muon))
 
 
 def test_run_may_resume_where_model_and_data_have_moved(config, model, tmp_path):

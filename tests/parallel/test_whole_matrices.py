@@ -1,5 +1,7 @@
 """A function of whole matrices, on ranks with parts of them."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,17 +38,27 @@ def cubed(matrix: Tensor) -> Tensor:
     return matrix @ matrix.T @ matrix
 
 
-def replaced(rank: int, max_elements: int) -> list[Tensor]:
+def replaced(rank: int, max_elements: int) -> tuple[list[Tensor], list[int]]:
+    """The parts of a rank, and how many elements it received at a time."""
     parts = PARTS[rank]
     values = [whole(name)[box.slices].clone() for name, box in parts]
     group, cpu = dist.group.WORLD, torch.device("cpu")
     assert group is not None
+    exchange, received = dist.all_to_all_single, []
+
+    def counted(incoming: Tensor, *args: Any, **kwargs: Any) -> None:
+        received.append(incoming.numel())
+        exchange(incoming, *args, **kwargs)
+
+    dist.all_to_all_single = counted
     WholeMatrices(parts, SHAPES, group, cpu, max_elements).apply(cubed, values)
-    return values
+    return values, received
 
 
-@pytest.mark.parametrize("max_elements", [1, 20, 1000])
+@pytest.mark.parametrize("max_elements", [1, 30, 1000])
 def test_every_part_is_that_of_the_function_of_the_whole(max_elements):
-    for parts, values in zip(PARTS, run_ranks(4, replaced, max_elements), strict=True):
+    of_ranks = run_ranks(4, replaced, max_elements)
+    for parts, (values, received) in zip(PARTS, of_ranks, strict=True):
+        assert max(received) <= max(max_elements, 2 * 5 * 3), "or one matrix, with its copies"
         for (name, box), found in zip(parts, values, strict=True):
             assert torch.equal(found, cubed(whole(name))[box.slices]), name

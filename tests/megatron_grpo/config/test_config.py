@@ -309,7 +309,7 @@ REFUSED = [
     ),
     ("parallel.overlap_param_gather=true", "parallel.overlap_grad_reduce divides the weights"),
     ("model.megatron.cp_comm_type=a2a + grpo.shared_prompts=true", "leave out one of the two"),
-    ("optimizer.lr=1e5", "optimizer.lr 100000: AdamW"),
+    ("optimizer.lr=1e5", "optimizer.lr 100000: with AdamW"),
     ("optimizer.lr_warmup_steps=15", "at most 14"),
     ("optimizer.min_lr=1", "at most 3e-05"),
     ("optimizer.min_lr=1e-6", "use cosine or linear"),

@@ -55,6 +55,18 @@ def test_the_table_has_memory_work_and_links(cfg, capsys):
     assert purposes[-4:] == ["tensor", "pipeline", "data", "push, 1 step of 4"]
 
 
+def test_with_muon_the_layout_of_70b_fits(cfg):
+    muon = cfg("optimizer.optimizer=muon")
+    plan = plan_job(muon, read_shape(muon.model.path), CARDS["h100"], [4096], None)
+    assert plan.fits
+    matrices, embedding = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672), 128256 * 8192
+    # On the first of 4 stages, the embedding is all in the range of the second of 2 data ranks. Of
+    # what the first has, a tensor rank sends 7 of 8 elements, float32, and gets them back.
+    owned = (matrices / 4 + embedding) / 2 / 8
+    links = {link.purpose: link.num_bytes for link in plan.time.links}
+    assert links["muon"] == 2 * 4 * owned * 7 / 8
+
+
 def test_a_push_is_of_every_step_only_where_every_step_generates(cfg, capsys):
     print_plan(cfg("grpo.steps_per_generation=1", "grpo.num_iterations=2"), **DEFAULTS)
     assert "\npush, 1 step of 2  " in capsys.readouterr().out

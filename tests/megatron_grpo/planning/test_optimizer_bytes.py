@@ -9,6 +9,7 @@ from helpers.policies import tiny_config
 from helpers.published_models import write_config
 from helpers.ranks import run_ranks
 from megatron_grpo.planning.state import state_bytes
+from megatron_grpo.policy.matrices import MAX_EXCHANGED
 from parallel import ParallelDims
 
 # Bytes per element of an optimizer that one rank has alone: on the GPU, and more during an update;
@@ -56,9 +57,8 @@ def test_muon_keeps_one_moment_of_matrices_and_sends_parts_of_those_that_are_spl
     )
     assert (one.optimizer, one.exchanged) == (12 * 8_030_261_248 - 4 * matrices, 0)
     assert two.exchanged == 4 * matrices // 2 // 2
-    # gate and up, which Megatron-Core fuses, are counted as one matrix.
-    fused = 2 * 4096 * 14336
-    assert one.update == 2 * 4 * fused + 16 * fused
+    # Of gate and up, which Megatron-Core fuses, each is a matrix.
+    assert one.update == two.update == 2 * 4 * MAX_EXCHANGED + 16 * 4096 * 14336
 
 
 MODELS = [

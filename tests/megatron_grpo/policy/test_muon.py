@@ -37,6 +37,7 @@ MUON = [
     f"optimizer.muon_extra_scale_factor={SCALE}",
     f"optimizer.adam_eps={EPSILON}",
 ]
+BFLOAT16 = "model.dtype=bfloat16", "optimizer.grad_reduce_in_fp32=false"
 EMBEDDINGS = ("model.embed_tokens.weight", "lm_head.weight")
 Boxes = list[tuple[str, Box, Tensor]]
 """Name of a tensor of the weight files, box, and values."""
@@ -66,10 +67,16 @@ def gradient_of(name: str, size: tuple[int, ...], step: int) -> Tensor:
 
 
 def weights_after(
-    rank: int, folder: Path, dims: ParallelDims, steps: Sequence[int], start: Path | None
+    rank: int,
+    folder: Path,
+    dims: ParallelDims,
+    steps: Sequence[int],
+    start: Path | None,
+    dtype: torch.dtype,
 ) -> Boxes:
     """This rank's boxes of trained weights after `steps`, which it saves in the model's folder."""
-    policy, _ = start_policy(rank, folder, dims, *MUON, "optimizer.max_grad_norm=1e6")
+    kind = () if dtype == torch.float32 else BFLOAT16
+    policy, _ = start_policy(rank, folder, dims, *MUON, "optimizer.max_grad_norm=1e6", *kind)
     if start:
         checkpoints_of(start, policy, folder, dims).load()
     shapes, parameters = hf_tensors(policy.shape), policy.parameters()
@@ -90,9 +97,10 @@ def weights_after(
     ]
 
 
-def updated(name: str, weight: Tensor, steps: Sequence[int]) -> Tensor:
-    """The same, of a whole tensor."""
-    gradients = [gradient_of(name, tuple(weight.shape), step) for step in steps]
+def updated(name: str, weight: Tensor, steps: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The same, of a whole tensor, before it is rounded to `dtype`."""
+    weight = weight.to(dtype).float()
+    gradients = [gradient_of(name, tuple(weight.shape), s).to(dtype).float() for s in steps]
     if weight.dim() != 2 or name in EMBEDDINGS:
         weight = torch.nn.Parameter(weight.clone())
         decay = WEIGHT_DECAY if weight.dim() > 1 else 0.0
@@ -111,17 +119,22 @@ def updated(name: str, weight: Tensor, steps: Sequence[int]) -> Tensor:
 
 
 def assert_whole_updates(
-    folder: Path, dims: ParallelDims, steps: Sequence[int] = (0, 1), start: Path | None = None
+    folder: Path,
+    dims: ParallelDims,
+    steps: Sequence[int] = (0, 1),
+    start: Path | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """To the bit, matrices are moved as whole ones are by Muon, and the others by AdamW."""
     shape = read_shape(folder)
     weights = unstacked(load_file(folder / "model.safetensors"), shape)
     own_steps = steps[-1:] if start else steps
     seen = set()
-    for of_rank in run_ranks(dims.world_size, weights_after, folder, dims, own_steps, start):
+    for of_rank in run_ranks(dims.world_size, weights_after, folder, dims, own_steps, start, dtype):
         for name, box, values in of_rank:
             seen.add(name)
-            assert torch.equal(values, updated(name, weights[name], steps)[box.slices]), name
+            want = updated(name, weights[name], steps, dtype).to(dtype)
+            assert torch.equal(values, want[box.slices]), name
     assert seen == {name for name in weights if not name.endswith("e_score_correction_bias")}
 
 
@@ -137,6 +150,11 @@ def assert_whole_updates(
 )
 def test_updates_have_the_same_bits_at_every_layout(family, dims, tmp_path):
     assert_whole_updates(tiny_model(tmp_path, family), dims)
+
+
+def test_bfloat16_weights_and_gradients_are_updated_in_float32(tmp_path):
+    folder = tiny_model(tmp_path, "qwen3")
+    assert_whole_updates(folder, ParallelDims(tensor=2, data=2), dtype=torch.bfloat16)
 
 
 def test_momenta_come_back_from_another_layout(tmp_path):
