@@ -36,6 +36,7 @@ RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
     ids=["ranks", "ranks of Qwen3-VL", "shared", "in flight"],
 )
 def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, family, overrides):
+    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model, rows = tiny_vision_model(tmp_path / "model", family), write(tmp_path / "squares")
     ended = finish_run(
         *(f"model.path={model}", f"data.path={rows}", f"train.run_dir={tmp_path / 'run'}"),
@@ -57,6 +58,7 @@ def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, famil
 
 @pytest.mark.slow
 def test_a_run_in_bfloat16_that_is_resumed_ends_like_a_whole_one(tmp_path):
+    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model = tiny_vision_model(tmp_path / "model", "qwen3_vl")
     paths = f"model.path={model}", f"data.path={write(tmp_path / 'squares')}"
     for name, num_steps in (("whole", 4), ("resumed", 2), ("resumed", 4)):

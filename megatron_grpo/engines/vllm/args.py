@@ -363,7 +363,7 @@ def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) 
     if LIMIT in table and importlib.util.find_spec("torchvision") is None:
         raise ValueError(
             f"rollout.vllm.{LIMIT}: vLLM needs torchvision for images, which is not installed: "
-            "install the release for the installed torch, with `make setup`"
+            "install the release for the installed torch, with `pip install --no-deps torchvision`"
         )
     check_parser("vLLM", parser, tool_call_parsers())
 
