@@ -9,6 +9,7 @@ from helpers.images import tiny_vision_model
 from helpers.runs import TINY_CONFIG, finish_run, read_metrics
 
 COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
+EP2 = "parallel.expert_parallel_size=2"
 RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
 
 
@@ -19,6 +20,7 @@ RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
         # Half of the ranks have no embeddings, and tensor ranks a part of the tokens each.
         ("qwen2_5_vl", RANKS),
         ("qwen3_vl", RANKS),
+        ("qwen3_vl_moe", [RANKS[1], "parallel.data_parallel_size=2", EP2]),
         (
             "qwen2_5_vl",
             ["grpo.shared_prompts=true", "grpo.steps_per_generation=2", "grpo.beta=0.1"],
@@ -33,7 +35,7 @@ RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
             ],
         ),
     ],
-    ids=["ranks", "ranks of Qwen3-VL", "shared", "in flight"],
+    ids=["ranks", "ranks of Qwen3-VL", "experts", "shared", "in flight"],
 )
 def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, family, overrides):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
