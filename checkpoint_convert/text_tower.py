@@ -23,7 +23,7 @@ _FAMILIES = {
 MULTIMODAL = [*_FAMILIES]
 # What the text tower and its family assume differently where config.json does not say it, except
 # for towers of the family's own config class.
-_EXPLICIT = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+_EXPLICIT = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_theta")
 _ALSO_EXPLICIT = {"qwen3_vl_moe": ("num_experts_per_tok", "norm_topk_prob")}
 _SAME_DEFAULTS = ("gemma3",)
 _TIED = "tie_word_embeddings"
@@ -57,8 +57,10 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"supported: {[*known]}"
         )
     is_own = config["model_type"] in _SAME_DEFAULTS
+    rope = _rope(text)
+    said = {*text, *(key for each in rope.values() for key in each)}
     explicit = *_EXPLICIT, *_ALSO_EXPLICIT.get(config["model_type"], ())
-    absent = [key for key in explicit if key not in text]
+    absent = [key for key in explicit if key not in said]
     if absent and not is_own:
         raise ValueError(f"{path}: text_config has no {absent[0]}")
     if config["model_type"] == "qwen3_vl_moe" and text["norm_topk_prob"] is not True:
@@ -73,7 +75,7 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"is {tied}"
         )
     ends = {key: config[key] for key in ("eos_token_id",) if config.get(key) is not None}
-    of_text = {**ends, **text, "model_type": known[kind], **_rope(text)}
+    of_text = {**ends, **text, "model_type": known[kind], **rope}
     return of_text | {_TIED: tied[0]} if tied else of_text
 
 
