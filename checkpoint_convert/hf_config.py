@@ -316,8 +316,9 @@ def _stacks(folder: Path, keys: Experts) -> dict[str, Stacks | None]:
     multi-token prediction: Qwen3.5 is also published with each expert of the latter by itself."""
     apart = [name for name in stored_names(folder) if ".experts.0." in name and keys.may_be_apart]
     are_apart = {name.startswith("mtp.") for name in apart}
+    of_tower = keys.tower_stacks if has_other_towers(folder) else None
     return {
-        field: None if is_of_mtp in are_apart else keys.stacks
+        field: None if is_of_mtp in are_apart else of_tower or keys.stacks
         for field, is_of_mtp in (("stacks", False), ("mtp_stacks", True))
     }
 

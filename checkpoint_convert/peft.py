@@ -9,6 +9,7 @@ from typing import Any
 from checkpoint_convert.folder import check_folder, read_json
 from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace, read_header
+from checkpoint_convert.text_tower import name_in_whole, text_name
 from parallel import Shape
 
 PEFT_PREFIX = "base_model.model."
@@ -33,6 +34,16 @@ def weight_of(tensor: str) -> str:
     return name.replace(".lora_A.", ".").replace(".lora_B.", ".")
 
 
+def tensor_in_whole(name: str) -> str:
+    """The name of one of PEFT's tensors where the model has other towers beside that of text."""
+    return PEFT_PREFIX + name_in_whole(name.removeprefix(PEFT_PREFIX))
+
+
+def _tensor_of_text(name: str) -> str:
+    """The inverse; of a model of text, its own name."""
+    return PEFT_PREFIX + text_name(name.removeprefix(PEFT_PREFIX))
+
+
 def adapter_tensors(
     modules: Iterable[str], rank: int, weights: Mapping[str, Shape]
 ) -> dict[str, Shape]:
@@ -55,7 +66,7 @@ class StoredAdapter:
     scale: float
     modules: tuple[str, ...]
     places: Mapping[str, TensorPlace]
-    """Of A and B, by PEFT's names."""
+    """Of A and B, by PEFT's names in a model of text."""
 
 
 def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
@@ -73,7 +84,8 @@ def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
     if faults:
         raise ValueError(f"the adapter in {folder} is of a kind that is not supported: {faults[0]}")
     rank, alpha = config["r"], config.get("lora_alpha", 8)
-    places = read_header(folder / ADAPTER_WEIGHTS)
+    header = read_header(folder / ADAPTER_WEIGHTS)
+    places = {_tensor_of_text(name): place for name, place in header.items()}
     modules = dict.fromkeys(weight_of(name).removesuffix(WEIGHT) for name in places)
     unknown = [module for module in modules if module + WEIGHT not in weights]
     if unknown:

@@ -16,9 +16,10 @@ _NO_NUMBERS = (
     "moe.mtp_stacks",
     "trains_mtp",
 )
-Stacks = Literal["alternating", "joined"]
+Stacks = Literal["alternating", "joined", "transposed"]
 """`alternating`: [experts, inputs, outputs], of which those of gate and up alternate; `joined`:
-[experts, outputs, inputs], of which those of gate come before those of up."""
+[experts, outputs, inputs], of which those of gate come before those of up; `transposed`: the same
+as [experts, inputs, outputs]."""
 
 
 @dataclass(frozen=True, kw_only=True)

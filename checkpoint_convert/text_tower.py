@@ -1,7 +1,7 @@
 """The text tower of a multimodal checkpoint: its config, and the names of its tensors.
 
-It is trained and served on text; those of Qwen2.5-VL and Qwen3-VL also on images, of which their
-vision towers make features. Other towers stay as they are in the weight files.
+It is trained and served on text; those of Qwen2.5-VL and Qwen3-VL, also with experts, on images as
+well, of which their vision towers make features. Other towers stay as they are in the weight files.
 """
 
 import re
@@ -18,11 +18,13 @@ _FAMILIES = {
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
     "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
+    "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe"},
 }
 MULTIMODAL = [*_FAMILIES]
 # What the text tower and its family assume differently where config.json does not say it, except
 # for towers of the family's own config class.
-_EXPLICIT = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings")
+_EXPLICIT = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_theta")
+_ALSO_EXPLICIT = {"qwen3_vl_moe": ("num_experts_per_tok", "norm_topk_prob")}
 _SAME_DEFAULTS = ("gemma3",)
 _TIED = "tie_word_embeddings"
 # Prefixes of its tensors in weight files and engines, and those of a model of text.
@@ -55,9 +57,17 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"supported: {[*known]}"
         )
     is_own = config["model_type"] in _SAME_DEFAULTS
-    absent = [key for key in _EXPLICIT if key not in text]
+    rope = _rope(text)
+    said = {*text, *(key for each in rope.values() for key in each)}
+    explicit = *_EXPLICIT, *_ALSO_EXPLICIT.get(config["model_type"], ())
+    absent = [key for key in explicit if key not in said]
     if absent and not is_own:
         raise ValueError(f"{path}: text_config has no {absent[0]}")
+    if config["model_type"] == "qwen3_vl_moe" and text["norm_topk_prob"] is not True:
+        raise ValueError(
+            f"{path}: norm_topk_prob is {text['norm_topk_prob']!r}, only True is supported: "
+            "transformers has no other for this model"
+        )
     tied = [each[_TIED] for each in (config, text) if _TIED in each]
     if tied[:1] != tied[-1:] or not (tied or is_own):
         raise ValueError(
@@ -65,7 +75,7 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"is {tied}"
         )
     ends = {key: config[key] for key in ("eos_token_id",) if config.get(key) is not None}
-    of_text = {**ends, **text, "model_type": known[kind], **_rope(text)}
+    of_text = {**ends, **text, "model_type": known[kind], **rope}
     return of_text | {_TIED: tied[0]} if tied else of_text
 
 
@@ -86,6 +96,11 @@ def text_name(name: str) -> str:
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)
     return name
+
+
+def name_in_whole(name: str) -> str:
+    """The name in transformers' multimodal model of a module in a decoder of text."""
+    return name.replace("model.", "model.language_model.", 1)
 
 
 def is_of_text(name: str) -> bool:

@@ -11,8 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
+from checkpoint_convert import check_divisible, hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import check_adapters_served
 from helpers.published_models import PUBLISHED_MODELS, write_config
@@ -41,6 +42,9 @@ transformers is tested for every family (`tests/megatron_grpo/policy/test_model.
   size of 1.
 - **SGLang**: `rollout.engine: sglang`, and `fp8` if it serves that as well, at a tensor-parallel
   size of 1.
+
+Of a multimodal model the family and all numbers are those of its text tower. Qwen2.5-VL (`qwen2`)
+and Qwen3-VL (`qwen3`, or `qwen3_moe`) learn from [images](recipes.md#prompts-with-images), too.
 
 Sparse attention (DeepSeek-V3.2, GLM-5): indexers choose the tokens that attention sees, and stay
 as they were read, in training, pushes and exports. DeepSeek trains them by a loss of their own
@@ -72,8 +76,9 @@ def rollout(**settings: Any) -> RolloutConfig:
     return RolloutConfig(max_completion_length=16, **settings)
 
 
-def row(name: str, shape: ModelShape) -> list[str]:
-    """The cells of a model."""
+def row(folder: Path) -> list[str]:
+    """The cells of the model in a folder of its name."""
+    shape = read_shape(folder)
     billions = sum(map(prod, hf_tensors(shape).values())) / 1e9
     sizes = [
         size
@@ -90,12 +95,14 @@ def row(name: str, shape: ModelShape) -> list[str]:
     served_in_fp8 = is_accepted(quantized_engine, in_fp8, shape, "bfloat16")
     sglang = "yes, fp8" if served_in_fp8 else "yes"
     sglang = sglang if shape.family in RUN_WITH_SGLANG else "not tried"
+    if has_other_towers(folder):
+        schemes, sglang = [], "no: other towers"
     if not is_accepted(check_attention, "sglang", shape):
         sglang = "no: linear attention" if shape.linear else "no: windows"
         sglang = "no: sparse attention" if shape.indexer else sglang
         sglang = "no: sinks" if shape.has_sinks else sglang
     return [
-        name,
+        folder.name,
         f"`{shape.family}`",
         f"{billions:.1f}B" if billions < 10 else f"{billions:.0f}B",
         ", ".join(map(str, sizes)),
@@ -114,7 +121,7 @@ def page() -> str:
     rows.append(["---"] * len(rows[0]))
     with tempfile.TemporaryDirectory() as folder:
         for name in PUBLISHED_MODELS:
-            rows.append(row(name, read_shape(write_config(Path(folder) / name, name))))
+            rows.append(row(write_config(Path(folder) / name, name)))
     seen = {cells[1] for cells in rows}
     others = ", ".join(f"`{name}`" for name in sorted(FAMILIES) if f"`{name}`" not in seen)
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)

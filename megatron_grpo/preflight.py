@@ -287,7 +287,6 @@ def _check_model(cfg: Config) -> ModelShape:
 def _check_text_tower(cfg: Config) -> None:
     """Raise ValueError for what is not there for the text tower of a multimodal model."""
     refused = {
-        "lora.r": (cfg.lora.r, 0),
         "train.export_quantization": (cfg.train.export_quantization, "none"),
         "rollout.quantization": (cfg.rollout.quantization, "none"),
         "rollout.engine": (cfg.rollout.engine, "vllm"),

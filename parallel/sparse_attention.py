@@ -68,8 +68,7 @@ def choose_tokens(
     chosen = queries.places[1].int()[:, None].repeat(1, topk)
     for rows, keys in queries.blocks(INDEX_BLOCK):
         first, last = queries.places[:, rows, None]
-        by_head = (query[rows] @ key[keys].T).relu_()
-        scores = (weights[rows].unsqueeze(1) @ by_head).squeeze(1)
+        scores = _scores(query[rows], key[keys], weights[rows])
         positions = torch.arange(keys.start, keys.stop, device=scores.device)
         scores = scores.masked_fill((positions < first) | (positions > last), -torch.inf)
         best = scores.sort(dim=1, descending=True, stable=True)
@@ -78,6 +77,12 @@ def choose_tokens(
         found = (best.indices[:, :number] + keys.start).int()
         chosen[rows, :number] = torch.where(is_seen, found, chosen[rows, :number])
     return chosen
+
+
+def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """[queries, keys]; those of each head are freed here, before others are computed."""
+    by_head = (query @ key.T).relu_()
+    return (weights.unsqueeze(1) @ by_head).squeeze(1)
 
 
 def sparse_attention(
@@ -115,15 +120,25 @@ class _SparseAttention(torch.autograd.Function):
         sums = [torch.zeros_like(each, dtype=wide) for each in (key, value)]
         of_queries = []
         for rows, keys in ctx.queries.blocks(BLOCK):
-            q, k, v = (x.detach().requires_grad_() for x in (query[rows], key[keys], value[keys]))
-            with torch.enable_grad():
-                output = _attend(q, k, v, chosen[rows] - keys.start, ctx.scale)
-            of_query, *others = torch.autograd.grad(output, (q, k, v), grad[rows])
-            of_queries.append(of_query)
-            for total, part in zip(sums, others, strict=True):
-                total[keys] += part
+            block = query[rows], key[keys], value[keys], chosen[rows] - keys.start
+            sums_of_block = [total[keys] for total in sums]
+            of_queries.append(_add_gradients(block, ctx.scale, grad[rows], sums_of_block))
         of_key, of_value = (total.to(key.dtype) for total in sums)
         return torch.cat(of_queries), of_key, of_value, None, None, None
+
+
+def _add_gradients(
+    block: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, grad: Tensor, sums: list[Tensor]
+) -> Tensor:
+    """That of the queries of a block; those of its keys and values are added to `sums`."""
+    *inputs, chosen = block
+    q, k, v = (each.detach().requires_grad_() for each in inputs)
+    with torch.enable_grad():
+        output = _attend(q, k, v, chosen, scale)
+    of_query, *others = torch.autograd.grad(output, (q, k, v), grad)
+    for total, part in zip(sums, others, strict=True):
+        total += part
+    return of_query
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scale: float) -> Tensor:

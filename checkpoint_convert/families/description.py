@@ -28,6 +28,8 @@ class Experts:
     """Name of the router."""
     stacks: Stacks | None = None
     """See `MoeShape`."""
+    tower_stacks: Stacks | None = None
+    """The same of a text tower of the family in a multimodal model; None: see `stacks`."""
     may_be_apart: bool = False
     """Whether some weight files of the family have no stacks."""
     score_function: str = "softmax"

@@ -160,7 +160,7 @@ class _Stack:
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor that is alone of its expert."""
         sizes, axes = tensor.shape, tuple(range(1, len(tensor.shape) + 1))
-        if self.kind == "alternating":  # matrices are transposed
+        if self.kind != "joined":  # matrices are transposed
             sizes, axes = sizes[::-1], axes[::-1]
         shape, start = (self.size, *sizes), (self.index, *(0 for _ in sizes))
         return replace(tensor, stack=StackPlace(name, shape, shape, start, axes))
@@ -171,6 +171,10 @@ class _Stack:
         if self.kind == "alternating":
             stored, shape = (self.size, *columns, 2 * rows), (self.size, *columns, rows, 2)
             axes, half = tuple(range(len(columns) + 1, 0, -1)), len(shape) - 1
+        elif self.kind == "transposed":
+            stored, shape = (self.size, *columns, 2 * rows), (self.size, *columns, 2, rows)
+            half = len(columns) + 1
+            axes = (half + 1, *range(len(columns), 0, -1))
         else:
             stored, shape = (self.size, 2 * rows, *columns), (self.size, 2, rows, *columns)
             axes, half = tuple(range(2, len(shape))), 1

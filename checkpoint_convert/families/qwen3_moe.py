@@ -1,4 +1,4 @@
-"""Qwen3 with experts in every layer, such as Qwen3-30B-A3B."""
+"""Qwen3 with experts in every layer, such as Qwen3-30B-A3B, and the text of Qwen3-VL-30B-A3B."""
 
 from checkpoint_convert.families.description import Experts, Family, Windows
 
@@ -33,5 +33,6 @@ QWEN3_MOE = Family(
         num_experts="num_experts",
         intermediate_size="moe_intermediate_size",
         normalize_topk="norm_topk_prob",
+        tower_stacks="transposed",
     ),
 )

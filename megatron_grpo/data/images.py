@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from parallel.images import PromptImages
 
-FAMILIES = {"qwen2_5_vl": False, "qwen3_vl": True}
+FAMILIES = {"qwen2_5_vl": False, "qwen3_vl": True, "qwen3_vl_moe": True}
 """Model types, and whether their frequencies of height and width alternate in M-RoPE."""
 WIDE_MODES = ("I", "F")
 """Beginnings of Pillow's names for pixels of more than 8 bits, which it would cut to 8."""
@@ -283,7 +283,7 @@ def _check_model(key: str, file: Path) -> None:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(
-            f"{key}: model.path is a {kind}, and images are supported of {' and '.join(FAMILIES)} "
+            f"{key}: model.path is a {kind}, and images are supported of {', '.join(FAMILIES)} "
             "only: leave it out"
         )
     text = text_config(file, config)
@@ -300,7 +300,7 @@ def _check_model(key: str, file: Path) -> None:
             f"and mrope_interleaved {FAMILIES[kind]}; it is {rope}"
         )
     levels = (config.get("vision_config") or {}).get("deepstack_visual_indexes")
-    if kind == "qwen3_vl" and type(levels) is not list:
+    if kind != "qwen2_5_vl" and type(levels) is not list:
         raise ValueError(
             f"{file}: deepstack_visual_indexes of vision_config is {levels}: write down a list"
         )

@@ -74,7 +74,14 @@ class Generation:
     are_movable = True
     waiting: Iterable[int] = ()
 
-    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        features: Mapping[int, Json] | None = None,
+    ) -> None:
+        """`features` are the `image_features` of the prompts that have images, by index; None: they
+        are made here."""
         self.policy_version = params.policy_version
         self.engines: set[str] = set()
         """Addresses of the engines that have answered."""
@@ -84,7 +91,8 @@ class Generation:
         self._samples: dict[int, Sample] = {}
         self.open: dict[int, Json] = {}
         """The unanswered requests, by the number of their sample."""
-        features = images_by_prompt(prompts, image_features)
+        if features is None:
+            features = images_by_prompt(prompts, image_features)
         for position, prompt in enumerate(prompts):
             first = first_seed(params.seed, params.series, params.first_position + position)
             token_ids = [*prompt.token_ids]

@@ -18,6 +18,7 @@ from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.linear_attention import sequence_elements
 from megatron_grpo.planning.mtp import mtp_activations, mtp_embedding
 from megatron_grpo.planning.optimizer_bytes import page_locked
+from megatron_grpo.planning.sparse_attention import working_bytes
 from megatron_grpo.planning.state import StateBytes, part_bytes
 from megatron_grpo.planning.vision import engine_tower_bytes, tower_bytes
 from megatron_grpo.policy.lora_targets import targets_of
@@ -317,14 +318,17 @@ def _phases(
 ) -> dict[Phase, int]:
     """Bytes of each phase in addition to what is always allocated."""
     is_last = stage == cfg.dims.pipeline - 1
-    head, backward_head = (
-        head_bytes(cfg, shape, backward=backward, device=device) if is_last else 0
-        for backward in (False, True)
+    forward, backward = (
+        max(  # neither is there while the other is
+            head_bytes(cfg, shape, backward=is_backward, device=device) if is_last else 0,
+            working_bytes(cfg, shape, device, backward=is_backward),
+        )
+        for is_backward in (False, True)
     )
     return {
-        "log-probabilities": forward_bytes(cfg, shape, stage) + head,
+        "log-probabilities": forward_bytes(cfg, shape, stage) + forward,
         "train": stage_activations(cfg, shape, stage, microbatches)
-        + backward_head
+        + backward
         + mtp_activations(cfg, shape, stage),
     }
 

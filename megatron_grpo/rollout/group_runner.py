@@ -16,9 +16,10 @@ from threading import Condition
 from megatron_grpo.batch.experience import Experience, compute_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
-from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.prompts import Prompt, images_by_prompt
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import NoServingEngine
+from megatron_grpo.engines.sampling_params import image_features
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards import check_failed
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
@@ -179,8 +180,9 @@ class GroupRunner:
         with self._changed:
             self._queue.go_on(asked_at)
             groups = groups_of(samples)
-            for number in sorted(groups, key=lambda each: (asked_at[each], each)):
-                attempt, found = self._attempt(number), groups[number]
+            numbers = sorted(groups, key=lambda each: (asked_at[each], each))
+            for number, attempt in self._new_attempts(numbers):
+                found = groups[number]
                 attempt.requests.engines.update(engines.get(number, ()))
                 if isinstance(found, ScoredGroup):
                     attempt.scored, attempt.ended = found, time.time()
@@ -207,18 +209,23 @@ class GroupRunner:
     def _ask(self) -> None:
         """Ask the engines for as many groups as there is room for."""
         limit = (self._num_generations - self._num_taken) * self._schedule.num_prompts
-        for number in self._queue.ask(self._now, limit):
-            self._submit(number, self._attempt(number))
+        for number, attempt in self._new_attempts(self._queue.ask(self._now, limit)):
+            self._submit(number, attempt)
 
-    def _attempt(self, number: int) -> Attempt:
-        """A new attempt at a group."""
-        generation, position = divmod(number, self._schedule.num_prompts)
-        params = self._rollouter.sampling_params(generation, 0, self._policy_version)
-        params = replace(params, first_position=position)
-        attempt = Attempt(self._num_attempts, Generation([self._prompt(number)], params))
-        self._num_attempts += 1
-        self._attempts[number] = attempt
-        return attempt
+    def _new_attempts(self, numbers: Sequence[int]) -> list[tuple[int, Attempt]]:
+        """New attempts at groups, by number; the images of all are read at once."""
+        features = images_by_prompt(map(self._prompt, numbers), image_features)
+        begun = []
+        for number in numbers:
+            generation, position = divmod(number, self._schedule.num_prompts)
+            params = self._rollouter.sampling_params(generation, 0, self._policy_version)
+            params = replace(params, first_position=position)
+            requests = Generation([self._prompt(number)], params, features)
+            attempt = Attempt(self._num_attempts, requests)
+            self._num_attempts += 1
+            self._attempts[number] = attempt
+            begun.append((number, attempt))
+        return begun
 
     def _submit(self, number: int, attempt: Attempt) -> None:
         if not attempt.requests.open:  # a checkpoint had all samples, but no scores

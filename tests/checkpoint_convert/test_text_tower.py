@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from checkpoint_convert import megatron_layout, read_shape
 from checkpoint_convert.hf_export import create_export, write_weights
 from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.megatron import file_layout
 from checkpoint_convert.megatron_to_hf import export_checkpoint
+from checkpoint_convert.shape import differing_fields
 from checkpoint_convert.text_tower import is_of_text, text_name
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same, weights_of
@@ -47,7 +49,8 @@ def trained(folder, out, dtype=torch.float32):
         layout = megatron_layout(shape, dims, dims.coordinates(rank), transformer_engine=False)
         tensors = {name: torch.zeros(size) for name, size in layout.shapes.items()}
         read_weights(folder, shape, layout, tensors)
-        write_weights(out, layout, {name: each + 1 for name, each in tensors.items()})
+        added = {name: each + 1 for name, each in tensors.items()}
+        write_weights(out, layout, added, files=file_layout(shape))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -109,6 +112,18 @@ def test_a_text_tower_is_a_model_of_its_family(folders, tmp_path):
     shape = read_shape(folders["qwen3_vl"])
     plain = tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=4, head_dim=32)
     assert shape == read_shape(plain)
+
+
+def test_experts_of_a_text_tower_are_stacked_as_they_are_published(folders, tmp_path):
+    shape = read_shape(folders["qwen3_vl_moe"])
+    plain = read_shape(tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=4, head_dim=32))
+    assert (plain.moe.stacks, shape.moe.stacks) == (None, "transposed")
+    assert differing_fields(shape, plain) == []
+    folder = edited(
+        folders["qwen3_vl_moe"], tmp_path / "m", lambda c: c["text_config"].pop("norm_topk_prob")
+    )
+    with pytest.raises(ValueError, match="text_config has no norm_topk_prob"):
+        read_shape(folder)
 
 
 def test_a_tower_may_be_of_any_family_that_its_whole_is_published_with(folders, tmp_path):

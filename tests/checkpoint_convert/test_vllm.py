@@ -86,7 +86,10 @@ def test_vllm_loads_into_every_worker_what_its_layout_says(tmp_path):
 def test_so_it_does_of_text_towers(tmp_path):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     cases = [
-        (tiny_multimodal(tmp_path / kind, kind, tied=kind == "qwen3_vl"), EngineDims(tensor=2))
+        (
+            tiny_multimodal(tmp_path / kind, kind, tied=kind == "qwen3_vl"),
+            EngineDims(tensor=2, expert_parallel=kind == "qwen3_vl_moe"),
+        )
         for kind in MULTIMODAL
     ]
     assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)

@@ -10,16 +10,26 @@ import psutil
 import pytest
 import torch
 
+from demo.make_squares import write
 from demo.make_sums import sums as all_sums
 from helpers.engines import SGLANG_PYTHON, wait_until
+from helpers.images import tiny_vision_model
 from helpers.models import mixture_of_blocks, tiny_model
-from helpers.runs import finish_run, marked_processes, read_completions, read_metrics, start_run
+from helpers.runs import (
+    TINY_CONFIG,
+    finish_run,
+    marked_processes,
+    read_completions,
+    read_metrics,
+    start_run,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.timeout(900),  # vLLM compiles
 ]
+COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
 MOST_GAP = 0.03
 """Largest mean gap of log-probabilities in bfloat16, in nats; 0.021 was seen on CPUs, with logits
 in bfloat16 and in float32 alike: this model has small ones, that of test_gpu_engine.py large."""
@@ -104,6 +114,26 @@ def test_a_mixture_is_trained_with_the_experts_that_vllm_chose(
         assert record["grad_norm"] > 0
         assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
         assert record["rollout/logprob_gap_max"] < MOST_GAP_OF_A_TOKEN
+
+
+def test_so_is_one_that_sees_images(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
+    model, rows = tiny_vision_model(tmp_path / "model", "qwen3_vl_moe"), write(tmp_path / "squares")
+    run = finish_run(
+        f"model.path={model}",
+        "model.dtype=bfloat16",
+        f"data.path={rows}",
+        f"train.run_dir={tmp_path / 'run'}",
+        "rollout.vllm.gpu_memory_utilization=0.3",
+        "rollout.router_replay=true",
+        "train.num_steps=3",
+        config=COLOURS,
+        timeout=800,
+    )
+    assert run.exit_code == 0, run.output
+    for record in read_metrics(tmp_path / "run"):
+        assert record["grad_norm"] > 0
+        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
 
 
 def test_adapters_alone_are_pushed_to_an_engine_that_holds_the_model(

@@ -25,7 +25,7 @@ TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 START, END, IMAGE, _ = range(246, 250)
 MERGE = 2  # patches along each side of what becomes one token
 FAMILY = "qwen2_5_vl"
-PATCH_SIZES = {FAMILY: 14, "qwen3_vl": 16}
+PATCH_SIZES = {FAMILY: 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
 PATCH = 3 * 2 * 14 * 14
 """Bytes of a patch of `FAMILY`: channels, frames, height and width."""
 IMAGE_LIMITS = {"limit_mm_per_prompt": {"image": 2, "video": 0}}
@@ -37,6 +37,13 @@ TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
 )
+OF_QWEN3_VL = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "processor_class": "Qwen3VLProcessor",
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 PROCESSORS: dict[str, dict[str, Any]] = {
     FAMILY: {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -46,13 +53,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
     },
-    "qwen3_vl": {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "processor_class": "Qwen3VLProcessor",
-        "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    },
+    "qwen3_vl": OF_QWEN3_VL,
+    "qwen3_vl_moe": OF_QWEN3_VL,
 }
 
 

@@ -616,6 +616,43 @@ PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+_NOT_INSIDE = ("model_type", "rope_scaling", "tie_word_embeddings")
+for _size in ("30B-A3B", "235B-A22B"):
+    _text = PUBLISHED_MODELS[f"Qwen3-{_size}"]
+    PUBLISHED_MODELS[f"Qwen3-VL-{_size}"] = {
+        "model_type": "qwen3_vl_moe",
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "tie_word_embeddings": False,
+        "text_config": {key: value for key, value in _text.items() if key not in _NOT_INSIDE}
+        | {
+            "model_type": "qwen3_vl_moe_text",
+            "max_position_embeddings": 262144,
+            "rope_theta": 5000000,
+            "rope_scaling": {
+                "mrope_interleaved": True,
+                "mrope_section": [24, 20, 20],
+                "rope_type": "default",
+            },
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl_moe",
+            "deepstack_visual_indexes": [8, 16, 24],
+            "depth": 27,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "in_channels": 3,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": _text["hidden_size"],
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    }
 PUBLISHED_MODELS["DeepSeek-V3.2"] = PUBLISHED_MODELS["DeepSeek-V3"] | {
     "model_type": "deepseek_v32",
     "index_head_dim": 128,

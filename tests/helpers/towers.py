@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.gemma3 import Gemma3Config
 from transformers.models.mistral3 import Mistral3Config
@@ -11,6 +13,7 @@ from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig
 from transformers.models.qwen3_5 import Qwen3_5Config
 from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig
 from transformers.models.qwen3_vl import Qwen3VLConfig
+from transformers.models.qwen3_vl_moe import Qwen3VLMoeConfig
 
 from checkpoint_convert.windows import FULL, WINDOWED
 from helpers.models import (
@@ -43,6 +46,7 @@ CONFIGS = {
     "qwen3_5": Qwen3_5Config,
     "qwen3_5_moe": Qwen3_5MoeConfig,
     "qwen3_vl": Qwen3VLConfig,
+    "qwen3_vl_moe": Qwen3VLMoeConfig,
 }
 OF_QWEN3_5 = {
     **LINEAR,
@@ -52,6 +56,11 @@ OF_QWEN3_5 = {
         "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
     },
+}
+OF_QWEN3_VL = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6], "mrope_interleaved": True},
 }
 OWN_TEXT: dict[str, dict[str, Any]] = {
     "gemma3": {"head_dim": 32, "sliding_window": 20, "layer_types": [WINDOWED, WINDOWED, FULL]},
@@ -68,11 +77,18 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": OF_QWEN3_5,
     "qwen3_5_moe": OWN_FIELDS["qwen3_5_moe_text"] | OF_QWEN3_5,
-    "qwen3_vl": {
-        "num_hidden_layers": 4,
-        "head_dim": 32,
-        "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6], "mrope_interleaved": True},
-    },
+    "qwen3_vl": OF_QWEN3_VL,
+    "qwen3_vl_moe": OWN_FIELDS["qwen3_moe"] | OF_QWEN3_VL,
+}
+# Three levels: both stages of a pipeline, of two of four layers each, add some.
+DEEPSTACK = {
+    "depth": 4,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1, 3],
 }
 VISION: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -118,16 +134,8 @@ VISION: dict[str, dict[str, Any]] = {
         "out_hidden_size": 64,
         "num_position_embeddings": 16,
     },
-    # Three levels: both stages of a pipeline, of two of four layers each, add some.
-    "qwen3_vl": {
-        "depth": 4,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1, 3],
-    },
+    "qwen3_vl": DEEPSTACK,
+    "qwen3_vl_moe": DEEPSTACK,
 }
 
 
@@ -147,5 +155,17 @@ def tiny_multimodal(folder: Path, model_type: str, *, tied: bool = False, seed: 
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     make_random(model, TEXT["initializer_range"], generator)
     model.save_pretrained(folder)
+    if model_type == "qwen3_vl_moe":
+        weights = as_published(load_file(folder / "model.safetensors"))
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
     character_tokenizer(TEXT["vocab_size"]).save_pretrained(folder)
     return Path(folder)
+
+
+def as_published(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a Qwen3-VL with experts: transformers saves the matrices of these as it computes
+    with them, and vLLM only reads the transposes, which were published."""
+    return {
+        name: each.mT.contiguous() if ".experts." in name else each
+        for name, each in weights.items()
+    }

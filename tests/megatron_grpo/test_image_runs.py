@@ -5,10 +5,12 @@ import torch
 from safetensors.torch import load_file
 
 from demo.make_squares import write
+from helpers.adapters import ATTENTION
 from helpers.images import tiny_vision_model
 from helpers.runs import TINY_CONFIG, finish_run, read_metrics
 
 COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
+EP2 = "parallel.expert_parallel_size=2"
 RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
 
 
@@ -19,6 +21,7 @@ RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
         # Half of the ranks have no embeddings, and tensor ranks a part of the tokens each.
         ("qwen2_5_vl", RANKS),
         ("qwen3_vl", RANKS),
+        ("qwen3_vl_moe", [RANKS[1], "parallel.data_parallel_size=2", EP2]),
         (
             "qwen2_5_vl",
             ["grpo.shared_prompts=true", "grpo.steps_per_generation=2", "grpo.beta=0.1"],
@@ -33,7 +36,7 @@ RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
             ],
         ),
     ],
-    ids=["ranks", "ranks of Qwen3-VL", "shared", "in flight"],
+    ids=["ranks", "ranks of Qwen3-VL", "experts", "shared", "in flight"],
 )
 def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, family, overrides):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
@@ -54,6 +57,29 @@ def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, famil
     assert old.keys() == new.keys()
     for name, values in old.items():
         assert torch.equal(values, new[name]) == ("visual." in name), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen3_vl", ["lora.sync=adapter", *RANKS]),
+        ("qwen3_vl_moe", ["lora.sync=merged", ATTENTION]),
+    ],
+)
+def test_engines_follow_adapters_of_the_text_tower(tmp_path, family, overrides):
+    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
+    model, rows = tiny_vision_model(tmp_path / "model", family), write(tmp_path / "squares")
+    ended = finish_run(
+        *(f"model.path={model}", f"data.path={rows}", f"train.run_dir={tmp_path / 'run'}"),
+        *("train.num_steps=4", "lora.r=4", "optimizer.lr=1e-2", "grpo.beta=0.1"),
+        *overrides,
+        config=COLOURS,
+    )
+    assert ended.exit_code == 0, ended.output
+    steps = read_metrics(tmp_path / "run")
+    assert steps[-1]["kl"] > 1e-3  # from the model without adapters
+    assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in steps)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES
 from checkpoint_convert.quantized_shard import quantized_tensors
+from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import (
     Json,
@@ -159,7 +160,7 @@ def adapter_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
     Empty in an engine without adapters. vLLM multiplies each module's tokens by these buffers.
     """
     return {
-        f"{name}.lora_{x}.{number}": stacked[0, 0]
+        f"{text_name(name)}.lora_{x}.{number}": stacked[0, 0]
         for name, module in model.named_modules()
         if isinstance(module, BaseLayerWithLoRA)
         for x, buffers in (("A", module.lora_a_stacked), ("B", module.lora_b_stacked))

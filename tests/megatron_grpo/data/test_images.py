@@ -233,7 +233,7 @@ def test_what_does_not_go_with_images_is_refused(model, tmp_path, override, told
         ("qwen3_vl", {"mrope_interleaved": False}, "and mrope_interleaved True"),
         ("qwen2_5_vl", {"mrope_interleaved": True}, "and mrope_interleaved False"),
         ("qwen3_vl", {"mrope_section": [4, 6, 7]}, "three sizes whose sum is 16"),
-        ("qwen3_5", {}, "images are supported of qwen2_5_vl and qwen3_vl only"),
+        ("qwen3_5", {}, "images are supported of qwen2_5_vl, qwen3_vl, qwen3_vl_moe only"),
     ],
 )
 def test_models_that_take_images_in_unknown_ways_are_refused(tmp_path, family, change, told):

@@ -8,10 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from checkpoint_convert import megatron_layout, read_shape
+from checkpoint_convert.text_tower import MULTIMODAL
 from helpers.models import tiny_model
 from helpers.published_models import write_config
 from helpers.ranks import run_ranks
 from helpers.runs import TINY_CONFIG
+from helpers.towers import tiny_multimodal
 from megatron_grpo import cli
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning import instantiate as built_rank
@@ -74,6 +76,8 @@ ODD = [
         {"tensor": 4, "context": 2, "data": 2, "expert": 4, "expert_tensor": 2, "pipeline": 2},
     ),
     ("mixtral", {}, {"data": 4, "expert": 2, "expert_tensor": 2}),
+    # A text tower whose weight files stack experts.
+    ("qwen3_vl_moe", {}, {"tensor": 2, "data": 2, "expert": 2, "pipeline": 2}),
     # Dense layers first: the first chunk has only such a one, the second one of each kind.
     (
         "glm4_moe",
@@ -92,7 +96,8 @@ ODD = [
 
 @pytest.mark.parametrize(("family", "own", "sizes"), ODD, ids=str)
 def test_odd_layouts_of_every_family_are_as_planned(elsewhere, tmp_path, family, own, sizes):
-    folder = tiny_model(tmp_path, family, **own)
+    make = tiny_multimodal if family in MULTIMODAL else tiny_model
+    folder = make(tmp_path, family, **own)
     values = {
         f"parallel.{name}" if name.startswith("num_") else f"parallel.{name}_parallel_size": value
         for name, value in sizes.items()

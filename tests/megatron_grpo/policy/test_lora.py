@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.formats.torch_dist import read_chunks
+from checkpoint_convert.merge import merge_adapter
+from checkpoint_convert.peft import tensor_in_whole
+from checkpoint_convert.verify import verify_weights
 from helpers.adapters import (
     TARGETS,
     Boxes,
@@ -38,6 +42,7 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from helpers.towers import tiny_multimodal
 from megatron_grpo.checkpoints import manifest
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.export import export_model
@@ -262,6 +267,28 @@ def test_peft_loads_the_folder(folders, tmp_path):
     ours, *_ = oracle(folders["llama"], load_file(tmp_path / "hf/adapter_model.safetensors"), 2.0)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
+
+
+@pytest.mark.long
+def test_the_folder_of_a_text_tower_fits_transformers_whole_model(tmp_path):
+    peft = pytest.importorskip("peft")
+    folder, hf = tiny_multimodal(tmp_path / "model", "qwen2_5_vl"), tmp_path / "hf"
+    given = options("llama")
+    run_ranks(2, train, folder, ParallelDims(pipeline=2), tmp_path, *given)
+    stored = load_file(hf / "adapter_model.safetensors")
+    whole_model = AutoModelForImageTextToText.from_pretrained(folder)
+    model = peft.PeftModel.from_pretrained(whole_model, hf)
+    loaded = peft.get_peft_model_state_dict(model)
+    assert loaded.keys() == stored.keys()
+    assert all(torch.equal(values, stored[name]) for name, values in loaded.items())
+    merge_adapter(folder, hf, tmp_path / "ours")
+    model.merge_and_unload().save_pretrained(tmp_path / "peft")
+    assert verify_weights(tmp_path / "ours", tmp_path / "peft", tolerance=1e-6) == []
+    changed = {each.tensor for each in verify_weights(tmp_path / "ours", folder)}
+    assert len(changed) == len(stored) / 2
+    found = whole(run_ranks(1, start, folder, ParallelDims(), *given, f"lora.adapter_path={hf}"))
+    assert {tensor_in_whole(name) for name in found} == stored.keys()
+    assert all(torch.equal(values, stored[tensor_in_whole(n)]) for n, values in found.items())
 
 
 def compare_in_float64(rank: int, folder: Path, *overrides: str) -> dict[str, float]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from checkpoint_convert import read_shape
 from checkpoint_convert.text_tower import text_name
 from helpers.policies import (
     LENGTHS,
@@ -13,9 +14,10 @@ from helpers.policies import (
     layout_name,
     numbers_on_rank,
     sequence_logprobs,
+    unstacked,
 )
 from helpers.ranks import run_ranks
-from helpers.towers import CONFIGS, tiny_multimodal
+from helpers.towers import CONFIGS, as_published, tiny_multimodal
 from parallel import ParallelDims
 
 
@@ -27,7 +29,10 @@ def oracle_case(folder) -> OracleCase:
     )
     logprobs = sequence_logprobs(model, LENGTHS)
     found = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
-    gradients = {text_name(name): each for name, each in found.items()}  # of the text tower alone
+    if model.config.model_type == "qwen3_vl_moe":
+        found = as_published(found)
+    of_text = {text_name(name): each for name, each in found.items()}
+    gradients = unstacked(of_text, read_shape(folder))
     return OracleCase(folder, [each.detach() for each in logprobs], gradients)
 
 

@@ -1,15 +1,20 @@
 """Over-sampling with engines and rewards that fail."""
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from helpers.engines import wait_until
+from helpers.images import random_images
 from helpers.models import tiny_model
 from helpers.scripted_engines import MAX_LENGTH, ScriptedEngine, scripted_rollouter, use
 from megatron_grpo.batch.experience import Experience
@@ -20,6 +25,7 @@ from megatron_grpo.checkpoints.trainer_state import (
     read_record,
     write_record,
 )
+from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
@@ -63,6 +69,24 @@ def runner(rollouter: Rollouter) -> Iterator[GroupRunner]:
 
 def wait_for_requests(rollouter: Rollouter, count: int) -> None:
     assert wait_until(lambda: len(rollouter.engine.asked) >= count, seconds=10)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a thread for each core")
+def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time(rollouter):
+    images = random_images([(4, 4)], [1], 8, torch.Generator())
+    two = Barrier(2, timeout=10)
+
+    def read():
+        two.wait()  # until another is read, too; else it raises
+        return images
+
+    prompts = [
+        replace(each, images=SimpleNamespace(read=read)) for each in rollouter.stream.prompts
+    ]
+    rollouter.stream = PromptStream(prompts, batch_size=4, seed=0, shuffle=False)
+    with closing(runner_of(rollouter, TrainerState(step=0))) as runner:
+        runner.resume(0)
+        wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES)
 
 
 @pytest.mark.parametrize("error", [RewardError("by fire"), KeyError("by fire")])

@@ -18,6 +18,7 @@ from helpers.adapter_pushes import (
 from helpers.models import servable_model
 from helpers.policies import layout_name
 from helpers.ranks import run_ranks
+from helpers.towers import tiny_multimodal
 from helpers.vllm_workers import WorkerClient
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.engines.layouts import holdings
@@ -60,6 +61,18 @@ def test_each_of_five_pushes_leaves_what_vllm_loads_from_the_folder(tmp_path, en
                 assert worker.filled == len(tensors)
     if size == 1:
         assert received == [PUSHES * least]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_so_it_does_of_adapters_on_a_text_tower(tmp_path, engines, kind):
+    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
+    base, (size, workers) = tiny_multimodal(tmp_path / "model", kind), engines
+    case = Case(base, EngineDims(tensor=size), R3)
+    [held] = run_ranks(1, push_adapters, ParallelDims(), case, workers, tmp_path, timeout=600)
+    for worker in (worker for workers_held in held[-1] for worker in workers_held):
+        assert not worker.differing
+        assert worker.filled == len(peft_tensors(LoraConfig(r=3), read_shape(base)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""What the planner counts for sparse attention while it computes, and what torch holds."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from checkpoint_convert import read_shape
+from helpers.models import tiny_model
+from helpers.policies import pack_all, tiny_config
+from helpers.published_models import write_config
+from helpers.ranks import run_ranks
+from megatron_grpo.config.config import Config
+from megatron_grpo.planning import sparse_attention as planned
+from megatron_grpo.policy import sparse_attention as policy
+from megatron_grpo.policy.model import build_model, forward
+from parallel import ParallelDims
+from parallel.cpu_device import setup_device
+from parallel.groups import init_groups
+from parallel.sparse_attention import sparse_attention
+
+TOKENS = 1024
+# Sizes of values and of keys are equal, so that torch has a kernel without scores on CPUs, too.
+SIZES = {
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 32,
+    "index_topk": 32,
+    "max_position_embeddings": TOKENS,
+}
+
+
+def config(folder: Path, dims: ParallelDims, *overrides: str) -> Config:
+    return tiny_config(
+        folder,
+        dims,
+        "model.dtype=bfloat16",
+        f"train.max_tokens_per_microbatch={TOKENS}",
+        "model.megatron.transformer_impl=local",
+        *overrides,
+    )
+
+
+class Peaks:
+    """The most bytes that were held at a time in functions, beyond those that were before."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, int] = {}
+
+    def of(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+                result = function(*args)
+            events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+            held = self.peaks[name] = 0
+            for event in sorted(events, key=lambda each: each.start_ns()):
+                held += event.nbytes()
+                self.peaks[name] = max(self.peaks[name], held)
+            return result
+
+        return watched
+
+
+def peaks_on_rank(rank: int, cfg: Config) -> dict[str, int]:
+    setup_device(rank)
+    groups, peaks = init_groups(cfg.dims), Peaks()
+    model = build_model(cfg, read_shape(cfg.model.path), groups)
+    for parameter in model.parameters().values():
+        parameter.data.uniform_(-0.1, 0.1)
+    attention = model.chunks[0].decoder.layers[0].self_attention
+    attention._choose = peaks.of("choose", attention._choose)
+    given: list[Any] = []
+    policy.sparse_attention = lambda *args: given.extend(args) or sparse_attention(*args)
+    [batch] = pack_all([[(TOKENS // 4, 3 * TOKENS // 4)]], cfg.dims)
+    with torch.no_grad():
+        forward(model.chunks[0], batch.on_rank(groups.dims, groups.coordinates), groups)
+    inputs = [each.detach().requires_grad_() for each in given[:3]]
+    output = peaks.of("forward", sparse_attention)(*inputs, *given[3:6])
+    peaks.of("backward", output.backward)(torch.ones_like(output))
+    return peaks.peaks
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [
+        ("deepseek_v32", ParallelDims()),
+        ("glm_moe_dsa", ParallelDims(tensor=2)),
+        ("deepseek_v32", ParallelDims(context=2)),
+    ],
+    ids=str,
+)
+def test_indexer_and_attention_hold_what_is_planned(tmp_path, family, dims):
+    cfg = config(tiny_model(tmp_path, family, **SIZES), dims)
+    shape = read_shape(cfg.model.path)
+    ranks = run_ranks(dims.world_size, peaks_on_rank, cfg)
+    measured = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+    expected = {"choose": planned.choosing_bytes(cfg, shape)} | {
+        name: planned.attending_bytes(cfg, shape, "cpu", backward=name == "backward")
+        for name in ("forward", "backward")
+    }
+    assert measured == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize("num_completion_tokens", [1024, 1025])
+def test_only_sequences_of_more_tokens_than_are_chosen_need_it(tmp_path, num_completion_tokens):
+    folder = write_config(tmp_path, "DeepSeek-V3.2")
+    lengths = ["data.max_prompt_length=1024", "rollout.max_completion_length="]
+    cfg = config(folder, ParallelDims(), lengths[0], f"{lengths[1]}{num_completion_tokens}")
+    is_needed = num_completion_tokens > 1024
+    for backward in (False, True):
+        found = planned.working_bytes(cfg, read_shape(folder), "cuda", backward=backward)
+        assert (found > 0) == is_needed
