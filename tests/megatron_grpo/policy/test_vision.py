@@ -1,6 +1,8 @@
-"""Prompts with images: transformers' numbers, at every layout, with the vision tower frozen."""
+"""Prompts with images: transformers' numbers, at every layout, with the tower frozen or trained."""
 
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 from transformers import AutoModelForImageTextToText
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-from checkpoint_convert import read_shape
 from checkpoint_convert.text_tower import is_of_text, text_name
 from checkpoint_convert.weights import read_weights
 from helpers.images import (
@@ -31,14 +32,15 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
-from megatron_grpo.policy.forward import response_logprobs
-from megatron_grpo.policy.model import build_model, build_policy, forward
+from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.policy.forward import response_logprobs, run_schedule
+from megatron_grpo.policy.model import add_gradients, build_model, build_policy
 from megatron_grpo.policy.vision import vision_tower, with_features
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
-from parallel.packing import TokenSequence, pack
+from parallel.packing import PackedBatch, TokenSequence, pack
 
 # Several images of different sizes in a prompt, its group, text beside them and alone, nothing.
 MICROBATCHES = [[0, 1, 2, 3, 4], [5], [6], []]
@@ -59,36 +61,54 @@ def oracle_logprobs(model: Any, sequence: TokenSequence) -> Tensor:
     return found.log_softmax(-1).gather(1, tokens[0, first:, None])[:, 0]
 
 
+@contextmanager
+def exact_transformers() -> Iterator[None]:
+    """Else its norms, and RoPE in its towers, compute in float32, whatever the model's dtype."""
+
+    def norm(self: Any, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
+
+    def rotated(*given: Tensor) -> tuple[Tensor, ...]:
+        *both, cos, sin = given
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return tuple(x * cos + modeling_qwen3_vl.rotate_half(x) * sin for x in both)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm, "forward", norm)
+        patch.setattr(modeling_qwen3_vl.Qwen3VLTextRMSNorm, "forward", norm)
+        for models in (modeling_qwen2_5_vl, modeling_qwen3_vl):
+            patch.setattr(models, "apply_rotary_pos_emb_vision", rotated)
+        yield
+
+
 @pytest.fixture(scope="module", params=PATCH_SIZES)
 def case(request, tmp_path_factory) -> OracleCase:
     folder = tiny_vision_model(
         tmp_path_factory.mktemp(request.param) / request.param, request.param
     )
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
-    model.model.visual.requires_grad_(False)
-    for module in model.model.language_model.modules():
-        if isinstance(module, Qwen2_5_VLRMSNorm | Qwen3VLTextRMSNorm):  # which compute in float32
-            module.forward = partial(
-                rms_norm,
-                normalized_shape=module.weight.shape,
-                weight=module.weight,
-                eps=module.variance_epsilon,
-            )
-    logprobs = [oracle_logprobs(model, each) for each in sequences(folder.name)]
-    (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
+    with exact_transformers():
+        logprobs = [oracle_logprobs(model, each) for each in sequences(folder.name)]
+        (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
     gradients = {
         text_name(name): parameter.grad
         for name, parameter in model.named_parameters()
-        if is_of_text(text_name(name))
+        if parameter.grad is not None
     }
     return OracleCase(folder, [each.detach() for each in logprobs], gradients)
+
+
+def of_text(case: OracleCase) -> OracleCase:
+    """The case with the vision tower frozen."""
+    gradients = {name: each for name, each in case.gradients.items() if is_of_text(name)}
+    return replace(case, gradients=gradients)
 
 
 def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Numbers:
     setup_device(rank)
     cfg = tiny_config(folder, dims, "data.image_column=images", *overrides)
     groups = init_groups(dims, dynamic_context=cfg.parallel.dynamic_context_parallel)
-    policy = build_policy(cfg, read_shape(folder), groups)
+    policy = build_policy(cfg, trained_shape(cfg), groups)
     alignment, shares = Alignment.for_mesh(dims, dims.tensor > 1), cfg.grpo.shared_prompts
     own = MICROBATCHES[groups.coordinates.data :: dims.data]
     every = sequences(folder.name)
@@ -116,7 +136,36 @@ DYNAMIC = "parallel.dynamic_context_parallel=true"
     ids=str,
 )
 def test_logprobs_and_gradients_equal_transformers(case, dims, overrides):
-    case.check(run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides))
+    found = run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides)
+    of_text(case).check(found)
+
+
+OVERLAPPED = [f"parallel.overlap_{x}=true" for x in ("grad_reduce", "param_gather")]
+RECOMPUTED = [
+    f"model.megatron.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1")
+]
+
+
+@pytest.mark.parametrize(
+    ("dims", "overrides"),
+    [
+        (ParallelDims(tensor=2), ()),
+        pytest.param(ParallelDims(tensor=2), ("parallel.sequence_parallel=false",), marks=slow),
+        # All layers to which features are added are in the first of two stages.
+        pytest.param(
+            ParallelDims(context=2, pipeline=2, num_layers_in_last_pipeline_stage=1),
+            (SHARED,),
+            marks=slow,
+        ),
+        pytest.param(ParallelDims(data=2), OVERLAPPED, marks=slow),
+        pytest.param(ParallelDims(tensor=2, context=2), (*OVERLAPPED, *RECOMPUTED), marks=slow),
+        pytest.param(ParallelDims(context=2), (DYNAMIC,), marks=slow),
+    ],
+    ids=str,
+)
+def test_so_do_those_of_a_tower_that_is_trained(case, dims, overrides):
+    trained = "model.freeze_vision=false", *overrides
+    case.check(run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *trained))
 
 
 @slow
@@ -127,34 +176,48 @@ def test_every_chunk_of_a_pipeline_adds_features_also_if_it_recomputes(case, gra
     recompute = [f"model.megatron.recompute_granularity={granularity}"]
     if granularity == "full":
         recompute += [f"model.megatron.recompute_{x}" for x in ("method=uniform", "num_layers=1")]
-    case.check(run_ranks(2, numbers_on_rank, case.folder, dims, *recompute))
+    of_text(case).check(run_ranks(2, numbers_on_rank, case.folder, dims, *recompute))
 
 
-def float64_on_rank(rank: int, folder: Path) -> Numbers:
+def float64_on_rank(rank: int, folder: Path, *overrides: str) -> Numbers:
     """As `numbers_on_rank`, in a dtype that no run has; without an optimizer."""
     setup_device(rank)
     dims, every = ParallelDims(), sequences(folder.name)
-    cfg = tiny_config(folder, dims, "data.image_column=images")
-    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"dtype": "float64"})})
-    groups, shape = init_groups(dims), read_shape(folder)
+    cfg = tiny_config(folder, dims, "data.image_column=images", *overrides)
+    model = cfg.model.model_copy(update={"dtype": "float64"})
+    optimizer = cfg.optimizer.model_copy(update={"grad_reduce_in_fp32": False})
+    cfg = cfg.model_copy(update={"model": model, "optimizer": optimizer})
+    groups, shape = init_groups(dims), trained_shape(cfg)
     model = build_model(cfg, shape, groups)
-    parameters = model.parameters()
-    read_weights(folder, shape, model.layout, parameters)
+    read_weights(folder, shape, model.layout, model.parameters())
+    model.vision = vision_tower(cfg, shape, groups, model.chunks[0])
+    add_gradients(model, cfg)
     batch = pack(every, range(len(every)), Alignment(), dtype=torch.float64)
-    vision = vision_tower(cfg, shape, groups, batch.tokens.device)
-    [batch] = with_features([batch.on_rank(dims, groups.coordinates)], vision)
-    chosen = response_logprobs(model, forward(model.chunks[0], batch, groups), batch, 1.0, groups)
-    (-LOSS_WEIGHT * chosen.logprobs.sum()).backward()
-    logprobs = chosen.logprobs.detach().split([len(each.rollout_logprobs) for each in every])
+    logprobs = []
+
+    def loss_fn(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+        chosen = response_logprobs(model, hidden, batch, 1.0, groups)
+        logprobs.append(chosen.logprobs.detach())
+        return -LOSS_WEIGHT * chosen.logprobs.sum(), None
+
+    with exact_transformers():
+        [batch] = with_features([batch.on_rank(dims, groups.coordinates)], model.vision)
+        run_schedule(model, groups, [batch], loss_fn, forward_only=False)
+    parameters = model.parameters()
+    found = logprobs[0].split([len(each.rollout_logprobs) for each in every])
     gradients = [
-        (piece.tensor, piece.box, parameters[piece.local].grad[piece.local_box.slices])
+        (piece.tensor, piece.box, parameters[piece.local].main_grad[piece.local_box.slices])
         for piece in model.layout.pieces
     ]
-    return dict(enumerate(logprobs)), gradients, 0.0
+    return dict(enumerate(found)), gradients, 0.0
 
 
-def test_in_float64_they_are_exact(case):
-    ((logprobs, gradients, _),) = run_ranks(1, float64_on_rank, case.folder)
+@pytest.mark.parametrize("freeze", ["true", "false"])
+def test_in_float64_they_are_exact(case, freeze):
+    override = f"model.freeze_vision={freeze}"
+    ((logprobs, gradients, _),) = run_ranks(1, float64_on_rank, case.folder, override)
+    trained = of_text(case) if freeze == "true" else case
+    assert {name for name, _, _ in gradients} == {*trained.gradients}
     for index, expected in enumerate(case.logprobs):
         torch.testing.assert_close(logprobs[index], expected, atol=1e-9, rtol=0)
     for name, box, values in gradients:
