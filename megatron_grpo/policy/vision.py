@@ -72,19 +72,21 @@ class VisionTower:
 
         If the pass has a backward, features get a gradient, for `backward`.
         """
-        self._seen = {}
+        seen: dict[str, tuple[PromptImages, Tensor]] = {}
 
         def features(images: PromptImages) -> Tensor:
-            if images.digest not in self._seen:
+            if images.digest not in seen:
                 found = self.features(images)
                 if has_backward:
                     # Many tokens may have a feature: their gradients are summed in float32.
                     exact = torch.promote_types(found.dtype, torch.float32)
                     found = found.to(exact).requires_grad_()
-                self._seen[images.digest] = images, found
-            return self._seen[images.digest][1]
+                seen[images.digest] = images, found
+            return seen[images.digest][1]
 
-        return [*_replaced(batches, features)]
+        with_features = [*_replaced(batches, features)]
+        self._seen = seen if has_backward else {}
+        return with_features
 
     def backward(self, chunk: Any, groups: Groups) -> None:
         """Add the gradient of the tower's weights to those of `chunk`, in which it is.

@@ -10,6 +10,7 @@ from helpers.runs import TINY_CONFIG, finish_run, read_metrics
 
 COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
 RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
+TRAINED = "model.freeze_vision=false"
 
 
 @pytest.mark.slow
@@ -23,6 +24,8 @@ RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
             "qwen2_5_vl",
             ["grpo.shared_prompts=true", "grpo.steps_per_generation=2", "grpo.beta=0.1"],
         ),
+        # The reference has a tower of its own, as it was read.
+        ("qwen2_5_vl", [TRAINED, *RANKS, "grpo.steps_per_generation=2", "grpo.beta=0.1"]),
         # Requests that pushes cut go on with their images.
         (
             "qwen3_vl",
@@ -33,9 +36,9 @@ RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
             ],
         ),
     ],
-    ids=["ranks", "ranks of Qwen3-VL", "shared", "in flight"],
+    ids=["ranks", "ranks of Qwen3-VL", "shared", "trained", "in flight"],
 )
-def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, family, overrides):
+def test_engines_and_ranks_agree_and_what_is_trained_changes(tmp_path, family, overrides):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model, rows = tiny_vision_model(tmp_path / "model", family), write(tmp_path / "squares")
     ended = finish_run(
@@ -53,18 +56,20 @@ def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, famil
     )
     assert old.keys() == new.keys()
     for name, values in old.items():
-        assert torch.equal(values, new[name]) == ("visual." in name), name
+        is_frozen = "visual." in name and TRAINED not in overrides
+        assert torch.equal(values, new[name]) == is_frozen, name
 
 
 @pytest.mark.slow
-def test_a_run_in_bfloat16_that_is_resumed_ends_like_a_whole_one(tmp_path):
+@pytest.mark.parametrize("overrides", [[], [TRAINED, "optimizer.optimizer=muon"]], ids=str)
+def test_a_run_in_bfloat16_that_is_resumed_ends_like_a_whole_one(tmp_path, overrides):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model = tiny_vision_model(tmp_path / "model", "qwen3_vl")
     paths = f"model.path={model}", f"data.path={write(tmp_path / 'squares')}"
     for name, num_steps in (("whole", 4), ("resumed", 2), ("resumed", 4)):
         run = f"train.run_dir={tmp_path / name}"
         options = run, f"train.num_steps={num_steps}", "model.dtype=bfloat16"
-        ended = finish_run(*paths, *options, config=COLOURS)
+        ended = finish_run(*paths, *options, *overrides, config=COLOURS)
         assert ended.exit_code == 0, ended.output
     whole, resumed = (
         load_file(tmp_path / x / "hf/model.safetensors") for x in ("whole", "resumed")
