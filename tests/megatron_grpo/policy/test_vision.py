@@ -14,8 +14,11 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
+from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.text_tower import is_of_text, text_name
+from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import read_weights
+from helpers.conversions import assert_same, weights_of
 from helpers.images import (
     PATCH_SIZES,
     logits,
@@ -24,6 +27,7 @@ from helpers.images import (
     with_completion,
     with_other_pixels,
 )
+from helpers.optimizers import Parts, state_of, wholes
 from helpers.policies import (
     LOSS_WEIGHT,
     Numbers,
@@ -32,14 +36,19 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.checkpoints.checkpointer import Checkpoints
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.forward import response_logprobs, run_schedule
-from megatron_grpo.policy.model import add_gradients, build_model, build_policy
+from megatron_grpo.policy.model import Policy, add_gradients, build_model, build_policy
+from megatron_grpo.policy.optimizer import apply_gradient
 from megatron_grpo.policy.vision import vision_tower, with_features
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
-from parallel.groups import init_groups
+from parallel.groups import Groups, init_groups
 from parallel.packing import PackedBatch, TokenSequence, pack
 
 # Several images of different sizes in a prompt, its group, text beside them and alone, nothing.
@@ -104,7 +113,10 @@ def of_text(case: OracleCase) -> OracleCase:
     return replace(case, gradients=gradients)
 
 
-def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Numbers:
+def start(
+    rank: int, folder: Path, dims: ParallelDims, *overrides: str
+) -> tuple[Config, Policy, Groups, list[PackedBatch]]:
+    """A policy, and a rank's microbatches of a step."""
     setup_device(rank)
     cfg = tiny_config(folder, dims, "data.image_column=images", *overrides)
     groups = init_groups(dims, dynamic_context=cfg.parallel.dynamic_context_parallel)
@@ -113,7 +125,12 @@ def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str
     own = MICROBATCHES[groups.coordinates.data :: dims.data]
     every = sequences(folder.name)
     batches = [pack(every, each, alignment, share_prompts=shares) for each in own]
-    return numbers_of(policy, groups, [*with_features(batches, policy.vision)])
+    return cfg, policy, groups, [*with_features(batches, policy.vision)]
+
+
+def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Numbers:
+    _, policy, groups, batches = start(rank, folder, dims, *overrides)
+    return numbers_of(policy, groups, batches)
 
 
 slow = pytest.mark.slow
@@ -222,3 +239,59 @@ def test_in_float64_they_are_exact(case, freeze):
         torch.testing.assert_close(logprobs[index], expected, atol=1e-9, rtol=0)
     for name, box, values in gradients:
         torch.testing.assert_close(values, case.gradients[name][box.slices], atol=1e-9, rtol=0)
+
+
+TRAINED = ("model.freeze_vision=false", "optimizer.lr=1e-3", "optimizer.lr_warmup_steps=0")
+
+
+def steps_on_rank(
+    rank: int, folder: Path, dims: ParallelDims, num_steps: int, *overrides: str
+) -> tuple[list[Parts], list[float]]:
+    """The state after each step from the newest checkpoint on, and the mean log-probability before
+    it; the second is saved and exported."""
+    cfg, policy, groups, batches = start(rank, folder, dims, *TRAINED, *overrides)
+    checkpoints, states, logprobs = Checkpoints(cfg, policy, None), [], []
+    first = checkpoints.load().step
+    states.append(state_of(policy))
+    for step in range(first + 1, num_steps + 1):
+        found, _, norm = numbers_of(policy, groups, batches)
+        logprobs.append(float(torch.cat([*found.values()]).mean()) if found else 0.0)
+        apply_gradient(policy.optimizer, norm)
+        policy.scheduler.step(increment=1)
+        states.append(state_of(policy))
+        if step == 2:
+            checkpoints.save(TrainerState(step=2), None)
+            checkpoints.wait()
+            export_model(cfg.train.run_dir / "hf", policy, cfg, groups)
+    return states, logprobs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_checkpoints_and_exports_have_the_tower_as_it_is_trained(case, tmp_path, optimizer):
+    run, folder = tmp_path / "run", case.folder
+    options = f"train.run_dir={run}", f"optimizer.optimizer={optimizer}"
+    first = ParallelDims(tensor=2)
+    other = ParallelDims(pipeline=2, num_layers_in_last_pipeline_stage=1)
+    ranks = run_ranks(2, steps_on_rank, folder, first, 3, *options)
+    _, _, saved, third = wholes([states for states, _ in ranks])
+    means = ranks[0][1]
+    assert means[0] < means[1] < means[2]  # features are those of the new weights
+    for dims in (first, other):
+        resumed, again = wholes(
+            [x for x, _ in run_ranks(2, steps_on_rank, folder, dims, 3, *options)]
+        )
+        for name, values in saved.items():
+            assert torch.equal(resumed[name], values), name
+        for name, values in third.items():
+            if dims == first:
+                assert torch.equal(again[name], values), name
+            else:
+                torch.testing.assert_close(again[name], values, rtol=1e-3, atol=1e-5)
+    checkpoint = run / "checkpoints" / "step_2"
+    assert verify_weights(checkpoint, run / "hf") == []
+    export_checkpoint(checkpoint, tmp_path / "out", hf_config=folder)
+    exported = weights_of(run / "hf")
+    assert_same(weights_of(tmp_path / "out"), exported)
+    assert not [n for n, each in weights_of(folder).items() if torch.equal(each, exported[n])]
