@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -53,34 +54,38 @@ NUM_ENGINES = 2
 
 
 def loaded_parameters(
-    models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32"
+    models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32", also: str = ""
 ) -> list[list[Parameters]]:
     """Each worker's parameters of each model, as loaded. All dims have as many workers."""
-    return read_in_workers(models, _parameters, dtype)
+    return read_in_workers(models, partial(_parameters, also == "vision"), dtype, also)
 
 
-def _parameters(model: Module, folder: Path, dims: EngineDims) -> Parameters:
-    return {name: value.detach().clone() for name, value in own_parameters(model).items()}
+def _parameters(with_vision: bool, model: Module, folder: Path, dims: EngineDims) -> Parameters:
+    found = own_parameters(model, with_vision)
+    return {name: value.detach().clone() for name, value in found.items()}
 
 
 def read_in_workers(
-    models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str = "float32"
+    models: Sequence[tuple[Path, EngineDims]],
+    read: Read,
+    dtype: str = "float32",
+    also: str = "",
 ) -> list[list[Any]]:
     """Results of `read` for each model in each worker. All dims have as many workers."""
     (size,) = {dims.num_workers for _, dims in models}
     # One process builds all of them: 121 s on a machine that is busy with other tests.
-    by_rank = run_ranks(size, _load, models, read, dtype, timeout=250)
+    by_rank = run_ranks(size, _load, models, read, dtype, also, timeout=250)
     return [list(workers) for workers in zip(*by_rank, strict=True)]
 
 
 def _load(
-    rank: int, models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str
+    rank: int, models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str, also: str
 ) -> list[Any]:
     become_worker(models[0][1].num_workers)
     give_sparse_models_dense_kernels()
     loaded = []
     for folder, dims in models:
-        worker = start_worker(rank, folder, dims, dtype)
+        worker = start_worker(rank, folder, dims, dtype, also)
         loaded.append(read(worker.get_model(), folder, dims))
     return loaded
 
