@@ -32,6 +32,7 @@ from helpers.policies import (
     LOSS_WEIGHT,
     Numbers,
     OracleCase,
+    accumulate,
     numbers_of,
     tiny_config,
 )
@@ -41,9 +42,10 @@ from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.policy.export import export_model
-from megatron_grpo.policy.forward import response_logprobs, run_schedule
-from megatron_grpo.policy.model import Policy, add_gradients, build_model, build_policy
-from megatron_grpo.policy.optimizer import apply_gradient
+from megatron_grpo.policy.forward import compute_logprobs, response_logprobs, run_schedule
+from megatron_grpo.policy.model import Model, Policy, add_gradients, build_model, build_policy
+from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
+from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.vision import vision_tower, with_features
 from parallel import ParallelDims
 from parallel.alignment import Alignment
@@ -244,20 +246,25 @@ def test_in_float64_they_are_exact(case, freeze):
 TRAINED = ("model.freeze_vision=false", "optimizer.lr=1e-3", "optimizer.lr_warmup_steps=0")
 
 
+def take_step(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> None:
+    accumulate(policy, groups, batches)
+    apply_gradient(policy.optimizer, gradient_norm(policy.optimizer))
+    policy.scheduler.step(increment=1)
+
+
 def steps_on_rank(
     rank: int, folder: Path, dims: ParallelDims, num_steps: int, *overrides: str
 ) -> tuple[list[Parts], list[float]]:
-    """The state after each step from the newest checkpoint on, and the mean log-probability before
-    it; the second is saved and exported."""
+    """The state after each step from the newest checkpoint on, and the log-probability before it;
+    the second is saved and exported."""
     cfg, policy, groups, batches = start(rank, folder, dims, *TRAINED, *overrides)
     checkpoints, states, logprobs = Checkpoints(cfg, policy, None), [], []
     first = checkpoints.load().step
     states.append(state_of(policy))
     for step in range(first + 1, num_steps + 1):
-        found, _, norm = numbers_of(policy, groups, batches)
-        logprobs.append(float(torch.cat([*found.values()]).mean()) if found else 0.0)
-        apply_gradient(policy.optimizer, norm)
-        policy.scheduler.step(increment=1)
+        found = compute_logprobs(policy, batches, 1.0, groups) or []
+        logprobs.append(float(sum(each.sum() for each, _ in found)))
+        take_step(policy, groups, batches)
         states.append(state_of(policy))
         if step == 2:
             checkpoints.save(TrainerState(step=2), None)
@@ -268,16 +275,22 @@ def steps_on_rank(
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["qwen3_vl"], indirect=True)
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_checkpoints_and_exports_have_the_tower_as_it_is_trained(case, tmp_path, optimizer):
+@pytest.mark.parametrize(
+    ("first", "own"),
+    [
+        (ParallelDims(data=2), OVERLAPPED),
+        (ParallelDims(tensor=2), ["optimizer.optimizer=muon"]),
+    ],
+    ids=["overlapped", "muon"],
+)
+def test_checkpoints_and_exports_have_the_tower_as_it_is_trained(case, tmp_path, first, own):
     run, folder = tmp_path / "run", case.folder
-    options = f"train.run_dir={run}", f"optimizer.optimizer={optimizer}"
-    first = ParallelDims(tensor=2)
+    options = f"train.run_dir={run}", *own
     other = ParallelDims(pipeline=2, num_layers_in_last_pipeline_stage=1)
     ranks = run_ranks(2, steps_on_rank, folder, first, 3, *options)
     _, _, saved, third = wholes([states for states, _ in ranks])
-    means = ranks[0][1]
-    assert means[0] < means[1] < means[2]  # features are those of the new weights
+    first_logprob, *_, last_logprob = ranks[0][1]
+    assert first_logprob < last_logprob
     for dims in (first, other):
         resumed, again = wholes(
             [x for x, _ in run_ranks(2, steps_on_rank, folder, dims, 3, *options)]
@@ -295,3 +308,23 @@ def test_checkpoints_and_exports_have_the_tower_as_it_is_trained(case, tmp_path,
     exported = weights_of(run / "hf")
     assert_same(weights_of(tmp_path / "out"), exported)
     assert not [n for n, each in weights_of(folder).items() if torch.equal(each, exported[n])]
+
+
+def reference_on_rank(rank: int, folder: Path, dims: ParallelDims) -> list[Tensor]:
+    """Log-probabilities of a policy before a step, and of the reference and the policy after it."""
+    cfg, policy, groups, batches = start(rank, folder, dims, *TRAINED, "grpo.beta=0.1")
+    reference = reference_of(policy, cfg, groups)
+
+    def logprobs(model: Model) -> Tensor:
+        return torch.cat([each for each, _ in compute_logprobs(model, batches, 1.0, groups)])
+
+    before = logprobs(policy)
+    take_step(policy, groups, batches)
+    return [before, logprobs(reference), logprobs(policy)]
+
+
+@pytest.mark.parametrize("case", ["qwen2_5_vl"], indirect=True)
+def test_a_reference_sees_images_by_a_tower_of_its_own(case):
+    for before, reference, after in run_ranks(1, reference_on_rank, case.folder, ParallelDims()):
+        assert torch.equal(before, reference)
+        assert not torch.allclose(before, after, atol=1e-3)
