@@ -5,6 +5,7 @@ from itertools import chain
 
 from checkpoint_convert.families import decoder
 from checkpoint_convert.families.description import Parameter, shard, stacked, stored_boxes
+from checkpoint_convert.families.vision import vision_tower
 from checkpoint_convert.shape import ModelShape, padded_vocab_size
 from parallel import (
     Box,
@@ -277,5 +278,7 @@ def _chunks(
             chunk += decoder.head(shape, padded_vocab, shares_embedding=is_first)
         if is_last and shape.trains_mtp:
             chunk += decoder.mtp_layer(shape, experts, transformer_engine=transformer_engine)
+        if is_first:
+            chunk += vision_tower(shape.vision)
         chunks.append(chunk)
     return chunks

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from parallel import ParallelDims, divisors, pipeline_layers
+from parallel import ParallelDims, Shape, divisors, pipeline_layers
 
 # Fields that do not change what is computed: Mistral and Llama compute the same.
 _NO_NUMBERS = (
@@ -15,6 +15,7 @@ _NO_NUMBERS = (
     "moe.stacks",
     "moe.mtp_stacks",
     "trains_mtp",
+    "vision",
 )
 Stacks = Literal["alternating", "joined", "transposed"]
 """`alternating`: [experts, inputs, outputs], of which those of gate and up alternate; `joined`:
@@ -194,6 +195,9 @@ class ModelShape:
     next (multi-token prediction). They are no part of the model, and stay in an export."""
     trains_mtp: bool = False
     """Whether the only one of these layers is a part of the model after all, as it is trained."""
+    vision: tuple[tuple[str, Shape], ...] = ()
+    """Name and shape of each tensor of its vision tower, if that is trained; else the tower is no
+    part of the model, and stays in an export."""
 
     @property
     def can_train_mtp(self) -> bool:

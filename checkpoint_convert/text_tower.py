@@ -1,13 +1,16 @@
 """The text tower of a multimodal checkpoint: its config, and the names of its tensors.
 
 It is trained and served on text; those of Qwen2.5-VL and Qwen3-VL, also with experts, on images as
-well, of which their vision towers make features. Other towers stay as they are in the weight files.
+well, of which their vision towers make features, and these may be trained, too: see
+`ModelShape.vision`. Other towers stay as they are in the weight files.
 """
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from checkpoint_convert.families.vision import VISION
 
 # The family of the text tower, by the `model_type` of the whole and that in its `text_config`. Of
 # text, the three positions of a token in Qwen's RoPE (`mrope`) are equal.
@@ -27,8 +30,9 @@ _EXPLICIT = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "
 _ALSO_EXPLICIT = {"qwen3_vl_moe": ("num_experts_per_tok", "norm_topk_prob")}
 _SAME_DEFAULTS = ("gemma3",)
 _TIED = "tie_word_embeddings"
-# Prefixes of its tensors in weight files and engines, and those of a model of text.
-_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+# Prefixes of its tensors in weight files and engines, and those of a model of text; those of a
+# vision tower, and that of engines.
+_PREFIXES = {"model.language_model.": "model.", "language_model.": "", "model.visual.": VISION}
 _OF_TEXT = re.compile(r"(model\.(embed_tokens|layers|norm)|lm_head)\.")
 
 
@@ -91,7 +95,8 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str:
-    """The name of a tensor of the text tower as in a model of text; other names as they are."""
+    """The name of a tensor of the text tower as in a model of text, and of a vision tower as in
+    engines; other names as they are."""
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

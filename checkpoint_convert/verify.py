@@ -177,14 +177,18 @@ def _open_both(
         stack.enter_context(closing(open_weights(path, shape)))
         for path, shape in zip((a, b), shapes, strict=True)
     ]
-    if any(side.shape.trains_mtp for side in opened):  # then the other side has the layer, too
+    # What one checkpoint has beside the model, as it was trained, the other side has, too.
+    mtp = any(side.shape.trains_mtp for side in opened)
+    vision = max(opened, key=lambda side: len(side.shape.vision)).shape.vision
+    if mtp or vision:
+        wanted = [replace(shape, trains_mtp=mtp, vision=vision) for shape in shapes]
         opened = [
-            stack.enter_context(closing(open_weights(path, replace(shape, trains_mtp=True))))
-            for path, shape in zip((a, b), shapes, strict=True)
+            stack.enter_context(closing(open_weights(path, shape)))
+            for path, shape in zip((a, b), wanted, strict=True)
         ]
-        if not all(side.shape.trains_mtp for side in opened):
+        if hf_tensors(opened[0].shape) != hf_tensors(opened[1].shape):
             raise ValueError(
-                f"{a} and {b} are different models: only one was trained with its layer for "
-                "multi-token prediction"
+                f"{a} and {b} are different models: only one was trained with its "
+                + ("vision tower" if vision else "layer for multi-token prediction")
             )
     return opened[0], opened[1]

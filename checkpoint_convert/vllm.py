@@ -10,6 +10,7 @@ from functools import cache
 
 from checkpoint_convert.families import FAMILIES, decoder
 from checkpoint_convert.families.description import Parameter, Shard
+from checkpoint_convert.families.vision import vision_tower
 from checkpoint_convert.shape import ModelShape, split_obstacles
 from parallel import Box, Layout, Shape, ShardMapping, divisors
 
@@ -65,6 +66,7 @@ def engine_parameters(shape: ModelShape) -> list[Parameter]:
     parameters += decoder.head(shape, padded_vocab, shares_embedding=True)
     if shape.trains_mtp:
         parameters += decoder.mtp_layer(shape, experts, transformer_engine=True)
+    parameters += vision_tower(shape.vision, in_engine=True)
     if names := FAMILIES[shape.family].engine_names:
         parameters = [replace(each, engine_name=_renamed(each, names)) for each in parameters]
     return [part for each in parameters for part in each.in_engine()]
@@ -156,7 +158,7 @@ def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
     """Worker `rank`'s share of every source, one after the other, followed by its zero rows."""
     name = parameter.engine_name or parameter.sources[0].name
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
-    split = 0 if parameter.is_split_in_engine else parameter.split
+    split = parameter.split if parameter.engine_split is None else parameter.engine_split
     parts, zeros, whole = _cut(sources, split, parameter.zero_rows, rank, size)
     pieces = [
         ShardMapping(name, local, source.name, _from(stored, source.first_row), is_replica)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_convert.families.decoder import MTP_LAYER
+from checkpoint_convert.families.vision import VISION
 from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.hf_folder import check_weights
@@ -121,7 +122,8 @@ def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
             f"{path} is not a checkpoint of a Megatron-Core GPTModel: it has no {_EMBEDDING}, but "
             f"{', '.join(found)} ..."
         )
-    shape = replace(shape, trains_mtp=bool(layer))
+    vision = tuple((key, size) for key, size in stored.shapes.items() if key.startswith(VISION))
+    shape = replace(shape, trains_mtp=bool(layer), vision=vision)
     wanted = checkpoint_layout(shape, _padded_vocab(path, shape, stored.shapes[_EMBEDDING][0]))
     faults = [
         f"{key} {list(size)} is missing"
@@ -165,7 +167,7 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
 
 def _is_model_key(key: str) -> bool:
     """Whether a tensor of a checkpoint is a model weight, not optimizer or trainer state."""
-    return key.startswith(("embedding.", "decoder.", "output_layer."))
+    return key.startswith(("embedding.", "decoder.", "output_layer.", VISION))
 
 
 def _trained_mtp_keys(path: Path, shape: ModelShape) -> Collection[str]:

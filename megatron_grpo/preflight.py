@@ -160,7 +160,11 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
 
 FROM_EXPORT = "model.path=<export of that run>"
 """From where a run starts with other `KINDS_OF_STATE` than another."""
-KINDS_OF_STATE = {"model.mtp_num_layers": 0, "optimizer.optimizer": "adam"}
+KINDS_OF_STATE = {
+    "model.mtp_num_layers": 0,
+    "model.freeze_vision": True,
+    "optimizer.optimizer": "adam",
+}
 """Keys that say of which weights a checkpoint has the state of an optimizer, and of which one, with
 their defaults."""
 

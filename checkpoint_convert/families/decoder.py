@@ -126,7 +126,7 @@ def mtp_layer(shape: ModelShape, experts: range, *, transformer_engine: bool) ->
         Parameter(
             f"{MTP_LAYER}{name}.weight",
             (Tensor(f"{source}{own_name}.weight", size),),
-            is_split_in_engine=is_apart and name == "eh_proj",
+            engine_split=0 if is_apart and name == "eh_proj" else None,
         )
         for (name, size), own_name in zip(sizes.items(), stored, strict=True)
     ]
@@ -181,6 +181,6 @@ def fused_attention(shape: ModelShape, source: str, target: str) -> list[Paramet
         for x in "qk":
             size = rows[x][0] if shape.norms_all_heads else shape.head_dim
             norm = Tensor(f"{source}{x}_norm.weight", (size,), rows[x][1])
-            name, is_split = f"{target}{x}_layernorm.weight", family.are_norms_split_in_engine
-            parameters.append(Parameter(name, (norm,), is_split_in_engine=is_split))
+            name, split = f"{target}{x}_layernorm.weight", family.are_norms_split_in_engine
+            parameters.append(Parameter(name, (norm,), engine_split=0 if split else None))
     return parameters

@@ -209,8 +209,8 @@ class Parameter:
     sources: tuple[Tensor, ...]
     split: int | None = None
     """Dimension split into equal parts over tensor ranks; None: every rank holds the whole."""
-    is_split_in_engine: bool = False
-    """Whether the workers of a vLLM engine split its first dimension, if ranks hold the whole."""
+    engine_split: int | None = None
+    """Dimension that the workers of a vLLM engine split, if it is another than `split`."""
     interleave_groups: int = 1
     is_split_by_source: bool = False
     """Whether each rank holds its share of every source, one after the other (gate and up), which

@@ -1,4 +1,4 @@
-"""What of a model is trained: its layer for multi-token prediction, too, or not."""
+"""What of a model is trained: whether its layer for multi-token prediction and vision tower are."""
 
 from dataclasses import replace
 
@@ -7,15 +7,18 @@ from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats.safetensors_file import stored_names
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.vision import trained_vision
 
 
 def trained_shape(cfg: Config) -> ModelShape:
-    """The shape of the model in `cfg.model.path`; `trains_mtp` says whether the layer is a part.
+    """The shape of the model in `cfg.model.path`; `trains_mtp` says whether the layer is a part,
+    and `vision` whether its vision tower is.
 
     Raises ValueError if the model has no such layer, or one with its own embedding, and for what
-    does not know one.
+    does not know one; and the errors of `trained_vision`.
     """
     shape = read_shape(cfg.model.path)
+    shape = replace(shape, vision=trained_vision(cfg, shape))
     if not cfg.model.mtp_num_layers:
         return shape
     if not shape.can_train_mtp:

@@ -32,6 +32,9 @@ class ModelConfig(Section):
     """Dtype of the weights in forward and backward; master weights are float32."""
     freeze_moe_router: bool = False
     """With a mixture of experts, keep the weights of its routers as they were read."""
+    freeze_vision: bool = True
+    """Whether prompts with images leave the weights of the vision tower as they were read; false:
+    it is trained, too."""
     mtp_num_layers: Literal[0, 1] = 0
     """1: also train the model's layer for multi-token prediction, with which engines draft
     (`speculative_config` of method `mtp` in rollout.vllm), to predict what is sampled. The policy

@@ -41,10 +41,15 @@ class RolloutClient:
     """
 
     def __init__(
-        self, pool: EnginePool, rollout: RolloutConfig, lora: LoraConfig = NO_ADAPTERS
+        self,
+        pool: EnginePool,
+        rollout: RolloutConfig,
+        lora: LoraConfig = NO_ADAPTERS,
+        *,
+        keeps_features: bool = True,
     ) -> None:
         self.pool = pool
-        self._rollout, self._lora = rollout, lora
+        self._rollout, self._lora, self._keeps_features = rollout, lora, keeps_features
         self._is_cancelled = False
         self._chain: list[tuple[str, int]] = []
         self._num_chains = 0
@@ -262,7 +267,12 @@ class RolloutClient:
         async with http_client(
             url, self.pool.token, rollout.request_timeout, rollout.health_timeout
         ) as http:
-            yield Engine(url, http, patience, self._lora.is_served, not rollout.recompute_kv_cache)
+            yield Engine(
+                *(url, http, patience),
+                serves_adapter=self._lora.is_served,
+                keeps_caches=not rollout.recompute_kv_cache,
+                keeps_features=self._keeps_features,
+            )
 
 
 async def _describe(engine: Engine) -> list[EngineReport]:

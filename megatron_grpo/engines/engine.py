@@ -73,6 +73,8 @@ class Engine:
     """Whether its weights stay as they were loaded, and pushes are of an adapter."""
     keeps_caches: bool = False
     """Whether requests in progress keep their keys and values through a push."""
+    keeps_features: bool = True
+    """Whether it keeps features of images through a push: those of a tower that is not pushed."""
 
     async def complete(
         self,
@@ -267,6 +269,8 @@ class Engine:
         drop = "false" if self.keeps_caches else "true"
         if not (await self.post(f"/reset_prefix_cache?reset_running_requests={drop}"))["success"]:
             raise EngineError(f"rollout engine {self.url} could not reset its prefix cache")
+        if not self.keeps_features:
+            await self._request("POST", "/reset_encoder_cache")
 
     async def get(self, route: str) -> Json:
         """The answer of a GET route."""

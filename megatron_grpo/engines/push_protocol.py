@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.vision import VISION
 from checkpoint_convert.text_tower import is_of_text, text_name
 from megatron_grpo.engines.http import EngineError
 
@@ -103,13 +104,14 @@ ABSORBED = (".W_UK_T", ".W_UV")
 """How vLLM's names of what it makes of the weight that projects latents up end."""
 
 
-def own_parameters(model: "Module") -> dict[str, "Tensor"]:
+def own_parameters(model: "Module", with_vision: bool = False) -> dict[str, "Tensor"]:
     """The parameters of an engine's model, by name; of those that share memory, the first only.
 
     Kernels for GPUs want 8-bit weights as [columns, rows], of which vLLM makes a transposed view:
     here they are as they are in memory, and in the weight files.
 
-    A multimodal model has those of its text tower only, by their names in a model of text.
+    A multimodal model has those of its text tower, by their names in a model of text, and with
+    `with_vision` those of its vision tower; no others.
 
     Where rows of gate and up alternate, [experts, 2 * size, ...] is [experts, size, 2, ...].
 
@@ -125,9 +127,10 @@ def own_parameters(model: "Module") -> dict[str, "Tensor"]:
     experts = None if family is None else family.experts
     alternates = experts is not None and experts.stacks == "alternating"
     for name, parameter in model.named_parameters():
-        if name.endswith(ABSORBED) or (is_multimodal and not is_of_text(text_name(name))):
-            continue
         name = text_name(name).replace(".base_layer.", ".")
+        is_seeing = with_vision and name.startswith(VISION)
+        if name.endswith(ABSORBED) or (is_multimodal and not (is_of_text(name) or is_seeing)):
+            continue
         is_turned = parameter.itemsize == 1 and not parameter.is_contiguous()
         value = parameter.t() if is_turned else parameter
         if alternates and ".w13_" in name:

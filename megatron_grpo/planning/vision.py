@@ -1,17 +1,18 @@
-"""What the vision tower takes where it is loaded, if prompts have images."""
+"""What a vision tower that is not trained takes where it is loaded, if prompts have images."""
 
-from functools import cache
+from math import prod
 from pathlib import Path
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.families.vision import vision_tensors
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.vision import has_tower
 from megatron_grpo.planning.card import ITEMSIZE
-from megatron_grpo.policy.vision_config import has_tower
 
 
 def tower_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
     """Bytes of its weights on a rank of a pipeline stage."""
-    if not has_tower(cfg, shape, stage):
+    if shape.vision or not has_tower(cfg, shape, stage):
         return 0
     return _num_weights(cfg.model.path) * ITEMSIZE[cfg.model.dtype]
 
@@ -21,18 +22,11 @@ def engine_tower_bytes(cfg: Config) -> int:
 
     Left out: biases, norms and the embeddings of patches, some megabytes, are whole on each.
     """
-    if cfg.data.image_column is None:
+    if cfg.data.image_column is None or not cfg.model.freeze_vision:
         return 0
     whole = _num_weights(cfg.model.path) * ITEMSIZE[cfg.model.dtype]
     return whole // cfg.rollout.tensor_parallel_size
 
 
-@cache
 def _num_weights(folder: Path) -> int:
-    # They take seconds to import, and only plans of runs with images need them.
-    import torch  # noqa: PLC0415
-    from transformers import AutoConfig, AutoModel  # noqa: PLC0415
-
-    with torch.device("meta"):
-        tower = AutoModel.from_config(AutoConfig.from_pretrained(folder).vision_config)
-    return sum(weight.numel() for weight in tower.parameters())
+    return sum(prod(size) for _, size in vision_tensors(folder))

@@ -16,6 +16,7 @@ from torch import Tensor
 from checkpoint_convert import ModelShape, padded_vocab_size
 from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.vision import mrope_axes, num_deepstack_layers
 from megatron_grpo.policy.activation_offload import offload_activations
 from megatron_grpo.policy.dynamic_context import rotate_own_tokens
 from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
@@ -26,8 +27,7 @@ from megatron_grpo.policy.transformer import (
     transformer_config,
     uses_transformer_engine,
 )
-from megatron_grpo.policy.vision import add_deepstack
-from megatron_grpo.policy.vision_config import mrope_axes, num_deepstack_layers
+from megatron_grpo.policy.vision import add_deepstack, add_tower
 from parallel import pipeline_layers
 from parallel.groups import Groups
 
@@ -73,6 +73,8 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
         chunk.rotary_pos_emb = packed_rotary
         if shape.scales_embeddings and chunk.pre_process:
             _scale_embeddings(chunk)
+    if shape.vision and chunks[0].pre_process:
+        add_tower(chunks[0], cfg)
     return chunks
 
 

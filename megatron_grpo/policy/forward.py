@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_grpo.policy.gradients import gather_weights
 from megatron_grpo.policy.model import Model, forward, unwrapped
 from megatron_grpo.policy.releases import COUNTS_TOKENS_OF_ALL_RANKS
 from megatron_grpo.policy.router import balances_experts
@@ -47,6 +48,9 @@ def run_schedule(
     )
 
     batches = [batch.on_rank(dims, groups.coordinates) for batch in batches]
+    if model.vision and model.vision.is_trained:
+        gather_weights(model.chunks)  # data ranks without images run no modules of the tower
+        batches = model.vision.see(batches, has_backward=not forward_only)
     loss_scale = 1.0 if forward_only else _weigh_router_losses(model, groups, batches)
 
     def forward_step(

@@ -45,6 +45,8 @@ class Model:
     """What is trained in place of the weights, if `lora.r` is not 0."""
     mtp: Mtp | None = None
     """The layer for multi-token prediction, if it is trained."""
+    vision: VisionTower | None = None
+    """On stages that use features, if prompts have images; of a reference, if it is trained."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -93,8 +95,6 @@ class Policy(Model):
     """Megatron's distributed optimizer."""
     scheduler: Any
     """Sets the optimizer's learning rate; stepped once per optimizer step."""
-    vision: VisionTower | None = None
-    """On stages that use features, if prompts have images."""
     router_losses: RouterLosses
     """What the routers of a mixture lost in the microbatches since `zero_grad`."""
 
@@ -145,7 +145,7 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
         add_gradients(model, cfg)
     # The optimizer copies the loaded weights into its float32 master weights, so it comes last.
     policy = add_optimizer(model, cfg, groups)
-    policy.vision = vision_tower(cfg, shape, groups, next(policy.chunks[0].parameters()).device)
+    policy.vision = vision_tower(cfg, shape, groups, unwrapped(policy.chunks[0]))
     return policy
 
 

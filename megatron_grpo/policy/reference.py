@@ -13,6 +13,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.policy.model import Model, Policy, build_model, unwrapped
 from megatron_grpo.policy.router import own_choices
+from megatron_grpo.policy.vision import vision_tower
 from parallel.groups import Groups
 
 
@@ -96,6 +97,8 @@ def build_reference(cfg: Config, shape: ModelShape, groups: Groups) -> Reference
         chunk.requires_grad_(False)
     with waiting(f"reading {cfg.model.path} as the reference", shows=groups.rank == 0) as show:
         read_weights(cfg.model.path, shape, model.layout, model.parameters(), show)
+    if shape.vision:
+        model.vision = vision_tower(cfg, shape, groups, model.chunks[0])
     averaged = _averaged(model.parameters(), cfg)
     return Reference(**vars(model), grpo=cfg.grpo, averaged_weights=averaged)
 

@@ -97,7 +97,8 @@ class Rollouter:
         self.rewards = RewardsBySource(cfg.by_source, self.pools)
         tokenizer = load_tokenizer(cfg.model.path)
         pool = EnginePool.of_run(self.servers, cfg)
-        self.engines = RolloutClient(pool, cfg.rollout, cfg.lora)
+        keeps_features = cfg.model.freeze_vision
+        self.engines = RolloutClient(pool, cfg.rollout, cfg.lora, keeps_features=keeps_features)
         self.in_flight: InFlight | None = None
         """Has the engines answer several generations at once; None if they make one at a time."""
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.families.vision import vision_tensors
 from checkpoint_convert.text_tower import MULTIMODAL
 from checkpoint_convert.vllm import (
     EngineDims,
@@ -25,6 +26,7 @@ from checkpoint_convert.vllm import (
 )
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same
+from helpers.images import PATCH_SIZES, tiny_vision_model
 from helpers.models import servable_model
 from helpers.mxfp4 import mxfp4_copies
 from helpers.shapes import LLAMA_70B, MIXTRAL_8X7B, QWEN3_30B, shapes
@@ -44,11 +46,13 @@ def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32):
+def assert_workers_hold_what_the_layouts_say(cases, dtype=torch.float32, also=""):
     """`cases` are (model folder, EngineDims), all with as many workers."""
     name = name_of(dtype)
-    for (model, dims), workers in zip(cases, loaded_parameters(cases, name), strict=True):
+    for (model, dims), workers in zip(cases, loaded_parameters(cases, name, also), strict=True):
         shape = read_shape(model)
+        if also == "vision":
+            shape = replace(shape, vision=vision_tensors(model))
         layouts = engine_layouts(shape, dims)
         dtypes = engine_dtypes(shape, name)
         reports = [
@@ -93,6 +97,13 @@ def test_so_it_does_of_text_towers(tmp_path):
         for kind in MULTIMODAL
     ]
     assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_so_it_does_of_vision_towers_that_are_pushed(tmp_path):
+    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
+    cases = [(tiny_vision_model(tmp_path / x, x), EngineDims(tensor=2)) for x in PATCH_SIZES]
+    assert_workers_hold_what_the_layouts_say(cases, torch.bfloat16, also="vision")
 
 
 @pytest.mark.slow

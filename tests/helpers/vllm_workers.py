@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -24,11 +25,13 @@ from torch.nn import Module
 
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.vllm import EngineDims
+from helpers.images import IMAGE_LIMITS
 from helpers.ranks import run_ranks
 from megatron_grpo.engines.push_protocol import WorkerSums, check_reports, own_parameters
 from megatron_grpo.engines.vllm.args import (
     BACKEND,
     DRAFTING_BACKEND,
+    SEEING_BACKEND,
     WORKER_EXTENSION,
     dequantizing_arguments,
     vllm_environment,
@@ -39,41 +42,50 @@ Read = Callable[[Module, Path, EngineDims], Any]
 """Called in a worker with its loaded model, the model's folder and the engine's dims."""
 
 
-DRAFTING = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-"""Arguments of a worker that drafts with the model's layer for it, which pushes fill, too."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+    "vision": {"limit_mm_per_prompt": IMAGE_LIMITS},
+}
+"""Arguments of a worker by what pushes fill, too: the layer that it drafts with, or its tower."""
+BACKENDS = {"": BACKEND, "mtp": DRAFTING_BACKEND, "vision": SEEING_BACKEND}
 NUM_ENGINES = 2
 """Of those that take a push: the first feeds the second."""
 
 
 def loaded_parameters(
-    models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32"
+    models: Sequence[tuple[Path, EngineDims]], dtype: str = "float32", also: str = ""
 ) -> list[list[Parameters]]:
     """Each worker's parameters of each model, as loaded. All dims have as many workers."""
-    return read_in_workers(models, _parameters, dtype)
+    return read_in_workers(models, partial(_parameters, also == "vision"), dtype, also)
 
 
-def _parameters(model: Module, folder: Path, dims: EngineDims) -> Parameters:
-    return {name: value.detach().clone() for name, value in own_parameters(model).items()}
+def _parameters(with_vision: bool, model: Module, folder: Path, dims: EngineDims) -> Parameters:
+    found = own_parameters(model, with_vision)
+    return {name: value.detach().clone() for name, value in found.items()}
 
 
 def read_in_workers(
-    models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str = "float32"
+    models: Sequence[tuple[Path, EngineDims]],
+    read: Read,
+    dtype: str = "float32",
+    also: str = "",
 ) -> list[list[Any]]:
     """Results of `read` for each model in each worker. All dims have as many workers."""
     (size,) = {dims.num_workers for _, dims in models}
     # One process builds all of them: 121 s on a machine that is busy with other tests.
-    by_rank = run_ranks(size, _load, models, read, dtype, timeout=250)
+    by_rank = run_ranks(size, _load, models, read, dtype, also, timeout=250)
     return [list(workers) for workers in zip(*by_rank, strict=True)]
 
 
 def _load(
-    rank: int, models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str
+    rank: int, models: Sequence[tuple[Path, EngineDims]], read: Read, dtype: str, also: str
 ) -> list[Any]:
     become_worker(models[0][1].num_workers)
     give_sparse_models_dense_kernels()
     loaded = []
     for folder, dims in models:
-        worker = start_worker(rank, folder, dims, dtype)
+        worker = start_worker(rank, folder, dims, dtype, also)
         loaded.append(read(worker.get_model(), folder, dims))
     return loaded
 
@@ -97,8 +109,10 @@ def give_sparse_models_dense_kernels() -> None:
     CpuPlatform.get_attn_backend_cls = staticmethod(dense)  # type: ignore[method-assign, assignment]
 
 
-def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **arguments: Any) -> Any:
-    """Worker `rank` of a vLLM engine of further `arguments`, with the model in `folder` loaded.
+def start_worker(
+    rank: int, folder: Path, dims: EngineDims, dtype: str, also: str = "", **arguments: Any
+) -> Any:
+    """Worker `rank` of a vLLM engine, with the model in `folder` loaded; `also` names `OPTIONS`.
 
     Collective over the default group. An earlier worker of this process loses its groups but keeps
     its parameters. All workers must have the same sizes.
@@ -108,7 +122,8 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **argume
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    if has_other_towers(folder):
+    arguments |= OPTIONS[also]
+    if has_other_towers(folder) and also != "vision":
         arguments |= {"language_model_only": True}
     if read_scheme(folder) is not None and "load_format" not in arguments:
         arguments |= dequantizing_arguments({}, {})
@@ -123,9 +138,7 @@ def start_worker(rank: int, folder: Path, dims: EngineDims, dtype: str, **argume
         attention_backend="CPU_MLA",
         kv_cache_memory_bytes=2**20,
         distributed_executor_backend="mp",
-        weight_transfer_config=WeightTransferConfig(
-            backend=DRAFTING_BACKEND if "speculative_config" in arguments else BACKEND
-        ),
+        weight_transfer_config=WeightTransferConfig(backend=BACKENDS[also]),
         worker_extension_cls=WORKER_EXTENSION,
         **arguments,
     ).create_engine_config()
@@ -164,14 +177,13 @@ class WorkerProcess:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._served: dict[tuple[Path, EngineDims, str, bool], Any] = {}
+        self._served: dict[tuple[Path, EngineDims, str, str], Any] = {}
 
-    def serve(self, folder: Path, dims: EngineDims, dtype: str, drafts: bool = False) -> None:
+    def serve(self, folder: Path, dims: EngineDims, dtype: str, also: str = "") -> None:
         """Set `worker` to one that started with the model in `folder`."""
-        key = folder, dims, dtype, drafts
+        key = folder, dims, dtype, also
         if key not in self._served:
-            options = DRAFTING if drafts else {}
-            self._served[key] = start_worker(self.rank, folder, dims, dtype, **options)
+            self._served[key] = start_worker(self.rank, folder, dims, dtype, also)
         self.worker = self._served[key]
 
 

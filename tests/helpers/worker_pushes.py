@@ -18,7 +18,6 @@ from checkpoint_convert.vllm import EngineDims
 from helpers.conversions import bytes_of
 from helpers.policies import tiny_config
 from helpers.vllm_workers import (
-    DRAFTING,
     WorkerClient,
     WorkerEngines,
     WorkerProcess,
@@ -51,15 +50,19 @@ class Case:
     others: Path
     """Other weights of the same shapes, with which the engines start."""
     engines: Sequence[EngineDims]
-    drafts: bool = False
-    """Whether the engines draft with the model's layer for it, which is trained."""
+    also: str = ""
+    """What is trained beside the model, and pushed: see `vllm_workers.OPTIONS`."""
 
     @property
     def options(self) -> list[str]:
         """Overrides of the config."""
         table = "{method: mtp, num_speculative_tokens: 1}"
-        drafts = ["model.mtp_num_layers=1", f"rollout.vllm.speculative_config={table}"]
-        return [f"model.dtype={DTYPE}", *(drafts if self.drafts else [])]
+        overrides = {
+            "": [],
+            "mtp": ["model.mtp_num_layers=1", f"rollout.vllm.speculative_config={table}"],
+            "vision": ["model.freeze_vision=false", "data.image_column=image"],
+        }
+        return [f"model.dtype={DTYPE}", *overrides[self.also]]
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,10 @@ def push_all(
         for kind in case.engines:
             client = WorkerClient(engines[kind.num_workers])
             if rank == 0:
-                client.workers.call(begin_with, case.others, kind, case.drafts)
+                client.workers.call(begin_with, case.others, kind, case.also)
             sent = push(case, policy, groups, client, kind, transport, counts)
             dist.barrier()
-            held = client.workers.call(compare, exported, kind, case.drafts) if rank == 0 else []
+            held = client.workers.call(compare, exported, kind, case.also) if rank == 0 else []
             pushed.append((sent, held))
     return pushed
 
@@ -155,16 +158,15 @@ def push(
         return Sent(sync._weight_sender.bytes_sent, num_boxes, sum(counts))
 
 
-def begin_with(process: WorkerProcess, others: Path, kind: EngineDims, drafts: bool) -> None:
-    process.serve(others, kind, DTYPE, drafts)
+def begin_with(process: WorkerProcess, others: Path, kind: EngineDims, also: str) -> None:
+    process.serve(others, kind, DTYPE, also)
     process.worker.describe_parameters("question")  # a client asks for them before it pushes
     process.before = {k: v.clone() for k, v in parameters_of(process.worker).items()}
 
 
-def compare(process: WorkerProcess, exported: Path, kind: EngineDims, drafts: bool) -> Held:
+def compare(process: WorkerProcess, exported: Path, kind: EngineDims, also: str) -> Held:
     held = parameters_of(process.worker)
-    options = DRAFTING if drafts else {}
-    loaded = parameters_of(start_worker(process.rank, exported, kind, DTYPE, **options))
+    loaded = parameters_of(start_worker(process.rank, exported, kind, DTYPE, also))
     pushed = process.worker.weight_transfer_engine.parameters()
     changed = differing(held, process.before)
     # Of the workers that split an expert, the first has the bias of its output.

@@ -12,6 +12,7 @@ from helpers.runs import TINY_CONFIG, finish_run, read_metrics
 COLOURS = TINY_CONFIG.parent / "learn_colours.yaml"
 EP2 = "parallel.expert_parallel_size=2"
 RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
+TRAINED = "model.freeze_vision=false"
 
 
 @pytest.mark.slow
@@ -26,6 +27,8 @@ RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
             "qwen2_5_vl",
             ["grpo.shared_prompts=true", "grpo.steps_per_generation=2", "grpo.beta=0.1"],
         ),
+        # The reference has a tower of its own, as it was read.
+        ("qwen2_5_vl", [TRAINED, *RANKS, "grpo.steps_per_generation=2", "grpo.beta=0.1"]),
         # Requests that pushes cut go on with their images.
         (
             "qwen3_vl",
@@ -36,11 +39,13 @@ RANKS = ["parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"]
             ],
         ),
     ],
-    ids=["ranks", "ranks of Qwen3-VL", "experts", "shared", "in flight"],
+    ids=["ranks", "ranks of Qwen3-VL", "experts", "shared", "trained", "in flight"],
 )
-def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, family, overrides):
+def test_engines_and_ranks_agree_and_what_is_trained_changes(tmp_path, family, overrides):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model, rows = tiny_vision_model(tmp_path / "model", family), write(tmp_path / "squares")
+    if TRAINED in overrides:  # engines see the same images after each push
+        rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:12]))
     ended = finish_run(
         *(f"model.path={model}", f"data.path={rows}", f"train.run_dir={tmp_path / 'run'}"),
         *("train.num_steps=4", "eval.data.shuffle=false", "eval.max_prompts=6", "eval.interval=2"),
@@ -51,12 +56,15 @@ def test_engines_and_ranks_agree_and_only_the_text_tower_changes(tmp_path, famil
     steps = read_metrics(tmp_path / "run")
     assert steps[1]["probe/logprob_gap_max"] < 1e-4  # behind an evaluation before the first
     assert any("eval/mean@1" in step for step in steps)
+    if TRAINED in overrides:
+        assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in steps if step["step"])
     old, new = (
         load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "hf")
     )
     assert old.keys() == new.keys()
     for name, values in old.items():
-        assert torch.equal(values, new[name]) == ("visual." in name), name
+        is_frozen = "visual." in name and TRAINED not in overrides
+        assert torch.equal(values, new[name]) == is_frozen, name
 
 
 @pytest.mark.slow
@@ -83,14 +91,15 @@ def test_engines_follow_adapters_of_the_text_tower(tmp_path, family, overrides):
 
 
 @pytest.mark.slow
-def test_a_run_in_bfloat16_that_is_resumed_ends_like_a_whole_one(tmp_path):
+@pytest.mark.parametrize("overrides", [[], [TRAINED, "optimizer.optimizer=muon"]], ids=str)
+def test_a_run_in_bfloat16_that_is_resumed_ends_like_a_whole_one(tmp_path, overrides):
     pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
     model = tiny_vision_model(tmp_path / "model", "qwen3_vl")
     paths = f"model.path={model}", f"data.path={write(tmp_path / 'squares')}"
     for name, num_steps in (("whole", 4), ("resumed", 2), ("resumed", 4)):
         run = f"train.run_dir={tmp_path / name}"
         options = run, f"train.num_steps={num_steps}", "model.dtype=bfloat16"
-        ended = finish_run(*paths, *options, config=COLOURS)
+        ended = finish_run(*paths, *options, *overrides, config=COLOURS)
         assert ended.exit_code == 0, ended.output
     whole, resumed = (
         load_file(tmp_path / x / "hf/model.safetensors") for x in ("whole", "resumed")

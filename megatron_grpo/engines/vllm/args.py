@@ -34,6 +34,7 @@ from megatron_grpo.policy.lora_targets import targets_of
 
 BACKEND = "megatron_grpo"
 DRAFTING_BACKEND = "megatron_grpo_drafts"
+SEEING_BACKEND = "megatron_grpo_sees"
 """Our names in vLLM's registry of weight-transfer backends; the second one also fills the layer
 that the engine drafts with."""
 
@@ -206,6 +207,8 @@ def engine_flags(
 
 def backend_of(model: ModelConfig, rollout: RolloutConfig) -> str:
     """The backend by which an engine takes weights."""
+    if not model.freeze_vision:
+        return SEEING_BACKEND
     fills_drafter = model.mtp_num_layers and rollout.drafts_with_mtp
     return DRAFTING_BACKEND if fills_drafter else BACKEND
 

@@ -50,6 +50,7 @@ from megatron_grpo.engines.vllm.args import (
     DRAFTING_BACKEND,
     ENGINE_VARIABLE,
     QUANTIZED,
+    SEEING_BACKEND,
 )
 from megatron_grpo.engines.vllm.cpu_layers import compute_by_torch
 from megatron_grpo.engines.vllm.kept_caches import keep_caches
@@ -71,7 +72,7 @@ def register() -> None:
             sys.exit("the process that started this one has ended")
     answer_for_all_groups()
     keep_caches()
-    for backend in (BACKEND, DRAFTING_BACKEND):
+    for backend in (BACKEND, DRAFTING_BACKEND, SEEING_BACKEND):
         WeightTransferEngineFactory.register_engine(backend, ShardTransfer)
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
     for scheme in ENGINE_SCHEMES:
@@ -227,7 +228,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
     def parameters(self) -> dict[str, Tensor]:
         """The weights that pushes bring, by name; with adapters, those that they do not."""
         drafts = {} if self.drafter is None else drafter_parameters(self.drafter, self.model)
-        return own_parameters(self.model) | drafts
+        return own_parameters(self.model, self.config.backend == SEEING_BACKEND) | drafts
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open channels to all ranks that send to this worker, replacing earlier ones."""

@@ -104,6 +104,8 @@ def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None
 class Tower:
     """In the place of a vision tower: two bytes of an image for each of its tokens."""
 
+    is_trained = False
+
     def __init__(self) -> None:
         self.seen: dict[str, torch.Tensor] = {}
 

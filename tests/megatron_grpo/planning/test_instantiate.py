@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from checkpoint_convert import megatron_layout, read_shape
 from checkpoint_convert.text_tower import MULTIMODAL
+from helpers.images import PATCH_SIZES, tiny_vision_model
 from helpers.models import tiny_model
 from helpers.published_models import write_config
 from helpers.ranks import run_ranks
@@ -16,6 +17,7 @@ from helpers.runs import TINY_CONFIG
 from helpers.towers import tiny_multimodal
 from megatron_grpo import cli
 from megatron_grpo.config.file import load_config
+from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.planning import instantiate as built_rank
 from megatron_grpo.planning.instantiate import BuiltRank, build_ranks, distinct_ranks, instantiate
 from megatron_grpo.planning.state import state_bytes
@@ -107,6 +109,24 @@ def test_odd_layouts_of_every_family_are_as_planned(elsewhere, tmp_path, family,
     assert elsewhere(instantiate, config(folder, **values)).faults == []
 
 
+@pytest.mark.parametrize("family", PATCH_SIZES)
+def test_a_vision_tower_that_is_trained_is_as_planned(elsewhere, tmp_path, family):
+    folder = tiny_vision_model(tmp_path / "model", family)
+    sizes = {"tensor": 2, "pipeline": 2, "data": 3}
+    values = {f"parallel.{axis}_parallel_size": size for axis, size in sizes.items()} | {
+        "parallel.num_layers_in_last_pipeline_stage": 1,
+        "model.freeze_vision": False,
+        "data.image_column": "image",
+        "optimizer.optimizer": "muon",
+    }
+    cfg = config(folder, **values)
+    for rank in elsewhere(fake_ranks, cfg):
+        planned = state_bytes(cfg, trained_shape(cfg), rank.sender.rank)
+        assert rank.faults == () and (planned.weights, planned.gradients, planned.optimizer) == (
+            *(rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes),
+        )
+
+
 def real_bytes(rank, cfg):
     """Bytes of weights, gradients and optimizer of a real rank with its peers and weights."""
     setup_device(rank)
@@ -116,7 +136,7 @@ def real_bytes(rank, cfg):
 
 
 def fake_ranks(cfg) -> list[BuiltRank]:
-    return build_ranks(cfg, read_shape(cfg.model.path))
+    return build_ranks(cfg, trained_shape(cfg))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])

@@ -18,6 +18,7 @@ from helpers.published_models import write_config
 from helpers.ranks import run_ranks
 from helpers.vllm_workers import read_in_workers
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.planning.card import CARDS, GpuSpec
 from megatron_grpo.planning.memory import EngineBytes, engine_bytes, stages_memory
 from megatron_grpo.planning.state import stage_states
@@ -289,3 +290,15 @@ def test_stages_that_use_features_and_engines_have_the_vision_tower(tmp_path, fa
     )
     more = [a.buffers - b.buffers for a, b in zip(with_images, without, strict=True)]
     assert more == [tower, tower if family != FAMILY else 0]
+
+
+@pytest.mark.parametrize("family", PATCH_SIZES)
+def test_engines_have_a_tower_that_is_trained_by_a_push(tmp_path, family):
+    folder = tiny_vision_model(tmp_path, family)
+    frozen, trained = (
+        tiny_config(folder, ParallelDims(), "data.image_column=image", f"model.freeze_vision={x}")
+        for x in ("true", "false")
+    )
+    before = engine_bytes(frozen, trained_shape(frozen), CARDS["h100"])
+    engine = engine_bytes(trained, trained_shape(trained), CARDS["h100"])
+    assert engine.weights == engine.pushed == before.weights

@@ -1,6 +1,8 @@
-"""Prompts with images: transformers' numbers, at every layout, with the vision tower frozen."""
+"""Prompts with images: transformers' numbers, at every layout, with the tower frozen or trained."""
 
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 from transformers import AutoModelForImageTextToText
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextRMSNorm
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl
+from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.text_tower import is_of_text, text_name
+from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import read_weights
+from helpers.conversions import assert_same, weights_of
 from helpers.images import (
     logits,
     sequence_with_images,
@@ -23,10 +28,12 @@ from helpers.images import (
     with_completion,
     with_other_pixels,
 )
+from helpers.optimizers import Parts, state_of, wholes
 from helpers.policies import (
     LOSS_WEIGHT,
     Numbers,
     OracleCase,
+    accumulate,
     layout_name,
     numbers_of,
     tiny_config,
@@ -34,14 +41,21 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from helpers.towers import as_published
-from megatron_grpo.policy.forward import response_logprobs
-from megatron_grpo.policy.model import build_model, build_policy, forward
+from megatron_grpo.checkpoints.checkpointer import Checkpoints
+from megatron_grpo.checkpoints.trainer_state import TrainerState
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.policy.export import export_model
+from megatron_grpo.policy.forward import compute_logprobs, response_logprobs, run_schedule
+from megatron_grpo.policy.model import Model, Policy, add_gradients, build_model, build_policy
+from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
+from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.vision import vision_tower, with_features
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
-from parallel.groups import init_groups
-from parallel.packing import TokenSequence, pack
+from parallel.groups import Groups, init_groups
+from parallel.packing import PackedBatch, TokenSequence, pack
 
 # Several images of different sizes in a prompt, its group, text beside them and alone, nothing.
 MICROBATCHES = [[0, 1, 2, 3, 4], [5], [6], []]
@@ -63,7 +77,31 @@ def oracle_logprobs(model: Any, sequence: TokenSequence) -> Tensor:
 
 
 MIXTURE = "qwen3_vl_moe"
-NORMS = Qwen2_5_VLRMSNorm | Qwen3VLTextRMSNorm | Qwen3VLMoeTextRMSNorm
+NORMS = (
+    modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm,
+    modeling_qwen3_vl.Qwen3VLTextRMSNorm,
+    modeling_qwen3_vl_moe.Qwen3VLMoeTextRMSNorm,
+)
+
+
+@contextmanager
+def exact_transformers() -> Iterator[None]:
+    """Else its norms, and RoPE in its towers, compute in float32, whatever the model's dtype."""
+
+    def norm(self: Any, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
+
+    def rotated(*given: Tensor) -> tuple[Tensor, ...]:
+        *both, cos, sin = given
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return tuple(x * cos + modeling_qwen3_vl.rotate_half(x) * sin for x in both)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in NORMS:
+            patch.setattr(kind, "forward", norm)
+        for models in (modeling_qwen2_5_vl, modeling_qwen3_vl, modeling_qwen3_vl_moe):
+            patch.setattr(models, "apply_rotary_pos_emb_vision", rotated)
+        yield
 
 
 @pytest.fixture(
@@ -77,37 +115,43 @@ def case(request, tmp_path_factory) -> OracleCase:
     model = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
-    model.model.visual.requires_grad_(False)
-    for module in model.model.language_model.modules():
-        if isinstance(module, NORMS):  # which compute in float32
-            module.forward = partial(
-                rms_norm,
-                normalized_shape=module.weight.shape,
-                weight=module.weight,
-                eps=module.variance_epsilon,
-            )
-    logprobs = [oracle_logprobs(model, each) for each in sequences(folder.name)]
-    (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
+    with exact_transformers():
+        logprobs = [oracle_logprobs(model, each) for each in sequences(folder.name)]
+        (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
     found = {
         text_name(name): parameter.grad
         for name, parameter in model.named_parameters()
-        if is_of_text(text_name(name))
+        if parameter.grad is not None
     }
     found = as_published(found) if folder.name == MIXTURE else found
     gradients = unstacked(found, read_shape(folder))
     return OracleCase(folder, [each.detach() for each in logprobs], gradients)
 
 
-def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Numbers:
+def of_text(case: OracleCase) -> OracleCase:
+    """The case with the vision tower frozen."""
+    gradients = {name: each for name, each in case.gradients.items() if is_of_text(name)}
+    return replace(case, gradients=gradients)
+
+
+def start(
+    rank: int, folder: Path, dims: ParallelDims, *overrides: str
+) -> tuple[Config, Policy, Groups, list[PackedBatch]]:
+    """A policy, and a rank's microbatches of a step."""
     setup_device(rank)
     cfg = tiny_config(folder, dims, "data.image_column=images", *overrides)
     groups = init_groups(dims, dynamic_context=cfg.parallel.dynamic_context_parallel)
-    policy = build_policy(cfg, read_shape(folder), groups)
+    policy = build_policy(cfg, trained_shape(cfg), groups)
     alignment, shares = Alignment.for_mesh(dims, dims.tensor > 1), cfg.grpo.shared_prompts
     own = MICROBATCHES[groups.coordinates.data :: dims.data]
     every = sequences(folder.name)
     batches = [pack(every, each, alignment, share_prompts=shares) for each in own]
-    return numbers_of(policy, groups, [*with_features(batches, policy.vision)])
+    return cfg, policy, groups, [*with_features(batches, policy.vision)]
+
+
+def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str) -> Numbers:
+    _, policy, groups, batches = start(rank, folder, dims, *overrides)
+    return numbers_of(policy, groups, batches)
 
 
 slow = pytest.mark.slow
@@ -130,7 +174,36 @@ DYNAMIC = "parallel.dynamic_context_parallel=true"
     ids=str,
 )
 def test_logprobs_and_gradients_equal_transformers(case, dims, overrides):
-    case.check(run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides))
+    found = run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides)
+    of_text(case).check(found)
+
+
+OVERLAPPED = [f"parallel.overlap_{x}=true" for x in ("grad_reduce", "param_gather")]
+RECOMPUTED = [
+    f"model.megatron.recompute_{x}" for x in ("granularity=full", "method=uniform", "num_layers=1")
+]
+
+
+@pytest.mark.parametrize(
+    ("dims", "overrides"),
+    [
+        (ParallelDims(tensor=2), ()),
+        pytest.param(ParallelDims(tensor=2), ("parallel.sequence_parallel=false",), marks=slow),
+        # All layers to which features are added are in the first of two stages.
+        pytest.param(
+            ParallelDims(context=2, pipeline=2, num_layers_in_last_pipeline_stage=1),
+            (SHARED,),
+            marks=slow,
+        ),
+        pytest.param(ParallelDims(data=2), OVERLAPPED, marks=slow),
+        pytest.param(ParallelDims(tensor=2, context=2), (*OVERLAPPED, *RECOMPUTED), marks=slow),
+        pytest.param(ParallelDims(context=2), (DYNAMIC,), marks=slow),
+    ],
+    ids=str,
+)
+def test_so_do_those_of_a_tower_that_is_trained(case, dims, overrides):
+    trained = "model.freeze_vision=false", *overrides
+    case.check(run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *trained))
 
 
 @pytest.mark.long
@@ -144,7 +217,7 @@ def test_logprobs_and_gradients_equal_transformers(case, dims, overrides):
     ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else str(value),
 )
 def test_so_they_do_where_ranks_share_the_experts(case, dims, overrides):
-    case.check(run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides))
+    of_text(case).check(run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides))
 
 
 @slow
@@ -155,38 +228,139 @@ def test_every_chunk_of_a_pipeline_adds_features_also_if_it_recomputes(case, gra
     recompute = [f"model.megatron.recompute_granularity={granularity}"]
     if granularity == "full":
         recompute += [f"model.megatron.recompute_{x}" for x in ("method=uniform", "num_layers=1")]
-    case.check(run_ranks(2, numbers_on_rank, case.folder, dims, *recompute))
+    of_text(case).check(run_ranks(2, numbers_on_rank, case.folder, dims, *recompute))
 
 
-def float64_on_rank(rank: int, folder: Path) -> Numbers:
+def float64_on_rank(rank: int, folder: Path, *overrides: str) -> Numbers:
     """As `numbers_on_rank`, in a dtype that no run has; without an optimizer."""
     setup_device(rank)
     dims, every = ParallelDims(), sequences(folder.name)
     options = ["model.megatron.moe_router_dtype=fp64"] if folder.name == MIXTURE else []
-    cfg = tiny_config(folder, dims, "data.image_column=images", *options)
-    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"dtype": "float64"})})
-    groups, shape = init_groups(dims), read_shape(folder)
+    cfg = tiny_config(folder, dims, "data.image_column=images", *overrides, *options)
+    model = cfg.model.model_copy(update={"dtype": "float64"})
+    optimizer = cfg.optimizer.model_copy(update={"grad_reduce_in_fp32": False})
+    cfg = cfg.model_copy(update={"model": model, "optimizer": optimizer})
+    groups, shape = init_groups(dims), trained_shape(cfg)
     model = build_model(cfg, shape, groups)
-    parameters = model.parameters()
-    read_weights(folder, shape, model.layout, parameters)
+    read_weights(folder, shape, model.layout, model.parameters())
+    model.vision = vision_tower(cfg, shape, groups, model.chunks[0])
+    add_gradients(model, cfg)
     batch = pack(every, range(len(every)), Alignment(), dtype=torch.float64)
-    vision = vision_tower(cfg, shape, groups, batch.tokens.device)
-    [batch] = with_features([batch.on_rank(dims, groups.coordinates)], vision)
-    chosen = response_logprobs(model, forward(model.chunks[0], batch, groups), batch, 1.0, groups)
-    (-LOSS_WEIGHT * chosen.logprobs.sum()).backward()
-    logprobs = chosen.logprobs.detach().split([len(each.rollout_logprobs) for each in every])
+    logprobs = []
+
+    def loss_fn(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+        chosen = response_logprobs(model, hidden, batch, 1.0, groups)
+        logprobs.append(chosen.logprobs.detach())
+        return -LOSS_WEIGHT * chosen.logprobs.sum(), None
+
+    with exact_transformers():
+        [batch] = with_features([batch.on_rank(dims, groups.coordinates)], model.vision)
+        run_schedule(model, groups, [batch], loss_fn, forward_only=False)
+    parameters = model.parameters()
+    found = logprobs[0].split([len(each.rollout_logprobs) for each in every])
     gradients = [
-        (piece.tensor, piece.box, parameters[piece.local].grad[piece.local_box.slices])
+        (piece.tensor, piece.box, parameters[piece.local].main_grad[piece.local_box.slices])
         for piece in model.layout.pieces
     ]
-    return dict(enumerate(logprobs)), gradients, 0.0
+    return dict(enumerate(found)), gradients, 0.0
 
 
-def test_in_float64_they_are_exact(case):
-    ((logprobs, gradients, _),) = run_ranks(1, float64_on_rank, case.folder)
+@pytest.mark.parametrize("freeze", ["true", "false"])
+def test_in_float64_they_are_exact(case, freeze):
+    override = f"model.freeze_vision={freeze}"
+    ((logprobs, gradients, _),) = run_ranks(1, float64_on_rank, case.folder, override)
     # Routers of Megatron-Core and of transformers have softmax in float32.
     bound = 1e-7 if case.folder.name == MIXTURE else 1e-9
+    trained = of_text(case) if freeze == "true" else case
+    assert {name for name, _, _ in gradients} == {*trained.gradients}
     for index, expected in enumerate(case.logprobs):
         torch.testing.assert_close(logprobs[index], expected, atol=bound, rtol=0)
     for name, box, values in gradients:
         torch.testing.assert_close(values, case.gradients[name][box.slices], atol=bound, rtol=0)
+
+
+TRAINED = ("model.freeze_vision=false", "optimizer.lr=1e-3", "optimizer.lr_warmup_steps=0")
+
+
+def take_step(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> None:
+    accumulate(policy, groups, batches)
+    apply_gradient(policy.optimizer, gradient_norm(policy.optimizer))
+    policy.scheduler.step(increment=1)
+
+
+def steps_on_rank(
+    rank: int, folder: Path, dims: ParallelDims, num_steps: int, *overrides: str
+) -> tuple[list[Parts], list[float]]:
+    """The state after each step from the newest checkpoint on, and the log-probability before it;
+    the second is saved and exported."""
+    cfg, policy, groups, batches = start(rank, folder, dims, *TRAINED, *overrides)
+    checkpoints, states, logprobs = Checkpoints(cfg, policy, None), [], []
+    first = checkpoints.load().step
+    states.append(state_of(policy))
+    for step in range(first + 1, num_steps + 1):
+        found = compute_logprobs(policy, batches, 1.0, groups) or []
+        logprobs.append(float(sum(each.sum() for each, _ in found)))
+        take_step(policy, groups, batches)
+        states.append(state_of(policy))
+        if step == 2:
+            checkpoints.save(TrainerState(step=2), None)
+            checkpoints.wait()
+            export_model(cfg.train.run_dir / "hf", policy, cfg, groups)
+    return states, logprobs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["qwen3_vl"], indirect=True)
+@pytest.mark.parametrize(
+    ("first", "own"),
+    [
+        (ParallelDims(data=2), OVERLAPPED),
+        (ParallelDims(tensor=2), ["optimizer.optimizer=muon"]),
+    ],
+    ids=["overlapped", "muon"],
+)
+def test_checkpoints_and_exports_have_the_tower_as_it_is_trained(case, tmp_path, first, own):
+    run, folder = tmp_path / "run", case.folder
+    options = f"train.run_dir={run}", *own
+    other = ParallelDims(pipeline=2, num_layers_in_last_pipeline_stage=1)
+    ranks = run_ranks(2, steps_on_rank, folder, first, 3, *options)
+    _, _, saved, third = wholes([states for states, _ in ranks])
+    first_logprob, *_, last_logprob = ranks[0][1]
+    assert first_logprob < last_logprob
+    for dims in (first, other):
+        resumed, again = wholes(
+            [x for x, _ in run_ranks(2, steps_on_rank, folder, dims, 3, *options)]
+        )
+        for name, values in saved.items():
+            assert torch.equal(resumed[name], values), name
+        for name, values in third.items():
+            if dims == first:
+                assert torch.equal(again[name], values), name
+            else:
+                torch.testing.assert_close(again[name], values, rtol=1e-3, atol=1e-5)
+    checkpoint = run / "checkpoints" / "step_2"
+    assert verify_weights(checkpoint, run / "hf") == []
+    export_checkpoint(checkpoint, tmp_path / "out", hf_config=folder)
+    exported = weights_of(run / "hf")
+    assert_same(weights_of(tmp_path / "out"), exported)
+    assert not [n for n, each in weights_of(folder).items() if torch.equal(each, exported[n])]
+
+
+def reference_on_rank(rank: int, folder: Path, dims: ParallelDims) -> list[Tensor]:
+    """Log-probabilities of a policy before a step, and of the reference and the policy after it."""
+    cfg, policy, groups, batches = start(rank, folder, dims, *TRAINED, "grpo.beta=0.1")
+    reference = reference_of(policy, cfg, groups)
+
+    def logprobs(model: Model) -> Tensor:
+        return torch.cat([each for each, _ in compute_logprobs(model, batches, 1.0, groups)])
+
+    before = logprobs(policy)
+    take_step(policy, groups, batches)
+    return [before, logprobs(reference), logprobs(policy)]
+
+
+@pytest.mark.parametrize("case", ["qwen2_5_vl"], indirect=True)
+def test_a_reference_sees_images_by_a_tower_of_its_own(case):
+    for before, reference, after in run_ranks(1, reference_on_rank, case.folder, ParallelDims()):
+        assert torch.equal(before, reference)
+        assert not torch.allclose(before, after, atol=1e-3)

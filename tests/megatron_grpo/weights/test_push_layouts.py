@@ -18,6 +18,7 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.text_tower import MULTIMODAL
 from checkpoint_convert.vllm import EngineDims, engine_sizes
+from helpers.images import PATCH_SIZES, tiny_vision_model
 from helpers.models import add_mtp_layer, mesh_for, servable_model
 from helpers.ranks import run_ranks
 from helpers.towers import tiny_multimodal
@@ -149,7 +150,16 @@ def test_so_does_a_layer_to_draft_with_that_is_trained(tmp_path, engines, family
     kinds, dims = [TP1, TP2], ParallelDims(pipeline=2, data=2)
     if read_shape(folder).moe is not None:
         kinds, dims = [*kinds, EXPERT_PARALLEL], replace(dims, expert=2)
-    check_pushes(dims, [Case(folder, others, kinds, drafts=True)], engines, "auto")
+    check_pushes(dims, [Case(folder, others, kinds, also="mtp")], engines, "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", PATCH_SIZES)
+def test_so_does_a_vision_tower_that_is_trained(tmp_path, engines, family):
+    pytest.importorskip("torchvision", reason="vLLM's multimodal models need it")
+    folder, others = (tiny_vision_model(tmp_path / str(n), family, seed=n) for n in (0, 1))
+    case = Case(folder, others, [TP1, TP2], also="vision")
+    check_pushes(ParallelDims(tensor=2, data=2), [case], engines, "auto")
 
 
 @pytest.mark.slow

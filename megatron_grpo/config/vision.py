@@ -1,0 +1,73 @@
+"""The vision tower and the features of images, by the config and the model's config.json."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.families.vision import vision_tensors
+from checkpoint_convert.folder import read_json
+from checkpoint_convert.text_tower import text_config
+from megatron_grpo.config.config import Config
+from parallel import pipeline_layers
+
+TRAINABLE = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Models whose vision tower `families/vision.py` describes, by `model_type` of config.json."""
+
+
+def mrope_axes(cfg: Config) -> Sequence[int]:
+    """Whether each of RoPE's frequencies rotates by a token's position in time (0), height (1) or
+    width (2); none if prompts have no images, and all three are equal."""
+    if cfg.data.image_column is None:
+        return ()
+    file = Path(cfg.model.path) / "config.json"
+    text = text_config(file, read_json(file))
+    rope = text.get("rope_scaling") or text["rope_parameters"]
+    sections: list[int] = rope["mrope_section"]
+    if not rope.get("mrope_interleaved"):
+        return [axis for axis, size in enumerate(sections) for _ in range(size)]
+    # They take turns, and time goes on alone where the others have as many as they should.
+    return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections))]
+
+
+def num_deepstack_layers(cfg: Config) -> int:
+    """How many decoder layers have features added to what they return."""
+    if cfg.data.image_column is None:
+        return 0
+    config = read_json(Path(cfg.model.path) / "config.json")
+    return len(config.get("vision_config", {}).get("deepstack_visual_indexes") or ())
+
+
+def has_tower(cfg: Config, shape: ModelShape, stage: int) -> bool:
+    """Whether ranks of a pipeline stage have the tower: those with the embedding, or with a layer
+    that features are added to, if prompts have images."""
+    first, *_ = pipeline_layers(shape.num_layers, cfg.dims)[stage]
+    return cfg.data.image_column is not None and first.start < max(1, num_deepstack_layers(cfg))
+
+
+def trained_vision(cfg: Config, shape: ModelShape) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """`ModelShape.vision` of the run; raises ValueError if its tower cannot be trained."""
+    if cfg.model.freeze_vision:
+        return ()
+    if cfg.data.image_column is None:
+        raise ValueError(
+            "model.freeze_vision false needs prompts with images: set data.image_column, or leave "
+            "it out"
+        )
+    kind = read_json(cfg.model.path / "config.json").get("model_type")
+    if kind not in TRAINABLE:
+        raise ValueError(
+            f"model.freeze_vision false: model.path is a {kind}, and vision towers are trained of "
+            f"{', '.join(TRAINABLE)} only: leave it out"
+        )
+    first, *_ = pipeline_layers(shape.num_layers, cfg.dims)[0]
+    num_layers = num_deepstack_layers(cfg)
+    refused = {
+        f"a pipeline whose first stage, or first chunk of layers, has {len(first)} of the "
+        f"{num_layers} layers that features are added to": len(first) < num_layers,
+        "lora.r, which freezes all weights": cfg.lora.r > 0,
+        "rollout.weight_transport disk": cfg.rollout.weight_transport == "disk",
+        "rollout.vllm.mm_encoder_tp_mode": "mm_encoder_tp_mode" in cfg.rollout.vllm,
+    }
+    if told := [name for name, is_used in refused.items() if is_used]:
+        raise ValueError(f"model.freeze_vision false does not go with {told[0]}: leave it out")
+    return vision_tensors(cfg.model.path)
