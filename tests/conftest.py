@@ -99,7 +99,7 @@ def transformers_engine(tied_model, tmp_path_factory):
 def engine(request, tied_model):
     """Each of the two engines in turn, with the weights of `tied_model`."""
     engine = request.getfixturevalue(request.param)
-    engine.hold(tied_model)
+    engine.push(tied_model)
     return engine
 
 

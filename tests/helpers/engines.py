@@ -75,7 +75,6 @@ class TestEngine:
         self.rollout = rollout
         self.servers = servers
         self.version = 0
-        self._held: tuple[Path, str] | None = None
 
     def client(self, **rollout: Any) -> RolloutClient:
         """A client for which the engine is ready; `rollout` are fields of the config section."""
@@ -103,21 +102,6 @@ class TestEngine:
         self.version += 1
         push_folder(folder, self.rollout, self.servers.base_urls, self.servers.token, self.version)
         return self.version
-
-    def hold(self, folder: Path) -> None:
-        """Push the weights in `folder`, unless the engine has held them since it was last asked to.
-
-        It samples afterwards, even if a test has left it paused.
-        """
-
-        async def ask() -> str:
-            async with self.client().connect(self.servers.base_urls[0]) as connection:
-                await connection.post("/resume")
-                return await connection.held_push()
-
-        if self._held != (folder, asyncio.run(ask())):
-            self.push(folder)
-            self._held = folder, asyncio.run(ask())
 
     def generate(
         self, prompts: Sequence[Prompt], eos_token_ids: Sequence[int] = (EOS_ID,), **overrides

@@ -143,7 +143,7 @@ def test_a_run_that_ended_inside_a_generation_goes_on_bit_for_bit(
     assert results(resumed) == results(whole)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_layout_takes_the_same_steps(recipe_runs: Runs, whole: Path) -> None:
     other = recipe_runs.finish("other", "context", *RECIPE, "train.num_steps=2")
     for ours, theirs in zip(results(other), results(whole), strict=False):

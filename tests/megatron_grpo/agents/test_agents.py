@@ -42,14 +42,14 @@ TINY_NAME = load_config(TINY_CONFIG, []).model.path.name
 
 @pytest.fixture
 def engine(live_engine, tied_model):
-    live_engine.hold(tied_model)
+    live_engine.push(tied_model)
     return live_engine
 
 
 @pytest.fixture(scope="module")
 def waiting(live_engine, tied_model, tmp_path_factory):
     """The address and the key of a session whose agent does nothing."""
-    live_engine.hold(tied_model)
+    live_engine.push(tied_model)
     folder = tmp_path_factory.mktemp("waiting")
     with waiting_agents(live_engine, tied_model, folder) as waiting:
         yield waiting

@@ -19,7 +19,7 @@ SECONDS = 60
 
 @pytest.fixture
 def engine(live_engine, tied_model):
-    live_engine.hold(tied_model)
+    live_engine.push(tied_model)
     return live_engine
 
 

@@ -66,7 +66,7 @@ def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, 
 def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_limit(
     live_engine, tied_model
 ):
-    live_engine.hold(tied_model)
+    live_engine.push(tied_model)
     context = read_shape(tied_model).max_position_embeddings  # which vLLM takes where none is given
     prompts = random_prompts(1, lengths=(context - 12, context - 11))
     told = rf"{live_engine.servers.base_urls[0]} ended a completion after 12 of 16 tokens: .*max_m"
@@ -96,7 +96,7 @@ def test_a_completion_ends_with_the_first_end_token_and_includes_it(engine):
 
 
 def test_a_completion_ends_with_the_first_stop_string_and_includes_it(live_engine, tied_model):
-    live_engine.hold(tied_model)
+    live_engine.push(tied_model)
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     # SGLang also looks into the text of special tokens, such as <pad>.
     stop = [text for token in range(20, 52) if (text := tokenizer.decode([token])) not in "<>"]
@@ -129,7 +129,7 @@ def test_every_sample_has_its_own_seed_and_the_same_one_next_time(engine, seeds)
 def test_vllm_repeats_a_generation_to_the_last_bit(live_engine, tied_model, seeds):
     # More prompt tokens than vLLM takes in one step, so that the order of requests matters too.
     prompts = random_prompts(80, lengths=(20, 80))
-    live_engine.hold(tied_model)
+    live_engine.push(tied_model)
     runs = [live_engine.generate(prompts, num_generations=2) for _ in range(4)]
     assert all(run == runs[0] for run in runs)
 
@@ -145,7 +145,7 @@ def test_greedy_completions_are_the_same_everywhere(live_engine, transformers_en
         )
         expected.append(output[0, len(prompt.token_ids) :].tolist())
     for engine in (live_engine, transformers_engine):
-        engine.hold(tied_model)
+        engine.push(tied_model)
         samples = engine.generate(prompts, num_generations=1, temperature=0.0)
         assert [list(s.completion_ids) for s in samples] == expected
 
@@ -163,7 +163,7 @@ def test_the_number_of_engines_changes_nothing(tied_model, transformers_engine, 
 
 
 def test_what_an_engine_refuses_is_told_with_its_address(live_engine, tied_model):
-    live_engine.hold(tied_model)
+    live_engine.push(tied_model)
     too_long = random_prompts(1, lengths=(600, 601))
     with pytest.raises(EngineError, match=rf"{live_engine.servers.base_urls[0]} answered .* 400"):
         live_engine.generate([*random_prompts(3), *too_long])
@@ -205,7 +205,7 @@ def test_vllm_is_a_judge(live_engine, monkeypatch):
     }
     judge = load_function(RewardFunction(name="judge", arguments=arguments))
     columns = {"completions": ["yes", "no", "yes", "a b c"], "prompts": ["p"] * 4}
-    live_engine.hold(live_engine.folder)
+    live_engine.push(live_engine.folder)
     judged = asyncio.run(judge.call_async(columns, 60)).scores
     assert {round(9 * score, 9) for score in judged} <= set(range(10))
     assert judged[0] == judged[2]  # the same text at temperature 0

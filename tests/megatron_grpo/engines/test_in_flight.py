@@ -41,7 +41,7 @@ def other_model(tmp_path_factory):
 
 @pytest.fixture
 def client(live_engine, tied_model):
-    live_engine.hold(tied_model)
+    live_engine.push(tied_model)
     return live_engine.client()
 
 

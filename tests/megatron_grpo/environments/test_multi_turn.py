@@ -78,7 +78,7 @@ def converse(engine, folder: Path, name: str, prompts: list[Prompt], pool=None, 
 
 @pytest.fixture
 def transformers(transformers_engine, tied_model):
-    transformers_engine.hold(tied_model)
+    transformers_engine.push(tied_model)
     return transformers_engine
 
 

@@ -24,7 +24,7 @@ MANY = "eval.sets.many={data: {}, max_prompts: 5, top_k: 50}"
 
 @pytest.fixture(scope="module")
 def engine(transformers_engine, tied_model):
-    transformers_engine.hold(tied_model)
+    transformers_engine.push(tied_model)
     return transformers_engine
 
 
