@@ -90,24 +90,6 @@ MORE_LAYOUTS = [
 ]
 
 
-LIKE_OTHERS = {
-    "deepseek_v3, whole queries",
-    "glm4_moe_lite",
-    "gpt_oss, one key",
-    "minimax_m2",
-    "mixtral",
-    "qwen3_5_moe_text",
-}
-"""Stages and context ranks have parts of them as of others: there they are slow cases."""
-FEW = [name for name in MODELS if name not in LIKE_OTHERS]
-CASES = [
-    (LAYOUTS[0], [*MODELS]),
-    *((dims, FEW) for dims in LAYOUTS[1:]),
-    *(pytest.param(dims, [*LIKE_OTHERS], marks=pytest.mark.slow) for dims in LAYOUTS[1:]),
-    *(pytest.param(dims, [*MODELS], marks=pytest.mark.slow) for dims in MORE_LAYOUTS),
-]
-
-
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     found = {
@@ -121,15 +103,14 @@ def cases(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("dims", "names"),
-    CASES,
-    ids=lambda each: f"{len(each)} models" if isinstance(each, list) else layout_name(each),
+    "dims",
+    [*LAYOUTS, *(pytest.param(dims, marks=pytest.mark.slow) for dims in MORE_LAYOUTS)],
+    ids=layout_name,
 )
-def test_logprobs_and_gradients_equal_transformers(cases, dims, names):
-    folders = {name: cases[name].folder for name in names}
+def test_logprobs_and_gradients_equal_transformers(cases, dims):
+    folders = {name: case.folder for name, case in cases.items()}
     if dims.world_size > 1:  # a router's weights know of no layout
-        for name in (PLAIN_WEIGHTS, KIMI):  # DeepSeek's layers are split in the same way
-            folders.pop(name, None)
+        del folders[PLAIN_WEIGHTS], folders[KIMI]  # DeepSeek's layers are split in the same way
     if dims.expert_tensor > 1:  # which is refused
         folders = {name: each for name, each in folders.items() if not name.startswith("gpt_oss")}
     ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS)
