@@ -4,6 +4,8 @@
 PYTHON ?=
 STEPS ?= 15
 ARGS ?=
+# The tests that `make test` runs, by their marks.
+MARKS ?= not slow and not long
 
 VENV := .venv
 OLDER := .venv-3.11
@@ -34,7 +36,7 @@ TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves agent-curve test test-fast test-long test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
+.PHONY: setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
@@ -86,12 +88,15 @@ check: setup
 	$(BIN)/lint-imports
 
 # All but the longest tests, two at once: twenty minutes. One thread per process, as tests start many.
-test: export OMP_NUM_THREADS = 1
-test: check
+test: check test-main
+
+# The same without static checks.
+test-main: export OMP_NUM_THREADS = 1
+test-main: setup
 	@failed=0; log=$$(mktemp); \
-	$(BIN)/pytest $(WAITS) >$$log 2>&1 & waits=$$!; \
+	$(BIN)/pytest -m "$(MARKS)" $(WAITS) >$$log 2>&1 & waits=$$!; \
 	trap 'kill $$waits; wait $$waits; rm $$log; exit 130' INT TERM; \
-	$(TWO) $(addprefix --ignore=,$(TIMED) $(WAITS) $(APART)) || failed=1; \
+	$(TWO) -m "$(MARKS)" $(addprefix --ignore=,$(TIMED) $(WAITS) $(APART)) || failed=1; \
 	wait $$waits || failed=1; \
 	cat $$log; rm $$log; \
 	exit $$failed
@@ -101,8 +106,12 @@ test-long: export OMP_NUM_THREADS = 1
 test-long: setup
 	@failed=0; \
 	$(TWO) -m "long and not slow" $(addprefix --ignore=,$(TIMED) $(APART)) || failed=1; \
-	$(BIN)/pytest -m "not slow" $(TIMED) || failed=1; \
+	$(MAKE) test-ends || failed=1; \
 	exit $$failed
+
+# How a run ends, alone: some of these tests measure how long that takes.
+test-ends: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" $(TIMED)
 
 # While you work: the mathematics on real ranks, formats, checkpoints, and the golden values. Three minutes.
 test-fast: check

@@ -75,8 +75,8 @@ def engine_kind(request):
 def live_engine(engine_kind, tied_model, tmp_path_factory):
     """An engine of `tied_model`: vLLM's, or another with `--engine`; a test must push weights
     before it generates."""
-    logs = tmp_path_factory.mktemp("engine-logs")
-    with running_engine(folder=tied_model, log_dir=logs, **engine_kind) as engine:
+    options = {"log_dir": tmp_path_factory.mktemp("engine-logs"), "tool_call_parser": "hermes"}
+    with running_engine(folder=tied_model, **options, **engine_kind) as engine:
         yield engine
 
 

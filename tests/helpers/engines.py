@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -168,16 +169,21 @@ _LOADING = threading.Lock()
 may restore the other's patch: then no model of this process has tied weights any more."""
 
 
-def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of the sample's tokens from one float32 forward pass of `transformers`."""
+@lru_cache(maxsize=8)
+def _reference(folder: Path) -> Any:
+    """The model of `transformers` in float32. Tests ask for it sample by sample."""
     kind = AutoModelForImageTextToText if has_other_towers(folder) else AutoModelForCausalLM
     with _LOADING:
-        model = kind.from_pretrained(folder, dtype=torch.float32)
+        return kind.from_pretrained(folder, dtype=torch.float32)
+
+
+def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of the sample's tokens from one float32 forward pass of `transformers`."""
     completion = torch.tensor([*sample.completion_ids])
     tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids]])
     images = sample.prompt.images
     with torch.inference_mode():
-        found = logits(model, tokens, images.read() if images else None)
+        found = logits(_reference(folder), tokens, images.read() if images else None)
     found = found[0, -len(completion) - 1 : -1]
     return torch.log_softmax(found / temperature, -1).gather(1, completion[:, None])[:, 0]
 
@@ -210,11 +216,10 @@ def kept_cache_error(weights: Mapping[int, Path], sample: Sample) -> float:
     first = len(sample.prompt.token_ids) - 1
     ends = [first + end for end in accumulate(count for _, count in sample.spans)]
     cache, logits = DynamicCache(), []
-    with _LOADING:
-        models = [AutoModelForCausalLM.from_pretrained(weights[v]) for v, _ in sample.spans]
     with torch.inference_mode():
-        for model, (start, end) in zip(models, pairwise([0, *ends]), strict=True):
-            logits.append(model.float()(tokens[:, start:end], past_key_values=cache).logits[0])
+        for (version, _), (start, end) in zip(sample.spans, pairwise([0, *ends]), strict=True):
+            model = _reference(weights[version])
+            logits.append(model(tokens[:, start:end], past_key_values=cache).logits[0])
     logprobs = torch.cat(logits).log_softmax(-1)[first:].gather(1, tokens[0, first + 1 :, None])
     return float((logprobs[:, 0] - torch.tensor(sample.logprobs)).abs().max())
 

@@ -74,7 +74,7 @@ def read_in_workers(
     """Results of `read` for each model in each worker. All dims have as many workers."""
     (size,) = {dims.num_workers for _, dims in models}
     # One process builds all of them: 121 s on a machine that is busy with other tests.
-    by_rank = run_ranks(size, _load, models, read, dtype, also, timeout=250)
+    by_rank = run_ranks(size, _load, models, read, dtype, also, timeout=250, with_vllm=True)
     return [list(workers) for workers in zip(*by_rank, strict=True)]
 
 

@@ -290,6 +290,7 @@ def test_the_newest_good_checkpoint_is_found_without_its_pointer_and_a_dead_save
     assert list(checkpoints.glob("*.partial")) == []
 
 
+@pytest.mark.slow
 def test_with_no_good_checkpoint_left_the_run_does_not_begin_anew(
     runs: Runs, half_run: Path, tmp_path: Path
 ) -> None:
@@ -362,6 +363,7 @@ def test_a_reward_that_fails_stops_the_run_and_is_no_reward(
     assert_same_run(run_dir, undisturbed)
 
 
+@pytest.mark.slow
 def test_steps_before_a_reward_that_fails_are_saved(
     runs: Runs, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
@@ -79,6 +80,7 @@ def register() -> None:
         register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
     if current_platform.is_cpu():
         compute_by_torch()
+        examine_models_here()
 
 
 class DequantizingLoader(DefaultModelLoader):
@@ -133,6 +135,14 @@ def answer_for_all_groups() -> None:
 
     DPLBAsyncMPClient.collective_rpc_async = collective_rpc
     DPLBAsyncMPClient.reset_prefix_cache_async = reset_prefix_cache
+
+
+def examine_models_here() -> None:
+    """Let vLLM look at the class of its model in this process.
+
+    By default it starts another, lest CUDA be initialized, which imports all of vLLM for it.
+    """
+    registry._run_in_subprocess = lambda examine: examine()
 
 
 def unlink_group_memory() -> None:

@@ -223,18 +223,13 @@ def test_a_request_that_cannot_be_answered_is_told_why(waiting, path, body, stat
     assert wrong.status_code == 401
 
 
-@pytest.mark.long
-def test_the_parser_of_the_engine_finds_the_calls_in_a_turn(engine_kind, tied_model, tmp_path):
+def test_the_parser_of_the_engine_finds_the_calls_in_a_turn(engine, tied_model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     tool = {"name": "add", "parameters": {"type": "object", "properties": {}}}
     asked = {"messages": [{"role": "user", "content": "one"}]}
     tools = {"tools": [{"type": "function", "function": tool}]}
-    hermes = {"tool_call_parser": "hermes"}
-    with (
-        running_engine(folder=tied_model, log_dir=tmp_path, **hermes, **engine_kind) as engine,
-        running_agents(engine, tied_model, tmp_path, function="wait", parser="hermes") as agents,
-    ):
+    with running_agents(engine, tied_model, tmp_path, function="wait", parser="hermes") as agents:
 
         def message_of(text, request):
             ids = [*tokenizer.encode(text, add_special_tokens=False), EOS_ID]

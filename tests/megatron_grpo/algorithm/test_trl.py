@@ -18,10 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
-from trl import GRPOConfig as TRLConfig
-from trl import GRPOTrainer
 
 from helpers.losses import BigramModel, chosen_tokens
 from megatron_grpo.algorithm.advantages import group_advantages, normalized_sum_advantages
@@ -78,6 +75,11 @@ class Case:
 
 
 def trl_trainer(case, folder, options):
+    # Not at the top: whatever process collects tests would import vLLM with it.
+    from accelerate import Accelerator
+    from trl import GRPOConfig as TRLConfig
+    from trl import GRPOTrainer
+
     args = TRLConfig(
         output_dir=str(folder),
         report_to=[],
@@ -267,6 +269,8 @@ def assert_equal(case, folder, of_ours_options, of_trl_options, one_rank):
 
 
 def test_options_that_trl_has_by_the_same_name_have_its_defaults_but_for_one():
+    from trl import GRPOConfig as TRLConfig
+
     theirs = {field.name: field.default for field in fields(TRLConfig)}
     ours = GRPOConfig(generation_batch_size=8).model_dump()
     differ = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}

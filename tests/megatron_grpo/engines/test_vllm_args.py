@@ -141,9 +141,18 @@ def test_an_argument_that_the_trainer_counts_on_is_refused(name):
         check_engine_arguments({name: "x"})
 
 
-def test_the_head_sizes_of_cpus_are_those_of_the_installed_vllm():
+def installed_vllm() -> Path:
     (folder,) = find_spec("vllm").submodule_search_locations
-    attention = Path(folder) / "v1" / "attention" / "backends" / "cpu_attn.py"
+    return Path(folder)
+
+
+def test_the_installed_vllm_examines_models_by_what_engines_on_cpus_replace():
+    registry = installed_vllm() / "model_executor" / "models" / "registry.py"
+    assert "mi = _run_in_subprocess(\n            lambda: " in registry.read_text()
+
+
+def test_the_head_sizes_of_cpus_are_those_of_the_installed_vllm():
+    attention = installed_vllm() / "v1" / "attention" / "backends" / "cpu_attn.py"
     assert f"return {list(CPU_HEAD_SIZES)}" in attention.read_text()
     for name in ("cpu_mla.py", "amx_mla.py"):
         assert f"return [{CPU_LATENT_SIZE}]" in (attention.parent / "mla" / name).read_text()
