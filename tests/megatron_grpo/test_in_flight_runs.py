@@ -59,7 +59,6 @@ def wait_for_steps(job: Job, run_dir: Path, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_trains_on_every_generation_once(
     in_flight_runs: InFlightRuns,
 ) -> None:
