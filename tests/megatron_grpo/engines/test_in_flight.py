@@ -323,6 +323,16 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
         assert {s.spans for each in asked for s in each.samples()} == {((8, 4),)}
 
 
+def test_an_engine_holds_its_requests_while_a_push_is_repeated():
+    engine = ScriptedEngine()
+    with scripted(only=engine) as (client, _):
+        client.assemble(lambda workers: None)
+        client.open_channels({}, lambda: False)  # an earlier run may have let it sleep
+        client.begin_push("8-a")
+        client.open_channels({}, lambda: False)
+        assert engine.is_paused
+
+
 def test_a_run_that_is_to_stop_keeps_what_is_sampled():
     engine = ScriptedEngine()
     with scripted(only=engine) as (client, in_flight):
