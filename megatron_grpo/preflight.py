@@ -159,7 +159,14 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
 
 
 FROM_EXPORT = "model.path=<export of that run>"
-"""From where a run starts with other `KINDS_OF_STATE` than another."""
+"""From where a run starts with other `KINDS_OF_STATE` than another, or with adapters."""
+FROM_ADAPTERS = "lora.adapter_path=<export of that run>"
+FROM_MERGED = "model.path=<what `checkpoint-convert merge` makes of an export of that run>"
+OF_ADAPTERS = tuple(
+    f"lora.{name}"
+    for name in ("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules")
+)
+"""Keys in which a run must be like another to start from its adapters."""
 KINDS_OF_STATE = {
     "model.mtp_num_layers": 0,
     "model.freeze_vision": True,
@@ -187,8 +194,7 @@ def check_same_run(cfg: Config) -> None:
         if before.get(key) != now.get(key) and not OF_SOURCE.sub("", key).startswith(CHANGEABLE)
     ]
     if differing:
-        is_other = any(before[key] != now[key] for key in KINDS_OF_STATE)
-        start = FROM_EXPORT if is_other else f"train.init_from={cfg.train.run_dir}"
+        start = _start_from(before, now) or f"train.init_from={cfg.train.run_dir}"
         raise ValueError(
             f"train.run_dir {cfg.train.run_dir} holds a run with another config: set what differs "
             "as before, or remove it. To go on from its weights with what differs, start a run in "
@@ -196,6 +202,16 @@ def check_same_run(cfg: Config) -> None:
         )
     if before["model.path"] != now["model.path"]:
         _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)
+
+
+def _start_from(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """From what a run of the config `now` can start that goes on from the weights of the run of
+    `before`; empty if from its checkpoints."""
+    if before["lora.r"]:
+        are_alike = all(before[key] == now[key] for key in OF_ADAPTERS)
+        return FROM_ADAPTERS if are_alike else FROM_MERGED
+    is_other = any(before[key] != now[key] for key in KINDS_OF_STATE)
+    return FROM_EXPORT if is_other or now["lora.r"] else ""
 
 
 def check_start(cfg: Config) -> None:
@@ -215,6 +231,10 @@ def check_start(cfg: Config) -> None:
     # As text: keys of that run may have other names by now.
     saved = dict(_flatten(yaml.safe_load((checkpoint / "config.yaml").read_text())))
     now = dict(_flatten(cfg.model_dump()))
+    if saved.get("lora.r"):
+        raise ValueError(
+            f"train.init_from {checkpoint} has adapters alone: replace it by {FROM_MERGED}"
+        )
     for key, default in KINDS_OF_STATE.items():
         if (before := saved.get(key, default)) != now[key]:
             raise ValueError(

@@ -156,17 +156,23 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"override {override!r} is not of the form key.sub=value")
-    *sections, last = key.split(".")
-    for section in sections:
-        table = table.setdefault(_as_in(table, section), {})
+    first, rest = _first_of(table, key)
+    while rest:
+        table = table.setdefault(first, {})
         if not isinstance(table, dict):
-            raise ValueError(f"override {override!r}: {section!r} is a value, not a section")
-    table[_as_in(table, last)] = _parse_yaml(text, f"override {override!r}")
+            raise ValueError(f"override {override!r}: {str(first)!r} is a value, not a section")
+        first, rest = _first_of(table, rest.removeprefix("."))
+    table[first] = _parse_yaml(text, f"override {override!r}")
 
 
-def _as_in(table: Mapping[Any, Any], key: str) -> Any:
-    """`key` as the table has it, which is a number for a held-out set called 2024."""
-    return next((own for own in table if str(own) == key), key)
+def _first_of(table: Mapping[Any, Any], key: str) -> tuple[Any, str]:
+    """The first part of a dotted key, as the table has it, and the rest, from the dot on.
+
+    It is a number for a held-out set called 2024, and has dots for a source called math.v2.
+    """
+    own = [each for each in table if f"{key}.".startswith(f"{each}.")]
+    first = max(own, key=lambda each: len(str(each)), default=key.partition(".")[0])
+    return first, key[len(str(first)) :]
 
 
 def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:

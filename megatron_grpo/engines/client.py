@@ -53,6 +53,8 @@ class RolloutClient:
         self._is_cancelled = False
         self._chain: list[tuple[str, int]] = []
         self._num_chains = 0
+        self._awake: set[str] = set()
+        """Addresses of engines to which channels were opened: no earlier run left these asleep."""
         self._failed: dict[str, EngineDown] = {}
         self._channels = ""
 
@@ -143,11 +145,14 @@ class RolloutClient:
         urls = self._urls
 
         async def open_channels(engine: Engine) -> None:
-            if not self._rollout.enable_sleep_mode:
-                await engine.wake()  # an earlier run may have let it sleep
+            # An earlier run may have let it sleep. Not again: one that is awake would go on with
+            # its requests, which it must hold while a push in flight is repeated.
+            if not self._rollout.enable_sleep_mode and engine.url not in self._awake:
+                await engine.wake()
             await engine.open_channels(transfer, urls.index(engine.url), channels)
 
         self._on_all(open_channels, is_sending)
+        self._awake.update(urls)
 
     def begin_push(self, push: str) -> None:
         """Pause the engines, drop their caches and mark their weights as having no version."""

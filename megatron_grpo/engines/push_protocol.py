@@ -139,14 +139,15 @@ def own_parameters(model: "Module", with_vision: bool = False) -> dict[str, "Ten
     return dict(first.values())
 
 
-def drafter_parameters(drafter: "Module", model: "Module") -> dict[str, "Tensor"]:
+def drafter_parameters(
+    drafter: "Module", model: "Module", *, is_apart: bool
+) -> dict[str, "Tensor"]:
     """Those of an engine's layer for multi-token prediction, by their names in the model.
 
-    vLLM lets it share the embedding and the head of the model, which are left out. One that lies
-    apart in weight files it names as if it were all of a model.
+    vLLM lets it share the embedding and the head of the model, which are left out. One that
+    `is_apart` in weight files it names as if it were all of a model.
     """
     shared = {each.untyped_storage().data_ptr() for each in model.parameters()}
-    is_apart = hasattr(drafter.model, "fc")
 
     def own_name(name: str) -> str:
         name = name.replace(".mtp_block.", ".")

@@ -27,6 +27,8 @@ class GpuSpec:
     per_node: int = 8
     host_memory: int = 2 * 10**12
     """Bytes of memory of a node: what NVIDIA's DGX nodes have."""
+    packs_sequences: bool = True
+    """Whether cuDNN has attention over packed sequences for it."""
 
 
 CARDS = {
@@ -37,6 +39,7 @@ CARDS = {
         node_rate=300e9,
         network_rate=25e9,
         host_rate=32e9,
+        packs_sequences=False,
     ),
     "h100": GpuSpec(
         memory=85 * 10**9,

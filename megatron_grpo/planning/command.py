@@ -32,13 +32,20 @@ from megatron_grpo.planning.workload import longest_sequence, read_completion_le
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
 NOT_COUNTED = "microbatches, operations, times and traffic are those of a run without"
+NEEDS_FLASH = (
+    "Transformer Engine needs flash-attn on {gpu}, where cuDNN has no attention over packed "
+    "sequences; or set model.megatron.transformer_impl=local"
+)
 
 
 def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
     """The memory of every kind of stage, the work of a step, and the traffic over each link."""
+    is_local = cfg.model.megatron.get("transformer_impl") == "local"
+    needs_flash = not (card_named(gpu).packs_sequences or is_local)
     lines = [
         f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
         f"{_engines(cfg, plan)}",
+        *([NEEDS_FLASH.format(gpu=gpu)] if needs_flash else []),
         "",
         *_memory_rows(cfg, plan),
         *(["", *host_lines(cfg, plan.host, plan.fullest, card_named(gpu))] if plan.host else []),

@@ -15,6 +15,7 @@ from megatron_grpo.planning.linear_attention import delta_rule_flops
 from megatron_grpo.planning.state import StateBytes
 from megatron_grpo.planning.traffic import Cover, LinkUse, activation_links, step_links
 from megatron_grpo.planning.workload import Computed, Workload, forwards_alone
+from megatron_grpo.policy.matrices import is_matrix, newton_schulz_flops
 from parallel import pipeline_layers
 
 ATTAINABLE = 0.5
@@ -37,9 +38,12 @@ class StepTime:
     attainable: float
     """Fraction of the peak that the estimate assumes."""
     compute_seconds: float
-    """Time of the busiest pipeline stage at the peak of its cards: no step is faster."""
+    """Time of the busiest pipeline stage, and of an update by Muon, at the peak of the cards: no
+    step is faster."""
     paced_seconds: float
-    """The same with the slowdown of attention by shared prompts."""
+    """That of the stage with the slowdown of attention by shared prompts."""
+    update_seconds: float
+    """That of Muon's update, on the rank with the most to do."""
     bubble: float
     """Idle time of the pipeline, as a fraction of its busy time."""
     links: Sequence[LinkUse]
@@ -52,7 +56,8 @@ class StepTime:
     @property
     def estimate(self) -> float:
         """Seconds that the step takes."""
-        return self.paced_seconds / self.attainable * (1 + self.bubble) + self.waits
+        busy = self.paced_seconds * (1 + self.bubble) + self.update_seconds
+        return busy / self.attainable + self.waits
 
 
 def step_time(
@@ -75,11 +80,13 @@ def step_time(
         attention=seconds("core_attn"),
         shared_experts=seconds("shared_experts"),
     )
+    of_update, most = muon_flops(cfg, shape)
     return StepTime(
-        flops=sum(flops),
+        flops=sum(flops) + of_update,
         attainable=attainable,
-        compute_seconds=max(flops) / rate,
+        compute_seconds=max(flops) / rate + most / card.flops,
         paced_seconds=max(stage_flops(cfg, shape, paced)) / rate,
+        update_seconds=most / card.flops,
         bubble=(dims.pipeline - 1) / (work.microbatches * dims.virtual_pipeline),
         links=[
             *step_links(cfg, shape, states, work, card, cover),
@@ -102,6 +109,31 @@ def stage_flops(cfg: Config, shape: ModelShape, work: Computed) -> list[float]:
         flops[-1] += 3 * (sum(layer.values()) + joins + head)
         flops[-1] += sum(each for part, each in layer.items() if part in recomputed)
     return flops
+
+
+def muon_flops(cfg: Config, shape: ModelShape) -> tuple[float, float]:
+    """Operations by which Muon orthogonalizes matrices: of all ranks, and of that with the most.
+
+    Each is computed whole by one rank of its stage (`WholeMatrices`), as if these shared evenly.
+    """
+    if cfg.optimizer.optimizer != "muon":
+        return 0.0, 0.0
+    matrices = [(kind, _flops_of_matrices(_one_layer(kind.shape))) for kind in layer_kinds(shape)]
+    stages = [
+        float(sum(kind.count_in(*chunks) * sum(flops) for kind, flops in matrices))
+        for chunks in pipeline_layers(shape.num_layers, cfg.dims)
+    ]
+    largest = max(max(flops) for _, flops in matrices)
+    return sum(stages), max(max(stages) / cfg.dims.stage_size, largest)
+
+
+@cache
+def _flops_of_matrices(layer: ModelShape) -> Sequence[int]:
+    return [
+        newton_schulz_flops(size)
+        for name, size in hf_tensors(layer).items()
+        if ".layers." in name and ".indexer." not in name and is_matrix(name, size)
+    ]
 
 
 def _layer_flops(
@@ -178,8 +210,12 @@ def active_weights(shape: ModelShape) -> float:
 
 def _part_weights(shape: ModelShape) -> Mapping[str, float]:
     """`active_weights` of each part of one layer; all layers of `shape` are of one kind."""
-    # Without what has no weights, a shape can be the key of a cache.
-    return _weights_of_layer(replace(shape, num_layers=1, rope_scaling=None))
+    return _weights_of_layer(_one_layer(shape))
+
+
+def _one_layer(shape: ModelShape) -> ModelShape:
+    """A model with one layer; without what has no weights, so that it can be the key of a cache."""
+    return replace(shape, num_layers=1, rope_scaling=None)
 
 
 @cache

@@ -119,9 +119,14 @@ def _of_context(
     cfg: Config, shape: ModelShape, work: Workload, attended: float, mixed: float
 ) -> dict[str, float]:
     """Elements that context ranks exchange for each of their own tokens, by purpose."""
-    heads, others = shape.num_key_value_heads, work.received / work.filled
-    keys_and_values = heads * (shape.head_dim + shape.value_dim) / cfg.dims.tensor
-    uses = {"context": others * keys_and_values * attended}
+    sizes, others = shape.head_dim + shape.value_dim, work.received / work.filled
+    elements = shape.num_key_value_heads * sizes * others
+    if not _is_ring(
+        cfg
+    ):  # of its tokens a rank keeps some heads, those of queries and outputs, too
+        heads = shape.num_key_value_heads + shape.num_attention_heads
+        elements = heads * sizes * others / (others + 1)
+    uses = {"context": elements / cfg.dims.tensor * attended}
     if shape.linear is not None:  # of its tokens a rank keeps the heads that it computes
         whole = exchanged_elements(shape.linear) / cfg.dims.tensor
         uses["linear attention"] = others / (others + 1) * whole * mixed
@@ -194,10 +199,11 @@ def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float, flo
 
     Elements that tensor ranks gather and reduce for a token; how often context ranks exchange keys
     and values, over all layers; how often they exchange tokens for heads of linear attention; and
-    how often tokens go to their experts and back. Gradients of keys and values are as much as both
-    and are summed, and those of tokens take the same ways.
+    how often tokens go to their experts and back. In a ring a backward passes keys and values
+    round once more, and their gradients. Gradients of tokens take the ways of these.
     """
     forwards, parts = 1 + forwards_alone(cfg), recomputed_parts(cfg)
+    backwards = 2 if _is_ring(cfg) else 1
     gathered, attended, mixed, dispatched = [], [], [], []
     for chunks in pipeline_layers(shape.num_layers, cfg.dims):
         again = recomputed_layers(cfg, chunks)
@@ -214,7 +220,7 @@ def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float, flo
         )
         attended.append(
             sum(
-                layers * (forwards + 2) + repeated * ("core_attn" in parts)
+                layers * (forwards + backwards) + repeated * ("core_attn" in parts)
                 for kind, layers, repeated in counts
                 if kind.linear is None
             )

@@ -21,6 +21,13 @@ def is_matrix(name: str, shape: Shape) -> bool:
     return len(shape) == 2 and not name.endswith((*EMBEDDINGS, PLACES))
 
 
+def newton_schulz_flops(shape: Shape) -> int:
+    """Operations of the five steps of `muon.newton_schulz`: for X with r <= c rows or columns,
+    X X^T, its square, and a product with X, of 2 r^2 c, 2 r^3 and 2 r^2 c."""
+    r, c = sorted(shape)
+    return 5 * (4 * r**2 * c + 2 * r**3)
+
+
 def matrices_of(layout: Layout) -> Iterator[str]:
     """Local names of the parameters of a rank that Muon updates."""
     return (name for name, shape in layout.shapes.items() if is_matrix(name, shape))

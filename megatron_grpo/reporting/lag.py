@@ -16,9 +16,9 @@ def lag_metrics(
 ) -> dict[str, float]:
     """Optimizer steps between the weights that sampled a token and those that are trained.
 
-    If weights are pushed in flight, also the share of completions of more than one version, and
-    for each age the share of tokens: how many generations, of `updates` steps each, were begun
-    since the weights that sampled them.
+    If weights are pushed in flight, also the share of completions of more than one version, that of
+    tokens which follow some of an older version in theirs, and for each age the share of tokens:
+    how many generations, of `updates` steps each, were begun since the weights that sampled them.
     """
     spans = [(policy_version - version, n) for sample in samples for version, n in sample.spans]
     num_tokens = sum(n for _, n in spans)
@@ -32,6 +32,8 @@ def lag_metrics(
         "rollout/version_lag_mean": mean,
         "rollout/version_lag_max": max(lag for lag, _ in spans),
         "rollout/mixed_versions_frac": sum(bool(s.versions) for s in samples) / len(samples),
+        "rollout/mixed_versions_token_frac": sum(n for s in samples for _, n in s.spans[1:])
+        / num_tokens,
         **{
             f"rollout/staleness_frac/{age}": ages[age] / num_tokens
             for age in range(rollout.max_staleness + 1)

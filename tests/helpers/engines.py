@@ -97,10 +97,12 @@ class TestEngine:
         headers = {"Authorization": f"Bearer {self.servers.token}"}
         httpx.post(url, headers=headers, verify=False, timeout=60).raise_for_status()
 
-    def push(self, folder: Path) -> int:
-        """Push the weights in `folder`; returns the version now served."""
+    def push(self, folder: Path, num_flips: int = 0) -> int:
+        """Push the weights in `folder`; returns the version now served. With a flipped bit, the
+        push fails and is repeated."""
         self.version += 1
-        push_folder(folder, self.rollout, self.servers.base_urls, self.servers.token, self.version)
+        engines = self.rollout, self.servers.base_urls, self.servers.token
+        push_folder(folder, *engines, self.version, num_flips)
         return self.version
 
     def generate(

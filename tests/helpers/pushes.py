@@ -46,12 +46,17 @@ def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutCl
 
 
 def push_folder(
-    folder: Path, rollout: RolloutConfig, base_urls: Sequence[str], token: str, version: int
+    folder: Path,
+    rollout: RolloutConfig,
+    base_urls: Sequence[str],
+    token: str,
+    version: int,
+    num_flips: int = 0,
 ) -> None:
     """Push the weights in `folder` from a single rank that holds all of them."""
     overrides = rollout_overrides(rollout, base_urls)
     [(error, _)] = run_ranks(
-        1, push_whole, folder, token, overrides, version, 0, rollout.quantization
+        1, push_whole, folder, token, overrides, version, num_flips, rollout.quantization
     )
     if error:
         raise EngineError(error)

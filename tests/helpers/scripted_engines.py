@@ -60,7 +60,8 @@ class ScriptedEngine:
         path = request.url.path
         if path == self.silent_route:
             await asyncio.Event().wait()
-        self.is_paused = path == "/pause" or (self.is_paused and path != "/resume")
+        goes_on = path in ("/resume", "/wake_up")
+        self.is_paused = path == "/pause" or (self.is_paused and not goes_on)
         await asyncio.sleep(self.delays.get(path, 0))
         if path == self.broken_route:
             raise httpx.ConnectError("it is broken")

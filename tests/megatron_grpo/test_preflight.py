@@ -614,6 +614,29 @@ def test_a_run_does_not_go_on_from_the_state_of_another_optimizer(config, tmp_pa
     check_start(config(*new, muon))
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "start"),
+    [
+        (["lora.r=4"], ["lora.r=4"], "lora.adapter_path=<export of that run>"),
+        (["lora.r=4"], ["lora.r=8"], "model.path=<what `checkpoint-convert merge` makes of"),
+        (["lora.r=4"], [], "model.path=<what `checkpoint-convert merge` makes of"),
+        ([], ["lora.r=4"], "model.path=<export of that run>"),
+    ],
+)
+def test_a_run_with_adapters_is_not_told_to_start_from_a_checkpoint(
+    before, now, start, config, tmp_path
+):
+    run, merged = tmp_path / "run", "lora.sync=merged"
+    started_run(run, config(merged, *before))
+    with pytest.raises(ValueError) as refused:
+        check_same_run(config(merged, "grpo.beta=0.1", *now))
+    assert f"run in another train.run_dir with {start}" in str(refused.value)
+    (run / "checkpoints" / "step_1" / "manifest.json").write_text('{"files": {}}')
+    if before and not now:
+        with pytest.raises(ValueError, match=r"has adapters alone: .* model.path=<what"):
+            check_start(config(f"train.run_dir={tmp_path / 'new'}", f"train.init_from={run}"))
+
+
 def test_run_may_resume_where_model_and_data_have_moved(config, model, tmp_path):
     started_run(tmp_path / "run", config())
     moved = copy_of(model, tmp_path / "moved")

@@ -33,6 +33,7 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
@@ -237,8 +238,12 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
 
     def parameters(self) -> dict[str, Tensor]:
         """The weights that pushes bring, by name; with adapters, those that they do not."""
-        drafts = {} if self.drafter is None else drafter_parameters(self.drafter, self.model)
-        return own_parameters(self.model, self.config.backend == SEEING_BACKEND) | drafts
+        parameters = own_parameters(self.model, self.config.backend == SEEING_BACKEND)
+        if self.drafter is not None:
+            family = FAMILIES[self.model_config.hf_text_config.model_type]
+            is_apart = family.has_mtp_apart
+            parameters |= drafter_parameters(self.drafter, self.model, is_apart=is_apart)
+        return parameters
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open channels to all ranks that send to this worker, replacing earlier ones."""

@@ -40,6 +40,13 @@ def test_a_source_has_the_keys_of_the_run_but_for_its_own(tmp_path):
     assert load_config(tmp_path / "again.yaml") == cfg
 
 
+def test_the_name_of_a_source_may_have_dots():
+    exact = "{reward: {functions: [exact]}}"
+    named = f"sources.by_name={{math.v2: {exact}, math: {exact}}}"
+    cfg = load(named, "sources.by_name.math.v2.reward.timeout=5")
+    assert [view.reward.timeout for view in cfg.by_source.values()] == [5, 7]
+
+
 def test_a_held_out_set_is_scored_by_its_own_reward_whatever_the_source():
     held_out = ["eval.data={}", "eval.pass_threshold=0.5"]
     by_source = as_evaluated(load(*held_out)).by_source

@@ -96,7 +96,7 @@ def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it
     # So many that no engine is done with them before the second push.
     asked = [generation(n, live_engine.version, num_generations=32) for n in range(2)]
     made = [threads.submit(in_flight.generate, *each) for each in enumerate(asked)]
-    for folder in (other_model, tied_model):
+    for num_flips, folder in enumerate((other_model, tied_model)):
         enough = first + 1000
         assert wait_until(lambda enough=enough: num_generated(http) >= enough, 60, 0.005)
         with in_flight.suspended():  # as for a checkpoint
@@ -104,7 +104,7 @@ def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it
             assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
         in_flight.hold(live_engine.version + 1)
         live_engine.pause()
-        weights[live_engine.push(folder)] = folder
+        weights[live_engine.push(folder, num_flips)] = folder  # the second one at two attempts
         first = num_generated(http)
         in_flight.resume(live_engine.version)
     samples = [sample for each in made for sample in each.result(timeout=120)]
@@ -321,6 +321,16 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
         for each in answered:
             each.result(timeout=5)
         assert {s.spans for each in asked for s in each.samples()} == {((8, 4),)}
+
+
+def test_an_engine_holds_its_requests_while_a_push_is_repeated():
+    engine = ScriptedEngine()
+    with scripted(only=engine) as (client, _):
+        client.assemble(lambda workers: None)
+        client.open_channels({}, lambda: False)  # an earlier run may have let it sleep
+        client.begin_push("8-a")
+        client.open_channels({}, lambda: False)
+        assert engine.is_paused
 
 
 def test_a_run_that_is_to_stop_keeps_what_is_sampled():

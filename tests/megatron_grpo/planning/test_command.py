@@ -154,6 +154,18 @@ def test_shared_prompts_of_unknown_length_are_not_counted_and_the_plan_says_so(c
     assert figures[0] == figures[1]
 
 
+def test_a_card_without_attention_over_packed_sequences_needs_another_package(cfg, capsys):
+    local = "model.megatron.transformer_impl=local"
+    for card, override, is_told in (
+        ("a100", [], True),
+        ("a100", [local], False),
+        ("h100", [], False),
+    ):
+        print_plan(cfg(SMALL_BATCH, *override), **DEFAULTS | {"gpu": card})
+        told = "Transformer Engine needs flash-attn on a100" in capsys.readouterr().out
+        assert told == is_told, (card, override)
+
+
 def test_what_does_not_fit_is_refused_with_a_layout_that_does(cfg, capsys):
     with pytest.raises(ValueError, match=r"needs 8\d\.\d GB in phase train") as refused:
         print_plan(cfg(*NEMO_RL), **DEFAULTS)

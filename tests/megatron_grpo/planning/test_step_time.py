@@ -11,7 +11,7 @@ from helpers.published_models import write_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.state import state_bytes
-from megatron_grpo.planning.step_time import forward_flops, stage_flops
+from megatron_grpo.planning.step_time import forward_flops, muon_flops, stage_flops
 from megatron_grpo.planning.workload import Computed
 from parallel import ParallelDims
 
@@ -76,6 +76,33 @@ def test_recomputation_runs_a_layer_to_draft_with_again(tmp_path):
     )
     layer = replace(shape, num_layers=1, moe=replace(shape.moe, num_dense_layers=0))
     assert again - plain == pytest.approx(forward_flops(layer, Computed.of([1000])))
+
+
+def of_matrix(rows, columns):
+    return 10 * rows * (2 * rows * columns + rows**2)
+
+
+OF_LLAMA = 2 * of_matrix(4096, 4096) + 2 * of_matrix(1024, 4096) + 3 * of_matrix(4096, 14336)
+"""Operations of Newton-Schulz steps for the matrices of a layer of Llama-3.1-8B."""
+
+
+def test_muon_computes_each_matrix_once_on_one_rank_of_its_stage(tmp_path):
+    folder, shape = model(tmp_path)
+
+    def time(optimizer):
+        options = "model.dtype=bfloat16", LONG, f"optimizer.optimizer={optimizer}"
+        cfg = tiny_config(folder, ParallelDims(tensor=2, pipeline=2, data=2), *options)
+        return plan_job(cfg, shape, CARD, [1024], num_gpus=64).time
+
+    adam, muon = time("adam"), time("muon")
+    seconds = 16 * OF_LLAMA / 4 / CARD.flops
+    assert muon.flops - adam.flops == pytest.approx(32 * OF_LLAMA)
+    assert muon.compute_seconds - adam.compute_seconds == pytest.approx(seconds)
+    more = (muon.estimate - muon.waits) - (adam.estimate - adam.waits)
+    assert more == pytest.approx(seconds / 0.5)
+    # Of a single layer on eight ranks, three have a matrix of the MLP each.
+    alone = tiny_config(folder, ParallelDims(tensor=8, pipeline=32), "optimizer.optimizer=muon")
+    assert muon_flops(alone, shape) == (32 * OF_LLAMA, of_matrix(4096, 14336))
 
 
 def test_attention_between_shared_prompts_takes_half_as_long_again(tmp_path):

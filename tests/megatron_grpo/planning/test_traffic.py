@@ -71,7 +71,10 @@ def test_context_ranks_attend_while_keys_and_values_travel_in_a_ring(tmp_path):
     assert short.hidden_seconds == pytest.approx(attention / CARD.flops / 0.5 / 2)
     assert short.exposed > 0
     assert long.exposed == pytest.approx(0)
-    assert context("model.megatron.cp_comm_type=a2a").hidden_seconds == 0
+    heads = context("model.megatron.cp_comm_type=a2a")
+    # In a forward and a backward, half of 8,192 tokens' queries, keys, values and outputs.
+    assert heads.num_bytes == 2 * 32 * 2 * 8192 * (4096 + 1024 + 1024 + 4096) / 2
+    assert heads.hidden_seconds == 0
     assert context(*SHARED).hidden_seconds == 0  # gathered before
 
 

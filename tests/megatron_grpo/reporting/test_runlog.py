@@ -96,6 +96,7 @@ def test_the_age_of_tokens_is_told_as_shares_of_generations():
         "rollout/version_lag_mean": pytest.approx((5 + 2 * 3 + 3 * 1 + 12 * 3) / 18),
         "rollout/version_lag_max": 5,
         "rollout/mixed_versions_frac": pytest.approx(1 / 3),
+        "rollout/mixed_versions_token_frac": pytest.approx(5 / 18),
         "rollout/staleness_frac/0": pytest.approx(3 / 18),
         "rollout/staleness_frac/1": pytest.approx(14 / 18),
         "rollout/staleness_frac/2": pytest.approx(1 / 18),
