@@ -10,12 +10,13 @@ from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Experts, Family
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats.safetensors_file import NAMES, stored_names
+from checkpoint_convert.hybrids import read_blocks, read_linear
 from checkpoint_convert.indexers import read_indexer
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
 from checkpoint_convert.rope import num_positions, read_ropes
-from checkpoint_convert.shape import LatentShape, LinearShape, ModelShape, MoeShape, Stacks
+from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape, Stacks
 from checkpoint_convert.text_tower import MULTIMODAL, is_multimodal, text_config
-from checkpoint_convert.windows import FULL, read_windows
+from checkpoint_convert.windows import read_windows
 
 # Keys with one supported value in every family, which is also the value of an absent key.
 # transformers' configs of our families declare only a few of them; code shared by all models, in
@@ -40,8 +41,6 @@ _REQUIRED = {
     "fusion_config": None,
     "transformers_weights": None,  # names another file of weights
 }
-LINEAR = "linear_attention"
-"""What `layer_types` has for a layer with linear attention."""
 # Fields that a shape has from its family.
 _SAME_NAMES = (
     "has_pre_norms",
@@ -74,6 +73,7 @@ def read_shape(folder: str | Path) -> ModelShape:
         )
     family = FAMILIES[model_type]
     values = _with_defaults(family, config)
+    block_types = read_blocks(path, values) if family.has_block_types else ()
     _check_carried_over(path, family, values)
     _scheme(path, whole)  # refuses what cannot be read
     window, windowed_layers = read_windows(path, values, family)
@@ -85,7 +85,7 @@ def read_shape(folder: str | Path) -> ModelShape:
     if "head_dim" in values and values["head_dim"] is None:
         values["head_dim"] = hidden_size // num_heads
     latent = _latent(path, values) if family.has_mla else None
-    linear, linear_layers = _linear(path, values) if family.linear else (None, ())
+    linear, linear_layers = read_linear(path, values, family, block_types)
     return ModelShape(
         family=family.model_type,
         num_layers=integer(path, values, "num_hidden_layers"),
@@ -103,18 +103,17 @@ def read_shape(folder: str | Path) -> ModelShape:
         rms_norm_eps=number(path, values, "rms_norm_eps"),
         max_position_embeddings=num_positions(path, values),
         eos_token_ids=_eos_token_ids(path, values),
-        query_pre_attn_scalar=(
-            number(path, values, family.query_scale) if family.query_scale else None
-        ),
+        query_pre_attn_scalar=_number(path, values, family.query_scale),
         **{name: getattr(family, name) for name in _SAME_NAMES},
         window=window,
         windowed_layers=windowed_layers,
         window_rope_theta=window_rope_theta if windowed_layers else None,
-        moe=_moe(path, family, values),
+        moe=_moe(path, family, values) if not block_types or "moe" in block_types else None,
         latent=latent,
         indexer=read_indexer(path, values, family, latent),
         linear=linear,
         linear_layers=linear_layers,
+        block_types=block_types,
         num_mtp_layers=_count(path, values, family.num_mtp_layers),
     )
 
@@ -213,44 +212,6 @@ def _latent(path: Path, values: Mapping[str, Any]) -> LatentShape:
     )
 
 
-def _linear(path: Path, values: Mapping[str, Any]) -> tuple[LinearShape | None, tuple[int, ...]]:
-    """Linear attention, and the layers that have it."""
-    num_layers = integer(path, values, "num_hidden_layers")
-    kinds = values["layer_types"]
-    if not kinds:
-        every = integer(path, values, "full_attention_interval")
-        kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
-    known = [FULL, LINEAR]
-    is_list = isinstance(kinds, list) and all(kind in known for kind in kinds)
-    if not is_list or len(kinds) != num_layers or FULL not in kinds:
-        raise ValueError(
-            f"{path}: layer_types is {kinds!r}; it must list {known}, one for each of "
-            f"num_hidden_layers({num_layers}), and {FULL} at least once"
-        )
-    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-    if not layers:
-        return None, ()
-    gate = values.get("output_gate_type")  # only vLLM reads it
-    if gate not in (None, "silu", "swish"):
-        raise ValueError(f"{path}: output_gate_type is {gate!r}, only 'silu' is supported")
-    num_keys, num_values = (
-        integer(path, values, f"linear_num_{x}_heads") for x in ("key", "value")
-    )
-    if num_values % num_keys:
-        raise ValueError(
-            f"{path}: linear_num_key_heads({num_keys}) must divide "
-            f"linear_num_value_heads({num_values})"
-        )
-    shape = LinearShape(
-        num_key_heads=num_keys,
-        num_value_heads=num_values,
-        key_dim=integer(path, values, "linear_key_head_dim"),
-        value_dim=integer(path, values, "linear_value_head_dim"),
-        kernel_size=integer(path, values, "linear_conv_kernel_dim"),
-    )
-    return shape, layers
-
-
 def _groups(path: Path, values: Mapping[str, Any], num_experts: int) -> tuple[int, int]:
     """Number of groups of experts, and of those of a token.
 
@@ -327,6 +288,10 @@ def _switch(path: Path, values: Mapping[str, Any], key: bool | str) -> bool:
     return boolean(path, values, key) if isinstance(key, str) else key
 
 
+def _number(path: Path, values: Mapping[str, Any], key: str | None) -> float | None:
+    return None if key is None else number(path, values, key)
+
+
 def _count(path: Path, values: Mapping[str, Any], key: str | None, minimum: int = 0) -> int:
     return 0 if key is None else integer(path, values, key, minimum)
 
@@ -347,7 +312,8 @@ def _num_dense_layers(path: Path, values: Mapping[str, Any], key: str | None) ->
 
 
 def _check_carried_over(path: Path, family: Family, config: Mapping[str, Any]) -> None:
-    rotary = {"partial_rotary_factor": family.partial_rotary_factor}
+    factor = family.partial_rotary_factor
+    rotary = {"partial_rotary_factor": factor} if factor else {}  # which else nobody reads
     refused = [
         f"{key} is {config[key]!r}, only {carried!r} is supported"
         for key, carried in {**_REQUIRED, **rotary, **family.required}.items()

@@ -231,13 +231,15 @@ def _place(parameter: Parameter, dims: ParallelDims, at: Coordinates) -> tuple[i
 def _owners(shape: ModelShape, dims: ParallelDims) -> list[Coordinates]:
     """Coordinates of ranks that hold anything but replicas; without experts, one per shard."""
     places = [dims.coordinates(rank) for rank in range(dims.world_size)]
-    ends = [chunks[-1].stop for chunks in pipeline_layers(shape.num_layers, dims)]
+    have_experts = [
+        any("moe" in shape.modules(layer) for chunk in chunks for layer in chunk)
+        for chunks in pipeline_layers(shape.num_layers, dims)
+    ]
     return [
         at
         for at in places
         if (at.data == at.context == 0)
-        # The stage has layers with experts.
-        or (ends[at.pipeline] > shape.num_dense_layers and dims.expert_place(at).data == 0)
+        or (have_experts[at.pipeline] and dims.expert_place(at).data == 0)
     ]
 
 

@@ -36,6 +36,8 @@ def read_ropes(
     Where these layers have their own, `rope_parameters` has an object for each kind of layer. The
     older `rope_scaling` is that of layers without a window, as `rope_theta` is.
     """
+    if not family.partial_rotary_factor:  # no layer has it
+        return 10_000.0, None, None
     windows = family.windows
     if windows is None or windows.rope_theta is None:
         return *read_rope(path, config, family), None

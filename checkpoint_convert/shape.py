@@ -21,6 +21,8 @@ Stacks = Literal["alternating", "joined", "transposed"]
 """`alternating`: [experts, inputs, outputs], of which those of gate and up alternate; `joined`:
 [experts, outputs, inputs], of which those of gate come before those of up; `transposed`: the same
 as [experts, inputs, outputs]."""
+Module = Literal["attention", "linear", "mlp", "moe"]
+"""Of a layer: attention, linear attention in its place, a dense MLP, or a mixture of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,13 @@ class IndexerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
-    """Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464): each head has a
-    matrix for what it remembers of all tokens before, in place of their keys and values."""
+    """Linear attention by the gated delta rule (Gated DeltaNet, arXiv 2412.06464) or of Mamba-2
+    (arXiv 2405.21060): each head has a matrix for what it remembers of all tokens before, in place
+    of their keys and values."""
 
+    is_mamba: bool = False
+    """Whether it is that of Mamba-2: its groups are heads of keys, its heads those of values, and
+    its state size that of a key."""
     num_key_heads: int
     """Heads of queries and of keys."""
     num_value_heads: int
@@ -81,6 +87,13 @@ class LinearShape:
     def mixed_dim(self) -> int:
         """Size of a head of queries and of keys, and of its heads of values, together."""
         return 2 * self.key_dim + self.group_size * self.value_dim
+
+    @property
+    def projected_dim(self) -> int:
+        """Outputs of the projection of hidden states: the above, gates, and of each head of values
+        a decay and, under the delta rule, the strength of an update."""
+        rates = self.num_value_heads * (1 if self.is_mamba else 2)
+        return self.num_key_heads * self.mixed_dim + self.num_value_heads * self.value_dim + rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,12 +181,12 @@ class ModelShape:
     activation: str = "silu"
     """Of the gate of an MLP: `silu`, or `gelu_pytorch_tanh`, which is GELU's approximation; or of
     gate g and its other factor u, `swigluoai`: (u + 1) g sigmoid(1.702 g), of g up to 7 and u from
-    -7 to 7."""
+    -7 to 7; or of an MLP without gates, `relu2`: the square of what is above 0."""
     has_output_gate: bool = False
     """Whether what attention returns is multiplied by a sigmoid, of as many outputs of the
     projection of queries."""
     partial_rotary_factor: float = 1.0
-    """Part of each head that RoPE rotates; it comes first."""
+    """Part of each head that RoPE rotates; it comes first. 0: there is no RoPE."""
     window: int | None = None
     """Number of tokens, itself included, that a token attends to in `windowed_layers`."""
     windowed_layers: tuple[int, ...] = ()
@@ -190,6 +203,8 @@ class ModelShape:
     linear: LinearShape | None = None
     """Attention of `linear_layers`; None: there are none."""
     linear_layers: tuple[int, ...] = ()
+    block_types: tuple[Module, ...] = ()
+    """Of a model whose layers have one module each: which; empty: layers have two."""
     num_mtp_layers: int = 0
     """Number of layers that weight files may have behind the last one, to predict tokens after the
     next (multi-token prediction). They are no part of the model, and stay in an export."""
@@ -205,14 +220,31 @@ class ModelShape:
         return self.num_mtp_layers == 1 and self.indexer is None
 
     @property
+    def has_gates(self) -> bool:
+        """Whether MLPs and experts have gates."""
+        return self.activation != "relu2"
+
+    def modules(self, layer: int) -> tuple[Module, ...]:
+        """The modules of a layer, each with a residual connection."""
+        if self.block_types:
+            return (self.block_types[layer],)
+        is_dense = self.moe is None or layer < self.moe.num_dense_layers
+        attention: Module = "linear" if layer in self.linear_layers else "attention"
+        return attention, "mlp" if is_dense else "moe"
+
+    def num_layers_with(self, module: Module) -> int:
+        """How many layers have it."""
+        return sum(module in self.modules(layer) for layer in range(self.num_layers))
+
+    @property
     def num_dense_layers(self) -> int:
-        """Number of layers with a dense MLP; they come first."""
-        return self.num_layers if self.moe is None else self.moe.num_dense_layers
+        """Number of layers with a dense MLP; where layers have two modules they come first."""
+        return self.num_layers_with("mlp")
 
     @property
     def num_attending_layers(self) -> int:
-        """Number of layers with keys and values of all tokens: those without linear attention."""
-        return self.num_layers - len(self.linear_layers)
+        """Number of layers with keys and values of all tokens."""
+        return self.num_layers_with("attention")
 
     @property
     def attending_share(self) -> float:
@@ -234,7 +266,9 @@ class ModelShape:
     @property
     def has_equal_layers(self) -> bool:
         """Whether all layers have the same modules; Megatron then stacks them in checkpoints."""
-        return self.num_dense_layers in (0, self.num_layers) and not self.linear_layers
+        if self.linear_layers or self.block_types:
+            return False
+        return self.moe is None or self.moe.num_dense_layers in (0, self.num_layers)
 
 
 def named_fields(shape: ModelShape) -> dict[str, Any]:
@@ -285,7 +319,7 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
     if linear is not None and linear.num_key_heads % (dims.tensor * dims.context):
         raise ValueError(
             f"tensor({dims.tensor}) * context({dims.context}) cannot split linear attention: it "
-            f"does not divide linear_num_key_heads({linear.num_key_heads}), of which each rank "
+            f"does not divide {_key_heads(linear)}({linear.num_key_heads}), of which each rank "
             "computes some for all tokens"
         )
     if shape.moe is None:
@@ -309,6 +343,11 @@ def check_divisible(shape: ModelShape, dims: ParallelDims) -> None:
                 f"{axis}({size}) cannot split the experts: it does not divide their "
                 f"{split}({whole}); legal values are {divisors(whole)}"
             )
+
+
+def _key_heads(linear: LinearShape) -> str:
+    """What config.json calls their number."""
+    return "n_groups" if linear.is_mamba else "linear_num_key_heads"
 
 
 def _obstacles(shape: ModelShape, tensor: int) -> list[str]:
@@ -335,7 +374,7 @@ def split_obstacles(shape: ModelShape, tensor: int, further: Mapping[str, int]) 
     if shape.moe is not None:
         split["intermediate_size of the shared expert"] = shape.moe.shared_intermediate_size
     if shape.linear is not None:
-        split["linear_num_key_heads"] = shape.linear.num_key_heads
+        split[_key_heads(shape.linear)] = shape.linear.num_key_heads
     split |= further
     obstacles = [f"does not divide {name}({size})" for name, size in split.items() if size % tensor]
     if kv_heads % tensor and tensor % kv_heads:

@@ -35,15 +35,21 @@ def sequence_positions(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Ten
 
 
 def causal_convolution(
-    x: Tensor, weight: Tensor, cu_seqlens: Tensor, before: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor,
+    before: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Mix each channel of a token with those of the tokens before it in its sequence.
 
     `x` [T, channels]; `weight` [channels, size of the kernel], of which the last is the token's
-    own; `before` [n, size of the kernel - 1, channels] has tokens before each sequence, else zeros.
+    own; `before` [n, size of the kernel - 1, channels] has tokens before each sequence, else zeros;
+    `bias` [channels].
     """
     sequences, positions = sequence_positions(cu_seqlens, len(x))
-    mixed = x * weight[:, -1]
+    own = weight[:, -1]
+    mixed = x * own if bias is None else torch.addcmul(bias, x, own)
     for distance in range(1, weight.shape[1]):
         shifted = pad(x, (0, 0, distance, 0))[: len(x)]
         outside = x.new_zeros(())
@@ -119,6 +125,19 @@ class Chunks:
         return x.index_select(0, self.order).split(self.steps)
 
 
+def decays(decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What stays of a memory between two tokens of a chunk [..., later, earlier], 0 for later ones;
+    since the beginning of the chunk, and until its end [..., size, 1]. `decay` [..., size] is the
+    logarithm of what stays at each token."""
+    # Differences of two sums lose digits, which float64 has.
+    kept = decay.double().cumsum(-1)
+    between = kept.unsqueeze(-1) - kept.unsqueeze(-2)
+    is_later = torch.ones_like(between[0, 0], dtype=torch.bool).triu(1)
+    between = between.masked_fill(is_later, -torch.inf).to(decay.dtype).exp()
+    since, until = (x.to(decay.dtype).exp().unsqueeze(-1) for x in (kept, kept[..., -1:] - kept))
+    return between, since, until
+
+
 def gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -137,15 +156,10 @@ def gated_delta_rule(
     """
     if memory is None:
         memory = value.new_zeros(len(chunks.sequences), *key.shape[1:], value.shape[-1])
-    chunked, size = chunks.of_tokens, chunks.size
+    chunked = chunks.of_tokens
     query, key, value = chunked(query * query.shape[-1] ** -0.5), chunked(key), chunked(value)
     weighted = chunked(strength).unsqueeze(-1)
-    # Since the beginning of the chunk: differences of two lose digits, which float64 has.
-    kept = chunked(decay).double().cumsum(-1)
-    between = kept.unsqueeze(-1) - kept.unsqueeze(-2)
-    is_later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
-    between = between.masked_fill(is_later, -torch.inf).to(key.dtype).exp()
-    since, until = (x.to(key.dtype).exp().unsqueeze(-1) for x in (kept, kept[..., -1:] - kept))
+    between, since, until = decays(chunked(decay))
     fresh, carried = torch.linalg.solve_triangular(
         weighted * (key @ key.transpose(-1, -2)) * between,
         weighted * torch.cat([value, key * since], -1),
@@ -217,27 +231,24 @@ def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
     return found
 
 
-def read_memories(
-    x: Tensor,
-    weight: Tensor,
-    heads: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
-    decay: Tensor,
-    strength: Tensor,
-    stages: list[Stage],
-) -> Tensor:
-    """The outputs of `gated_delta_rule` after the convolution of `x` [T, channels] by `weight`.
+Rule = Callable[[Tensor, Tensor | slice, Chunks, Tensor | None], tuple[Tensor, Tensor]]
+"""Of what the convolution gives for some tokens [t, channels], the packed positions of these, their
+chunks and memories before them: what they read, and the memories after them."""
 
-    `heads` makes queries, keys and values of what that gives.
-    """
+
+def read_memories(
+    x: Tensor, weight: Tensor, rule: Rule, stages: list[Stage], bias: Tensor | None = None
+) -> Tensor:
+    """The outputs of a rule, such as `gated_delta_rule`, after the convolution of `x` [T, channels]
+    by `weight`, with `bias` if it has any."""
     outputs, memories, lasts = [], x.new_zeros(0), x.new_zeros(0)
     for stage in stages:
         own, memory = x[stage.tokens], None
         before = x.new_zeros(len(stage.cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1])
         if stage.follows is not None:
             before, memory = lasts[stage.follows], memories[stage.follows]
-        mixed = silu(causal_convolution(own, weight, stage.cu_seqlens, before))
-        rates = decay[stage.tokens], strength[stage.tokens]
-        read, memory = gated_delta_rule(*heads(mixed), *rates, stage.chunks, memory)
+        mixed = silu(causal_convolution(own, weight, stage.cu_seqlens, before, bias))
+        read, memory = rule(mixed, stage.tokens, stage.chunks, memory)
         last = last_tokens(own, stage.cu_seqlens, before)
         if stage.follows is None:
             memories, lasts = memory, last

@@ -7,9 +7,9 @@ from helpers.published_models import PUBLISHED_MODELS, write_config
 
 # Counts of the parameters in the weight files, from the model hub, with the biases by which routers
 # choose experts; those of Qwen3-VL are of its text tower. GLM's and DeepSeek's are without the
-# layer that predicts further tokens; those of the Qwens with linear attention (80B: 81.3 billion
-# with that layer), of GLM-4.7-Flash and from Seed-OSS to Kimi-K2, of DeepSeek-V3.2 and of GLM-5 are
-# of transformers' models.
+# layer that predicts further tokens; those of Nemotron and the Qwens with linear attention (80B:
+# 81.3 billion with that layer), of GLM-4.7-Flash and from Seed-OSS to Kimi-K2, of DeepSeek-V3.2 and
+# of GLM-5 are of transformers' models.
 NUM_PARAMETERS = {
     "SmolLM2-135M": 134_515_008,
     "Llama-3.1-8B": 8_030_261_248,
@@ -22,6 +22,7 @@ NUM_PARAMETERS = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "Qwen3-VL-30B-A3B": 30_532_122_624,
     "Qwen3-VL-235B-A22B": 235_093_634_560,
+    "Nemotron-3-Nano-30B-A3B": 31_577_940_288,
     "Qwen3-Next-80B-A3B": 79_674_391_296,
     "Qwen3.5-9B": 8_953_803_264,
     "Qwen3.5-35B-A3B": 34_660_610_688,

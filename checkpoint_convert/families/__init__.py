@@ -13,6 +13,7 @@ from checkpoint_convert.families.minimax_m2 import MINIMAX_M2
 from checkpoint_convert.families.ministral3 import MINISTRAL3
 from checkpoint_convert.families.mistral import MISTRAL
 from checkpoint_convert.families.mixtral import MIXTRAL
+from checkpoint_convert.families.nemotron_h import NEMOTRON_H
 from checkpoint_convert.families.olmo2 import OLMO2
 from checkpoint_convert.families.olmo3 import OLMO3
 from checkpoint_convert.families.phi3 import PHI3
@@ -39,6 +40,7 @@ FAMILIES = {
         MINISTRAL3,
         MISTRAL,
         MIXTRAL,
+        NEMOTRON_H,
         OLMO2,
         OLMO3,
         PHI3,

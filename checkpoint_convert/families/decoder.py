@@ -9,19 +9,31 @@ from dataclasses import replace
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Parameter, Tensor, in_one_tensor
 from checkpoint_convert.families.ffn import dense_mlp, moe_block
-from checkpoint_convert.families.linear import linear_attention
+from checkpoint_convert.families.linear import linear_attention, mamba
 from checkpoint_convert.families.mla import mla_attention
 from checkpoint_convert.shape import ModelShape
 
 ATTENTION_NORM = "input_layernorm.weight"
 MLP_NORM = "pre_mlp_layernorm.weight"
+# What Transformer Engine has for them where the next linear layer alone reads what they return.
+LINEAR_NORM = "self_attention.in_proj.layer_norm_weight"
+QKV_NORM = "self_attention.linear_qkv.layer_norm_weight"
+FC1_NORM = "mlp.linear_fc1.layer_norm_weight"
 SINKS = "core_attention.softmax_offset"
 POST_ATTENTION, POST_MLP = "self_attn_bda.norm.weight", "mlp_bda.norm.weight"
 
 
+EMBEDDING, LAYERS, LAST_NORM = "model.embed_tokens", "model.layers", "model.norm"
+"""The usual names in weight files; see `Family.file_names`."""
+
+
+def _stored(shape: ModelShape, name: str) -> str:
+    return FAMILIES[shape.family].file_names.get(name, name)
+
+
 def embedding(shape: ModelShape, padded_vocab: int) -> list[Parameter]:
     """Parameters of the first pipeline stage only; the embedding has `padded_vocab` rows."""
-    table = Tensor("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
+    table = Tensor(f"{_stored(shape, EMBEDDING)}.weight", (shape.vocab_size, shape.hidden_size))
     zero_rows = padded_vocab - shape.vocab_size
     return [
         Parameter("embedding.word_embeddings.weight", (table,), split=0, zero_rows=zero_rows),
@@ -34,11 +46,11 @@ def head(shape: ModelShape, padded_vocab: int, *, shares_embedding: bool) -> lis
     A tied head is not a parameter when the same stage holds the embedding (`shares_embedding`);
     otherwise it is a copy of the embedding.
     """
-    norm = Tensor("model.norm.weight", (shape.hidden_size,))
+    norm = Tensor(f"{_stored(shape, LAST_NORM)}.weight", (shape.hidden_size,))
     parameters = [Parameter("decoder.final_layernorm.weight", (norm,))]
     if not (shape.tie_word_embeddings and shares_embedding):
         tied = shape.tie_word_embeddings
-        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        name = f"{_stored(shape, EMBEDDING) if tied else 'lm_head'}.weight"
         table = Tensor(name, (shape.vocab_size, shape.hidden_size))
         zero_rows = padded_vocab - shape.vocab_size
         parameters.append(
@@ -62,19 +74,21 @@ def layer(
     read the normalized states: before experts and their router, and before latent attention.
     Checkpoints use Transformer Engine's norm names.
     """
-    source = source or f"model.layers.{index}."
+    source = source or f"{_stored(shape, LAYERS)}.{index}."
+    if shape.block_types:
+        return _block(shape, index, experts, source, transformer_engine=transformer_engine)
 
     def norm(own: str, fused: str, name: str) -> Parameter:
         weight = Tensor(f"{source}{name}.weight", (shape.hidden_size,))
         return Parameter(fused if transformer_engine else own, (weight,), key=fused)
 
     if shape.linear is not None and index in shape.linear_layers:
-        before_attention = "self_attention.in_proj.layer_norm_weight"
+        before_attention = LINEAR_NORM
         attention = linear_attention(
             shape, shape.linear, source + "linear_attn.", "self_attention."
         )
     elif shape.latent is None:
-        before_attention = "self_attention.linear_qkv.layer_norm_weight"
+        before_attention = QKV_NORM
         attention = fused_attention(shape, source + "self_attn.", "self_attention.")
     else:
         before_attention = ATTENTION_NORM
@@ -85,8 +99,8 @@ def layer(
             "self_attention.",
             transformer_engine=transformer_engine,
         )
-    moe = None if index < shape.num_dense_layers else shape.moe
-    before_mlp = "mlp.linear_fc1.layer_norm_weight" if moe is None else MLP_NORM
+    moe = shape.moe if "moe" in shape.modules(index) else None
+    before_mlp = FC1_NORM if moe is None else MLP_NORM
     of_attention, of_mlp = [], []
     if shape.has_pre_norms:
         name = "pre_feedforward_layernorm" if shape.has_post_norms else "post_attention_layernorm"
@@ -105,6 +119,29 @@ def layer(
             else moe_block(shape, moe, source, experts, grouped=transformer_engine)
         ),
     ]
+
+
+def _block(
+    shape: ModelShape, index: int, experts: range, source: str, *, transformer_engine: bool
+) -> list[Parameter]:
+    """A layer with one module, behind a norm; see `layer`."""
+    (kind,), mixer, attention = shape.modules(index), f"{source}mixer.", "self_attention."
+    if kind == "linear":
+        assert shape.linear is not None
+        own, fused = ATTENTION_NORM, LINEAR_NORM
+        module = mamba(shape, shape.linear, mixer, attention)
+    elif kind == "attention":
+        own, fused = ATTENTION_NORM, QKV_NORM
+        module = fused_attention(shape, mixer, attention)
+    elif kind == "mlp":
+        own, fused = MLP_NORM, FC1_NORM
+        module = dense_mlp(shape, mixer, "mlp.")
+    else:
+        assert shape.moe is not None
+        own = fused = MLP_NORM
+        module = moe_block(shape, shape.moe, source, experts, grouped=transformer_engine)
+    weight = Tensor(f"{source}norm.weight", (shape.hidden_size,))
+    return [Parameter(fused if transformer_engine else own, (weight,), key=fused), *module]
 
 
 MTP_LAYER = "mtp.layers.0."

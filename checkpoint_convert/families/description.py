@@ -120,9 +120,11 @@ class Family:
     none."""
     windows: Windows | None = None
     """None: no layer has a window."""
-    linear: Literal["by head", "one by one"] | None = None
+    linear: Literal["by head", "one by one", "mamba"] | None = None
     """How weight files have the projections of linear attention: those of each head of keys
-    together, or one after the other; None: no layer has it."""
+    together, or one after the other; or that it is Mamba-2's; None: no layer has it."""
+    has_block_types: bool = False
+    """Whether layers have one module each, which config.json lists."""
     are_norms_split_in_engine: bool = False
     """Whether the workers of a vLLM engine split the weights of norms over all heads."""
     has_fused_weights: bool = False
@@ -136,6 +138,8 @@ class Family:
     has_mtp_apart: bool = False
     """Whether weight files have these layers apart, as ``mtp.``, not behind the last one. They have
     full attention, also in a model whose layers before have another."""
+    file_names: Mapping[str, str] = field(default_factory=dict)
+    """What weight files have for the usual names of embedding, layers and last norm."""
     engine_names: Mapping[str, str] = field(default_factory=dict)
     """Parts of names in the weight files, and what a vLLM engine has for each."""
 

@@ -1,6 +1,6 @@
-"""The feed-forward part of a layer: a gated MLP, or a mixture of experts in its place.
+"""The feed-forward part of a layer: an MLP, gated or not, or a mixture of experts in its place.
 
-A mixture has a router, gated experts and perhaps a shared expert, which processes every token.
+A mixture has a router, experts and perhaps a shared expert, which processes every token.
 """
 
 from dataclasses import dataclass, replace
@@ -16,28 +16,28 @@ from checkpoint_convert.families.description import (
 from checkpoint_convert.shape import ModelShape, MoeShape, Stacks
 
 
-def gated_mlp(inward: tuple[int, int], source: str, target: str) -> list[Parameter]:
-    """`inward` is the shape of the gate: intermediate size and hidden size.
+def mlp(shape: ModelShape, size: int, source: str, target: str) -> list[Parameter]:
+    """An MLP of intermediate size `size`.
 
     `source` and `target` are name prefixes in weight files and in Megatron.
     """
-    gate, up = (Tensor(f"{source}{name}_proj.weight", inward) for name in ("gate", "up"))
+    inward, names = (size, shape.hidden_size), ("gate", "up") if shape.has_gates else ("up",)
     down = Tensor(source + "down_proj.weight", inward[::-1])
     return [
         Parameter(
             target + "linear_fc1.weight",
-            (gate, up),
+            tuple(Tensor(f"{source}{name}_proj.weight", inward) for name in names),
             split=0,
             is_split_by_source=True,
-            engine_name=source + "gate_up_proj.weight",
+            engine_name=f"{source}{'_'.join(names)}_proj.weight",
         ),
         Parameter(target + "linear_fc2.weight", (down,), split=1),
     ]
 
 
 def dense_mlp(shape: ModelShape, source: str, target: str) -> list[Parameter]:
-    """The MLP of a layer without experts; prefixes are as in `gated_mlp`."""
-    gate_up, down = gated_mlp((shape.intermediate_size, shape.hidden_size), source, target)
+    """The MLP of a layer without experts; prefixes are as in `mlp`."""
+    gate_up, down = mlp(shape, shape.intermediate_size, source, target)
     if FAMILIES[shape.family].has_fused_weights:
         gate_up = replace(gate_up, sources=in_one_tensor(gate_up.engine_name, gate_up.sources))
     return [gate_up, down]
@@ -65,11 +65,8 @@ def moe_block(
         gate = Tensor(f"{block}{names.shared}_gate.weight", (1, shape.hidden_size))
         parameters.append(Parameter("mlp.shared_experts.gate_weight", (gate,)))
     if moe.shared_intermediate_size:
-        parameters += gated_mlp(
-            (moe.shared_intermediate_size, shape.hidden_size),
-            f"{block}{names.shared}.",
-            "mlp.shared_experts.",
-        )
+        size = moe.shared_intermediate_size
+        parameters += mlp(shape, size, f"{block}{names.shared}.", "mlp.shared_experts.")
     pattern = "mlp.experts.{}{}" if grouped else "mlp.experts.local_experts.{1}.{0}"
     kinds = ("weight", "bias") if shape.has_linear_biases else ("weight",)
     for local_index, index in enumerate(experts):
@@ -115,19 +112,20 @@ def _expert(
     """
     sizes, is_weight = (moe.intermediate_size, shape.hidden_size), kind == "weight"
     inward, outward = (sizes, sizes[::-1]) if is_weight else (sizes[:1], sizes[1:])
-    gate, up = (Tensor(f"{source}{index}.{name}.{kind}", inward) for name in (names.gate, names.up))
+    firsts = (names.gate, names.up) if shape.has_gates else (names.up,)
+    inner = tuple(Tensor(f"{source}{index}.{name}.{kind}", inward) for name in firsts)
     down = Tensor(f"{source}{index}.{names.down}.{kind}", outward)
     if moe.stacks is not None:
         end = "" if is_weight else "_bias"
         stack = _Stack(moe.stacks, index, moe.num_experts)
-        gate, up = stack.halves(f"{source}gate_up_proj{end}", (gate, up))
+        inner = stack.halves(f"{source}gate_up_proj{end}", inner)
         down = stack.whole(f"{source}down_proj{end}", down)
     first, second = (f"mlp.experts.experts.{linear}.{kind}" for linear in EXPERT_LINEARS)
     stack_axes = ((index, moe.num_experts),)
     return [
         Parameter(
             targets[0],
-            (gate, up),
+            inner,
             split=0,
             is_split_by_source=True,
             is_expert=True,
@@ -165,7 +163,7 @@ class _Stack:
         shape, start = (self.size, *sizes), (self.index, *(0 for _ in sizes))
         return replace(tensor, stack=StackPlace(name, shape, shape, start, axes))
 
-    def halves(self, name: str, tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def halves(self, name: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Two tensors of an expert whose rows are the halves of one, or alternate there."""
         rows, *columns = tensors[0].shape
         if self.kind == "alternating":

@@ -1,5 +1,6 @@
-"""Linear attention by the gated delta rule: see `LinearShape`."""
+"""Linear attention: see `LinearShape`."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from checkpoint_convert.families import FAMILIES
@@ -52,4 +53,41 @@ def linear_attention(
             (Tensor(f"{source}out_proj.weight", (hidden, values)),),
             split=1,
         ),
+    ]
+
+
+A_LOG = "A_log"
+"""Of whose values a vLLM engine holds -exp(value), in a model with Mamba-2's layers."""
+
+
+def mamba(shape: ModelShape, linear: LinearShape, source: str, target: str) -> list[Parameter]:
+    """Mamba-2's; `source` and `target` are name prefixes in weight files and in Megatron.
+
+    Ranks split groups, each with its heads. Of each come, one after the other, the projections to
+    gates, x, B, C and steps; and so do the rows of the convolution of x, B and C.
+    """
+    groups, num_heads, hidden = linear.num_key_heads, linear.num_value_heads, shape.hidden_size
+    states, values = groups * linear.key_dim, num_heads * linear.value_dim
+
+    def fused(name: str, sizes: Sequence[int], *columns: int) -> Parameter:
+        """Of sources that are rows of one tensor also in the files."""
+        stored = f"{source}{name}"
+        parts = in_one_tensor(stored, [Tensor(stored, (size, *columns)) for size in sizes])
+        own = target + name.replace("conv1d.", "conv1d_")
+        return Parameter(own, parts, split=0, interleave_groups=groups, engine_name=stored)
+
+    def by_row(name: str, stored: str, size: int, *, is_float32: bool = False) -> Parameter:
+        sources = (Tensor(source + stored, (size,)),)
+        return Parameter(target + name, sources, split=0, is_float32_in_engine=is_float32)
+
+    output = Tensor(f"{source}out_proj.weight", (hidden, values))
+    return [
+        fused("conv1d.weight", (values, states, states), 1, linear.kernel_size),
+        fused("conv1d.bias", (values, states, states)),
+        by_row("dt_bias", "dt_bias", num_heads),
+        by_row("A_log", A_LOG, num_heads, is_float32=True),
+        by_row("D", "D", num_heads),
+        by_row("out_norm_weight", "norm.weight", values),
+        fused("in_proj.weight", (values, values, states, states, num_heads), hidden),
+        Parameter(f"{target}out_proj.weight", (output,), split=1),
     ]

@@ -32,12 +32,25 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
             "it out"
         )
     check_attention(rollout.engine, shape)
+    if shape.linear is not None and shape.linear.is_mamba:
+        _check_mamba(rollout, shape)
     kind = "linear" if shape.linear else "sparse" if shape.indexer else None
     if kind and not rollout.recompute_kv_cache:
         raise ValueError(
             f"rollout.recompute_kv_cache false is not supported for a model with {kind} attention: "
             "leave it out"
         )
+
+
+def _check_mamba(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError for what was not tried with Mamba-2's layers."""
+    untried = {
+        "rollout.weight_transport disk": rollout.weight_transport == "disk",
+        "rollout.router_replay true": rollout.router_replay,
+        "rollout.vllm.speculative_config": bool(rollout.vllm.get("speculative_config")),
+    }
+    if told := [key for key, is_on in untried.items() if is_on]:
+        raise ValueError(f"{told[0]} is not supported for a {shape.family}: leave it out")
 
 
 def check_attention(engine: str, shape: ModelShape) -> None:
@@ -126,6 +139,11 @@ def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
         raise ValueError(
             f"rollout.engine vllm without a GPU has no sparse attention for a {shape.family}: "
             f"{instead}"
+        )
+    if shape.linear is not None and shape.linear.is_mamba:
+        raise ValueError(
+            f"rollout.engine vllm without a GPU has no kernels for a {shape.family}, and no other "
+            "engine serves it here: set rollout.base_urls to engines on GPUs"
         )
     dims = engine_dims(rollout)
     part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)

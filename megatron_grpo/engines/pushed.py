@@ -1,5 +1,6 @@
 """What pushes carry, and the checksums that the workers of an engine must then report."""
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.families.linear import A_LOG
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.layouts import holdings, quantized_engine
 from megatron_grpo.engines.push_protocol import WorkerSums
@@ -32,11 +34,20 @@ def pushed_sender(policy: Policy, sender: Sender, cfg: Config, groups: Groups) -
 
 def pushed_weights(policy: Policy, cfg: Config, groups: Groups) -> Mapping[str, Tensor]:
     """The local tensors of `pushed_sender`; collective over all ranks."""
-    weights = policy.served(cfg.lora)
+    weights = in_engine(policy.served(cfg.lora), policy.shape)
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
     if model is None:
         return weights
     return quantized_shard(weights, policy.layout, model, groups)
+
+
+def in_engine(weights: Mapping[str, Tensor], shape: ModelShape) -> Mapping[str, Tensor]:
+    """A rank's weights with the values that vLLM computes with where it loads others: `A_LOG`."""
+    if shape.linear is None or not shape.linear.is_mamba:
+        return weights
+    wide = {name: weights[name].detach().float() for name in weights if name.endswith(A_LOG)}
+    changed = {name: -value.exp() for name, value in wide.items()}
+    return ChainMap(changed, weights)  # type: ignore[arg-type]  # of which nothing is written
 
 
 def sums_of_all_ranks(

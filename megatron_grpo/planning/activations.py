@@ -189,25 +189,26 @@ def _norm(cfg: Config, width: float) -> float:
 def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
     """Bytes per token of a layer's parts, by Megatron-Core's names for `recompute_modules`."""
     itemsize = ITEMSIZE[cfg.model.dtype]
-    places = 2 * (shape.has_pre_norms + shape.has_post_norms)
+    modules = shape.modules(0)
+    places = len(modules) * (shape.has_pre_norms + shape.has_post_norms)
     norms = places * _norm(cfg, shape.hidden_size) * _token_share(cfg)
     # Transformer Engine fuses a norm into the linear after it, which keeps its output; only the
     # norms before a mixture and before latent attention are modules of their own, whose output
     # Megatron can recompute.
     alone = (shape.moe is not None) + (shape.latent is not None)
-    separate = alone if _uses_transformer_engine(cfg) else 2
+    separate = alone if _uses_transformer_engine(cfg) else len(modules)
     outputs = separate * itemsize * shape.hidden_size * _token_share(cfg)
     parts = {
         "layernorm": outputs,
         "norms": norms - outputs,
         **_attention(cfg, shape),
     }
-    if shape.moe is None:
-        parts["mlp"] = _gated(cfg, itemsize) * shape.intermediate_size / cfg.dims.tensor
-    else:
+    if "mlp" in modules:
+        parts["mlp"] = _inner(cfg, shape) * shape.intermediate_size / cfg.dims.tensor
+    if shape.moe is not None:
         parts["moe"] = _experts(cfg, shape)
         columns = shape.moe.shared_intermediate_size / cfg.dims.tensor
-        parts["shared_experts"] = _gated(cfg, itemsize) * columns
+        parts["shared_experts"] = _inner(cfg, shape) * columns
         if shape.moe.has_shared_gate:  # what is multiplied by a sigmoid, and that
             parts["shared_experts"] += itemsize * (shape.hidden_size + 1) * _token_share(cfg)
     return parts
@@ -220,6 +221,8 @@ def _attention(cfg: Config, shape: ModelShape) -> dict[str, float]:
         split, whole = kept_bytes(shape.linear, cfg.dims.context)
         output = itemsize * shape.linear.num_value_heads * shape.linear.value_dim
         return {"linear attention": (split + output) / tensor + whole}
+    if "attention" not in shape.modules(0):
+        return {}
     parts = {
         "core_attn": _core_attention(cfg, shape) / tensor,
         "around attention": _around_attention(cfg, shape),
@@ -285,12 +288,16 @@ def _norms_of_heads(cfg: Config, shape: ModelShape) -> float:
     return heads * norm / cfg.dims.tensor
 
 
-def _gated(cfg: Config, itemsize: int) -> float:
-    """Bytes of a gated MLP per intermediate element: both halves, and what is computed from them.
+def _inner(cfg: Config, shape: ModelShape) -> float:
+    """Bytes of an MLP per intermediate element: with gates both halves, and what is computed from
+    them.
 
     Without fusion, the latter is the activated half, another copy of the other half, and their
-    product.
+    product. Without gates it is what is above 0, and its square.
     """
+    itemsize = ITEMSIZE[cfg.model.dtype]
+    if not shape.has_gates:
+        return itemsize * 2
     return itemsize * (3 if _is_fused(cfg, "bias_activation_fusion") else 5)
 
 
@@ -306,7 +313,7 @@ def _experts(cfg: Config, shape: ModelShape) -> float:
     # float32 probability, and a part of the columns.
     tokens = (itemsize * shape.hidden_size + 4) * cfg.dims.expert_tensor
     weighed = 0 if _is_fused(cfg, "bias_activation_fusion") else itemsize
-    columns = (_gated(cfg, itemsize) + weighed) * moe.intermediate_size
+    columns = (_inner(cfg, shape) + weighed) * moe.intermediate_size
     return (router + moe.experts_per_token * (tokens + columns)) * _token_share(cfg)
 
 
@@ -339,16 +346,18 @@ def _offloaded(cfg: Config, shape: ModelShape) -> float:
     row = itemsize * shape.hidden_size * share
     norm = _norm(cfg, shape.hidden_size) * share
     output = itemsize * shape.num_attention_heads * shape.value_dim / cfg.dims.tensor
+    before_qkv = norm if fused and shape.has_pre_norms else row  # the norm that is fused into it
     parts = {
         "attn_norm": norm - row,
-        # With the norm that is fused into it, and those of queries and keys.
-        "qkv_linear": (norm if fused and shape.has_pre_norms else row)
-        + _norms_of_heads(cfg, shape),
+        "qkv_linear": before_qkv + _norms_of_heads(cfg, shape),
         # The product after it keeps its output, too.
         "core_attn": _core_attention(cfg, shape) / cfg.dims.tensor - output,
         "attn_proj": output,
     }
-    if shape.moe is not None or not fused:
+    modules = {*shape.modules(0)}
+    if not modules & {"attention", "linear"}:
+        parts = {}
+    if "moe" in modules or ("mlp" in modules and not fused):
         parts["mlp_norm"] = norm - row
     if shape.moe is not None:
         chosen = shape.moe.experts_per_token * share

@@ -1,4 +1,4 @@
-"""What linear attention by the gated delta rule computes, keeps and remembers."""
+"""What linear attention computes, keeps and remembers."""
 
 from checkpoint_convert.shape import LinearShape
 
@@ -6,7 +6,7 @@ CHUNK = 64
 """Tokens of a chunk, as in `parallel.delta_rule`; that imports torch, which takes seconds."""
 
 
-def delta_rule_flops(linear: LinearShape, chunk: int = CHUNK) -> float:
+def rule_flops(linear: LinearShape, chunk: int = CHUNK) -> float:
     """Operations of a token in a layer, without projections and convolution, which have weights.
 
     In chunks of C tokens (Gated DeltaNet, arXiv 2412.06464, section 3.3), a head with keys of size
@@ -14,8 +14,14 @@ def delta_rule_flops(linear: LinearShape, chunk: int = CHUNK) -> float:
     4 C k; what its key recalls of the memory, what its query reads there, and what it adds to it,
     6 k v; and the weights of its query with changes of values, 2 C v. The triangular system has
     k + v right-hand sides, C (k + v). An engine generates in chunks of one token.
+
+    Mamba-2 (arXiv 2405.21060, section 6) has neither what a key recalls nor the system, and
+    multiplies queries with keys once for all heads of a group: 2 C k.
     """
     key, value = linear.key_dim, linear.value_dim
+    if linear.is_mamba:
+        of_heads = linear.num_value_heads * (2 * chunk * value + 4.0 * key * value)
+        return of_heads + 2.0 * linear.num_key_heads * chunk * key
     return linear.num_value_heads * (chunk * (5 * key + 3 * value) + 6.0 * key * value)
 
 
@@ -29,6 +35,8 @@ def kept_bytes(linear: LinearShape, context: int) -> tuple[float, float]:
     """
     groups, heads, mixed = linear.num_key_heads, linear.num_value_heads, linear.mixed_dim
     key, value = linear.key_dim, linear.value_dim
+    if linear.is_mamba:
+        return _kept_by_mamba(linear), (linear.kernel_size - 1 + 8) * context
     # What the convolution multiplies, and the input and output of the activation after it; the
     # inverse lengths of queries and keys.
     convolution = groups * ((linear.kernel_size + 2) * mixed + 2)
@@ -46,12 +54,25 @@ def kept_bytes(linear: LinearShape, context: int) -> tuple[float, float]:
     return 4 * split, whole * context
 
 
+def _kept_by_mamba(linear: LinearShape) -> float:
+    """The same of `parallel.state_space`."""
+    groups, heads, value = linear.num_key_heads, linear.num_value_heads, linear.value_dim
+    # What the projection gives, what the convolution multiplies, and the input of its activation.
+    mixed = linear.projected_dim + groups * (linear.kernel_size + 1) * linear.mixed_dim
+    # Products of queries with keys, these with decays, and decays between two tokens.
+    pairs = CHUNK * (groups + 2 * heads)
+    # Queries and keys; and the inverse length of the output.
+    of_groups = groups * (2 * linear.key_dim + 1)
+    # Steps and decays; x, values, the output, its norm and its gate; memories before each chunk.
+    of_heads = heads * (4 + 8 * value + (2 * linear.key_dim + 1) * value / CHUNK)
+    return 4 * (mixed + pairs + of_groups + of_heads)
+
+
 def exchanged_elements(linear: LinearShape) -> int:
     """Elements of a token that a layer's context ranks exchange: what the projection gives, and
     what goes into that of the output. A rank has whole tokens before and after, and whole heads in
     between."""
-    groups, values = linear.num_key_heads, linear.num_value_heads * linear.value_dim
-    return groups * linear.mixed_dim + values + 2 * linear.num_value_heads + values
+    return linear.projected_dim + linear.num_value_heads * linear.value_dim
 
 
 def sequence_elements(linear: LinearShape, num_drafted: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.engines.layouts import first_worker
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
-from megatron_grpo.planning.linear_attention import delta_rule_flops
+from megatron_grpo.planning.linear_attention import rule_flops
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.simulation import Loop, Mode
 from megatron_grpo.planning.step_time import StepTime, active_weights
@@ -212,7 +212,7 @@ def _reached(shape: ModelShape, running: int) -> float:
 def _sent_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> float:
     """Bytes of a token that each node of an engine at least sends, and receives; 0 on one node.
 
-    After attention and after the MLP or the experts, the workers of a group add up hidden states.
+    After every module of a layer the workers of a group add up hidden states.
     Whatever the algorithm, and even if switches add, a node's own sum leaves it once. Left out: the
     embedding's sum, and logits, which one worker gathers.
 
@@ -225,11 +225,11 @@ def _sent_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> float:
         return 0.0
     size = shape.hidden_size * ITEMSIZE[cfg.model.dtype]
     if rollout.tensor_parallel_size > card.per_node:
-        return 2.0 * shape.num_layers * size
+        return (1.0 if shape.block_types else 2.0) * shape.num_layers * size
     assert shape.moe is not None, "an engine of several groups shares experts"
     nodes = rollout.gpus_per_engine // card.per_node
     others = (nodes - 1) * (1 - (1 - 1 / nodes) ** shape.moe.experts_per_token)
-    return 2.0 * (shape.num_layers - shape.num_dense_layers) * size * others / nodes
+    return 2.0 * shape.num_layers_with("moe") * size * others / nodes
 
 
 def _flops(shape: ModelShape, tokens: int, prompt_tokens: float, read: float) -> float:
@@ -248,7 +248,7 @@ def _flops(shape: ModelShape, tokens: int, prompt_tokens: float, read: float) ->
     layers = active_weights(shape)
     flops = 2.0 * (layers * (tokens + prompt_tokens) + head * tokens) + attention * read
     if shape.linear is not None:
-        generated = delta_rule_flops(shape.linear, chunk=1) * tokens
-        prompts = delta_rule_flops(shape.linear) * prompt_tokens
+        generated = rule_flops(shape.linear, chunk=1) * tokens
+        prompts = rule_flops(shape.linear) * prompt_tokens
         flops += len(shape.linear_layers) * (generated + prompts)
     return flops

@@ -11,7 +11,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import PARTS, recomputed_layers, recomputed_parts
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.layer_kinds import layer_kinds, mtp_kind
-from megatron_grpo.planning.linear_attention import delta_rule_flops
+from megatron_grpo.planning.linear_attention import rule_flops
 from megatron_grpo.planning.state import StateBytes
 from megatron_grpo.planning.traffic import Cover, LinkUse, activation_links, step_links
 from megatron_grpo.planning.workload import Computed, Workload, forwards_alone
@@ -185,7 +185,9 @@ def _part_flops(shape: ModelShape, work: Computed) -> dict[str, float]:
     """
     flops = {part: 2.0 * size * work.tokens for part, size in _part_weights(shape).items()}
     if shape.linear is not None:
-        return flops | {"delta_rule": delta_rule_flops(shape.linear) * work.tokens}
+        return flops | {"delta_rule": rule_flops(shape.linear) * work.tokens}
+    if "attention" not in shape.modules(0):
+        return flops
     of_pair = 2.0 * shape.num_attention_heads * (shape.head_dim + shape.value_dim)
     if shape.indexer is not None:
         flops["indexer"] = 2.0 * shape.indexer.num_heads * shape.indexer.head_dim * work.pairs
@@ -230,7 +232,8 @@ def _weights_of_layer(shape: ModelShape) -> Mapping[str, float]:
 
 def _part(name: str, shape: ModelShape) -> str:
     """Which of a layer's `PARTS` a Hugging Face tensor belongs to."""
-    if "_attn." in name:
+    modules = shape.modules(0)
+    if "_attn." in name or {*modules} <= {"attention", "linear"}:
         return "attention"
     if ".shared_expert" in name:
         return "shared_experts"

@@ -222,7 +222,7 @@ def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float, flo
             sum(
                 layers * (forwards + backwards) + repeated * ("core_attn" in parts)
                 for kind, layers, repeated in counts
-                if kind.linear is None
+                if "attention" in kind.modules(0)
             )
         )
         mixed.append(
@@ -252,13 +252,14 @@ def _gathered(shape: ModelShape, forwards: float, recomputed: frozenset[str]) ->
     gathered like them, but no matrix's input.
     """
     hidden = inputs = shape.hidden_size
-    rotated = 0
+    modules, elements, rotated = {*shape.modules(0)}, 0.0, 0
     if shape.latent is not None:
         inputs = (shape.latent.query_rank or hidden) + shape.latent.rank
         rotated = shape.latent.rotary_dim
-    passes = forwards + 1 + ("attention" in recomputed)
-    elements = passes * (inputs + rotated + hidden) + inputs
-    if shape.moe is None or shape.moe.shared_intermediate_size:
+    if modules & {"attention", "linear"}:
+        passes = forwards + 1 + ("attention" in recomputed)
+        elements += passes * (inputs + rotated + hidden) + inputs
+    if "mlp" in modules or (shape.moe is not None and shape.moe.shared_intermediate_size):
         part = "mlp" if shape.moe is None else "shared_experts"
         elements += (2 * (forwards + 1 + (part in recomputed)) + 1) * hidden
     return elements

@@ -56,7 +56,7 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
             post_process=layers.stop == shape.num_layers,
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
             vp_stage=virtual_stage if dims.virtual_pipeline > 1 else None,
-            position_embedding_type="rope",
+            position_embedding_type="rope" if shape.rotary_dim else "none",
         )
         for virtual_stage, layers in enumerate(
             pipeline_layers(shape.num_layers, dims)[groups.coordinates.pipeline]
@@ -64,13 +64,16 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     ]
     if config.fine_grained_activation_offloading:
         offload_activations(next(chunks[0].parameters()).device)
-    packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape), axes)
+    packed_rotary = None
+    if shape.rotary_dim:
+        packed_rotary = PackedRotary(_rotary(shape), _window_rotary(shape), axes)
     for chunk in chunks:
         prepare_layers(chunk, cfg, shape, groups)
         add_deepstack(chunk, num_deepstack_layers(cfg), groups)
         if chunk.post_process:
             chunk.output_layer.forward = _pass_hidden_states
-        chunk.rotary_pos_emb = packed_rotary
+        if packed_rotary:
+            chunk.rotary_pos_emb = packed_rotary
         if shape.scales_embeddings and chunk.pre_process:
             _scale_embeddings(chunk)
     if shape.vision and chunks[0].pre_process:
@@ -97,6 +100,7 @@ def describe(chunk: GPTModel, optimizer: Any) -> str:
     fused = uses_transformer_engine(chunk.config)
     attentions = [layer.self_attention for layer in chunk.decoder.layers]
     kinds = {type(getattr(each, "core_attention", each)).__name__ for each in attentions}
+    kinds.discard("IdentityOp")  # of layers without
     steps = {
         type(part.optimizer).__name__
         for part in optimizer.chained_optimizers

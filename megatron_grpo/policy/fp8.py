@@ -97,8 +97,7 @@ def _sizes(shape: ModelShape, dims: ParallelDims) -> dict[str, int]:
         sizes["the shared experts"] = shape.moe.shared_intermediate_size // dims.tensor
     if (linear := shape.linear) is not None:
         values = linear.num_value_heads * linear.value_dim
-        rows = linear.num_key_heads * linear.mixed_dim + values + 2 * linear.num_value_heads
-        sizes["the projections of linear attention"] = rows // dims.tensor
+        sizes["the projections of linear attention"] = linear.projected_dim // dims.tensor
         sizes["the width of linear attention"] = values // dims.tensor
     if shape.latent is not None:
         sizes["kv_lora_rank"] = shape.latent.rank

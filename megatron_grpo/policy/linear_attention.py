@@ -1,13 +1,15 @@
-"""Linear attention by the gated delta rule as a module of Megatron-Core, and attention with gates.
+"""Linear attention as modules of Megatron-Core, and attention with gates.
 
 Megatron-Core's own `GatedDeltaNet` needs kernels of flash-linear-attention also where there is no
 GPU, raises e to a power in the dtype of the weights, makes the norm of outputs zero-centred with
-the other norms, and has the host wait for the lengths of sequences in every layer.
+the other norms, and has the host wait for the lengths of sequences in every layer. Its `MambaMixer`
+needs kernels of mamba-ssm.
 
 Context ranks exchange tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509): each has all tokens
 of some heads in between, and so reads slices of the parameters that all of them hold.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,12 +33,10 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
 
 from checkpoint_convert import ModelShape
-from checkpoint_convert.shape import LinearShape
+from checkpoint_convert.shape import LinearShape, Module
 from megatron_grpo.policy.packed_params import PackedParams
-from parallel.delta_rule import read_memories, unit_heads
-
-SPLIT = ("conv1d_weight", "dt_bias", "A_log")
-"""Parameters of which each tensor rank has the rows of its own heads."""
+from parallel.delta_rule import Chunks, gated_delta_rule, read_memories, unit_heads
+from parallel.state_space import state_space
 
 
 def linear_fields(shape: ModelShape) -> dict[str, Any]:
@@ -52,7 +53,8 @@ def use_linear_attention(layer: ModuleSpec, linear: LinearShape) -> None:
     submodules = layer.submodules.self_attention.submodules
     projections = {"in_proj": submodules.linear_qkv, "out_proj": submodules.linear_proj}
     layer.submodules.self_attention = ModuleSpec(
-        module=GatedDeltaNet, params={"linear": linear, **projections}
+        module=Mamba if linear.is_mamba else GatedDeltaNet,
+        params={"linear": linear, **projections},
     )
     names = layer.submodules.sharded_state_dict_keys_map  # of torch's layers
     if "input_layernorm." in names:
@@ -60,8 +62,28 @@ def use_linear_attention(layer: ModuleSpec, linear: LinearShape) -> None:
         layer.submodules.sharded_state_dict_keys_map = names | own
 
 
-class GatedDeltaNet(MegatronModule):
+def use_gates(layer: ModuleSpec, shape: ModelShape) -> None:
+    """Give attention the gates that the model has."""
+    if shape.has_output_gate:
+        layer.submodules.self_attention.module = GatedAttention
+
+
+def leave_out(layer: ModuleSpec, kept: tuple[Module, ...]) -> None:
+    """Leave a layer with those modules that it has, in a model whose layers have one each."""
+    modules = layer.submodules
+    if not {"attention", "linear"} & {*kept}:
+        modules.input_layernorm = modules.self_attention = IdentityOp
+        modules.self_attn_bda = IdentityFuncOp
+    if not {"mlp", "moe"} & {*kept}:
+        modules.pre_mlp_layernorm = modules.mlp = IdentityOp
+        modules.mlp_bda = IdentityFuncOp
+
+
+class LinearAttention(MegatronModule):
     """The linear attention of a layer."""
+
+    split: tuple[str, ...] = ("conv1d_weight", "dt_bias", "A_log")
+    """Parameters of which each tensor rank has the rows of its own heads."""
 
     def __init__(
         self,
@@ -88,7 +110,7 @@ class GatedDeltaNet(MegatronModule):
         self.in_proj = build_module(
             in_proj,
             config.hidden_size,
-            groups * linear.mixed_dim + values + 2 * heads,
+            linear.projected_dim,
             init_method=config.init_method,
             gather_output=False,
             skip_bias_add=False,
@@ -107,7 +129,6 @@ class GatedDeltaNet(MegatronModule):
         )
         self.conv1d_weight = self._split(groups * linear.mixed_dim, 1, linear.kernel_size)
         self.dt_bias, self.A_log = self._split(heads), self._split(heads)
-        self.out_norm_weight = self._parameter(linear.value_dim)
 
     def _parameter(self, *shape: int) -> Any:
         device, dtype = torch.cuda.current_device(), self.config.params_dtype
@@ -140,28 +161,68 @@ class GatedDeltaNet(MegatronModule):
         output: tuple[Tensor, Tensor | None] = self.out_proj(mixed.unsqueeze(1))
         return output
 
+    def _own(self, group: Any, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The parameters `split` of the heads of this context rank, in `dtype`."""
+        for name in self.split:
+            yield getattr(self, name).chunk(group.size())[group.rank()].to(dtype)
+
     def _mix(self, projected: Tensor, params: PackedParams, group: Any) -> Tensor:
         """[T, all values of this rank's heads] from what `in_proj` gives for all tokens.
 
         Computed in float32 at least, as the engines do.
         """
-        linear, size = self.linear, self.linear.group_size
-        conv, dt_bias, a_log = (
-            getattr(self, name).chunk(group.size())[group.rank()].to(_wide(projected.dtype))
-            for name in SPLIT
+        raise NotImplementedError
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Called by Megatron."""
+        assert metadata is not None
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(self.split, 0),
+            sharded_offsets,
+            tp_group=self.tensor_group,
+            dp_cp_group=metadata["dp_cp_group"],
         )
+        for name, module in self.named_children():
+            sharded |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tensor_group
+            )
+        return sharded
+
+
+class GatedDeltaNet(LinearAttention):
+    """That by the gated delta rule."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.out_norm_weight = self._parameter(self.linear.value_dim)
+
+    def _mix(self, projected: Tensor, params: PackedParams, group: Any) -> Tensor:
+        linear, size = self.linear, self.linear.group_size
+        conv, dt_bias, a_log = self._own(group, _wide(projected.dtype))
         by_group = projected.unflatten(1, (-1, linear.mixed_dim + size * (linear.value_dim + 2)))
         qkv, gate, strength, decay = by_group.split(
             [linear.mixed_dim, size * linear.value_dim, size, size], dim=-1
         )
-        read = read_memories(
-            qkv.flatten(1).to(conv.dtype),
-            conv.squeeze(1),
-            self._heads,
-            -a_log.exp() * softplus(decay.flatten(1).to(conv.dtype) + dt_bias),
-            strength.flatten(1).to(conv.dtype).sigmoid(),
-            params.stages,
-        )
+        x = qkv.flatten(1).to(conv.dtype)
+        decay = -a_log.exp() * softplus(decay.flatten(1).to(conv.dtype) + dt_bias)
+        strength = strength.flatten(1).to(conv.dtype).sigmoid()
+
+        def rule(
+            mixed: Tensor, tokens: Tensor | slice, chunks: Chunks, memory: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            rates = decay[tokens], strength[tokens]
+            return gated_delta_rule(*self._heads(mixed), *rates, chunks, memory)
+
+        read = read_memories(x, conv.squeeze(1), rule, params.stages)
         # Every tensor rank has the norm of its own heads: its gradient is a sum over them.
         weight = copy_to_tensor_model_parallel_region(self.out_norm_weight, self.tensor_group)
         eps = self.config.layernorm_epsilon
@@ -178,29 +239,44 @@ class GatedDeltaNet(MegatronModule):
         query, key = (unit_heads(x).repeat_interleave(size, dim=1) for x in (query, key))
         return query, key, value.unflatten(-1, (size, -1)).flatten(1, 2)
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        """Called by Megatron."""
-        assert metadata is not None
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
-            own,
-            prefix,
-            dict.fromkeys(SPLIT, 0),
-            sharded_offsets,
-            tp_group=self.tensor_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        for name, module in self.named_children():
-            sharded |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tensor_group
+
+class Mamba(LinearAttention):
+    """That of Mamba-2: see `parallel.state_space`."""
+
+    split = (*LinearAttention.split, "conv1d_bias", "D", "out_norm_weight")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        groups, heads = self.linear.num_key_heads, self.linear.num_value_heads
+        self.conv1d_bias = self._split(groups * self.linear.mixed_dim)
+        self.D = self._split(heads)
+        self.out_norm_weight = self._split(heads * self.linear.value_dim)
+
+    def _mix(self, projected: Tensor, params: PackedParams, group: Any) -> Tensor:
+        """The norm is over the values of a group, behind the gate."""
+        linear, size, wide = self.linear, self.linear.group_size, _wide(projected.dtype)
+        conv, dt_bias, a_log, bias, skip, weight = self._own(group, wide)
+        values = size * linear.value_dim
+        by_group = projected.unflatten(1, (-1, values + linear.mixed_dim + size)).to(wide)
+        gate, xbc, step = by_group.split([values, linear.mixed_dim, size], dim=-1)
+        step = softplus(step.flatten(1) + dt_bias)
+        decay = -a_log.exp() * step
+
+        def rule(
+            mixed: Tensor, tokens: Tensor | slice, chunks: Chunks, memory: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            x, b, c = mixed.unflatten(1, (-1, linear.mixed_dim)).split(
+                [values, linear.key_dim, linear.key_dim], dim=-1
             )
-        return sharded
+            x = x.unflatten(-1, (size, -1)).flatten(1, 2)
+            value = x * step[tokens].unsqueeze(-1)
+            read, memory = state_space(c, b, value, decay[tokens], chunks, memory)
+            return read + x * skip.unsqueeze(-1), memory
+
+        read = read_memories(xbc.flatten(1), conv.squeeze(1), rule, params.stages, bias)
+        gated = read.flatten(1).unflatten(1, (-1, values)) * silu(gate)
+        normed = rms_norm(gated, gated.shape[-1:], eps=self.config.layernorm_epsilon)
+        return (normed.flatten(1) * weight).to(projected.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -8,6 +8,7 @@ from math import isclose
 from typing import Literal
 
 from checkpoint_convert import ModelShape, hf_tensors, megatron_layout
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.mla import INDEXER
 from checkpoint_convert.megatron import local_parameters
 from checkpoint_convert.peft import (
@@ -96,6 +97,11 @@ def check_lora(cfg: LoraConfig, shape: ModelShape, tensor: int) -> None:
     """Raise ValueError if `lora` does not fit the model, or its split over `tensor` ranks."""
     if not cfg.r:
         return
+    if FAMILIES[shape.family].file_names:
+        raise ValueError(
+            f"lora.r {cfg.r} is not supported for a {shape.family}: its weight files have other "
+            "names than the modules of transformers, which PEFT gives adapters; set lora.r=0"
+        )
     found = targets_of(cfg, shape)
     layers = {".".join(name.split(".")[:3]) for name in found}
     if len(layers) < shape.num_layers:

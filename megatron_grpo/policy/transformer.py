@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -28,12 +29,14 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from checkpoint_convert import ModelShape, MoeShape
+from checkpoint_convert.shape import Module
 from megatron_grpo.policy.attention import packed_attention_of, use_windows, window_fields
 from megatron_grpo.policy.fp8 import REQUANTIZED, check_fp8
 from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
 from megatron_grpo.policy.linear_attention import (
-    GatedAttention,
+    leave_out,
     linear_fields,
+    use_gates,
     use_linear_attention,
 )
 from megatron_grpo.policy.mla import WholeLinear, softmax_scale, use_latents, yarn_scaling
@@ -61,8 +64,10 @@ ACTIVATIONS = {
     "silu": (silu, None, 0.0),
     "gelu_pytorch_tanh": (partial(gelu, approximate="tanh"), None, 0.0),
     "swigluoai": (quick_gelu, 7.0, 1.0),
+    "relu2": (squared_relu, None, 0.0),
 }
-"""Of the gate; the limit of both factors, None: they have none; and what is added to the other."""
+"""Of the gate, if any; the limit of both factors, None: they have none; what is added to the other.
+"""
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
@@ -175,19 +180,19 @@ def block_spec(
     is_fused = uses_transformer_engine(config)
 
     @cache  # one object for all equal layers: Megatron builds modules from it, and leaves it as is
-    def layer_spec(num_experts: int | None, is_linear: bool) -> ModuleSpec:
+    def layer_spec(modules: tuple[Module, ...]) -> ModuleSpec:
+        num_experts = config.num_moe_experts if "moe" in modules else None
         if is_fused:
             layer = fused_layer_spec(config, num_experts, shape, has_own_rows)
         else:
             layer = torch_layer_spec(config, num_experts, shape)
-        if is_linear and shape.linear is not None:
+        if "linear" in modules and shape.linear is not None:
             use_linear_attention(layer, shape.linear)
+        leave_out(layer, modules)
         return layer
 
-    experts = [None if i < shape.num_dense_layers else config.num_moe_experts for i in layers]
-    linear = [layer in shape.linear_layers for layer in layers]
     return TransformerBlockSubmodules(
-        layer_specs=[*map(layer_spec, experts, linear)],
+        layer_specs=[layer_spec(shape.modules(layer)) for layer in layers],
         layer_norm=LayerNormImpl if is_fused else RMSNorm,
     )
 
@@ -209,7 +214,7 @@ def fused_layer_spec(
     use_latents(layer, shape)
     use_indexer(layer, shape)
     use_windows(layer, shape)
-    _use_gates(layer, shape)
+    use_gates(layer, shape)
     use_norms(layer, shape, config, LayerNormImpl)
     if not shape.has_pre_norms:
         attention = layer.submodules.self_attention.submodules
@@ -251,7 +256,7 @@ def torch_layer_spec(
     use_latents(layer, shape)
     use_indexer(layer, shape)
     use_windows(layer, shape)
-    _use_gates(layer, shape)
+    use_gates(layer, shape)
     use_norms(layer, shape, config, RMSNorm)
     if not shape.has_pre_norms:
         fused_norms = {}
@@ -262,11 +267,6 @@ def torch_layer_spec(
 def _norms_queries(shape: ModelShape) -> bool:
     """Megatron has one switch for the norms of heads and those of latents."""
     return shape.qk_norm or shape.latent is not None
-
-
-def _use_gates(layer: ModuleSpec, shape: ModelShape) -> None:
-    if shape.has_output_gate:
-        layer.submodules.self_attention.module = GatedAttention
 
 
 def _architecture(shape: ModelShape) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
         "add_bias_linear": shape.has_linear_biases,
         "add_qkv_bias": shape.attention_bias,
         "softmax_type": "learnable" if shape.has_sinks else "vanilla",
-        "gated_linear_unit": True,
+        "gated_linear_unit": shape.has_gates,
         "activation_func": function,
         "activation_func_clamp_value": limit,
         "glu_linear_offset": offset,
@@ -298,7 +298,7 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
 
 
 def _moe(shape: ModelShape, moe: MoeShape, implementation: str) -> dict[str, Any]:
-    has_experts = [int(layer >= moe.num_dense_layers) for layer in range(shape.num_layers)]
+    has_experts = [int("moe" in shape.modules(layer)) for layer in range(shape.num_layers)]
     return {
         # A list makes a checkpoint have a key for each layer.
         "moe_layer_freq": 1 if shape.has_equal_layers else has_experts,

@@ -93,16 +93,19 @@ def tiny_config(family):
     return CONFIGS[family](**(tiny | OWN_FIELDS.get(family, {})))
 
 
+NO_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.0}
 OLMO = ("olmo2", "olmo3")
 MULTI_TOKEN = (*LATENTS, "glm4_moe")
 """Families that may be published with layers to predict further tokens."""
-SIGMOIDS = (*MULTI_TOKEN, "minimax_m2")
+SIGMOIDS = (*MULTI_TOKEN, "minimax_m2", "nemotron_h")
 QK_NORMS = (*OLMO, *HYBRIDS, "gemma3_text", "minimax_m2", "qwen3", "qwen3_moe")
 
 
 def shape_by_transformers(config):
     """The shape of the model that transformers builds from its `config`."""
-    family, rope, eos = config.model_type, dict(config.rope_parameters), config.eos_token_id
+    family, eos = config.model_type, config.eos_token_id
+    has_rope = family != "nemotron_h"
+    rope = dict(config.rope_parameters) if has_rope else NO_ROPE.copy()
     latent = moe = None
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if family in LATENTS:
@@ -113,9 +116,11 @@ def shape_by_transformers(config):
             rotary_dim=config.qk_rope_head_dim,
             value_dim=config.v_head_dim,
         )
-    if hasattr(config, "num_experts_per_tok"):
+    blocks = blocks_by_transformers(config)
+    if hasattr(config, "num_experts_per_tok") and (not blocks or "moe" in blocks):
         size = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         shared = getattr(config, "n_shared_experts", 0) * size
+        shared = getattr(config, "moe_shared_expert_intermediate_size", shared)
         moe = MoeShape(
             num_experts=getattr(config, "num_local_experts", None) or config.num_experts,
             experts_per_token=config.num_experts_per_tok,
@@ -154,6 +159,7 @@ def shape_by_transformers(config):
         has_output_gate=family in HYBRIDS,
         linear=linear,
         linear_layers=linear_layers,
+        block_types=blocks,
         scales_embeddings=is_gemma,
         query_pre_attn_scalar=getattr(config, "query_pre_attn_scalar", None),
         activation=(
@@ -161,7 +167,7 @@ def shape_by_transformers(config):
             if is_gemma
             else "swigluoai"
             if family == "gpt_oss"
-            else config.hidden_act
+            else getattr(config, "mlp_hidden_act", None) or config.hidden_act
         ),
         has_linear_biases=family == "gpt_oss",
         has_sinks=family == "gpt_oss",
@@ -185,7 +191,7 @@ def shape_by_transformers(config):
         intermediate_size=getattr(config, "intermediate_size", 512),
         vocab_size=config.vocab_size,
         tie_word_embeddings=config.tie_word_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
+        rms_norm_eps=getattr(config, "layer_norm_epsilon", None) or config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
     )
 
@@ -201,8 +207,26 @@ def indexer_by_transformers(config):
     )
 
 
+BLOCKS = {"linear_attention": "linear", "full_attention": "attention", "mlp": "mlp", "moe": "moe"}
+
+
+def blocks_by_transformers(config):
+    """The one module of each layer, if there are no more."""
+    return tuple(BLOCKS[kind] for kind in getattr(config, "layers_block_type", ()))
+
+
 def linear_by_transformers(config):
     """Linear attention, and the layers that have it."""
+    if blocks := blocks_by_transformers(config):
+        shape = LinearShape(
+            is_mamba=True,
+            num_key_heads=config.n_groups,
+            num_value_heads=config.mamba_num_heads,
+            key_dim=config.ssm_state_size,
+            value_dim=config.mamba_head_dim,
+            kernel_size=config.conv_kernel,
+        )
+        return shape, tuple(i for i, kind in enumerate(blocks) if kind == "linear")
     if config.model_type not in HYBRIDS:
         return None, ()
     shape = LinearShape(
@@ -226,7 +250,7 @@ def yarn_by_transformers(config):
 def windows_by_transformers(config):
     """The window, and the layers that have it: by their kinds, or all of them."""
     window = getattr(config, "sliding_window", None)
-    without = ("llama", "glm4_moe", "deepseek_v3", "seed_oss", "olmo2", *INDEXED)
+    without = ("llama", "glm4_moe", "deepseek_v3", "nemotron_h", "seed_oss", "olmo2", *INDEXED)
     if config.model_type in without or not window:
         return None, ()
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -252,6 +276,7 @@ MUST_SAY = {
     "glm4_moe_lite": {"num_attention_heads": 20, "first_k_dense_replace": 1},
     "minimax_m2": ROUTER_OF_MINIMAX | {"rotary_dim": 64},
     "ministral3": OWN_FIELDS["ministral3"],
+    "nemotron_h": {"layers_block_type": [*BLOCKS]},
     "seed_oss": OWN_FIELDS["seed_oss"],
 }
 
@@ -322,6 +347,15 @@ OF_QWEN3_5 = {
     *("num_position_embeddings", "out_hidden_size", "patch_size", "spatial_merge_size"),
     *("temporal_patch_size", "video_token_id", "vision_config"),
 }
+# Also harmless with Mamba-2's layers: how weights begin, how kernels run, and in which dtype vLLM
+# keeps states, which engines are told; RoPE, which no layer has; and what `layers_block_type` says.
+OF_MAMBA = {
+    *("time_step_floor", "time_step_limit", "time_step_max", "time_step_min"),
+    *("chunk_size", "expand", "rescale_prenorm_residual", "use_mamba_kernels"),
+    *("mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_logits_to_keep"),
+    *("mtp_layers_block_type", "num_hidden_layers", "rope_parameters"),
+    *("get_nemotron_h_config_for_layer", "get_text_config", "rms_norm_eps"),
+}
 OF_EXPERTS = {"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "num_experts"}
 # Values that differ from those of `tiny_config`, where `other_value` cannot derive one.
 OTHER_VALUES = {
@@ -329,6 +363,7 @@ OTHER_VALUES = {
     "index_topk_freq": 2,
     "index_topk_pattern": "FFS",
     "attn_output_gate": False,
+    "block_configs": [{}],
     "decoder_sparse_step": 2,
     "eos_token_id": 3,
     "head_dim": 32,
@@ -338,6 +373,9 @@ OTHER_VALUES = {
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     "logit_scale": 0.5,
     "mlp_only_layers": [1],
+    "layers_block_type": ["linear_attention", "full_attention", "moe"],
+    "mamba_hidden_act": "gelu",
+    "mlp_hidden_act": "silu",
     "model_type": "gemma",
     "moe_layer_freq": 2,
     "norm_topk_prob": False,
@@ -413,6 +451,7 @@ def test_every_key_that_is_read_anywhere_is_carried_over_refused_or_harmless(tmp
     harmless -= {"first_k_dense_replace"} if family in MULTI_TOKEN else set()
     harmless |= OF_LATENTS if family in LATENTS else set()
     harmless -= {"index_topk_freq", "index_topk_pattern"} if family in INDEXED else set()
+    harmless |= OF_MAMBA if family == "nemotron_h" else set()
     # Of scalings that this family's RoPE cannot have here.
     harmless |= {"original_max_position_embeddings"} if family == "phi3" else set()
     # vLLM's file of this family's mixture is DeepSeek's, whose own mixture reads these.

@@ -89,7 +89,7 @@ HEADS = {
         "v_head_dim": 128,
     },
 }
-OWN_SIZE = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
+OWN_SIZE = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "nemotron_h")
 """Families whose experts have an intermediate size of their own."""
 
 

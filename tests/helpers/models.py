@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers.models.minimax_m2 import MiniMaxM2Config
 from transformers.models.ministral3 import Ministral3Config
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
+from transformers.models.nemotron_h import NemotronHConfig
 from transformers.models.olmo2 import Olmo2Config
 from transformers.models.olmo3 import Olmo3Config
 from transformers.models.phi3 import Phi3Config
@@ -65,6 +67,7 @@ CONFIGS = {
     "phi3": Phi3Config,
     "ministral3": Ministral3Config,
     "minimax_m2": MiniMaxM2Config,
+    "nemotron_h": NemotronHConfig,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
     "gemma3_text": Gemma3TextConfig,
@@ -75,7 +78,7 @@ INDEXED = ("deepseek_v32", "glm_moe_dsa")
 """Families with sparse attention."""
 LATENTS = ("deepseek_v3", "glm4_moe_lite", "kimi_k2", *INDEXED)
 """Families with latent attention."""
-NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss", "qwen3_next")
+NEVER_TIED = (*LATENTS, "glm4_moe", "gpt_oss", "nemotron_h", "qwen3_next")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Families with linear attention in most layers."""
 NUM_MTP_LAYERS = "num_nextn_predict_layers"
@@ -193,6 +196,21 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         }
     },
     "mistral": {"sliding_window": None},
+    # Two heads for each group. transformers lets no step be below `time_step_min`, unlike vLLM.
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 4,
+        "ssm_state_size": 8,
+        "time_step_min": 1e-30,
+        "layer_norm_epsilon": 1e-3,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
     "olmo3": {
         "sliding_window": 6,
         "rope_parameters": {
@@ -263,6 +281,8 @@ def tiny_model(
         shape["num_key_value_heads"] = shape["num_attention_heads"]
     if family == "minimax_m2":
         shape["rotary_dim"] = shape["head_dim"] // 2
+    if (blocks := shape.get("layers_block_type")) and "num_hidden_layers" in overrides:
+        shape["layers_block_type"] = [*islice(cycle(blocks), shape["num_hidden_layers"])]
     config = CONFIGS[family](**shape)
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):

@@ -377,7 +377,8 @@ def oracle_logprobs_and_entropies(
     longest = max(len(sequence) for sequence in sequences)
     input_ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences])
     attention_mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
-    has_linear_attention = hasattr(model.config.get_text_config(), "linear_num_key_heads")
+    keys, config = ("linear_num_key_heads", "mamba_num_heads"), model.config.get_text_config()
+    has_linear_attention = any(hasattr(config, key) for key in keys)
     with in_float64() if has_linear_attention else nullcontext():
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
     everything = torch.log_softmax(logits / temperature, dim=-1)
@@ -394,7 +395,7 @@ def oracle_logprobs_and_entropies(
 def in_float64() -> Iterator[None]:
     """Have transformers compute linear attention in float64, and not in float32 as it does whatever
     the dtype of the weights. Positions are integers, and become float32."""
-    own_to, own_float = torch.Tensor.to, torch.Tensor.float
+    own_to, own_float, own_type = torch.Tensor.to, torch.Tensor.float, torch.Tensor.type
 
     def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
         exact = (torch.float64 if each is torch.float32 else each for each in args)
@@ -403,7 +404,10 @@ def in_float64() -> Iterator[None]:
     def to_float(tensor: Tensor) -> Tensor:
         return tensor.double() if tensor.is_floating_point() else own_float(tensor)
 
-    with mock.patch.multiple(torch.Tensor, float=to_float, to=to):
+    def to_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return own_type(tensor, torch.float64 if dtype is torch.float32 else dtype)
+
+    with mock.patch.multiple(torch.Tensor, float=to_float, to=to, type=to_type):
         yield
 
 

@@ -83,6 +83,7 @@ def _load(
 ) -> list[Any]:
     become_worker(models[0][1].num_workers)
     give_sparse_models_dense_kernels()
+    give_experts_without_gates_kernels()
     loaded = []
     for folder, dims in models:
         worker = start_worker(rank, folder, dims, dtype, also)
@@ -109,10 +110,31 @@ def give_sparse_models_dense_kernels() -> None:
     CpuPlatform.get_attn_backend_cls = staticmethod(dense)  # type: ignore[method-assign, assignment]
 
 
+def give_experts_without_gates_kernels() -> None:
+    """Let vLLM build experts without gates on CPUs, with the router that it has on Hopper GPUs."""
+    from unittest.mock import Mock
+
+    from vllm.model_executor.layers.fused_moe import config
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.router import gate_linear
+    from vllm.platforms import current_platform
+
+    # What the two ask for; their other questions are answered by the CPU's.
+    config.current_platform = Mock(wraps=current_platform, is_cuda_alike=lambda: True)
+    gate_linear.current_platform = Mock(
+        wraps=current_platform, is_cuda=lambda: True, is_device_capability=lambda _: True
+    )
+    experts: Any = cpu_moe.CPUUnquantizedExperts
+    experts._supports_no_act_and_mul = staticmethod(lambda: True)
+    own = experts._supports_activation
+    experts._supports_activation = staticmethod(lambda kind: not kind.is_gated or own(kind))
+
+
 def start_worker(
     rank: int, folder: Path, dims: EngineDims, dtype: str, also: str = "", **arguments: Any
 ) -> Any:
-    """Worker `rank` of a vLLM engine, with the model in `folder` loaded; `also` names `OPTIONS`.
+    """Worker `rank` of a vLLM engine of further `arguments`, with the model in `folder` loaded;
+    `also` names `OPTIONS`.
 
     Collective over the default group. An earlier worker of this process loses its groups but keeps
     its parameters. All workers must have the same sizes.
@@ -257,6 +279,7 @@ def _take_calls(rank: int, addresses: Sequence[str]) -> None:
     with Listener(addresses[rank], "AF_UNIX") as listener:
         become_worker(len(addresses))
         give_sparse_models_dense_kernels()
+        give_experts_without_gates_kernels()
         process = WorkerProcess(rank)
         function = None
         while function is not _end:

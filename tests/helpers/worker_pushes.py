@@ -25,6 +25,7 @@ from helpers.vllm_workers import (
     start_worker,
 )
 from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.engines.pushed import pushed_weights
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender
 from megatron_grpo.timing import PhaseTimer
@@ -152,7 +153,7 @@ def push(
     sender = weight_sender(policy, groups)
     counts.clear()
     with closing(WeightSync(cfg, policy.shape, sender, torch.device("cpu"), 1, source)) as sync:
-        sync.push(policy.parameters(), 1, PhaseTimer(lambda name: None))
+        sync.push(pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
         assert sync._sender is not None
         num_boxes = sum(map(len, sync._sends.values()))
         return Sent(sync._weight_sender.bytes_sent, num_boxes, sum(counts))

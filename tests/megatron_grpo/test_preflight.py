@@ -25,9 +25,11 @@ from helpers.towers import tiny_multimodal
 from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.engines import kernels
 from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.kernels import check_attention, check_kernels
+from megatron_grpo.policy.lora_targets import check_lora
 from megatron_grpo.preflight import check_same_run, check_start, preflight
 
 REPOSITORY = Path(__file__).parents[2]
@@ -133,6 +135,37 @@ def test_only_vllm_serves_linear_attention(tmp_path, engine):
         ValueError, match=rf"{engine} is not supported for the qwen3_next in .*vllm"
     ):
         check_attention(engine, shape)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "vllm without a GPU has no kernels for a nemotron_h"),
+        (["rollout.weight_transport=disk"], "rollout.weight_transport disk is not supported for a"),
+        (["rollout.router_replay=true"], "rollout.router_replay true is not supported for a nemo"),
+        (
+            ["rollout.vllm={speculative_config: {method: ngram, num_speculative_tokens: 2}}"],
+            "ive_c",
+        ),
+        (
+            ["rollout.engine=transformers", "rollout.vllm={}"],
+            "which has linear attention: use vllm",
+        ),
+        (["parallel.tensor_parallel_size=8"], "does not divide n_groups(4)"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_layers_of_mamba_is_refused_by_name(
+    tmp_path, config, options, message
+):
+    model = tiny_model(tmp_path / "mamba", "nemotron_h", num_attention_heads=8)
+    assert message in refusal(config(f"model.path={model}", *options))
+
+
+def test_adapters_of_other_names_than_those_of_transformers_are_refused(tmp_path):
+    shape = read_shape(tiny_model(tmp_path, "nemotron_h"))
+    with pytest.raises(ValueError, match=r"lora\.r 2 is not supported for a nemotron_h"):
+        check_lora(LoraConfig(r=2), shape, 1)
 
 
 def test_what_engines_draft_with_is_checked(config):

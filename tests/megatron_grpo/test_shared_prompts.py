@@ -68,10 +68,15 @@ CASES = [
     # Linear attention, whose memory of a prompt completions and branches go on from.
     ("qwen3_5_text", ParallelDims()),
     ("qwen3_5_text", ParallelDims(tensor=2, context=2)),
+    ("nemotron_h", ParallelDims()),
+    ("nemotron_h", ParallelDims(tensor=2, context=2)),
 ]
 
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "olmo3", "gpt_oss", "qwen3_5_text")
+FAMILIES = (
+    *("llama", "qwen3", "qwen3_moe", "deepseek_v3", "olmo3"),
+    *("gpt_oss", "qwen3_5_text", "nemotron_h"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,11 @@ def test_what_continues_others_has_the_outputs_of_whole_sequences():
         return mixed.unflatten(1, (HEADS, -1)).split([KEY_DIM, KEY_DIM, VALUE_DIM], dim=-1)
 
     def read(x, rates, stages):
-        return read_memories(x, weight, heads, -rates, rates, stages)
+        def rule(mixed, tokens, chunks, memory):
+            own = rates[tokens]
+            return gated_delta_rule(*heads(mixed), -own, own, chunks, memory)
+
+        return read_memories(x, weight, rule, stages)
 
     found = read(x, rates, stages(cu_seqlens, prefixes))
     for own, before in zip(paths, roots, strict=True):

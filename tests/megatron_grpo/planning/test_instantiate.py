@@ -87,6 +87,12 @@ ODD = [
         {"tensor": 4, "data": 2, "expert": 2, "pipeline": 2, "virtual_pipeline": 2},
     ),
     ("deepseek_v3", {}, {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1, "pipeline": 3}),
+    # A module in each layer: the last chunk has no experts.
+    (
+        "nemotron_h",
+        {},
+        {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1, "pipeline": 2},
+    ),
     # Indexers, which are not trained, and have a norm in float32.
     ("deepseek_v32", {}, {"tensor": 2, "data": 2, "expert": 4, "expert_tensor": 1}),
     # A layer for multi-token prediction, which is trained; with one stage, and with two.

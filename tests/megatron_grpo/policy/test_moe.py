@@ -68,6 +68,8 @@ MODELS = {
     # Norms over all heads of queries and of keys, before which is another norm.
     "minimax_m2": ("minimax_m2", {}),
     "mixtral": ("mixtral", {}),
+    # One module in each layer: Mamba-2's, experts, attention without RoPE, an MLP without gates.
+    "nemotron_h": ("nemotron_h", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
     # Linear attention, before the last layer; a gate of attention, and one of the shared expert.
@@ -119,7 +121,11 @@ def test_logprobs_and_gradients_equal_transformers(cases, dims):
 
 
 UNIFORM = ["granularity=full", "method=uniform", "num_layers=1"]
-RECOMPUTED = {"mixtral": UNIFORM, "deepseek_v3": ["granularity=selective", "modules=[core_attn]"]}
+RECOMPUTED = {
+    "mixtral": UNIFORM,
+    "deepseek_v3": ["granularity=selective", "modules=[core_attn]"],
+    "nemotron_h": ["granularity=selective", "modules=[core_attn,mlp,moe]"],
+}
 
 
 def recompute(options: list[str]) -> list[str]:
@@ -338,6 +344,22 @@ STORED = {  # of layers, by the names and shapes that Megatron-Core has of Trans
             "3.self_attention.linear_kv_up_proj.layer_norm_weight": (32,),
             "3.self_attention.linear_kv_up_proj.weight": (4 * (16 + 12), 32),
             "3.self_attention.linear_proj.weight": (64, 4 * 12),
+        },
+    ),
+    "nemotron_h": (
+        ParallelDims(tensor=2, context=2, expert=2, expert_tensor=1),
+        ParallelDims(pipeline=2),
+        {
+            "0.self_attention.in_proj.layer_norm_weight": (64,),
+            "0.self_attention.in_proj.weight": (2 * 8 * 12 + 2 * 4 * 8 + 8, 64),
+            "0.self_attention.conv1d_bias": (8 * 12 + 2 * 4 * 8,),
+            "0.self_attention.D": (8,),
+            "0.self_attention.out_norm_weight": (8 * 12,),
+            "1.pre_mlp_layernorm.weight": (64,),
+            "1.mlp.experts.experts.linear_fc1.weight": (4, 48, 64),
+            "2.self_attention.linear_qkv.layer_norm_weight": (64,),
+            "3.mlp.linear_fc1.layer_norm_weight": (64,),
+            "3.mlp.linear_fc1.weight": (96, 64),
         },
     ),
     "qwen3_next": (

@@ -87,7 +87,10 @@ def others(tmp_path_factory):
     folder = tmp_path_factory.mktemp("others")
     return {
         family: uneven_model(folder / family, family, tied=family == "qwen3", seed=99)
-        for family in ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_next")
+        for family in (
+            *("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32"),
+            *("qwen3_next", "nemotron_h"),
+        )
     }
 
 
@@ -119,6 +122,7 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
         "deepseek_v3",  # all that qwen3_moe has but its attention, which is qwen3's
         "deepseek_v32",  # indexers, of which engines have two matrices as one
         "qwen3_next",  # linear attention, whose rows engines have in another order
+        "nemotron_h",  # and another value of one
     ],
 )
 def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, family):
