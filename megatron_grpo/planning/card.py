@@ -24,6 +24,8 @@ class GpuSpec:
     """Rate to other nodes, by the network card of each GPU."""
     host_rate: float
     """Rate to and from the memory of its node (PCIe), in one direction."""
+    capability: tuple[int, int]
+    """Compute capability."""
     per_node: int = 8
     host_memory: int = 2 * 10**12
     """Bytes of memory of a node: what NVIDIA's DGX nodes have."""
@@ -37,6 +39,7 @@ CARDS = {
         node_rate=300e9,
         network_rate=25e9,
         host_rate=32e9,
+        capability=(8, 0),
     ),
     "h100": GpuSpec(
         memory=85 * 10**9,
@@ -45,6 +48,7 @@ CARDS = {
         node_rate=450e9,
         network_rate=50e9,
         host_rate=64e9,
+        capability=(9, 0),
     ),
     "h200": GpuSpec(
         memory=150 * 10**9,
@@ -53,6 +57,7 @@ CARDS = {
         node_rate=450e9,
         network_rate=50e9,
         host_rate=64e9,
+        capability=(9, 0),
     ),
     "b200": GpuSpec(
         memory=191 * 10**9,
@@ -61,6 +66,7 @@ CARDS = {
         node_rate=900e9,
         network_rate=50e9,
         host_rate=64e9,
+        capability=(10, 0),
     ),
 }
 """SXM modules in NVIDIA HGX and DGX nodes, with one network card per GPU."""
