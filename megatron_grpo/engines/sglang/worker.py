@@ -21,8 +21,6 @@ from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_host_register
 from sglang.srt.model_loader.loader import DefaultModelLoader
-from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 from sglang.srt.utils import is_cpu
 from torch import Tensor
 from torch.nn import Module
@@ -31,7 +29,7 @@ from checkpoint_convert.quantized_shard import quantized_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE
-from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
+from megatron_grpo.engines.sglang.cpu_layers import attend_to_latents, multiply_by_torch
 from megatron_grpo.engines.weight_receivers import Receiver
 from parallel.checksum import checksums
 
@@ -140,7 +138,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         quantize_loaded(scheme)
     if is_cpu():
         multiply_by_torch()
-        AttentionBackendRegistry.register("torch_native", attend_to_latents)
+        attend_to_latents()
     Req._check_token_based_finish = ends_at_stop_token
     Req.update_finish_state = ends_before_it_is_cut(Req.update_finish_state)
     ALLOC_MEMORY_FUNCS["cpu"] = unpinned
@@ -171,14 +169,6 @@ def unpinned(
 ) -> Tensor:
     """Memory for the experts of tokens where there is no GPU to page-lock it for."""
     return alloc_with_host_register(dims, dtype, device, False, allocator)
-
-
-def attend_to_latents(attention: Any, batch: Any) -> AttnForwardMethod:
-    """How latent attention is computed without a GPU: prefills, too, from what is cached.
-
-    SGLang would compute a prefill from keys and values, which this backend looks for in the cache.
-    """
-    return AttnForwardMethod.MLA
 
 
 def ends_at_stop_token(self: Req, new_accepted_tokens: list[int]) -> bool:
