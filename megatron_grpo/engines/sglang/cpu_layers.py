@@ -41,7 +41,9 @@ def attend_to_latents() -> None:
     SGLang would compute these from keys and values, which torch's backend looks for in the cache,
     and has RoPE with YaRN alone.
     """
-    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+    AttentionBackendRegistry.register(
+        "torch_native", lambda attention, batch: AttnForwardMethod.MLA
+    )
     factory.get_rope_cpu = rotary_embedding
 
 

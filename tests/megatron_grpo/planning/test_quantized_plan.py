@@ -63,8 +63,8 @@ def test_an_engine_of_sglang_is_counted_as_one_of_vllm(
     """But that it always copies what projects latents up."""
     size = "rollout.tensor_parallel_size=4"
     model = tmp_path, published, quantization, config, size
-    of_sglang = engine(*model, "rollout.engine=sglang", "rollout.vllm={}", num_hidden_layers=2)
-    of_vllm = engine(*model, num_hidden_layers=2)
+    of_sglang = engine(*model, "rollout.engine=sglang", "rollout.vllm={}", num_hidden_layers=4)
+    of_vllm = engine(*model, num_hidden_layers=4)
     are_views = quantization == "none"
-    assert of_sglang.weights == of_vllm.weights + are_views * 2 * 2 * copied // 4
+    assert of_sglang.weights == of_vllm.weights + are_views * 2 * 4 * copied // 4
     assert of_sglang.pushed == of_vllm.pushed
