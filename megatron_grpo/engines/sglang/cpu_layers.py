@@ -13,6 +13,7 @@ from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, factory, get_rope
+from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
     AttnForwardMethod,
@@ -39,12 +40,13 @@ def attend_to_latents() -> None:
     """From now on, latent attention works without the kernels: prefills, too, attend to latents.
 
     SGLang would compute these from keys and values, which torch's backend looks for in the cache,
-    and has RoPE with YaRN alone.
+    has RoPE with YaRN alone, and quantises 8-bit weights of latents anew, with one scale for all.
     """
     AttentionBackendRegistry.register(
         "torch_native", lambda attention, batch: AttnForwardMethod.MLA
     )
     factory.get_rope_cpu = rotary_embedding
+    deepseek_weight_loader._is_cuda = True  # there it dequantises these weights
 
 
 def rotary_embedding(*arguments: Any) -> RotaryEmbedding:
