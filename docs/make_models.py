@@ -67,7 +67,10 @@ generation was made by `rollout.engine: transformers`. vLLM's indexers score in 
 trainer's in float32, so they may choose other tokens, and vLLM returns no choices to train with.
 """
 SIZES = range(1, 17)
-RUN_WITH_SGLANG = ("glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
+RUN_WITH_SGLANG = (
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "llama", "qwen2", "qwen3"),
+    "qwen3_moe",
+)
 """Families of which tests/sglang compares pushed weights with loaded ones."""
 SCHEMES = ("fp8", "fp8_channel", "int8")
 

@@ -98,18 +98,23 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
     if rollout.base_urls:
         return
     if num_gpus():
-        _check_gpu_kernels(rollout)
+        check_card(rollout)
     elif rollout.engine == "vllm":
         _check_cpu_kernels(rollout, shape)
 
 
-def _check_gpu_kernels(rollout: RolloutConfig) -> None:
-    """Raise ValueError for 8-bit weights that SGLang would rearrange for Marlin after loading."""
+def check_card(rollout: RolloutConfig, capability: tuple[int, int] | None = None) -> None:
+    """Raise ValueError for 8-bit weights that SGLang would rearrange for Marlin after loading.
+
+    `capability`: of the GPUs; None: of this host's.
+    """
     if rollout.engine != "sglang" or rollout.quantization == "none":
         return
-    import torch  # see above
+    if capability is None:
+        import torch  # see above
 
-    if (capability := torch.cuda.get_device_capability()) < WITH_FP8:
+        capability = torch.cuda.get_device_capability()
+    if capability < WITH_FP8:
         raise ValueError(
             f"rollout.quantization {rollout.quantization} with rollout.engine sglang needs GPUs of "
             f"compute capability {'.'.join(map(str, WITH_FP8))} or more, not "

@@ -28,6 +28,11 @@ from parallel import Layout
 WITHOUT_SCALES = ("llama", "ministral3", "mistral", "phi3")
 """Families of which SGLang 0.5.23 drops the scales of blocks that it loads: the class that these
 share (LlamaForCausalLM in its models/llama.py) gives `weight_scale_inv` another name."""
+SGLANG_NAMES = {
+    ".experts.routed_experts.": ".experts.",
+    ".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.",
+}
+"""Parts of vLLM's names of parameters, and what SGLang 0.5.23 has for each."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,11 @@ def quantized_engine(
     """
     model = quantized_model(rollout.quantization, shape, NAMES[dtype])
     if model is not None:
-        is_latent = shape.latent is not None
-        if rollout.engine == "sglang" and (is_latent or shape.family in WITHOUT_SCALES):
-            why = "which has latent attention" if is_latent else "whose scales SGLang drops"
+        if rollout.engine == "sglang" and shape.family in WITHOUT_SCALES:
             raise ValueError(
                 f"rollout.quantization {rollout.quantization} with rollout.engine sglang is not "
-                f"supported for {shape.family}, {why}: leave it out, or use rollout.engine=vllm"
+                f"supported for {shape.family}, whose scales SGLang drops: leave it out, or use "
+                "rollout.engine=vllm"
             )
         check_quantized_served(shape, engine_dims(rollout), model, rollout.engine)
     return model
@@ -148,7 +152,7 @@ def worker_dtypes(
 def _of_sglang(layout: Layout) -> Layout:
     """What a worker of SGLang holds instead of one of vLLM.
 
-    Its layers come from vLLM's: the same parts, fused and padded alike, but for one name.
+    Its layers come from vLLM's: the same parts, fused and padded alike, but for two names.
     """
     return Layout(
         {_sglang_name(name): size for name, size in layout.shapes.items()},
@@ -158,7 +162,9 @@ def _of_sglang(layout: Layout) -> Layout:
 
 
 def _sglang_name(name: str) -> str:
-    return name.replace(".experts.routed_experts.", ".experts.")
+    for part, own in SGLANG_NAMES.items():
+        name = name.replace(part, own)
+    return name
 
 
 def shard_bytes(workers: Sequence[Layout], itemsizes: Mapping[str, int]) -> int:

@@ -24,11 +24,16 @@ class GpuSpec:
     """Rate to other nodes, by the network card of each GPU."""
     host_rate: float
     """Rate to and from the memory of its node (PCIe), in one direction."""
+    capability: tuple[int, int]
+    """Compute capability."""
     per_node: int = 8
     host_memory: int = 2 * 10**12
     """Bytes of memory of a node: what NVIDIA's DGX nodes have."""
-    packs_sequences: bool = True
-    """Whether cuDNN has attention over packed sequences for it."""
+
+    @property
+    def packs_sequences(self) -> bool:
+        """Whether cuDNN has attention over packed sequences for it."""
+        return self.capability >= (9, 0)
 
 
 CARDS = {
@@ -39,7 +44,7 @@ CARDS = {
         node_rate=300e9,
         network_rate=25e9,
         host_rate=32e9,
-        packs_sequences=False,
+        capability=(8, 0),
     ),
     "h100": GpuSpec(
         memory=85 * 10**9,
@@ -48,6 +53,7 @@ CARDS = {
         node_rate=450e9,
         network_rate=50e9,
         host_rate=64e9,
+        capability=(9, 0),
     ),
     "h200": GpuSpec(
         memory=150 * 10**9,
@@ -56,6 +62,7 @@ CARDS = {
         node_rate=450e9,
         network_rate=50e9,
         host_rate=64e9,
+        capability=(9, 0),
     ),
     "b200": GpuSpec(
         memory=191 * 10**9,
@@ -64,6 +71,7 @@ CARDS = {
         node_rate=900e9,
         network_rate=50e9,
         host_rate=64e9,
+        capability=(10, 0),
     ),
 }
 """SXM modules in NVIDIA HGX and DGX nodes, with one network card per GPU."""

@@ -11,6 +11,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
+from megatron_grpo.engines.kernels import check_card
 from megatron_grpo.engines.layouts import engine_dims, first_worker, served_shape, shard_bytes
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
@@ -36,7 +37,7 @@ class EngineBytes:
     """Memory that an engine takes on each of its GPUs."""
 
     weights: int
-    """With the buffers of adapters, a vision tower, and what vLLM makes of quantised weights."""
+    """With the buffers of adapters, a vision tower, and what engines make of latents' weights."""
     pushed: int
     """What a push fills of them."""
     cache: int
@@ -108,11 +109,13 @@ def fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
 def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes | None:
     """What an engine of `cfg` takes of each GPU; None if it is none on GPUs.
 
-    Raises ValueError if its weights do not fit there, or it would not serve the run's adapters.
+    Raises ValueError if its weights do not fit there, the card is too old for their dtype, or it
+    would not serve the run's adapters.
     """
     if cfg.rollout.engine == "transformers" or not cfg.num_engines:
         return None
     check_adapters(cfg.lora, shape)
+    check_card(cfg.rollout, card.capability)
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
     not_pushed = _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
     if card.memory - weights < per_token:
@@ -149,10 +152,11 @@ def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
 def _absorbed_bytes(cfg: Config, shape: ModelShape) -> int:
     """Bytes of copies of the weights that project latents up, for decode steps.
 
-    Of weights that are not quantised they are views.
+    In vLLM they are views of weights that are not quantised.
     """
     latent, tensor = shape.latent, cfg.rollout.tensor_parallel_size
-    if latent is None or cfg.rollout.quantization == "none":
+    are_views = cfg.rollout.engine == "vllm" and cfg.rollout.quantization == "none"
+    if latent is None or are_views:
         return 0
     width = shape.head_dim - latent.rotary_dim + latent.value_dim
     columns = shape.num_attention_heads // tensor * width

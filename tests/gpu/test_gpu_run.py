@@ -161,12 +161,9 @@ def test_adapters_alone_are_pushed_to_an_engine_that_holds_the_model(
 def test_an_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
     arguments: list[str], tmp_path: Path, family: str, quantization: str, aware: bool
 ) -> None:
-    if family != "qwen3":
-        sizes = LATENTS if family == "deepseek_v3" else {}
-        mixture_of_blocks(tmp_path / "mixture", family, **sizes)
-        arguments = [*arguments, f"model.path={tmp_path / 'mixture'}"]
     check_run_of_8_bits(
         *arguments,
+        *of_mixture(tmp_path / "mixture", family),
         f"rollout.quantization={quantization}",
         f"rollout.quantization_aware={aware}",
         run_dir=tmp_path / "run",
@@ -174,12 +171,11 @@ def test_an_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
 
 
 @pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="needs .venv-sglang, with SGLang for GPUs")
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_so_does_one_of_sglang(arguments: list[str], tmp_path: Path, family: str) -> None:
-    if family == "qwen3_moe":
-        arguments = [*arguments, f"model.path={mixture_of_blocks(tmp_path / 'mixture', family)}"]
     check_run_of_8_bits(
         *arguments,
+        *of_mixture(tmp_path / "mixture", family),
         "rollout.quantization=fp8",
         "rollout.engine=sglang",
         f"rollout.python={SGLANG_PYTHON}",
@@ -187,6 +183,14 @@ def test_so_does_one_of_sglang(arguments: list[str], tmp_path: Path, family: str
         "rollout.sglang={mem_fraction_static: 0.3, context_length: 512}",
         run_dir=tmp_path / "run",
     )
+
+
+def of_mixture(folder: Path, family: str) -> list[str]:
+    """The arguments of a model that is not the one in `arguments`."""
+    if family == "qwen3":
+        return []
+    sizes = LATENTS if family == "deepseek_v3" else {}
+    return [f"model.path={mixture_of_blocks(folder, family, **sizes)}"]
 
 
 def check_run_of_8_bits(*arguments: str, run_dir: Path) -> None:

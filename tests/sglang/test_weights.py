@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
+from checkpoint_convert import read_shape
 from demo.make_sums import sums as all_sums
 from helpers.engines import (
     SGLANG_PYTHON,
@@ -16,7 +16,7 @@ from helpers.engines import (
     random_prompts,
     running_engine,
 )
-from helpers.models import mixture_of_blocks, servable_model, tiny_model
+from helpers.models import mixture_of_blocks, renamed, servable_model, tiny_model
 from helpers.pushes import export_quantized, push_policy, rollout_overrides
 from helpers.quantized import rounded_copy
 from helpers.ranks import run_ranks
@@ -28,6 +28,8 @@ from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
 
 WIDTHS = {"intermediate_size": 128, "moe_intermediate_size": 128}
+DENSE = ("llama", "qwen2", "qwen3")
+WHOLE_QUERIES = "deepseek_v3 without q_lora_rank"
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 EP2 = ParallelDims(data=2, expert=2)
 MOST_GAP = 0.05
@@ -56,33 +58,39 @@ def push(engine: TestEngine, folder: Path, dims: ParallelDims, num_flips: int = 
 
 
 @pytest.fixture
-def model(tmp_path) -> Callable[[str, int], Path]:
-    def make(family: str, seed: int) -> Path:
-        widths = WIDTHS if "moe" in family else {"intermediate_size": 128}
-        return servable_model(tmp_path / str(seed), family, seed=seed, **widths)
-
-    return make
+def tells_all(monkeypatch) -> None:
+    """Engines tell the checksums of all bits, of what they make of parameters, too."""
+    monkeypatch.setattr(args, "SERVER", "helpers.sglang_bits")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
 
 
+@pytest.mark.usefixtures("tells_all")
 @pytest.mark.parametrize(
     ("family", "size", "dims"),
     [
         ("qwen3_moe", 2, EP2),
         ("llama", 2, TP2_PP2),
+        ("deepseek_v3", 2, TP2_PP2),
         pytest.param("qwen3", 1, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("qwen2", 2, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("glm4_moe", 2, EP2, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 1, ParallelDims(tensor=2), marks=pytest.mark.slow),
+        pytest.param(WHOLE_QUERIES, 2, EP2, marks=pytest.mark.slow),
+        pytest.param("glm4_moe_lite", 2, EP2, marks=pytest.mark.slow),
+        pytest.param("kimi_k2", 1, ParallelDims(), marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_after_a_push_every_worker_holds_what_sglang_loads(model, tmp_path, family, size, dims):
-    folder, others = model(family, 0), model(family, 1)
+def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, size, dims):
+    folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
     memory = {*Path("/dev/shm").glob("sgl_shm_mq*")}
     with running_engine(
         "sglang", folder, tmp_path / "logs", python=SGLANG_PYTHON, tensor_parallel_size=size
     ) as engine:
         loaded = own_checksums(engine)
         assert len(loaded) == size
+        num_layers = read_shape(folder).num_layers if read_shape(folder).latent else 0
+        assert sum(name.endswith((".w_kc", ".w_vc")) for name in loaded[0]) == 2 * num_layers
         assert push(engine, others, dims) == ""
         assert all(
             one[name] != other[name]
@@ -91,8 +99,19 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(model, tmp_path, fami
         )
         assert push(engine, folder, dims) == ""
         assert own_checksums(engine) == loaded
-        assert largest_logprob_error(folder, engine.generate(random_prompts(4))) < 1e-4
+        samples = engine.generate(random_prompts(4))
+    if family == "kimi_k2":
+        renamed(folder, "deepseek_v3")
+    assert largest_logprob_error(folder, samples) < 1e-4
     assert {*Path("/dev/shm").glob("sgl_shm_mq*")} == memory
+
+
+def model(folder: Path, family: str, seed: int) -> Path:
+    """A model whose layers SGLang does not pad for one or two workers."""
+    if family == WHOLE_QUERIES:
+        return servable_model(folder, "deepseek_v3", seed=seed, q_lora_rank=None, **WIDTHS)
+    widths = {"intermediate_size": 128} if family in DENSE else WIDTHS
+    return servable_model(folder, family, seed=seed, **widths)
 
 
 def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
@@ -100,6 +119,11 @@ def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
 
     Tokens go to all experts: which are chosen would depend on rounding.
     """
+    if family in ("deepseek_v3", WHOLE_QUERIES):
+        sizes = {"n_routed_experts": 4, "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
+        if family == WHOLE_QUERIES:
+            sizes["q_lora_rank"] = None
+        return mixture_of_blocks(folder, "deepseek_v3", seed, **sizes)
     if family != "qwen3":
         return mixture_of_blocks(folder, family, seed, num_experts_per_tok=4)
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
@@ -107,6 +131,7 @@ def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("tells_all")
 @pytest.mark.parametrize(
     ("family", "size", "dims"),
     [
@@ -114,14 +139,15 @@ def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
         ("qwen3", 1, ParallelDims(tensor=8)),  # half a block, and few have keys
         ("qwen3_moe", 1, EP2),
         ("glm4_moe", 2, ParallelDims()),
+        ("glm4_moe_lite", 2, ParallelDims(tensor=2)),
+        ("deepseek_v3", 1, EP2),
+        (WHOLE_QUERIES, 2, ParallelDims()),
     ],
     ids=str,
 )
 def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     monkeypatch, tmp_path, family, size, dims
 ):
-    monkeypatch.setattr(args, "SERVER", "helpers.sglang_bits")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     folder, others = (model_of_blocks(tmp_path / str(seed), family, seed) for seed in range(2))
     exported = tmp_path / "exported"
     run_ranks(dims.world_size, export_quantized, folder, dims, "fp8", exported)

@@ -90,6 +90,9 @@ RESERVED = {
     "sampling_defaults": "sampling follows rollout.temperature, not the model's own defaults",
 }
 """Arguments that a config cannot set, and why."""
+CONFIG_OVERRIDES = {"moe_layer_freq": 1}
+"""What SGLang asks of a DeepSeek-V3's config.json, and transformers does not write there. No family
+here has another value."""
 
 
 def sglang_command(
@@ -114,6 +117,7 @@ def sglang_command(
         "log_level_http": "warning",
         "tool_call_parser": rollout.tool_call_parser,
         "enable_return_routed_experts": rollout.router_replay or None,
+        "json_model_override_args": CONFIG_OVERRIDES,
         # Shared experts would be one more in the stack of the others.
         "disable_shared_experts_fusion": True,
     }
@@ -148,7 +152,7 @@ def _quantizing_arguments(
     quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
     assert quantized is not None, "rollout.quantization is not none"
     return {
-        "json_model_override_args": {CONFIG_KEYS[0]: quantized.config},
+        "json_model_override_args": CONFIG_OVERRIDES | {CONFIG_KEYS[0]: quantized.config},
         # Keeps weights and scales as they were loaded on any card with units for FP8 (see
         # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
         "fp8_gemm_backend": "triton" if on_gpu else None,

@@ -29,7 +29,7 @@ from checkpoint_convert.quantized_shard import quantized_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE
-from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
+from megatron_grpo.engines.sglang.cpu_layers import attend_to_latents, multiply_by_torch
 from megatron_grpo.engines.weight_receivers import Receiver
 from parallel.checksum import checksums
 
@@ -138,6 +138,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         quantize_loaded(scheme)
     if is_cpu():
         multiply_by_torch()
+        attend_to_latents()
     Req._check_token_based_finish = ends_at_stop_token
     Req.update_finish_state = ends_before_it_is_cut(Req.update_finish_state)
     ALLOC_MEMORY_FUNCS["cpu"] = unpinned

@@ -218,6 +218,11 @@ def test_hosts_without_the_memory_are_refused_with_what_would_fit(cfg, capsys, m
         ([], {"num_gpus": 32}, r"needs 64 GPUs.*has 32 in all; use --gpus 64"),
         ([], {"gpu": "h300"}, r"unknown GPU 'h300'.*a100, h100, h200, b200"),
         (["rollout.router_replay=true"], {}, r"router_replay true needs a mixture of experts"),
+        (
+            ["rollout.engine=sglang", "rollout.vllm={}", "rollout.quantization=fp8"],
+            {"gpu": "a100"},
+            r"capability 8\.9 or more, not 8\.0, for which SGLang rearranges",
+        ),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused_with_a_legal_value(cfg, overrides, options, message):

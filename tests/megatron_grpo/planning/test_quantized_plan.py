@@ -53,10 +53,18 @@ def test_experts_are_counted_in_8_bits_and_latents_twice(tmp_path):
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
-def test_an_engine_of_sglang_is_counted_as_one_of_vllm(tmp_path, quantization):
+@pytest.mark.parametrize(
+    ("published", "config", "copied"),
+    [("Qwen3-235B-A22B", "235b_a22b", 0), ("DeepSeek-V3", "671b_a37b", 512 * 128 * (128 + 128))],
+)
+def test_an_engine_of_sglang_is_counted_as_one_of_vllm(
+    tmp_path, quantization, published, config, copied
+):
+    """But that it always copies what projects latents up."""
     size = "rollout.tensor_parallel_size=4"
-    model = tmp_path, "Qwen3-235B-A22B", quantization, "235b_a22b", size
-    of_sglang = engine(*model, "rollout.engine=sglang", "rollout.vllm={}", num_hidden_layers=2)
-    of_vllm = engine(*model, num_hidden_layers=2)
-    assert of_sglang.weights == of_vllm.weights
+    model = tmp_path, published, quantization, config, size
+    of_sglang = engine(*model, "rollout.engine=sglang", "rollout.vllm={}", num_hidden_layers=4)
+    of_vllm = engine(*model, num_hidden_layers=4)
+    are_views = quantization == "none"
+    assert of_sglang.weights == of_vllm.weights + are_views * 2 * 4 * copied // 4
     assert of_sglang.pushed == of_vllm.pushed
