@@ -4,9 +4,11 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from demo.make_sums import sums as all_sums
 from helpers.engines import (
@@ -27,7 +29,17 @@ from megatron_grpo.engines.sglang import args
 from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
 
-WIDTHS = {"intermediate_size": 128, "moe_intermediate_size": 128}
+FILE = "model.safetensors"
+WIDTHS: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 128}
+ONE_ROPE = {"rope_type": "default", "rope_theta": 5e3}
+OF_SGLANG: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"tied": True},
+    "olmo3": {
+        "hidden_size": 128,
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ONE_ROPE),
+    },
+}
+"""Of families of which SGLang has no others."""
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 EP2 = ParallelDims(data=2, expert=2)
 MOST_GAP = 0.05
@@ -59,7 +71,14 @@ def push(engine: TestEngine, folder: Path, dims: ParallelDims, num_flips: int = 
 def model(tmp_path) -> Callable[[str, int], Path]:
     def make(family: str, seed: int) -> Path:
         widths = WIDTHS if "moe" in family else {"intermediate_size": 128}
-        return servable_model(tmp_path / str(seed), family, seed=seed, **widths)
+        widths |= OF_SGLANG.get(family, {})
+        folder = servable_model(tmp_path / str(seed), family, seed=seed, **widths)
+        if family == "gpt_oss":  # of which SGLang has sinks in bfloat16 alone
+            weights = load_file(folder / FILE)
+            sinks = {name: weights[name] for name in weights if name.endswith("sinks")}
+            rounded = {name: value.bfloat16().float() for name, value in sinks.items()}
+            save_file(weights | rounded, folder / FILE, {"format": "pt"})
+        return folder
 
     return make
 
@@ -72,6 +91,9 @@ def model(tmp_path) -> Callable[[str, int], Path]:
         pytest.param("qwen3", 1, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("qwen2", 2, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("glm4_moe", 2, EP2, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 2, TP2_PP2, marks=pytest.mark.slow),
+        pytest.param("olmo3", 1, TP2_PP2, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", 2, EP2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -93,6 +115,33 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(model, tmp_path, fami
         assert own_checksums(engine) == loaded
         assert largest_logprob_error(folder, engine.generate(random_prompts(4))) < 1e-4
     assert {*Path("/dev/shm").glob("sgl_shm_mq*")} == memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "size", "dims"),
+    [("qwen3_next", 2, EP2), ("qwen3_5_text", 1, TP2_PP2), ("qwen3_5_moe_text", 2, EP2)],
+    ids=str,
+)
+def test_so_does_one_with_linear_attention_which_only_gpus_compute(
+    monkeypatch, model, tmp_path, family, size, dims
+):
+    monkeypatch.setattr(args, "SERVER", "helpers.sglang_unkernelled")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    folder, others = model(family, 0), model(family, 1)
+    with running_engine(
+        "sglang", folder, tmp_path / "logs", python=SGLANG_PYTHON, tensor_parallel_size=size
+    ) as engine:
+        loaded = own_checksums(engine)
+        assert any(name.endswith("gemma_weight") for name in loaded[0])
+        assert push(engine, others, dims) == ""
+        assert all(
+            one[name] != other[name]
+            for one, other in zip(loaded, own_checksums(engine), strict=True)
+            for name in one
+        )
+        assert push(engine, folder, dims) == ""
+        assert own_checksums(engine) == loaded
 
 
 def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
