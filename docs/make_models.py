@@ -53,7 +53,10 @@ generation was made by `rollout.engine: transformers`. vLLM's indexers score in 
 trainer's in float32, so they may choose other tokens, and vLLM returns no choices to train with.
 """
 SIZES = range(1, 17)
-RUN_WITH_SGLANG = ("glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")
+RUN_WITH_SGLANG = (
+    *("gemma3_text", "glm4_moe", "gpt_oss", "llama", "olmo3", "qwen2", "qwen3", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_moe", "qwen3_next"),
+)
 """Families of which tests/sglang compares pushed weights with loaded ones."""
 SCHEMES = ("fp8", "fp8_channel", "int8")
 
@@ -90,10 +93,9 @@ def row(name: str, shape: ModelShape) -> list[str]:
     served_in_fp8 = is_accepted(quantized_engine, in_fp8, shape, "bfloat16")
     sglang = "yes, fp8" if served_in_fp8 else "yes"
     sglang = sglang if shape.family in RUN_WITH_SGLANG else "not tried"
+    sglang = "on GPUs" if shape.linear else sglang
     if not is_accepted(check_attention, "sglang", shape):
-        sglang = "no: linear attention" if shape.linear else "no: windows"
-        sglang = "no: sparse attention" if shape.indexer else sglang
-        sglang = "no: sinks" if shape.has_sinks else sglang
+        sglang = "no: sparse attention" if shape.indexer else "no: windows"
     return [
         name,
         f"`{shape.family}`",
