@@ -19,6 +19,7 @@ from helpers.engines import (
     running_engine,
 )
 from helpers.models import mixture_of_blocks, servable_model, tiny_model
+from helpers.mxfp4 import mxfp4_copies
 from helpers.pushes import export_quantized, push_policy, rollout_overrides
 from helpers.quantized import rounded_copy
 from helpers.ranks import run_ranks
@@ -176,7 +177,7 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     run_ranks(dims.world_size, export_quantized, folder, dims, "fp8", exported)
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "dtype": "bfloat16"}
     with monkeypatch.context() as patched:
-        patched.setattr(args, "check_folder_loaded", lambda model, rollout: None)
+        patched.setattr(args, "read_scheme", lambda folder: None)  # it is not dequantised
         with running_engine("sglang", exported, tmp_path / "first", **options) as engine:
             loaded = own_checksums(engine)
     assert len(loaded) == size
@@ -193,6 +194,17 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     rounded = rounded_copy(folder, tmp_path / "rounded", "fp8")
     error, of_quantising = (largest_logprob_error(each, samples) for each in (rounded, folder))
     assert error < 0.3 < of_quantising
+
+
+@pytest.mark.slow
+def test_a_quantised_folder_is_loaded_as_its_dequantised_copy(tmp_path):
+    model = servable_model(tmp_path / "model", "gpt_oss")
+    quantized, plain = mxfp4_copies(model, tmp_path / "copies")
+    with running_engine("sglang", quantized, tmp_path / "logs", python=SGLANG_PYTHON) as engine:
+        loaded = own_checksums(engine)
+        assert push(engine, plain, ParallelDims()) == ""
+        assert own_checksums(engine) == loaded
+        assert largest_logprob_error(plain, engine.generate(random_prompts(4))) < 1e-4
 
 
 @pytest.mark.slow
