@@ -4,6 +4,7 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.families import FAMILIES
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.engines.sglang.args import full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those for which vLLM 0.32 has an attention kernel for CPUs."""
@@ -79,6 +80,8 @@ def _obstacle_of_sglang(shape: ModelShape) -> str | None:
         return f"as SGLang leaves out the windows of its attention ({shape.window} tokens)"
     if shape.family == "olmo3" and shape.window_rope_theta not in (None, shape.rope_theta):
         return "as SGLang has one base of RoPE for layers with windows and without"
+    if shape.linear is not None and full_interval(shape) is None:
+        return "as SGLang has full attention in one layer of so many, the last of them"
     if shape.family == "gemma3_text" and not shape.tie_word_embeddings:
         return "as SGLang takes its embedding for the head, and they are not tied"
     return None

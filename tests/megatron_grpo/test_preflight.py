@@ -135,6 +135,8 @@ def test_linear_attention_is_for_vllm_and_on_gpus_for_sglang(config, monkeypatch
         check_attention(engine, shape)
     with pytest.raises(ValueError, match=r"transformers is not supported for the qwen3_next in"):
         check_attention("transformers", shape)
+    with pytest.raises(ValueError, match=r"as SGLang has full attention in one layer of so many"):
+        check_attention("sglang", replace(shape, linear_layers=(1,)))
     rollout = config("rollout.engine=sglang", "rollout.vllm={}").rollout
     with pytest.raises(ValueError, match="sglang without a GPU has no kernels for the linear"):
         check_kernels(rollout, shape)

@@ -130,9 +130,10 @@ def test_so_does_one_with_linear_attention_which_only_gpus_compute(
     monkeypatch.setattr(args, "SERVER", "helpers.sglang_unkernelled")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     folder, others = model(family, 0), model(family, 1)
-    with running_engine(
-        "sglang", folder, tmp_path / "logs", python=SGLANG_PYTHON, tensor_parallel_size=size
-    ) as engine:
+    # Its defaults are for GPUs, too.
+    table = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
+    options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "sglang": table}
+    with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
         loaded = own_checksums(engine)
         assert any(name.endswith("gemma_weight") for name in loaded[0])
         assert push(engine, others, dims) == ""

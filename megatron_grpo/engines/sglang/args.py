@@ -101,7 +101,7 @@ def sglang_command(
     """
     check_folder_loaded(model, rollout)
     shape = read_shape(model.path)
-    overrides = _of_rope(shape)
+    overrides = _of_config(shape)
     if read_scheme(model.path) is not None:  # the worker dequantises what it loads
         overrides |= dict.fromkeys(CONFIG_KEYS)
     arguments: dict[str, Any] = {
@@ -158,12 +158,20 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
         )
 
 
-def _of_rope(shape: ModelShape) -> dict[str, Any]:
-    """What SGLang must be told of a model's RoPE: of OLMo-3's it reads older files alone."""
-    if shape.family != "olmo3":
+def _of_config(shape: ModelShape) -> dict[str, Any]:
+    """What SGLang's own classes of configs read of older files alone."""
+    if shape.family != "olmo3" and shape.linear is None:
         return {}
-    of_all = {"rope_theta": shape.rope_theta, "rope_type": "default"}
-    return {"rope_parameters": of_all | dict(shape.rope_scaling or {})}
+    rope = {"rope_theta": shape.rope_theta, "rope_type": "default", **(shape.rope_scaling or {})}
+    found = {"rope_theta": shape.rope_theta, "rope_parameters": rope}
+    return found | ({"full_attention_interval": full_interval(shape)} if shape.linear else {})
+
+
+def full_interval(shape: ModelShape) -> int | None:
+    """One layer in so many has full attention, the last of them; None: it is not so."""
+    layers, linear = range(shape.num_layers), {*shape.linear_layers}
+    interval = next((each for each in layers if each not in linear), shape.num_layers) + 1
+    return interval if linear == {each for each in layers if (each + 1) % interval} else None
 
 
 def _of_platform(on_gpu: bool) -> dict[str, Any]:

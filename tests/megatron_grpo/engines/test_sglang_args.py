@@ -57,7 +57,8 @@ def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on(tmp_p
         ("gpt_oss", True, "--attention-backend=triton"),
         ("gpt_oss", False, "--attention-backend=intel_amx"),
         ("qwen3_next", True, "--mamba-ssm-dtype=float32"),
-        ("olmo3", True, '{"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}'),
+        ("qwen3_next", True, '"full_attention_interval": 3}'),
+        ("olmo3", True, '{"rope_theta": 10000.0, "rope_type": "default"}}'),
     ],
 )
 def test_what_a_kind_of_attention_needs_is_passed_on(tmp_path, family, on_gpu, argument):
