@@ -130,8 +130,9 @@ def test_so_does_one_with_linear_attention_which_only_gpus_compute(
     monkeypatch.setattr(args, "SERVER", "helpers.sglang_unkernelled")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     folder, others = model(family, 0), model(family, 1)
-    # Its defaults are for GPUs, too.
-    table = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
+    # Its defaults are for GPUs, too, and as large a cache as fits.
+    table = {"mamba_radix_cache_strategy": "no_buffer", "max_mamba_cache_size": 64}
+    table["disable_overlap_schedule"] = True
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "sglang": table}
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
         loaded = own_checksums(engine)
