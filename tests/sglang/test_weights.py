@@ -33,14 +33,17 @@ from parallel import ParallelDims
 FILE = "model.safetensors"
 WIDTHS: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 128}
 ONE_ROPE = {"rope_type": "default", "rope_theta": 5e3}
+OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 OF_SGLANG: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_text": OF_EXPERTS,
+    "qwen3_next": OF_EXPERTS,
     "gemma3_text": {"tied": True},
     "olmo3": {
         "hidden_size": 128,
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ONE_ROPE),
     },
 }
-"""Of families of which SGLang has no others."""
+"""What models must have that SGLang serves, and whose layers it does not pad on CPUs."""
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 EP2 = ParallelDims(data=2, expert=2)
 MOST_GAP = 0.05
