@@ -205,12 +205,12 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
 @pytest.mark.slow
 def test_a_quantised_folder_is_loaded_as_its_dequantised_copy(tmp_path):
     model = servable_model(tmp_path / "model", "gpt_oss")
-    quantized, plain = mxfp4_copies(model, tmp_path / "copies")
-    with running_engine("sglang", quantized, tmp_path / "logs", python=SGLANG_PYTHON) as engine:
-        loaded = own_checksums(engine)
-        assert push(engine, plain, ParallelDims()) == ""
-        assert own_checksums(engine) == loaded
-        assert largest_logprob_error(plain, engine.generate(random_prompts(4))) < 1e-4
+    loaded = []
+    for number, folder in enumerate(mxfp4_copies(model, tmp_path / "copies")):
+        options = {"python": SGLANG_PYTHON, "dtype": "bfloat16"}
+        with running_engine("sglang", folder, tmp_path / str(number), **options) as engine:
+            loaded.append(own_checksums(engine))
+    assert loaded[0] == loaded[1]
 
 
 @pytest.mark.slow
