@@ -10,7 +10,7 @@ from typing import Any
 
 from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.hf_config import read_scheme
-from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE
+from checkpoint_convert.quantization import CONFIG_KEYS
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import (
@@ -23,7 +23,7 @@ from megatron_grpo.engines.layouts import quantized_engine
 
 SERVER = "megatron_grpo.engines.sglang.server"
 QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
-"""By which scheme the workers quantise the weights that they load; `none`: not at all."""
+"""By which scheme the workers quantise the weights that they load."""
 PARSERS = Path("function_call", "function_call_parser.py")
 """The file of SGLang's runtime that lists its parsers of calls of tools."""
 
@@ -102,8 +102,6 @@ def sglang_command(
     check_folder_loaded(model, rollout)
     shape = read_shape(model.path)
     overrides = _of_config(shape)
-    if read_scheme(model.path) is not None:  # the worker dequantises what it loads
-        overrides |= dict.fromkeys(CONFIG_KEYS)
     arguments: dict[str, Any] = {
         "model_path": model.path,
         "host": host,
@@ -128,7 +126,7 @@ def sglang_command(
     if rollout.quantization != "none":
         quantized = quantized_engine(rollout, shape, model.dtype)
         assert quantized is not None, "rollout.quantization is not none"
-        # Makes SGLang build the model quantised; the worker quantises what it loads.
+        # Makes SGLang build the model quantised; the worker then quantises what it loads.
         overrides |= {CONFIG_KEYS[0]: quantized.config}
         # Keeps weights and scales as they were loaded on any card with units for FP8 (see
         # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
@@ -141,20 +139,16 @@ def sglang_command(
 
 def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
     """Raise ValueError if an engine would load weights of another dtype than it is to have."""
-    is_quantized = read_scheme(model.path) is not None
-    if rollout.quantization == "none" and not is_quantized:
-        return
-    if chosen := rollout.sglang.get("load_format"):
+    if rollout.quantization == "none":
+        if read_scheme(model.path) is not None:
+            raise ValueError(
+                f"model.path {model.path} has quantised weights, which engines of SGLang would "
+                "hold as they are: set rollout.quantization=fp8, or rollout.engine=vllm"
+            )
+    elif chosen := rollout.sglang.get("load_format"):
         raise ValueError(
             f"rollout.sglang.load_format {chosen} does not go with rollout.quantization "
-            f"{rollout.quantization} and model.path {model.path}, of which engines quantise or "
-            "dequantise what they load: leave it out"
-        )
-    if rollout.quantization == "none" and (model.path / MODELOPT_FILE).exists():
-        raise ValueError(
-            f"model.path {model.path} has quantised weights and a {MODELOPT_FILE}, by which "
-            "engines of SGLang would hold them as they are: set rollout.quantization=fp8, or "
-            "rollout.engine=vllm"
+            f"{rollout.quantization}, for which engines quantise what they load: leave it out"
         )
 
 

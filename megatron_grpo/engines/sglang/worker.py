@@ -27,10 +27,7 @@ from sglang.srt.utils import is_cpu
 from torch import Tensor
 from torch.nn import Module
 
-from checkpoint_convert.hf_config import read_scheme
-from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.quantized_shard import quantized_tensors
-from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE
@@ -100,20 +97,12 @@ def refresh_norms(model: Module) -> None:
             module.refresh_gemma_weight()
 
 
-def load_as_pushed(scheme: str) -> None:
-    """From now on, dequantise the weights of a quantised folder that is loaded, and with a `scheme`
-    other than ``none`` quantise them as pushes are."""
-    load_model, stored = DefaultModelLoader.load_model, DefaultModelLoader._get_all_weights
+def quantize_loaded(scheme: str) -> None:
+    """From now on, quantise the weights of a folder that is loaded as pushes are."""
+    load_model = DefaultModelLoader.load_model
 
     def tensors(self: DefaultModelLoader, model_config: ModelConfig, model: Module) -> Weights:
-        folder = Path(model_config.model_path)
-        if scheme != "none":
-            return quantized_tensors(folder, scheme)
-        is_built_quantized = getattr(model_config.hf_config, CONFIG_KEYS[0], None)
-        if is_built_quantized or read_scheme(folder) is None:
-            found: Weights = stored(self, model_config, model)
-            return found
-        return whole_tensors(folder)
+        return quantized_tensors(Path(model_config.model_path), scheme)
 
     def loaded(self: DefaultModelLoader, **arguments: Any) -> Module:
         model: Module = load_model(self, **arguments)
@@ -167,7 +156,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         return CheckWeightsReqOutput(success=succeeded, message=json.dumps(answers))
 
     SchedulerWeightUpdaterManager.check_weights = answer
-    load_as_pushed(os.environ.get(QUANTIZATION_VARIABLE, "none"))
+    if (scheme := os.environ.get(QUANTIZATION_VARIABLE, "none")) != "none":
+        quantize_loaded(scheme)
     if is_cpu():
         attend_by_torch()
         multiply_by_torch()
