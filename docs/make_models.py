@@ -68,8 +68,8 @@ trainer's in float32, so they may choose other tokens, and vLLM returns no choic
 """
 SIZES = range(1, 17)
 RUN_WITH_SGLANG = (
-    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2", "llama", "qwen2", "qwen3"),
-    "qwen3_moe",
+    *("deepseek_v3", "gemma3_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama"),
+    *("olmo3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
 )
 """Families of which tests/sglang compares pushed weights with loaded ones."""
 SCHEMES = ("fp8", "fp8_channel", "int8")
@@ -108,12 +108,12 @@ def row(folder: Path) -> list[str]:
     served_in_fp8 = is_accepted(quantized_engine, in_fp8, shape, "bfloat16")
     sglang = "yes, fp8" if served_in_fp8 else "yes"
     sglang = sglang if shape.family in RUN_WITH_SGLANG else "not tried"
+    sglang = "on GPUs" if shape.linear else sglang
     if has_other_towers(folder):
         schemes, sglang = [], "no: other towers"
     if not is_accepted(check_attention, "sglang", shape):
-        sglang = "no: linear attention" if shape.linear else "no: windows"
-        sglang = "no: sparse attention" if shape.indexer else sglang
-        sglang = "no: sinks" if shape.has_sinks else sglang
+        sglang = "no: sparse attention" if shape.indexer else "no: windows"
+        sglang = "no: Mamba-2" if shape.linear else sglang
     return [
         folder.name,
         f"`{shape.family}`",

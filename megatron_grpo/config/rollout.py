@@ -77,7 +77,8 @@ class RolloutConfig(Section):
     """Deprecated: true stands for max_staleness 1."""
     enable_sleep_mode: bool = False
     """Between generations, engines give the memory of weights and cache to the ranks on the same
-    GPUs; vLLM's sleep mode of level 2. No use to engines on GPUs of their own."""
+    GPUs (vLLM's sleep mode of level 2, SGLang's memory saver). No use to engines on GPUs of their
+    own."""
     router_replay: bool = False
     """With a mixture of experts, send each token in training to the experts that the engine chose
     for it (R3, arXiv 2510.11370)."""
@@ -224,10 +225,10 @@ class RolloutConfig(Section):
                 f"rollout.engine transformers cannot end completions at strings {[*self.stop]} "
                 "(rollout.stop): use rollout.stop_token_ids or rollout.engine=vllm"
             )
-        if self.enable_sleep_mode and (self.engine != "vllm" or self.max_staleness):
+        if self.enable_sleep_mode and (self.engine == "transformers" or self.max_staleness):
             raise ValueError(
-                "rollout.enable_sleep_mode true needs engines of vLLM that have nothing to do "
-                f"while the ranks train: leave it out with rollout.engine {self.engine} and "
+                "rollout.enable_sleep_mode true needs engines of vLLM or SGLang that have nothing "
+                f"to do while the ranks train: leave it out with rollout.engine {self.engine} and "
                 f"rollout.max_staleness {self.max_staleness}"
             )
         if self.enable_sleep_mode and self.vllm.get("speculative_config"):

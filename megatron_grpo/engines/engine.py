@@ -195,7 +195,7 @@ class Engine:
         if not all(answer["can_sleep"] for answer in await self.ask_workers("drop_weights")):
             raise ValueError(
                 f"rollout engine {self.url} was started without rollout.enable_sleep_mode: start "
-                "it with the config of the run, or with --enable-sleep-mode"
+                "it with the config of the run, or with --enable-sleep-mode (--enable-memory-saver)"
             )
         await self.post(f"/sleep?level={1 if self.serves_adapter else 2}")
 

@@ -4,6 +4,7 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.families import FAMILIES
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.engines.sglang.args import full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those for which vLLM 0.32 has an attention kernel for CPUs."""
@@ -13,6 +14,8 @@ NO_ROUTER_ON_CPU = ("minimax_m2",)
 """Families whose routers it computes on GPUs only: by sigmoids, of all experts as one group."""
 CPU_LATENT_SIZE = 576
 """The one size of what is cached of a token with latent attention for which it has one."""
+SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
+"""Families whose layers have their windows in SGLang 0.5.23; in its others all see all tokens."""
 WITH_FP8 = (8, 9)
 """Compute capability from which GPUs have units for FP8."""
 
@@ -54,21 +57,16 @@ def _check_mamba(rollout: RolloutConfig, shape: ModelShape) -> None:
 
 
 def check_attention(engine: str, shape: ModelShape) -> None:
-    """Raise ValueError if an engine would leave out windows or sinks, or not compute attention."""
-    if engine == "sglang" and shape.has_sinks:
+    """Raise ValueError if an engine would leave out windows, or not compute attention."""
+    if engine == "sglang" and (why := _obstacle_of_sglang(shape)):
         raise ValueError(
-            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
-            "attention has sinks: use vllm"
+            f"rollout.engine sglang is not supported for the {shape.family} in model.path, {why}: "
+            "use vllm"
         )
-    if engine != "vllm" and shape.linear is not None:  # transformers cannot repeat its memory
+    if engine == "transformers" and shape.linear is not None:  # it cannot repeat its memory
         raise ValueError(
-            f"rollout.engine {engine} is not supported for the {shape.family} in model.path, which "
-            "has linear attention: use vllm"
-        )
-    if engine == "sglang" and shape.indexer is not None:
-        raise ValueError(
-            f"rollout.engine sglang is not supported for the {shape.family} in model.path, which "
-            "has sparse attention: use vllm"
+            f"rollout.engine transformers is not supported for the {shape.family} in model.path, "
+            "which has linear attention: use vllm"
         )
     if engine == "vllm" and shape.indexer is not None and shape.indexer.head_dim % 128:
         raise ValueError(
@@ -78,11 +76,6 @@ def check_attention(engine: str, shape: ModelShape) -> None:
     windows = FAMILIES[shape.family].windows
     if shape.window is None or windows is None:
         return
-    if engine == "sglang":
-        raise ValueError(
-            f"rollout.engine sglang is not supported for the {shape.family} in model.path, as its "
-            f"layers have a window of attention ({shape.window} tokens): use vllm"
-        )
     is_mixed = len(shape.windowed_layers) < shape.num_layers
     if engine == "vllm" and is_mixed and not windows.are_mixed_in_engine:
         raise ValueError(
@@ -90,6 +83,23 @@ def check_attention(engine: str, shape: ModelShape) -> None:
             f"{len(shape.windowed_layers)} have a window of attention; vLLM serves it only with "
             "windows in all layers or in none: use rollout.engine=transformers"
         )
+
+
+def _obstacle_of_sglang(shape: ModelShape) -> str | None:
+    """Why SGLang does not serve a model on any machine."""
+    if shape.indexer is not None:
+        return "which has sparse attention"
+    if shape.window is not None and shape.family not in SGLANG_WINDOWS:
+        return f"as SGLang leaves out the windows of its attention ({shape.window} tokens)"
+    if shape.family == "olmo3" and shape.window_rope_theta not in (None, shape.rope_theta):
+        return "as SGLang has one base of RoPE for layers with windows and without"
+    if shape.linear is not None and shape.linear.is_mamba:
+        return "which has Mamba-2's layers"
+    if shape.linear is not None and full_interval(shape) is None:
+        return "as SGLang has full attention in one layer of so many, the last of them"
+    if shape.family == "gemma3_text" and not shape.tie_word_embeddings:
+        return "as SGLang takes its embedding for the head, and they are not tied"
+    return None
 
 
 def check_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
@@ -101,6 +111,11 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
         check_card(rollout)
     elif rollout.engine == "vllm":
         _check_cpu_kernels(rollout, shape)
+    elif rollout.engine == "sglang" and shape.linear is not None:
+        raise ValueError(
+            "rollout.engine sglang without a GPU has no kernels for the linear attention of a "
+            f"{shape.family}: set rollout.engine=vllm"
+        )
 
 
 def check_card(rollout: RolloutConfig, capability: tuple[int, int] | None = None) -> None:

@@ -23,7 +23,7 @@ from checkpoint_convert.vllm_quantized import (
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.policy.lora_targets import targets_of
-from parallel import Layout
+from parallel import Box, Layout, ShardMapping
 
 WITHOUT_SCALES = ("llama", "ministral3", "mistral", "phi3")
 """Families of which SGLang 0.5.23 drops the scales of blocks that it loads: the class that these
@@ -33,6 +33,23 @@ SGLANG_NAMES = {
     ".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.",
 }
 """Parts of vLLM's names of parameters, and what SGLang 0.5.23 has for each."""
+SGLANG_NAMES_OF = {
+    "gpt_oss": {
+        ".attn.": ".self_attn.",
+        "model.embedding.": "model.embed_tokens.",
+        "w13_bias": "w13_weight_bias",
+        "w2_bias": "w2_weight_bias",
+    },
+    "qwen3_5_moe_text": {".self_attn.": "."},
+    "qwen3_5_text": {".self_attn.": "."},
+    "qwen3_next": {".self_attn.": "."},
+}
+"""The same for families that differ in more of them."""
+SGLANG_DTYPES = {".sinks": "bfloat16", "_weight_bias": "float32"}
+"""Dtypes of parameters in engines of SGLang of any dtype, by the ends of their names."""
+WITH_WHOLE_EMBEDDING = ("gemma3_text",)
+"""Families of which each worker of SGLang has the whole embedding, without padding."""
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -121,14 +138,16 @@ def worker_layouts(
     layouts = engine_layouts(shape, dims)
     if model is not None:
         layouts = quantized_engine_layouts(layouts, shape, dims, model)
-    return [*map(_of_sglang, layouts)] if rollout.engine == "sglang" else layouts
+    if rollout.engine != "sglang":
+        return layouts
+    return [_of_sglang(layout, shape, number) for number, layout in enumerate(layouts)]
 
 
 def first_worker(shape: ModelShape, rollout: RolloutConfig) -> Layout:
     """The layout of the first worker of an engine, in a fraction of the time; no other holds
     more."""
     layout = first_worker_layout(served_shape(shape, rollout), engine_dims(rollout))
-    return _of_sglang(layout) if rollout.engine == "sglang" else layout
+    return _of_sglang(layout, shape, 0) if rollout.engine == "sglang" else layout
 
 
 def worker_dtypes(
@@ -145,26 +164,39 @@ def worker_dtypes(
     if model is not None:
         dtypes = quantized_engine_dtypes(dtypes, shape, model)
     if rollout.engine == "sglang":
-        return {_sglang_name(name): found for name, found in dtypes.items()}
+        names = {name: _sglang_name(name, shape.family) for name in dtypes}
+        return {names[name]: _sglang_dtype(names[name], dtypes[name]) for name in dtypes}
     return dtypes
 
 
-def _of_sglang(layout: Layout) -> Layout:
-    """What a worker of SGLang holds instead of one of vLLM.
+def _of_sglang(layout: Layout, shape: ModelShape, number: int) -> Layout:
+    """What worker `number` of SGLang holds instead of one of vLLM.
 
-    Its layers come from vLLM's: the same parts, fused and padded alike, but for two names.
+    Its layers come from vLLM's: the same parts, fused and padded alike, but for names and for
+    `WITH_WHOLE_EMBEDDING`.
     """
-    return Layout(
-        {_sglang_name(name): size for name, size in layout.shapes.items()},
-        tuple(replace(piece, local=_sglang_name(piece.local)) for piece in layout.pieces),
-        tuple((_sglang_name(name), box) for name, box in layout.zeros),
-    )
+    names = {name: _sglang_name(name, shape.family) for name in layout.shapes}
+    shapes = {names[name]: size for name, size in layout.shapes.items()}
+    pieces = tuple(replace(piece, local=names[piece.local]) for piece in layout.pieces)
+    zeros = tuple((names[name], box) for name, box in layout.zeros)
+    if shape.family in WITH_WHOLE_EMBEDDING:
+        shapes[EMBEDDING] = (shape.vocab_size, shape.hidden_size)
+        box = Box.whole(shapes[EMBEDDING])
+        own = ShardMapping(EMBEDDING, box, EMBEDDING, box, is_replica=number > 0)
+        pieces = (own, *(piece for piece in pieces if piece.local != EMBEDDING))
+        zeros = tuple((name, box) for name, box in zeros if name != EMBEDDING)
+    return Layout(shapes, pieces, zeros)
 
 
-def _sglang_name(name: str) -> str:
-    for part, own in SGLANG_NAMES.items():
+def _sglang_name(name: str, family: str) -> str:
+    for part, own in (SGLANG_NAMES | SGLANG_NAMES_OF.get(family, {})).items():
         name = name.replace(part, own)
     return name
+
+
+def _sglang_dtype(name: str, dtype: str) -> str:
+    own = [own for end, own in SGLANG_DTYPES.items() if name.endswith(end)]
+    return own[0] if own else dtype
 
 
 def shard_bytes(workers: Sequence[Layout], itemsizes: Mapping[str, int]) -> int:

@@ -289,13 +289,14 @@ def gpu_share(model: RewardFunction, rollout: RolloutConfig) -> float:
             "reward_model: share_gpus true with kv_cache_memory_bytes, of its own or in "
             f"rollout.vllm: vLLM then does not keep to {names.memory_fraction}: leave it out"
         )
-    of_engine = engine.get(names.memory_fraction, names.default_fraction)
+    theirs = PLANNED[rollout.engine]
+    of_engine = engine.get(theirs.memory_fraction, theirs.default_fraction)
     share = own.get(names.memory_fraction)
     if not isinstance(share, float) or share <= 0 or share + of_engine > MOST_TOGETHER:
         raise ValueError(
             f"reward_model: share_gpus true with vllm.{names.memory_fraction} {share}: give the "
             "fraction of a GPU that the model takes beside an engine, whose "
-            f"rollout.vllm.{names.memory_fraction} is {of_engine:g}: together at most "
+            f"rollout.{rollout.engine}.{theirs.memory_fraction} is {of_engine:g}: together at most "
             f"{MOST_TOGETHER}, such as {(1 - of_engine) / 2:.2g}, or lower the engine's"
         )
     return share

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import threading
 import uuid
 from pathlib import Path
 
@@ -170,17 +171,25 @@ def test_an_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
     )
 
 
-@pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="needs .venv-sglang, with SGLang for GPUs")
+OF_SGLANG = (
+    "rollout.engine=sglang",
+    f"rollout.python={SGLANG_PYTHON}",
+    "rollout.vllm={}",
+    "rollout.sglang={mem_fraction_static: 0.3, context_length: 512}",
+)
+with_sglang = pytest.mark.skipif(
+    not SGLANG_PYTHON.exists(), reason="needs .venv-sglang, with SGLang for GPUs"
+)
+
+
+@with_sglang
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_so_does_one_of_sglang(arguments: list[str], tmp_path: Path, family: str) -> None:
     check_run_of_8_bits(
         *arguments,
         *of_mixture(tmp_path / "mixture", family),
+        *OF_SGLANG,
         "rollout.quantization=fp8",
-        "rollout.engine=sglang",
-        f"rollout.python={SGLANG_PYTHON}",
-        "rollout.vllm={}",
-        "rollout.sglang={mem_fraction_static: 0.3, context_length: 512}",
         run_dir=tmp_path / "run",
     )
 
@@ -191,6 +200,61 @@ def of_mixture(folder: Path, family: str) -> list[str]:
         return []
     sizes = LATENTS if family == "deepseek_v3" else {}
     return [f"model.path={mixture_of_blocks(folder, family, **sizes)}"]
+
+
+LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+SERVED_BY_SGLANG = {
+    "gemma3_text": {"tied": True},
+    "gpt_oss": {"intermediate_size": 256},
+    "olmo3": {
+        "rope_parameters": {
+            f"{kind}_attention": {"rope_type": "default", "rope_theta": 5e3}
+            for kind in ("full", "sliding")
+        }
+    },
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": LINEAR,
+}
+"""Families with windows, sinks or linear attention, and what their models must have."""
+
+
+@with_sglang
+@pytest.mark.parametrize("family", SERVED_BY_SGLANG)
+def test_sglang_computes_windows_sinks_and_linear_attention(
+    arguments: list[str], tmp_path: Path, family: str
+) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64} | SERVED_BY_SGLANG[family]
+    model = f"model.path={tiny_model(tmp_path / family, family, **sizes)}"
+    run = finish_run(
+        *arguments, *OF_SGLANG, model, "optimizer.lr=1e-3", "train.num_steps=3", timeout=800
+    )
+    assert run.exit_code == 0, run.output
+    for record in read_metrics(tmp_path / "run"):
+        assert record["rollout/logprob_gap_mean"] < MOST_GAP_OF_8_BITS  # also after a push
+
+
+@with_sglang
+def test_an_engine_of_sglang_gives_its_memory_back_while_it_sleeps(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    (_, total), free = torch.cuda.mem_get_info(), []
+
+    def watch() -> None:  # until the run is complete, when all memory is free
+        while not (run_dir / "hf").exists() and not is_over.wait(0.05):
+            free.append(torch.cuda.mem_get_info()[0])
+
+    run_dir, is_over = tmp_path / "run", threading.Event()
+    watching = threading.Thread(target=watch)
+    watching.start()
+    sleeps = "rollout.enable_sleep_mode=true"
+    run = finish_run(*arguments, *OF_SGLANG, sleeps, "train.num_steps=3", timeout=800)
+    is_over.set()
+    watching.join()
+    assert run.exit_code == 0, run.output
+    for record in read_metrics(run_dir):
+        assert record["rollout/logprob_gap_mean"] < MOST_GAP  # from weights pushed after a sleep
+    awake = min(free)
+    assert max(free[free.index(awake) :]) - awake > 0.2 * total  # of a share of 0.3
 
 
 def check_run_of_8_bits(*arguments: str, run_dir: Path) -> None:

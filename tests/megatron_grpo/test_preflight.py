@@ -119,22 +119,31 @@ def test_an_engine_that_would_leave_out_windows_is_refused(
         assert message in refusal(cfg)
 
 
-def test_an_engine_that_would_leave_out_sinks_is_refused(tmp_path):
-    none = {"sliding_window": None, "layer_types": ["full_attention"] * 2}
-    shape = read_shape(tiny_model(tmp_path, "gpt_oss", **none))
-    check_attention("vllm", shape)
-    with pytest.raises(ValueError, match=r"the gpt_oss in .* as its attention has sinks"):
-        check_attention("sglang", shape)
+def test_sglang_serves_windows_where_its_classes_have_them(tmp_path):
+    check_attention("sglang", read_shape(tiny_model(tmp_path / "sinks", "gpt_oss")))
+    check_attention("sglang", read_shape(tiny_model(tmp_path / "gemma", "gemma3_text", tied=True)))
+    apart = read_shape(tiny_model(tmp_path / "apart", "gemma3_text"))
+    with pytest.raises(ValueError, match="takes its embedding for the head, and they are not tied"):
+        check_attention("sglang", apart)
+    olmo = read_shape(tiny_model(tmp_path / "olmo", "olmo3"))
+    with pytest.raises(ValueError, match="one base of RoPE for layers with windows and without"):
+        check_attention("sglang", olmo)
+    check_attention("sglang", replace(olmo, window_rope_theta=olmo.rope_theta))
 
 
-@pytest.mark.parametrize("engine", ["sglang", "transformers"])
-def test_only_vllm_serves_linear_attention(tmp_path, engine):
+def test_linear_attention_is_for_vllm_and_on_gpus_for_sglang(config, monkeypatch, tmp_path):
     shape = read_shape(tiny_model(tmp_path, "qwen3_next"))
-    check_attention("vllm", shape)
-    with pytest.raises(
-        ValueError, match=rf"{engine} is not supported for the qwen3_next in .*vllm"
-    ):
+    for engine in ("vllm", "sglang"):
         check_attention(engine, shape)
+    with pytest.raises(ValueError, match=r"transformers is not supported for the qwen3_next in"):
+        check_attention("transformers", shape)
+    with pytest.raises(ValueError, match=r"as SGLang has full attention in one layer of so many"):
+        check_attention("sglang", replace(shape, linear_layers=(1,)))
+    rollout = config("rollout.engine=sglang", "rollout.vllm={}").rollout
+    with pytest.raises(ValueError, match="sglang without a GPU has no kernels for the linear"):
+        check_kernels(rollout, shape)
+    monkeypatch.setattr(kernels, "num_gpus", lambda: 1)
+    check_kernels(rollout, shape)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
 from demo.make_sums import sums as all_sums
@@ -27,8 +29,21 @@ from megatron_grpo.engines.sglang import args
 from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
 
-WIDTHS = {"intermediate_size": 128, "moe_intermediate_size": 128}
-DENSE = ("llama", "qwen2", "qwen3")
+FILE = "model.safetensors"
+WIDTHS: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 128}
+ONE_ROPE = {"rope_type": "default", "rope_theta": 5e3}
+OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+OF_SGLANG: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_text": OF_EXPERTS,
+    "qwen3_next": OF_EXPERTS,
+    "gemma3_text": {"tied": True},
+    "olmo3": {
+        "hidden_size": 128,
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ONE_ROPE),
+    },
+}
+"""What models must have that SGLang serves, and whose layers it does not pad on CPUs."""
+DENSE = ("gemma3_text", "gpt_oss", "llama", "olmo3", "qwen2", "qwen3", "qwen3_5_text")
 WHOLE_QUERIES = "deepseek_v3 without q_lora_rank"
 TP2_PP2 = ParallelDims(tensor=2, pipeline=2)
 EP2 = ParallelDims(data=2, expert=2)
@@ -47,6 +62,15 @@ def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
         timeout=60,
     )
     return [worker["checksums"] for worker in answer.raise_for_status().json()["ranks"]]
+
+
+def all_differ(these: list[dict[str, str]], others: list[dict[str, str]]) -> bool:
+    """Whether all checksums do; biases that the first worker adds are zero in others."""
+    return all(
+        one[name] != other[name] or (number > 0 and name.endswith("w2_weight_bias"))
+        for number, (one, other) in enumerate(zip(these, others, strict=True))
+        for name in one
+    )
 
 
 def push(engine: TestEngine, folder: Path, dims: ParallelDims, num_flips: int = 0) -> str:
@@ -78,6 +102,9 @@ def tells_all(monkeypatch) -> None:
         pytest.param(WHOLE_QUERIES, 2, EP2, marks=pytest.mark.slow),
         pytest.param("glm4_moe_lite", 2, EP2, marks=pytest.mark.slow),
         pytest.param("kimi_k2", 1, ParallelDims(), marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 2, TP2_PP2, marks=pytest.mark.slow),
+        pytest.param("olmo3", 1, TP2_PP2, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", 2, EP2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -92,11 +119,7 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, siz
         num_layers = read_shape(folder).num_layers if read_shape(folder).latent else 0
         assert sum(name.endswith((".w_kc", ".w_vc")) for name in loaded[0]) == 2 * num_layers
         assert push(engine, others, dims) == ""
-        assert all(
-            one[name] != other[name]
-            for one, other in zip(loaded, own_checksums(engine), strict=True)
-            for name in one
-        )
+        assert all_differ(loaded, own_checksums(engine))
         assert push(engine, folder, dims) == ""
         assert own_checksums(engine) == loaded
         samples = engine.generate(random_prompts(4))
@@ -111,7 +134,38 @@ def model(folder: Path, family: str, seed: int) -> Path:
     if family == WHOLE_QUERIES:
         return servable_model(folder, "deepseek_v3", seed=seed, q_lora_rank=None, **WIDTHS)
     widths = {"intermediate_size": 128} if family in DENSE else WIDTHS
-    return servable_model(folder, family, seed=seed, **widths)
+    folder = servable_model(folder, family, seed=seed, **widths | OF_SGLANG.get(family, {}))
+    if family == "gpt_oss":  # of which SGLang has sinks in bfloat16 alone
+        weights = load_file(folder / FILE)
+        sinks = {name: weights[name] for name in weights if name.endswith("sinks")}
+        rounded = {name: value.bfloat16().float() for name, value in sinks.items()}
+        save_file(weights | rounded, folder / FILE, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "size", "dims"),
+    [("qwen3_next", 2, EP2), ("qwen3_5_text", 1, TP2_PP2), ("qwen3_5_moe_text", 2, EP2)],
+    ids=str,
+)
+def test_so_does_one_with_linear_attention_which_only_gpus_compute(
+    monkeypatch, tmp_path, family, size, dims
+):
+    monkeypatch.setattr(args, "SERVER", "helpers.sglang_unkernelled")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
+    # Its defaults are for GPUs, too, and as large a cache as fits.
+    table = {"mamba_radix_cache_strategy": "no_buffer", "max_mamba_cache_size": 64}
+    table["disable_overlap_schedule"] = True
+    options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "sglang": table}
+    with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
+        loaded = own_checksums(engine)
+        assert any(name.endswith("gemma_weight") for name in loaded[0])
+        assert push(engine, others, dims) == ""
+        assert all_differ(loaded, own_checksums(engine))
+        assert push(engine, folder, dims) == ""
+        assert own_checksums(engine) == loaded
 
 
 def model_of_blocks(folder: Path, family: str, seed: int) -> Path:

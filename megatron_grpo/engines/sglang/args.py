@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS
 from megatron_grpo.config.rollout import RolloutConfig
@@ -65,7 +65,7 @@ RESERVED = {
     "disable_shared_experts_fusion": "weights of shared experts are pushed apart from the others'",
     "enforce_shared_experts_fusion": "weights of shared experts are pushed apart from the others'",
     "enable_lora": "set lora.sync=merged",
-    "enable_memory_saver": "rollout.enable_sleep_mode needs rollout.engine=vllm",
+    "enable_memory_saver": "set rollout.enable_sleep_mode",
     "enable_return_routed_experts": "set rollout.router_replay",
     "tool_call_parser": "set rollout.tool_call_parser",
     "speculative_algorithm": "the weights of a draft model are not pushed",
@@ -90,9 +90,6 @@ RESERVED = {
     "sampling_defaults": "sampling follows rollout.temperature, not the model's own defaults",
 }
 """Arguments that a config cannot set, and why."""
-CONFIG_OVERRIDES = {"moe_layer_freq": 1}
-"""What SGLang asks of a DeepSeek-V3's config.json, and transformers does not write there. No family
-here has another value."""
 
 
 def sglang_command(
@@ -103,6 +100,8 @@ def sglang_command(
     Raises ValueError if SGLang cannot do what the config asks for.
     """
     check_folder_loaded(model, rollout)
+    shape = read_shape(model.path)
+    overrides = _of_config(shape)
     arguments: dict[str, Any] = {
         "model_path": model.path,
         "host": host,
@@ -117,15 +116,23 @@ def sglang_command(
         "log_level_http": "warning",
         "tool_call_parser": rollout.tool_call_parser,
         "enable_return_routed_experts": rollout.router_replay or None,
-        "json_model_override_args": CONFIG_OVERRIDES,
+        # A CPU engine follows the same requests, and keeps its memory.
+        "enable_memory_saver": (rollout.enable_sleep_mode and on_gpu) or None,
         # Shared experts would be one more in the stack of the others.
         "disable_shared_experts_fusion": True,
     }
     # -P: files of the working directory must not be imported instead of SGLang's own.
     command = [str(rollout.python or sys.executable), "-P", "-m", SERVER]
     if rollout.quantization != "none":
-        arguments |= _quantizing_arguments(model, rollout, on_gpu)
-    arguments |= _of_platform(on_gpu) | rollout.sglang
+        quantized = quantized_engine(rollout, shape, model.dtype)
+        assert quantized is not None, "rollout.quantization is not none"
+        # Makes SGLang build the model quantised; the worker then quantises what it loads.
+        overrides |= {CONFIG_KEYS[0]: quantized.config}
+        # Keeps weights and scales as they were loaded on any card with units for FP8 (see
+        # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
+        arguments["fp8_gemm_backend"] = "triton" if on_gpu else None
+    arguments["json_model_override_args"] = overrides or None
+    arguments |= _of_platform(on_gpu) | _of_attention(shape, on_gpu) | rollout.sglang
     # Most of its switches have no form that is off: they are left out.
     return [*command, *command_flags({k: None if v is False else v for k, v in arguments.items()})]
 
@@ -145,18 +152,22 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
         )
 
 
-def _quantizing_arguments(
-    model: ModelConfig, rollout: RolloutConfig, on_gpu: bool
-) -> dict[str, Any]:
-    """What makes SGLang build the model quantised; the worker then quantises what it loads."""
-    quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
-    assert quantized is not None, "rollout.quantization is not none"
-    return {
-        "json_model_override_args": CONFIG_OVERRIDES | {CONFIG_KEYS[0]: quantized.config},
-        # Keeps weights and scales as they were loaded on any card with units for FP8 (see
-        # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
-        "fp8_gemm_backend": "triton" if on_gpu else None,
-    }
+def _of_config(shape: ModelShape) -> dict[str, Any]:
+    """What SGLang reads of config.json, and transformers does not write there any more."""
+    if shape.latent is not None:
+        return {"moe_layer_freq": 1}  # no family here has another value
+    if shape.family != "olmo3" and shape.linear is None:
+        return {}
+    rope = {"rope_theta": shape.rope_theta, "rope_type": "default", **(shape.rope_scaling or {})}
+    found = {"rope_theta": shape.rope_theta, "rope_parameters": rope}
+    return found | ({"full_attention_interval": full_interval(shape)} if shape.linear else {})
+
+
+def full_interval(shape: ModelShape) -> int | None:
+    """One layer in so many has full attention, the last of them; None: it is not so."""
+    layers, linear = range(shape.num_layers), {*shape.linear_layers}
+    interval = next((each for each in layers if each not in linear), shape.num_layers) + 1
+    return interval if linear == {each for each in layers if (each + 1) % interval} else None
 
 
 def _of_platform(on_gpu: bool) -> dict[str, Any]:
@@ -173,6 +184,19 @@ def _of_platform(on_gpu: bool) -> dict[str, Any]:
         "max_total_tokens": 1 << 16,  # the default is a share of the machine's memory
         "sleep_on_idle": True,  # or its scheduler spins
     }
+
+
+def _of_attention(shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
+    """What sinks and linear attention need."""
+    if shape.linear is not None:  # what heads remember, as the trainer computes it
+        return {"mamba_ssm_dtype": "float32"}
+    if not shape.has_sinks:
+        return {}
+    if on_gpu:  # the default of some cards, trtllm_mha, keeps sinks in float32
+        return {"attention_backend": "triton"}
+    # SGLang asks for a backend with sinks, and where there are no kernels for this one takes
+    # torch_native instead, which is ours and reads the cache of all layers alike.
+    return {"attention_backend": "intel_amx", "disable_hybrid_swa_memory": True}
 
 
 def sglang_environment(rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:

@@ -13,11 +13,12 @@ import math
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import (
@@ -25,6 +26,8 @@ from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     UpdateWeightVersionReqInput,
 )
 from sglang.srt.server_args import prepare_server_args
@@ -86,6 +89,11 @@ class Gate:
 
 
 gate = Gate()
+PARTS = [GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE]
+"""What sleeps."""
+asleep: set[str] = set()
+"""Those of `PARTS` that do."""
+DRAIN_SECONDS = 0.05
 
 
 def manager() -> Any:
@@ -260,10 +268,34 @@ async def update_weight_version(request: Request) -> Json:
     return {}
 
 
-@router.post("/wake_up")
-async def wake_up() -> Json:
-    """Nothing to do: it never sleeps."""
+@router.post("/sleep")
+async def sleep() -> Json:
+    """Give requests up, and the memory of weights and cache back with what is in it.
+
+    Of CUDA graphs it stays, as in vLLM.
+    """
+    await pause("abort")
+    while not (await reset_prefix_cache())["success"]:
+        await asyncio.sleep(DRAIN_SECONDS)  # SGLang ends at once if it has requests
+    if tags := [tag for tag in PARTS if tag not in asleep]:
+        asleep.update(tags)
+        await manager().release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
     return {}
+
+
+@router.post("/wake_up")
+async def wake_up(tags: Annotated[list[str], Query()] = PARTS) -> Json:
+    """Take the memory of these parts again, if they sleep."""
+    if woken := [tag for tag in tags if tag in asleep]:  # SGLang ends at any other
+        asleep.difference_update(woken)
+        await manager().resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=woken))
+    return {}
+
+
+@router.get("/is_sleeping")
+async def is_sleeping() -> Json:
+    """Whether any part sleeps."""
+    return {"is_sleeping": bool(asleep)}
 
 
 @router.post("/init_weight_transfer_engine")

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.layernorm import GemmaRMSNorm
 from sglang.srt.managers import scheduler
 from sglang.srt.managers.io_struct import CheckWeightsReqInput, CheckWeightsReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_host_register
 from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils import is_cpu
 from torch import Tensor
 from torch.nn import Module
@@ -29,7 +31,8 @@ from checkpoint_convert.quantized_shard import quantized_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE
-from megatron_grpo.engines.sglang.cpu_layers import attend_to_latents, multiply_by_torch
+from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
+from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.weight_receivers import Receiver
 from parallel.checksum import checksums
 
@@ -71,8 +74,27 @@ class SchedulerWorker(PushWorker):
         self.runner.weight_updater.begin_weight_update()
         sums = super().receive(receiver, received)
         self.runner.weight_updater.end_weight_update(run_post_load=True)
+        refresh_norms(self.runner.model)
         held = self.tensors()
         return checksums(held) if any(each.itemsize == 1 for each in held.values()) else sums
+
+    def _drop_weights(self) -> Json:
+        """From now on there are no weights, until a push is complete.
+
+        Answers whether the engine was started so that it can give their memory back.
+        """
+        self.state.drop_weights()
+        return {"can_sleep": is_cpu() or get_exec().features.enable_memory_saver}
+
+
+def refresh_norms(model: Module) -> None:
+    """Let norms that multiply by 1 + their weights keep the new sums, which some kernels read.
+
+    SGLang does so only where it loads these weights itself.
+    """
+    for module in model.modules():
+        if isinstance(module, GemmaRMSNorm):
+            module.refresh_gemma_weight()
 
 
 def quantize_loaded(scheme: str) -> None:
@@ -137,8 +159,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     if (scheme := os.environ.get(QUANTIZATION_VARIABLE, "none")) != "none":
         quantize_loaded(scheme)
     if is_cpu():
+        attend_by_torch()
         multiply_by_torch()
-        attend_to_latents()
     Req._check_token_based_finish = ends_at_stop_token
     Req.update_finish_state = ends_before_it_is_cut(Req.update_finish_state)
     ALLOC_MEMORY_FUNCS["cpu"] = unpinned

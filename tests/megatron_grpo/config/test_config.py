@@ -436,7 +436,6 @@ REFUSED = [
             "rollout.quantization=fp8_channel",
         )
     ),
-    ("rollout.engine=sglang + rollout.enable_sleep_mode=true", "needs engines of vLLM"),
     (
         "rollout.engine=sglang + lora.r=4",
         "or set lora.sync=merged",

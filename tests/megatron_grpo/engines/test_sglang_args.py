@@ -16,7 +16,6 @@ from megatron_grpo.engines.sglang.args import (
     sglang_environment,
 )
 
-MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
 OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
 
 
@@ -36,17 +35,36 @@ def test_an_interpreter_without_sglang_is_named_with_what_to_do(python, told):
         check_sglang_arguments(rollout(python=Path(python)))
 
 
-def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on():
-    config = rollout(tensor_parallel_size=2, sglang={"mem_fraction_static": 0.5})
-    command = sglang_command(MODEL, config, "10.0.0.7", 8000, on_gpu=True)
+def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on(tmp_path):
+    model = ModelConfig(path=tiny_model(tmp_path, "qwen3"))
+    options = {"tensor_parallel_size": 2, "enable_sleep_mode": True}
+    config = rollout(**options, sglang={"mem_fraction_static": 0.5})
+    command = sglang_command(model, config, "10.0.0.7", 8000, on_gpu=True)
     assert command[0] == sys.executable
-    assert {"--model-path=/models/tiny", "--tp-size=2", "--host=10.0.0.7", "--port=8000"} < {
+    assert {f"--model-path={tmp_path}", "--tp-size=2", "--host=10.0.0.7", "--port=8000"} < {
         *command
     }
     assert command[-1] == "--mem-fraction-static=0.5"
-    assert "--device=cpu" not in command
+    assert "--enable-memory-saver" in command and "--device=cpu" not in command
     assert not any("fp8" in each for each in command)
-    assert "--device=cpu" in sglang_command(MODEL, config, "10.0.0.7", 8000, on_gpu=False)
+    on_cpu = sglang_command(model, config, "10.0.0.7", 8000, on_gpu=False)
+    assert "--device=cpu" in on_cpu and "--enable-memory-saver" not in on_cpu
+
+
+@pytest.mark.parametrize(
+    ("family", "on_gpu", "argument"),
+    [
+        ("gpt_oss", True, "--attention-backend=triton"),
+        ("gpt_oss", False, "--attention-backend=intel_amx"),
+        ("qwen3_next", True, "--mamba-ssm-dtype=float32"),
+        ("qwen3_next", True, '"full_attention_interval": 3}'),
+        ("olmo3", True, '{"rope_theta": 10000.0, "rope_type": "default"}}'),
+    ],
+)
+def test_what_a_kind_of_attention_needs_is_passed_on(tmp_path, family, on_gpu, argument):
+    model = ModelConfig(path=tiny_model(tmp_path, family), dtype="bfloat16")
+    command = sglang_command(model, rollout(), "10.0.0.7", 8000, on_gpu)
+    assert any(each.endswith(argument) for each in command)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -1,4 +1,4 @@
-"""Engines that sleep between generations: the requests, with a real vLLM.
+"""Engines that sleep between generations: the requests, with a real engine.
 
 A CPU engine answers all of them and keeps its memory; tests/gpu has the memory.
 """
@@ -67,10 +67,11 @@ def test_engines_that_do_not_sleep_are_lost_and_keep_no_other_awake(
 
 @pytest.mark.slow  # 25 s: an engine starts twice
 def test_an_engine_that_died_is_back_and_asleep_before_the_trainer_has_the_memory(
-    tied_model, tmp_path
+    engine_kind, tied_model, tmp_path
 ) -> None:
+    asleep = {"log_dir": tmp_path, "enable_sleep_mode": True}
     with (
-        running_engine("vllm", tied_model, tmp_path, enable_sleep_mode=True) as engine,
+        running_engine(folder=tied_model, **engine_kind, **asleep) as engine,
         trainer(tied_model, engine.servers, engine.rollout) as ours,
     ):
         ours.push()

@@ -1,7 +1,7 @@
-"""Layers of an SGLang for CPUs, computed by torch: products with 8-bit weights, latent attention.
+"""Layers of an SGLang for CPUs that multiply by 8-bit weights, by torch, as they were loaded.
 
-SGLang's own packs 8-bit weights after loading, for kernels that no package has: pushed ones would
-not fit. GPUs have SGLang's kernels.
+SGLang's own packs them after loading, for kernels that no package has: pushed ones would not fit.
+GPUs have SGLang's kernels.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,6 @@ import torch
 from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
-from sglang.srt.layers.rotary_embedding import RotaryEmbedding, factory, get_rope
-from sglang.srt.models.deepseek_common import deepseek_weight_loader
-from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
-    AttnForwardMethod,
-)
 from torch import Tensor
 
 from checkpoint_convert.quantizer import dequantized
@@ -34,24 +28,6 @@ def multiply_by_torch() -> None:
         method.process_weights_after_loading = lambda self, layer: None
     Fp8LinearMethod.apply = linear
     Fp8MoEMethod.apply = experts
-
-
-def attend_to_latents() -> None:
-    """From now on, latent attention works without the kernels: prefills, too, attend to latents.
-
-    SGLang would compute these from keys and values, which torch's backend looks for in the cache,
-    has RoPE with YaRN alone, and quantises 8-bit weights of latents anew, with one scale for all.
-    """
-    AttentionBackendRegistry.register(
-        "torch_native", lambda attention, batch: AttnForwardMethod.MLA
-    )
-    factory.get_rope_cpu = rotary_embedding
-    deepseek_weight_loader._is_cuda = True  # there it dequantises these weights
-
-
-def rotary_embedding(*arguments: Any) -> RotaryEmbedding:
-    """That of all other models; the last argument is the device."""
-    return get_rope(*arguments[:-1])
 
 
 def linear(self: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

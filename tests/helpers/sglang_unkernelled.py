@@ -1,0 +1,35 @@
+"""An SGLang engine for CPUs whose linear attention has no kernels: it loads weights and takes
+pushes, and computes nothing. All of its processes import this file, as it is their main module."""
+
+import sys
+from types import ModuleType
+from typing import NoReturn
+
+import sgl_kernel
+import torch
+
+OPERATORS = (
+    "fused_gdn_gating_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+"""What SGLang's files of Qwen3-Next and Qwen3.5 take from its kernels when they are imported."""
+
+
+def missing(*args: object, **kwargs: object) -> NoReturn:
+    raise NotImplementedError("linear attention needs a GPU")
+
+
+for name in OPERATORS:
+    setattr(torch.ops.sgl_kernel, name, missing)
+mamba = ModuleType("sgl_kernel.mamba")
+mamba.__getattr__ = sgl_kernel.__getattr__  # type: ignore[method-assign]
+sys.modules["sgl_kernel.mamba"] = mamba
+
+if __name__ == "__main__":
+    from megatron_grpo.engines.sglang.server import main
+
+    main()
