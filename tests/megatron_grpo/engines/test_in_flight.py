@@ -22,10 +22,11 @@ from helpers.engines import (
 )
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
+from megatron_grpo.engines.cuts import joined
 from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import EngineError, NoServingEngine
-from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, joined
+from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight
 from megatron_grpo.engines.pool import MAX_COMEBACKS
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
