@@ -20,7 +20,8 @@ from megatron_grpo.engines.choice import (
     decode_event,
 )
 from megatron_grpo.engines.http import (
-    JSON_HEADERS,
+    EVENTS,
+    LAST_EVENT,
     EngineDown,
     EngineError,
     EngineStale,
@@ -45,10 +46,11 @@ COUNTS = {
 }
 
 GENERATE = "/inference/v1/generate"
-STREAM_INTERVAL = 64
+STREAM_INTERVAL = 256
 """Tokens in a chunk of an answer that is streamed; fewer are lost of a completion with its engine.
 
-A chunk costs rank 0 as much time as reading some 60 tokens does.
+Rank 0 takes as long for a chunk as for reading some 90 tokens, 50 us: a third more than for whole
+answers.
 """
 Json = dict[str, Any]
 
@@ -138,9 +140,11 @@ class Engine:
         request = {**request, "stream": True, "sampling_params": params}
         answer = answer_to(self.http, self.url, "POST", GENERATE, request, limit)
         async with answer as response:
-            if response.headers["content-type"] == JSON_HEADERS["Content-Type"]:
+            if not response.headers["content-type"].startswith(EVENTS):
                 return decode_choice(await response.aread())
             async for data in events_of(response):
+                if data == LAST_EVENT:  # after a chunk that says that the completion is cut
+                    break
                 chunk = decode_event(data)
                 if isinstance(chunk, Failure):
                     raise failure(self.url, GENERATE, chunk.code, chunk.message)

@@ -13,6 +13,9 @@ from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 
 HEALTH_TIMEOUT = 2.0
 JSON_HEADERS = {"Content-Type": "application/json"}
+EVENTS = "text/event-stream"
+"""The type of an answer that is streamed."""
+LAST_EVENT = b"[DONE]"
 NUM_POOLS = 32
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1, keepalive_expiry=2.0)
 """Of each pool. Engines close a connection after 5 s without a request: it is not used again when

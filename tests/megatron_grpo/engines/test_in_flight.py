@@ -1,7 +1,9 @@
 """Completions that go on under new weights: against a real vLLM whose weights change meanwhile."""
 
 import asyncio
+import os
 import random
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,17 +18,19 @@ from transformers import AutoTokenizer
 from helpers.engines import (
     largest_error_by_version,
     random_prompts,
+    running_engine,
     sampling_params,
     served_model,
     wait_until,
 )
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
+from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.cuts import joined
 from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import EngineError, NoServingEngine
-from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight
+from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, OpenGenerations
 from megatron_grpo.engines.pool import MAX_COMEBACKS
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
@@ -46,13 +50,22 @@ def client(live_engine, tied_model):
     return live_engine.client()
 
 
+@contextmanager
+def lasting(client, model):
+    """An `InFlight` that uses the client, and ends."""
+    decode = AutoTokenizer.from_pretrained(model).decode
+    in_flight = InFlight(client, partial(decode, skip_special_tokens=True))
+    try:
+        yield in_flight
+    finally:
+        in_flight.end()
+        in_flight.close()
+
+
 @pytest.fixture
 def in_flight(client, tied_model):
-    decode = AutoTokenizer.from_pretrained(tied_model).decode
-    in_flight = InFlight(client, partial(decode, skip_special_tokens=True))
-    yield in_flight
-    in_flight.end()
-    in_flight.close()
+    with lasting(client, tied_model) as in_flight:
+        yield in_flight
 
 
 @pytest.fixture
@@ -78,9 +91,15 @@ def generation(number, version, num_tokens=NUM_TOKENS, **settings):
 @pytest.fixture(scope="module")
 def http(live_engine):
     """Talks to the engine."""
-    url, token = live_engine.servers.base_urls[0], live_engine.servers.token
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
+    with talking_to(live_engine) as http:
         yield http
+
+
+def talking_to(engine):
+    """Talks to the first of these engines."""
+    url, token = engine.servers.base_urls[0], engine.servers.token
+    headers = {"Authorization": f"Bearer {token}"}
+    return httpx.Client(base_url=url, headers=headers, timeout=60)
 
 
 def num_generated(http):
@@ -114,6 +133,53 @@ def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it
     for sample in samples:
         assert sum(count for _, count in sample.spans) == len(sample.completion_ids) == NUM_TOKENS
     assert all(largest_error_by_version(weights, sample) < 1e-3 for sample in samples[::8])
+
+
+@pytest.mark.long
+def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_has_streamed(
+    tied_model, other_model, tmp_path, engine_kind, monkeypatch
+):
+    size, kept, keep = 32, {}, OpenGenerations.keep
+
+    def note(self, number, begun, url):
+        kept[number] = begun
+        return keep(self, number, begun, url)
+
+    monkeypatch.setattr(OpenGenerations, "keep", note)
+    monkeypatch.setattr(engine_module, "STREAM_INTERVAL", 64)
+    with (
+        running_engine(folder=tied_model, log_dir=tmp_path, num_engines=2, **engine_kind) as pair,
+        lasting(pair.client(), tied_model) as in_flight,
+        talking_to(pair) as http,
+    ):
+        weights = {pair.push(tied_model): tied_model}
+        asked = generation(0, pair.version, 400, num_generations=size)
+        answered = in_flight.submit(0, asked)
+        in_flight.resume(pair.version)
+        assert wait_until(lambda: num_generated(http) > size * 70, 60, 0.005)
+        in_flight.hold(pair.version + 1)
+        pair.pause()
+        weights[pair.push(other_model)] = other_model
+        enough = num_generated(http) + size * 64
+        in_flight.resume(pair.version)
+        assert wait_until(lambda: num_generated(http) > enough, 60, 0.005)
+        pair.pause()
+        sampled = num_generated(http)
+        time.sleep(0.5)  # all chunks have arrived
+        os.kill(pair.servers._engine(pair.servers.base_urls[0]).process.pid, signal.SIGKILL)
+        answered.result(timeout=60)
+    lost = sampled - sum(len(begun.token_ids) for begun in kept.values())
+    assert len(kept) == size and 0 <= lost < size * 64
+    print(f"{sampled:.0f} tokens, {lost:.0f} of them lost")
+    samples = asked.samples()
+    for number, begun in kept.items():
+        count = len(begun.token_ids)
+        assert [*samples[number].completion_ids[:count]] == begun.token_ids
+        assert [version for version, _ in samples[number].spans] == [*weights]
+        assert begun.spans[1] == (pair.version, count - samples[number].spans[0][1])
+    assert {len(sample.completion_ids) for sample in samples} == {400}
+    parts = [samples[number] for number in [*kept][::4]]
+    assert all(largest_error_by_version(weights, sample) < 1e-3 for sample in parts)
 
 
 STOPS = ("##", "é#", "#\n\n")
@@ -282,6 +348,26 @@ def test_who_waits_is_told_that_environments_are_lost_and_the_others_go_on():
         answered.result(timeout=5)
 
 
+@pytest.mark.parametrize("broken", ["/inference/v1/generate", "/health"])
+def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken):
+    """The requests end in the middle of a chunk, or are cancelled because a probe fails."""
+    lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine()
+    other.answers.set()
+    with scripted(lost=lost, other=other) as (_, in_flight):
+        asked = generation(0, 7, 5)
+        answered = in_flight.submit(0, asked)
+        in_flight.resume(7)
+        assert wait_until(lambda: len(lost.asked) == len(other.asked) == 4, seconds=5)
+        time.sleep(0.1)
+        lost.broken_route = broken
+        answered.result(timeout=5)
+        assert len(other.asked) == 8 and other.num_tokens == [5] * 4 + [2] * 4
+        for sample in asked.samples():
+            first = len(sample.prompt.token_ids)
+            assert [*sample.completion_ids] == [*range(first, first + 5)]
+            assert sample.spans == ((7, 5),) and len(sample.logprobs) == 5
+
+
 def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times():
     engine = ScriptedEngine()
     engine.answers.set()
@@ -297,7 +383,8 @@ def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times
 
 
 def test_a_push_decides_which_engines_go_on_with_the_requests():
-    lost, left, other = ScriptedEngine(), ScriptedEngine(), ScriptedEngine()
+    lost, left = ScriptedEngine(num_streamed=1), ScriptedEngine(num_streamed=2)
+    other = ScriptedEngine()
     late = ScriptedEngine(version=8)
     with scripted(lost=lost, left=left, other=other, late=late) as (client, in_flight):
         client.pool.mark_dead("http://late", "it is not there yet")
@@ -321,7 +408,8 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
             engine.answers.set()
         for each in answered:
             each.result(timeout=5)
-        assert {s.spans for each in asked for s in each.samples()} == {((8, 4),)}
+        spans = {s.spans for each in asked for s in each.samples()}
+        assert spans == {((8, 4),), ((7, 1), (8, 3)), ((7, 2), (8, 2))}
 
 
 def test_a_run_that_is_to_stop_keeps_what_is_sampled():
