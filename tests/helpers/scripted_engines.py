@@ -16,7 +16,7 @@ from demo.make_sums import sums
 from helpers.policies import tiny_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.engine import Engine, Patience
+from megatron_grpo.engines.engine import GENERATE, Engine, Patience
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.pool import EnginePool
@@ -125,7 +125,7 @@ class ScriptedEngine:
             }
             event = json.dumps({"choices": [chunk]}, ensure_ascii=False).encode()
             yield b"data: " + event + (b"\n\n" if count <= self.num_streamed else b"")
-        while not self.broken_route:
+        while self.broken_route != GENERATE:
             await asyncio.sleep(0.002)
         raise httpx.ReadError("it is broken")
 
