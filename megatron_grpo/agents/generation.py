@@ -8,8 +8,8 @@ from megatron_grpo.agents.session import MOST_AT_ONCE, Session, TurnRequest
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.cuts import num_until_stop
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.in_flight import num_until_stop
 from megatron_grpo.engines.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -54,6 +54,20 @@ class Choice(msgspec.Struct, dict=True):
         """Version of the weights and number of tokens, of each part."""
         return [(int(each.version), each.end - each.start) for each in self.weight_versions]
 
+    @classmethod
+    def empty(cls) -> "Choice":
+        """A completion of which nothing has arrived."""
+        return cls([], Logprobs([]), CUT, "", [])
+
+    def append(self, chunk: "Choice") -> None:
+        """Go on with the next chunk of the stream, whose `weight_versions` are of all so far."""
+        self.token_ids += chunk.token_ids
+        self.logprobs.content += chunk.logprobs.content
+        self.finish_reason = chunk.finish_reason
+        self.text += chunk.text
+        self.weight_versions = chunk.weight_versions
+        self.routed_experts = chunk.routed_experts
+
     def followed_by(self, rest: "Choice", text: str) -> "Choice":
         """This completion, which was cut, and what was sampled after it; `text` is of both.
 
@@ -107,7 +121,36 @@ class Answer(msgspec.Struct):
     choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
 
 
+class Chunk(msgspec.Struct):
+    """What an engine streams of a completion; the fields are those of vLLM's."""
+
+    token_ids: list[int]
+    logprobs: Logprobs
+    text: str
+    weight_versions: list[WeightVersion]
+    """Of all tokens so far."""
+    finish_reason: str | None
+    """None before the last chunk."""
+    routed_experts: bytes | None = None
+
+
+class Failure(msgspec.Struct):
+    """Why a stream ends early."""
+
+    message: str
+    code: int
+    """As that of an HTTP answer."""
+
+
+class Event(msgspec.Struct):
+    """One event of a stream: a chunk of its one completion, or a failure."""
+
+    choices: Annotated[list[Chunk], msgspec.Meta(max_length=1)] = []
+    error: Failure | None = None
+
+
 _DECODER = msgspec.json.Decoder(Answer)
+_EVENT_DECODER = msgspec.json.Decoder(Event)
 
 
 def decode_choice(answer: bytes) -> Choice:
@@ -118,3 +161,24 @@ def decode_choice(answer: bytes) -> Choice:
     """
     [choice] = _DECODER.decode(answer).choices
     return choice
+
+
+def decode_event(data: bytes | bytearray) -> Choice | Failure:
+    """The chunk in an event of a stream, cut unless it is the last; or why the stream ends.
+
+    Raises msgspec.MsgspecError if there is neither.
+    """
+    event = _EVENT_DECODER.decode(data)
+    if event.error:
+        return event.error
+    if not event.choices:
+        raise msgspec.ValidationError("an event without a chunk")
+    [chunk] = event.choices
+    return Choice(
+        token_ids=chunk.token_ids,
+        logprobs=chunk.logprobs,
+        finish_reason=chunk.finish_reason or CUT,
+        text=chunk.text,
+        weight_versions=chunk.weight_versions,
+        routed_experts=chunk.routed_experts,
+    )

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NoReturn, TypeVar
 
 from megatron_grpo.engines.engine import Engine, Json
-from megatron_grpo.engines.engine_queue import EngineQueue
+from megatron_grpo.engines.engine_queue import EngineQueue, KeepBegun
 from megatron_grpo.engines.generation import Requests
 from megatron_grpo.engines.http import EngineDown, EngineStale, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
@@ -28,8 +28,9 @@ T = TypeVar("T")
 class RequestDispatcher:
     """Queues all open `requests` at the serving engines of the `pool`.
 
-    If it `stays`, it goes on when they are answered, until it is `cut`, and more may be added; it
-    may be held for a push of weights. Raises NoServingEngine if none serves.
+    With `keep` it stays: it goes on when they are answered, until it is `cut`; more may be added,
+    and it may be held for a push of weights. Answers are then streamed, and `keep` takes what has
+    arrived of those whose engine is lost. Raises NoServingEngine if none serves.
     """
 
     def __init__(
@@ -37,12 +38,12 @@ class RequestDispatcher:
         pool: EnginePool,
         connect: Callable[[str], AbstractAsyncContextManager[Engine]],
         requests: Requests,
-        stays: bool = False,
+        keep: KeepBegun | None = None,
     ) -> None:
         if not (serving := pool.serving):
             raise NoServingEngine(f"no rollout engine serves:\n{pool.status_report()}")
         self._pool, self._connect, self._requests = pool, connect, requests
-        self._stays, self._is_held = stays, False
+        self._keep, self._is_held = keep, False
         self._is_over = asyncio.Event()
         self._left: dict[int, Json] = {}
         """Requests of engines that were lost, until others have them."""
@@ -127,7 +128,7 @@ class RequestDispatcher:
 
     def _open_queue(self, url: str, requests: dict[int, Json]) -> None:
         version, take = self._requests.policy_version, self._requests.take_answer
-        self._queues[url] = EngineQueue(requests, version, take, self._check_over)
+        self._queues[url] = EngineQueue(requests, version, take, self._check_over, self._keep)
         self._lives[url] = self._pool.life(url)
 
     def _hand_on(self) -> None:
@@ -153,12 +154,12 @@ class RequestDispatcher:
         finally:
             queue.is_settled.set()
             del self._queues[url], self._lives[url], self._tasks[url]
-            if self._stays:  # else who has made the requests asks again
+            if self._keep:  # else who has made the requests asks again
                 self._left |= queue.open
         self._hand_on()
 
     def _check_over(self) -> None:
-        has_work = self._stays or any(queue.open for queue in self._queues.values())
+        has_work = self._keep or any(queue.open for queue in self._queues.values())
         if not (self._queues and has_work):
             self._is_over.set()
 

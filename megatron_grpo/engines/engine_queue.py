@@ -21,12 +21,15 @@ RECENT_SECONDS = 3.0
 TakeAnswer = Callable[[int, Choice, str], Awaitable[Json | None]]
 """Processes the answer to a request, by number, from the engine at an address; returns a follow-up
 request, if there is one. Of a request that was cut, the answer is what was sampled until then."""
+KeepBegun = Callable[[int, Choice, str], Json | None]
+"""Processes what an engine at an address had sampled for a request, by number, before it was lost;
+returns the request for the rest, if there is one."""
 
 
 class EngineQueue:
     """The requests of one engine, by number, which is also their priority.
 
-    `ended` is called when a request is answered or was stolen.
+    `ended` is called when a request is answered or was stolen. With `keep`, answers are streamed.
     """
 
     def __init__(
@@ -35,12 +38,13 @@ class EngineQueue:
         policy_version: int,
         take: TakeAnswer,
         ended: Callable[[], None],
+        keep: KeepBegun | None = None,
     ) -> None:
         self.open = dict(requests)
         """Requests that are not answered, or their follow-ups."""
         self._policy_version = self._next_version = policy_version
         """Of the weights that the engine has, and will have after the push that is next or now."""
-        self._take_answer, self._ended = take, ended
+        self._take_answer, self._ended, self._keep = take, ended, keep
         self._asks: dict[int, asyncio.Task[None]] = {}
         self._push = ""
         """The one that the engine has its weights from."""
@@ -270,7 +274,7 @@ class EngineQueue:
     async def _ask(self, number: int) -> None:
         try:
             while number in self.open:
-                choice = await self._complete(self.open[number])
+                choice = await self._complete(number)
                 self._num_answered += 1
                 request = await self._take_answer(number, choice, self._engine.url)
                 if choice.finish_reason == CUT:
@@ -287,12 +291,27 @@ class EngineQueue:
             raise
         self._ended()
 
-    async def _complete(self, request: Json) -> Choice:
+    async def _complete(self, number: int) -> Choice:
+        first, begun = self._policy_version, Choice.empty() if self._keep else None
         self._num_at_engine += 1
         try:
-            first = self._policy_version
             return await self._engine.complete(
-                request, lambda: range(first, self._next_version + 1), lambda: self._is_cut
+                self.open[number],
+                lambda: range(first, self._next_version + 1),
+                lambda: self._is_cut,
+                begun,
             )
+        except BaseException:  # also if it is cancelled because the engine is lost
+            if begun and begun.token_ids and begun.finish_reason == CUT and number in self.open:
+                self._go_on_from(number, begun)
+            raise
         finally:
             self._num_at_engine -= 1
+
+    def _go_on_from(self, number: int, begun: Choice) -> None:
+        """Have another engine go on with what this one has sampled."""
+        assert self._keep is not None
+        if rest := self._keep(number, begun, self._engine.url):
+            self.open[number] = rest
+        else:
+            del self.open[number]

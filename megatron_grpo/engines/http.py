@@ -1,15 +1,21 @@
 """The trainer's HTTP connection to an engine, and the exceptions for its failures."""
 
 import ssl
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from itertools import cycle
 
 import httpx
+import msgspec
 
-from megatron_grpo.launch.run_dir import bearer
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
 
 HEALTH_TIMEOUT = 2.0
+JSON_HEADERS = {"Content-Type": "application/json"}
+EVENTS = "text/event-stream"
+"""The type of an answer that is streamed."""
+LAST_EVENT = b"[DONE]"
 NUM_POOLS = 32
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1, keepalive_expiry=2.0)
 """Of each pool. Engines close a connection after 5 s without a request: it is not used again when
@@ -69,6 +75,68 @@ def post(url: str, token: str, timeout: float) -> None:
     httpx.post(
         url, headers=bearer(token), timeout=timeout, trust_env=False, verify=_certificates()
     ).raise_for_status()
+
+
+@asynccontextmanager
+async def answer_to(
+    http: httpx.AsyncClient,
+    url: str,
+    method: str,
+    route: str,
+    body: object,
+    limit: httpx.Timeout | None,
+) -> AsyncIterator[httpx.Response]:
+    """The answer of the engine at `url`, whose body is not read yet; `body` None sends none.
+
+    Raises EngineDown, EngineError and TimeoutError as `Engine` does.
+    """
+    engine = f"rollout engine {url}"
+    limit = limit or http.timeout
+    content = None if body is None else msgspec.json.encode(body)
+    try:
+        async with http.stream(
+            method, route, content=content, headers=JSON_HEADERS, timeout=limit
+        ) as response:
+            if response.is_error:
+                await response.aread()
+                raise failure(url, route, response.status_code, response.text)
+            yield response
+    except httpx.ConnectTimeout as error:
+        raise EngineDown(f"{engine} cannot be reached") from error
+    except httpx.TimeoutException as error:
+        raise TimeoutError(
+            f"{engine} did not answer {route} within {limit.write:g} s (rollout.request_timeout)"
+        ) from error
+    except httpx.TransportError as error:
+        reason = str(error) or "it closed the connection"
+        raise EngineDown(f"{engine} cannot be reached at {route}: {reason}") from error
+
+
+def failure(url: str, route: str, code: int, message: str) -> "EngineError":
+    """What an answer with that status means."""
+    if code == httpx.codes.UNAUTHORIZED:
+        return EngineDown(  # including an engine that was restarted meanwhile with another token
+            f"rollout engine {url} refuses the token in {TOKEN_VARIABLE}: set it to the one that "
+            "the engine was started with"
+        )
+    # A 5xx status is the engine's fault, any other the request's.
+    kind = EngineDown if httpx.codes.is_server_error(code) else EngineError
+    return kind(f"rollout engine {url} answered {route} with {code}: {message[:1000]}")
+
+
+async def events_of(response: httpx.Response) -> AsyncIterator[bytearray]:
+    """The data of each server-sent event that has arrived as a whole, of one line each.
+
+    Not by httpx's lines: text in JSON may have characters that end lines of Unicode.
+    """
+    buffer = bytearray()
+    async for piece in response.aiter_bytes():
+        start = max(0, len(buffer) - 1)
+        buffer += piece
+        while (end := buffer.find(b"\n\n", start)) >= 0:
+            yield buffer[:end].removeprefix(b"data: ")
+            del buffer[: end + 2]
+            start = 0
 
 
 @cache

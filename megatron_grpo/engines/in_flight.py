@@ -6,19 +6,21 @@ probability that the weights of its own version give it after all tokens before 
 forward.
 
 For a checkpoint or an evaluation, requests are cut: the engines give them up, the tokens sampled so
-far stay, and the rest of each completion is asked for later, with these tokens as its prompt.
+far stay, and the rest of each completion is asked for later, with these tokens as its prompt. An
+engine that is lost has cut them, too: answers are streamed, and what has arrived stays.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from megatron_grpo.data.samples import Sample, seed_after
+from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import CUT, Choice
 from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.cuts import Decode, joined, rest_of
 from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.generation import CutRequests
@@ -26,76 +28,12 @@ from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.child_process import COLLECTOR
 from megatron_grpo.workers.tasks import run_with
 
-Decode = Callable[[Sequence[int]], str]
-"""The text of sampled tokens, without special ones."""
-
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What the first bytes of a character are decoded to."""
-
 ALONE = -1
 """Number of a generation beside which there is no other that is made."""
 MOST_REQUESTS = 1 << 32
 """More than a generation has."""
 CUT_SECONDS = 5.0
 """Within which engines hand out what they have sampled when the run is to stop."""
-
-
-def rest_of(request: Json, begun: Choice) -> Json:
-    """The request for the rest of a completion, of which `begun` was sampled before it was cut."""
-    params, num_tokens = request["sampling_params"], len(begun.token_ids)
-    return {
-        **request,
-        "token_ids": [*request["token_ids"], *begun.token_ids],
-        "sampling_params": {
-            **params,
-            "max_tokens": params["max_tokens"] - num_tokens,
-            # The same seed would repeat the random numbers that have sampled these tokens.
-            "seed": seed_after(params["seed"], num_tokens),
-        },
-    }
-
-
-def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> Choice:
-    """The completion that was cut after `begun`, and went on with `rest`; it may be cut again.
-
-    It ends earlier where one of the strings `stop` lies on both sides of the cut: an engine looks
-    for them in what it samples, and not in its prompt.
-    """
-    found = begun.followed_by(rest, text="")
-    if num_tokens := num_until_stop(begun.token_ids, rest.token_ids, decode, stop):
-        found = found.stopped(num_tokens)
-    if found.finish_reason == CUT:
-        return found
-    # Of a character whose bytes are tokens on both sides, neither part has the text.
-    has_end_token = found.finish_reason == "stop" and not stop
-    found.text = decode(found.token_ids[:-1] if has_end_token else found.token_ids)
-    if ends := _ends(found.text, stop):
-        found.text = found.text[: min(ends)]  # its last token may go on
-    return found
-
-
-def num_until_stop(
-    begun: Sequence[int], rest: Sequence[int], decode: Decode, stop: Sequence[str]
-) -> int:
-    """Number of tokens until a stop string is complete that began in `begun`; 0 if none is.
-
-    Looks after each token, as an engine does, but no further than such a string can reach.
-    """
-    # A character that is not complete yet was not looked at.
-    num_seen = len(decode(begun).rstrip(INCOMPLETE)) if stop else 0
-    for num_tokens in range(len(begun) + 1, len(begun) + len(rest) + 1) if stop else ():
-        text = decode([*begun, *rest][:num_tokens])
-        if _ends(text, stop, num_seen):
-            return num_tokens
-        if len(text.rstrip(INCOMPLETE)) >= num_seen + max(map(len, stop)):
-            break
-    return 0
-
-
-def _ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
-    """For each stop string that is found to end after `num_seen` characters, where it ends."""
-    starts = [(text.find(each, max(0, num_seen + 1 - len(each))), len(each)) for each in stop]
-    return [start + length for start, length in starts if start >= 0]
 
 
 @dataclass
@@ -147,11 +85,13 @@ class OpenGenerations:
         """Those of one generation."""
         requests = self._generations[generation].requests
         first, found = generation * MOST_REQUESTS, {}
-        for own_number, request in requests.open.items():
-            begun, number = requests.begun.get(own_number), first + own_number
-            rest = rest_of(request, begun) if begun else request
-            found[number] = {**rest, "priority": number}
+        for own_number in requests.open:
+            found[first + own_number] = self._request(requests, own_number, first + own_number)
         return found
+
+    def _request(self, requests: CutRequests, own_number: int, number: int) -> Json:
+        request, begun = requests.open[own_number], requests.begun.get(own_number)
+        return {**(rest_of(request, begun) if begun else request), "priority": number}
 
     @contextmanager
     def opened(self, generation: int, requests: CutRequests) -> Iterator[asyncio.Future[None]]:
@@ -188,22 +128,35 @@ class OpenGenerations:
     async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
         """Pass a whole completion on to its generation; keep what was sampled of one until it was
         cut."""
-        if choice.finish_reason == CUT and not choice.token_ids:
+        self._take(number, choice, url)
+        return None
+
+    def keep(self, number: int, begun: Choice, url: str) -> Json | None:
+        """Keep what was sampled of a completion until its engine was lost; returns the request for
+        the rest, None if a stop string ends it or nobody waits for it."""
+        self._take(number, begun, url)
+        generation, own_number = divmod(number, MOST_REQUESTS)
+        opened = self._generations.get(generation)
+        if opened is None or own_number not in opened.requests.begun:
             return None
+        return self._request(opened.requests, own_number, number)
+
+    def _take(self, number: int, choice: Choice, url: str) -> None:
+        if choice.finish_reason == CUT and not choice.token_ids:
+            return
         generation, own_number = divmod(number, MOST_REQUESTS)
         if (opened := self._generations.get(generation)) is None:  # its environments are lost
-            return None
+            return
         requests = opened.requests
         if begun := requests.begun.get(own_number):
             choice = joined(begun, choice, self._decode, requests.stop)
         if choice.finish_reason == CUT:
             requests.begun[own_number] = choice
-            return None
+            return
         requests.take(own_number, choice, url)
         if requests.is_waiting(own_number):
             self._wait(generation, own_number, url)
         opened.end_if_complete()
-        return None
 
     def _wait(self, generation: int, own_number: int, url: str) -> None:
         opened = self._generations[generation]
@@ -387,7 +340,7 @@ class InFlight:
         generations = self._generations
         try:
             self._dispatcher = RequestDispatcher(
-                self._client.pool, self._client.connect, generations, stays=True
+                self._client.pool, self._client.connect, generations, generations.keep
             )
             await self._dispatcher.run()
         except Exception as error:  # of any kind: it must reach who waits for the samples

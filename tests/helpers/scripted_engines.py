@@ -16,7 +16,8 @@ from demo.make_sums import sums
 from helpers.policies import tiny_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.engine import Engine, Patience
+from megatron_grpo.engines.engine import GENERATE, Engine, Patience
+from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.launch.run_dir import new_token
@@ -47,6 +48,9 @@ class ScriptedEngine:
     """How many requests arrive, at most, between two looks at its load."""
     num_cut_tokens: int = 2
     """Tokens of a completion that is cut."""
+    num_streamed: int = 0
+    """Tokens of each completion that it streams, one by one, before it ends in mid-chunk when it is
+    broken; 0: it does not stream."""
     version: int = 7
     is_paused: bool = False
     num_cuts: int = 0
@@ -55,6 +59,8 @@ class ScriptedEngine:
     first_held: int = 0
     """Requests of lower numbers are answered even if the others are held."""
     asked: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    """Tokens of each completion that is asked for."""
 
     async def respond(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
@@ -85,6 +91,10 @@ class ScriptedEngine:
 
     async def _complete(self, request: dict[str, Any]) -> httpx.Response:
         self.asked.append(request["priority"])
+        self.num_tokens.append(request["sampling_params"]["max_tokens"])
+        if self.num_streamed:
+            headers = {"Content-Type": EVENTS}
+            return httpx.Response(200, headers=headers, content=self._stream(request))
         num_cuts = self.num_cuts
         while num_cuts == self.num_cuts and (
             self.is_paused or not (request["priority"] < self.first_held or self.answers.is_set())
@@ -102,6 +112,23 @@ class ScriptedEngine:
             "logprobs": {"content": [{"logprob": -0.5}] * count},
         }
         return httpx.Response(200, json={"choices": [choice]})
+
+    async def _stream(self, request: dict[str, Any]) -> AsyncIterator[bytes]:
+        first = len(request["token_ids"])
+        for count in range(1, self.num_streamed + 2):
+            version = {"version": str(self.version), "start": 0, "end": count}
+            chunk = {
+                "weight_versions": [version],
+                "finish_reason": None,
+                "text": "\u2028",  # of which JSON makes no escape
+                "token_ids": [first + count - 1],
+                "logprobs": {"content": [{"logprob": -0.5}]},
+            }
+            event = json.dumps({"choices": [chunk]}, ensure_ascii=False).encode()
+            yield b"data: " + event + (b"\n\n" if count <= self.num_streamed else b"")
+        while self.broken_route != GENERATE:
+            await asyncio.sleep(0.002)
+        raise httpx.ReadError("it is broken")
 
     def told(self, *, generated: int, started: int, waiting: int) -> None:
         self.counts = {

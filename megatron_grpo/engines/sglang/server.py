@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from fastapi import APIRouter, HTTPException, Query, Request, Response
+from fastapi.responses import StreamingResponse
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -34,6 +35,7 @@ from sglang.srt.server_args import prepare_server_args
 
 from megatron_grpo.engines.access import TokenGuard
 from megatron_grpo.engines.choice import CUT, NOT_FINITE
+from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.worker import call_of, run_scheduler_process
 
@@ -103,8 +105,12 @@ def manager() -> Any:
 
 @router.post("/inference/v1/generate")
 async def generate(request: Request) -> Response:
-    """A completion of `token_ids`; given up as soon as the client is gone."""
-    made = asyncio.ensure_future(completion(await request.json()))
+    """A completion of `token_ids`, streamed if that is asked for; given up as soon as the client is
+    gone."""
+    body = await request.json()
+    if body.get("stream"):
+        return StreamingResponse(events(body), media_type=EVENTS)
+    made = asyncio.ensure_future(completion(body))
     gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait({made, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,6 +142,34 @@ async def completion(body: Json) -> Json:
     return choice
 
 
+async def events(body: Json) -> AsyncIterator[bytes]:
+    """A completion as server-sent events, each a chunk of it or why there is none."""
+    num_sent = 0
+    async with gate.admitted() as is_wanted:
+        if not is_wanted:
+            yield event(choices=[ABORTED])
+            return
+        try:
+            async for answer in manager().generate_request(sglang_request(body)):
+                end = answer["meta_info"]["finish_reason"] or {}
+                if code := end.get("status_code"):  # it cannot be generated
+                    yield event(error={"message": end["message"], "code": code})
+                    return
+                chunk = choice_of(answer, num_sent)
+                num_sent += len(chunk["token_ids"])
+                yield event(choices=[chunk])
+        except ValueError as error:  # as above
+            yield event(error={"message": str(error), "code": 400})
+            return
+    gate.num_answered += 1
+    gate.num_generated += num_sent
+
+
+def event(**fields: Any) -> bytes:
+    """One server-sent event with these fields."""
+    return b"data: " + msgspec.json.encode(fields) + b"\n\n"
+
+
 def sglang_request(body: Json) -> GenerateReqInput:
     """A request to vLLM's route as one to SGLang's /generate."""
     params = body["sampling_params"]
@@ -150,7 +184,9 @@ def sglang_request(body: Json) -> GenerateReqInput:
             "stop": params["stop"],
             "no_stop_trim": params["include_stop_str_in_output"],
             "sampling_seed": params["seed"] % 2**31,  # followed by its deterministic inference
+            "stream_interval": params.get("stream_interval"),
         },
+        stream=body.get("stream", False),
         return_routed_experts="routed_experts_prompt_start" in params,
         routed_experts_start_len=params.get("routed_experts_prompt_start", 0),
         return_logprob=True,
@@ -159,19 +195,20 @@ def sglang_request(body: Json) -> GenerateReqInput:
     )
 
 
-def choice_of(answer: Json) -> Json:
-    """SGLang's answer as vLLM's."""
+def choice_of(answer: Json, start: int = 0) -> Json:
+    """SGLang's answer as vLLM's; of a stream, the chunk that begins with the token at `start`."""
     meta = answer["meta_info"]
+    end = meta["finish_reason"]
     return {
-        "token_ids": answer["output_ids"],
+        "token_ids": answer["output_ids"][start:],
         "logprobs": {
             "content": [
                 {"logprob": logprob if math.isfinite(logprob) else NOT_FINITE}
-                for logprob, *_ in meta["output_token_logprobs"]
+                for logprob, *_ in meta["output_token_logprobs"][start:]
             ]
         },
-        "finish_reason": meta["finish_reason"]["type"],
-        "text": answer["text"],
+        "finish_reason": end and end["type"],
+        "text": answer["text"] if end else "",  # SGLang's is of all tokens so far
         "weight_versions": meta.get("weight_versions")
         or [{"version": meta["weight_version"], "start": 0, "end": len(answer["output_ids"])}],
         "routed_experts": npy_of(meta["routed_experts"]) if "routed_experts" in meta else None,

@@ -19,11 +19,13 @@ from sglang.srt.layers.layernorm import GemmaRMSNorm
 from sglang.srt.managers import scheduler
 from sglang.srt.managers.io_struct import CheckWeightsReqInput, CheckWeightsReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
+from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_host_register
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils import is_cpu
+from sglang.srt.utils.weight_versions import compute_weight_version_spans
 from torch import Tensor
 from torch.nn import Module
 
@@ -162,9 +164,28 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         attend_by_torch()
         multiply_by_torch()
     Req._check_token_based_finish = ends_at_stop_token
+    accumulator = _GenerationStreamAccumulator
+    accumulator.accept = tells_versions(accumulator.accept)
     Req.update_finish_state = ends_before_it_is_cut(Req.update_finish_state)
     ALLOC_MEMORY_FUNCS["cpu"] = unpinned
     scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def tells_versions(accept: Callable[..., None]) -> Callable[..., None]:
+    """Let each chunk of a streamed completion tell which weights have sampled the tokens so far.
+
+    SGLang tells it in the last one, which an engine that dies does not send.
+    """
+
+    def accepted(self: _GenerationStreamAccumulator, *, req: Req) -> None:
+        num_before = len(self.weight_versions)
+        accept(self, req=req)
+        if len(self.weight_versions) > num_before:
+            self.weight_versions[-1] = compute_weight_version_spans(
+                req.weight_version_events, self.current_weight_version, req.send_token_offset
+            )
+
+    return accepted
 
 
 def ends_before_it_is_cut(update_finish_state: Callable[..., None]) -> Callable[..., None]:

@@ -30,8 +30,10 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import registry
+from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
+from vllm.v1.engine.output_processor import RequestState
 
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES
@@ -74,6 +76,7 @@ def register() -> None:
             sys.exit("the process that started this one has ended")
     answer_for_all_groups()
     keep_caches()
+    tell_versions_of_chunks()
     for backend in (BACKEND, DRAFTING_BACKEND, SEEING_BACKEND):
         WeightTransferEngineFactory.register_engine(backend, ShardTransfer)
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
@@ -144,6 +147,21 @@ def examine_models_here() -> None:
     By default it starts another, lest CUDA be initialized, which imports all of vLLM for it.
     """
     registry._run_in_subprocess = lambda examine: examine()
+
+
+def tell_versions_of_chunks() -> None:
+    """Let each chunk of a streamed completion tell which weights have sampled the tokens so far.
+
+    vLLM tells it in the last one, which an engine that dies does not send.
+    """
+    new_output = RequestState._new_completion_output
+
+    def with_versions(self: RequestState, *args: Any) -> CompletionOutput:
+        output = new_output(self, *args)
+        output.weight_versions = self._weight_version_spans()
+        return output
+
+    RequestState._new_completion_output = with_versions
 
 
 def unlink_group_memory() -> None:

@@ -228,7 +228,7 @@ def test_a_group_goes_to_one_engine_and_a_turn_to_the_one_that_had_the_turn_befo
     first = SimpleNamespace(
         open=requests_of(range(3)), policy_version=7, take_answer=None, are_movable=True
     )
-    dispatcher = RequestDispatcher(client.pool, client.connect, first, stays=True)
+    dispatcher = RequestDispatcher(client.pool, client.connect, first, lambda *_: None)
     dispatcher.add(requests_of(range(3, 7)), together=True)
     dispatcher.follow_up(7, *requests_of([7]).values(), "http://a")
     held = [sorted(queue.open) for queue in dispatcher._queues.values()]

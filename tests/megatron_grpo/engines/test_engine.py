@@ -17,7 +17,7 @@ from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Engine, Patience
 from megatron_grpo.engines.engine_queue import EngineQueue
-from megatron_grpo.engines.http import EngineDown, EngineError
+from megatron_grpo.engines.http import EVENTS, EngineDown, EngineError
 
 URL = "http://engine"
 MAX_TOKENS = 3
@@ -160,6 +160,44 @@ def test_an_answer_that_is_not_what_was_asked_for_is_refused(differing, told):
     with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}") as raised:
         generate(CHOICE | differing)
     assert raised.type is kind
+
+
+BEGUN = CHOICE | {"finish_reason": None}
+"""A chunk of a stream, the first."""
+HALF_PUSHED = {"weight_versions": [{"version": "none", "start": 2, "end": 4}]}
+
+
+@pytest.mark.parametrize(
+    ("ended", "kind", "told"),
+    [
+        ({"choices": [BEGUN | HALF_PUSHED]}, EngineError, "from weights of version none, but"),
+        ({"choices": [BEGUN | {"text": None}]}, EngineError, "something else than a completion"),
+        ({"error": {"message": "m", "code": 400}}, EngineError, "answered .* with 400: m"),
+        ({"error": {"message": "m", "code": 500}}, EngineDown, "answered .* with 500: m"),
+        ({"choices": [BEGUN | {"finish_reason": "abort"}]}, EngineDown, "gave up a sample"),
+        ({}, EngineError, "something else than a completion"),
+    ],
+)
+def test_a_stream_that_is_not_well_ends_with_what_came_before(ended, kind, told):
+    events = [json.dumps(event) for event in ({"choices": [BEGUN]}, ended)] + ["[DONE]"]
+    body = "".join(f"data: {event}\n\n" for event in events)
+    response = httpx.Response(200, headers={"Content-Type": EVENTS}, text=body)
+    begun = Choice.empty()
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(
+            base_url=URL, transport=httpx.MockTransport(lambda request: response)
+        ) as http:
+            engine = Engine(URL, http, Patience(health=60.0, stall=60.0))
+            await engine.complete(
+                {"sampling_params": {"max_tokens": 9}}, lambda: range(7, 8), begun=begun
+            )
+
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}") as raised:
+        asyncio.run(ask())
+    assert raised.type is kind
+    assert begun.token_ids[:2] == CHOICE["token_ids"] and begun.finish_reason == "abort"
+    assert len(begun.token_ids) == (4 if "gave up" in told else 2)
 
 
 def test_samples_of_an_engine_that_others_have_pushed_to_meanwhile_are_refused():

@@ -1,7 +1,9 @@
 """Completions that go on under new weights: against a real vLLM whose weights change meanwhile."""
 
 import asyncio
+import os
 import random
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +18,19 @@ from transformers import AutoTokenizer
 from helpers.engines import (
     largest_error_by_version,
     random_prompts,
+    running_engine,
     sampling_params,
     served_model,
     wait_until,
 )
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
+from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
-from megatron_grpo.engines.engine import COUNTS
+from megatron_grpo.engines.cuts import joined
+from megatron_grpo.engines.engine import COUNTS, Engine
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import EngineError, NoServingEngine
-from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, joined
+from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, OpenGenerations
 from megatron_grpo.engines.pool import MAX_COMEBACKS
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
@@ -45,13 +50,22 @@ def client(live_engine, tied_model):
     return live_engine.client()
 
 
+@contextmanager
+def lasting(client, model):
+    """An `InFlight` that uses the client, and ends."""
+    decode = AutoTokenizer.from_pretrained(model).decode
+    in_flight = InFlight(client, partial(decode, skip_special_tokens=True))
+    try:
+        yield in_flight
+    finally:
+        in_flight.end()
+        in_flight.close()
+
+
 @pytest.fixture
 def in_flight(client, tied_model):
-    decode = AutoTokenizer.from_pretrained(tied_model).decode
-    in_flight = InFlight(client, partial(decode, skip_special_tokens=True))
-    yield in_flight
-    in_flight.end()
-    in_flight.close()
+    with lasting(client, tied_model) as in_flight:
+        yield in_flight
 
 
 @pytest.fixture
@@ -113,6 +127,65 @@ def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it
     for sample in samples:
         assert sum(count for _, count in sample.spans) == len(sample.completion_ids) == NUM_TOKENS
     assert all(largest_error_by_version(weights, sample) < 1e-3 for sample in samples[::8])
+
+
+FEW = {"vllm": {"max_num_seqs": 1}, "sglang": {"max_running_requests": 1}}
+"""Of an engine that answers one request at a time, so that it is not done before it is killed."""
+
+
+@pytest.mark.long
+def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_has_streamed(
+    tied_model, other_model, tmp_path, engine_kind, monkeypatch
+):
+    kept, keep, check = {}, OpenGenerations.keep, Engine._check_tokens
+    begun, killed = threading.Event(), threading.Event()
+
+    def note(self, number, begun, url):
+        kept[number] = begun
+        return keep(self, number, begun, url)
+
+    def kill_after_a_push(self, choice, versions):
+        check(self, choice, versions)
+        if self.url != pair.servers.base_urls[0] or killed.is_set():
+            return
+        begun.set()
+        if choice.finish_reason == CUT and len(choice.weight_versions) == 2:
+            os.kill(pair.servers._engine(self.url).process.pid, signal.SIGKILL)
+            killed.set()
+
+    monkeypatch.setattr(OpenGenerations, "keep", note)
+    monkeypatch.setattr(Engine, "_check_tokens", kill_after_a_push)
+    monkeypatch.setattr(engine_module, "STREAM_INTERVAL", 16)
+    few = {engine_kind["engine"]: FEW[engine_kind["engine"]]}
+    with (
+        running_engine(
+            folder=tied_model, log_dir=tmp_path, num_engines=2, **few, **engine_kind
+        ) as pair,
+        lasting(pair.client(), tied_model) as in_flight,
+    ):
+        weights = {pair.push(tied_model): tied_model}
+        asked = generation(0, pair.version, num_generations=16)
+        answered = in_flight.submit(0, asked)
+        in_flight.resume(pair.version)
+        assert begun.wait(60)
+        for folder in (other_model, tied_model, other_model):
+            in_flight.hold(pair.version + 1)
+            pair.pause()
+            weights[pair.push(folder)] = folder
+            in_flight.resume(pair.version)
+            if killed.wait(10):  # else the request was about to end
+                break
+        answered.result(timeout=200)
+    samples = asked.samples()
+    assert {len(sample.completion_ids) for sample in samples} == {NUM_TOKENS}
+    assert {len(part.spans) for part in kept.values()} == {2}
+    for number, part in kept.items():
+        count = len(part.token_ids)
+        assert count % 16 == 1  # the first token, then all but the last 15 or less
+        assert [*samples[number].completion_ids[:count]] == part.token_ids
+        assert [*samples[number].logprobs[:count]] == part.token_logprobs
+        assert samples[number].spans[0] == part.spans[0]
+        assert largest_error_by_version(weights, samples[number]) < 1e-3
 
 
 STOPS = ("##", "é#", "#\n\n")
@@ -281,6 +354,26 @@ def test_who_waits_is_told_that_environments_are_lost_and_the_others_go_on():
         answered.result(timeout=5)
 
 
+@pytest.mark.parametrize("broken", ["/inference/v1/generate", "/health"])
+def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken):
+    """The requests end in the middle of a chunk, or are cancelled because a probe fails."""
+    lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine()
+    other.answers.set()
+    with scripted(lost=lost, other=other) as (_, in_flight):
+        asked = generation(0, 7, 5)
+        answered = in_flight.submit(0, asked)
+        in_flight.resume(7)
+        assert wait_until(lambda: len(lost.asked) == len(other.asked) == 4, seconds=5)
+        time.sleep(0.1)
+        lost.broken_route = broken
+        answered.result(timeout=5)
+        assert len(other.asked) == 8 and other.num_tokens == [5] * 4 + [2] * 4
+        for sample in asked.samples():
+            first = len(sample.prompt.token_ids)
+            assert [*sample.completion_ids] == [*range(first, first + 5)]
+            assert sample.spans == ((7, 5),) and len(sample.logprobs) == 5
+
+
 def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times():
     engine = ScriptedEngine()
     engine.answers.set()
@@ -296,7 +389,8 @@ def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times
 
 
 def test_a_push_decides_which_engines_go_on_with_the_requests():
-    lost, left, other = ScriptedEngine(), ScriptedEngine(), ScriptedEngine()
+    lost, left = ScriptedEngine(num_streamed=1), ScriptedEngine(num_streamed=2)
+    other = ScriptedEngine()
     late = ScriptedEngine(version=8)
     with scripted(lost=lost, left=left, other=other, late=late) as (client, in_flight):
         client.pool.mark_dead("http://late", "it is not there yet")
@@ -320,7 +414,8 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
             engine.answers.set()
         for each in answered:
             each.result(timeout=5)
-        assert {s.spans for each in asked for s in each.samples()} == {((8, 4),)}
+        spans = {s.spans for each in asked for s in each.samples()}
+        assert spans == {((8, 4),), ((7, 1), (8, 3)), ((7, 2), (8, 2))}
 
 
 def test_an_engine_holds_its_requests_while_a_push_is_repeated():

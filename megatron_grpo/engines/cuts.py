@@ -1,0 +1,71 @@
+"""Completions that were cut: what is asked for afterwards, and what both parts make together."""
+
+from collections.abc import Callable, Sequence
+
+from megatron_grpo.data.samples import seed_after
+from megatron_grpo.engines.choice import CUT, Choice
+from megatron_grpo.engines.engine import Json
+
+Decode = Callable[[Sequence[int]], str]
+"""The text of sampled tokens, without special ones."""
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What the first bytes of a character are decoded to."""
+
+
+def rest_of(request: Json, begun: Choice) -> Json:
+    """The request for the rest of a completion, of which `begun` was sampled before it was cut."""
+    params, num_tokens = request["sampling_params"], len(begun.token_ids)
+    return {
+        **request,
+        "token_ids": [*request["token_ids"], *begun.token_ids],
+        "sampling_params": {
+            **params,
+            "max_tokens": params["max_tokens"] - num_tokens,
+            # The same seed would repeat the random numbers that have sampled these tokens.
+            "seed": seed_after(params["seed"], num_tokens),
+        },
+    }
+
+
+def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> Choice:
+    """The completion that was cut after `begun`, and went on with `rest`; it may be cut again.
+
+    It ends earlier where one of the strings `stop` lies on both sides of the cut: an engine looks
+    for them in what it samples, and not in its prompt.
+    """
+    found = begun.followed_by(rest, text="")
+    if num_tokens := num_until_stop(begun.token_ids, rest.token_ids, decode, stop):
+        found = found.stopped(num_tokens)
+    if found.finish_reason == CUT:
+        return found
+    # Of a character whose bytes are tokens on both sides, neither part has the text.
+    has_end_token = found.finish_reason == "stop" and not stop
+    found.text = decode(found.token_ids[:-1] if has_end_token else found.token_ids)
+    if ends := _ends(found.text, stop):
+        found.text = found.text[: min(ends)]  # its last token may go on
+    return found
+
+
+def num_until_stop(
+    begun: Sequence[int], rest: Sequence[int], decode: Decode, stop: Sequence[str]
+) -> int:
+    """Number of tokens until a stop string is complete that began in `begun`; 0 if none is.
+
+    Looks after each token, as an engine does, but no further than such a string can reach.
+    """
+    # A character that is not complete yet was not looked at.
+    num_seen = len(decode(begun).rstrip(INCOMPLETE)) if stop else 0
+    for num_tokens in range(len(begun) + 1, len(begun) + len(rest) + 1) if stop else ():
+        text = decode([*begun, *rest][:num_tokens])
+        if _ends(text, stop, num_seen):
+            return num_tokens
+        if len(text.rstrip(INCOMPLETE)) >= num_seen + max(map(len, stop)):
+            break
+    return 0
+
+
+def _ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
+    """For each stop string that is found to end after `num_seen` characters, where it ends."""
+    starts = [(text.find(each, max(0, num_seen + 1 - len(each))), len(each)) for each in stop]
+    return [start + length for start, length in starts if start >= 0]
