@@ -129,7 +129,8 @@ def case(request, tmp_path_factory) -> OracleCase:
         if parameter.grad is not None
     }
     found = as_published(found) if folder.name == MIXTURE else found
-    gradients = unstacked(found, read_shape(folder))
+    towers = {name: each for name, each in found.items() if not is_of_text(name)}
+    gradients = towers | unstacked(found, read_shape(folder))
     return OracleCase(folder, [each.detach() for each in logprobs], gradients)
 
 
