@@ -132,7 +132,7 @@ def _by_rows(
     groups: dict[tuple[str, Box], list[Copy]] = defaultdict(list)
     for copy in copies:
         place, box = places[copy.destination], copy.destination_box
-        rows = whole_rows(place, box, STORED_SIZES[place.dtype])
+        rows = whole_rows(place.shape, box, STORED_SIZES[place.dtype])
         groups[copy.destination, rows].append(copy)
     for (_, rows), together in groups.items():
         if sum(copy.destination_box.num_elements for copy in together) == rows.num_elements:

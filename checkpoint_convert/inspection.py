@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors, megatron_layout
@@ -26,6 +27,9 @@ def print_inspection(
     files do not hold exactly its weights.
     """
     shape = read_shape(model_config(path, hf_config))
+    if is_torch_dist(path):  # only its tensors say which further parts of the model were trained
+        with closing(open_weights(path, shape)) as weights:
+            shape = weights.shape
     console.print(_shape_table(shape))
     check_divisible(shape, dims)
     console.print(_stage_table(shape, dims))
@@ -35,13 +39,15 @@ def print_inspection(
             console.print(_chunk_table(weights))
         console.print(
             f"{weights.format}: {len(weights.layout.shapes):,} stored tensors are exactly the "
-            f"{len(hf_tensors(weights.shape)):,} tensors of the model"
+            f"{len(hf_tensors(shape)):,} tensors of the model"
         )
 
 
 def _shape_table(shape: ModelShape) -> Table:
     table = Table("field", "value", show_header=False, box=None)
     fields = named_fields(shape)
+    if tower := fields.pop("vision"):
+        fields["vision"] = f"{len(tower)} tensors"
     fields["possible --tp"] = tensor_sizes(shape)
     if shape.moe is not None:
         fields["possible --ep"] = divisors(shape.moe.num_experts)

@@ -266,7 +266,10 @@ def _chunks(
     chunks = []
     for layers in pipeline_layers(shape.num_layers, dims)[at.pipeline]:
         is_first, is_last = layers.start == 0, layers.stop == shape.num_layers
-        chunk = decoder.embedding(shape, padded_vocab) if is_first else []
+        chunk = []
+        if is_first:
+            # In the order of computation: gradients that are not finite are named by it.
+            chunk = vision_tower(shape.vision) + decoder.embedding(shape, padded_vocab)
         for local_index, index in enumerate(layers):
             chunk += [
                 parameter.in_layer(
@@ -280,7 +283,5 @@ def _chunks(
             chunk += decoder.head(shape, padded_vocab, shares_embedding=is_first)
         if is_last and shape.trains_mtp:
             chunk += decoder.mtp_layer(shape, experts, transformer_engine=transformer_engine)
-        if is_first:
-            chunk += vision_tower(shape.vision)
         chunks.append(chunk)
     return chunks

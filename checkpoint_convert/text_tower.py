@@ -27,7 +27,14 @@ MULTIMODAL = [*_FAMILIES]
 # What the text tower and its family assume differently where config.json does not say it, except
 # for towers of the family's own config class.
 _EXPLICIT = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_theta")
-_ALSO_EXPLICIT = {"qwen3_vl_moe": ("num_experts_per_tok", "norm_topk_prob")}
+_ALSO_EXPLICIT = {
+    "qwen3_vl_moe": (
+        "num_experts",
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+    )
+}
 _SAME_DEFAULTS = ("gemma3",)
 _TIED = "tie_word_embeddings"
 # Prefixes of its tensors in weight files and engines, and those of a model of text; those of a
@@ -63,10 +70,13 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     is_own = config["model_type"] in _SAME_DEFAULTS
     rope = _rope(text)
     said = {*text, *(key for each in rope.values() for key in each)}
+    if "num_local_experts" in said:  # the same, as transformers 5 saves it
+        said.add("num_experts")
     explicit = *_EXPLICIT, *_ALSO_EXPLICIT.get(config["model_type"], ())
     absent = [key for key in explicit if key not in said]
     if absent and not is_own:
-        raise ValueError(f"{path}: text_config has no {absent[0]}")
+        others = "".join(f", nor has its {key}" for key in rope if absent[0] == "rope_theta")
+        raise ValueError(f"{path}: text_config has no {absent[0]}{others}")
     if config["model_type"] == "qwen3_vl_moe" and text["norm_topk_prob"] is not True:
         raise ValueError(
             f"{path}: norm_topk_prob is {text['norm_topk_prob']!r}, only True is supported: "
@@ -84,7 +94,8 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE's keys, with the positions of text."""
+    """RoPE's keys, with the positions of text; transformers ignores `rope_parameters` beside a
+    `rope_scaling`, with its `rope_theta`, too."""
     key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
     rope = text.get(key)
     if not isinstance(rope, dict):

@@ -20,7 +20,7 @@ from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.hf_folder import check_weights
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
-from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource
+from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource, whole_rows
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_dist_writer import Chunk
 from checkpoint_convert.formats.torch_dtypes import DTYPES
@@ -337,8 +337,9 @@ class RowCache:
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
         """See `TensorSource`; reads the file only if the kept rows do not include `box`."""
-        num_columns = self._shapes[name][-1]
-        rows = Box((*box.start[:-1], 0), (*box.size[:-1], num_columns))
+        shape = self._shapes[name]
+        rows = Box((*box.start[:-1], 0), (*box.size[:-1], shape[-1]))
+        rows = whole_rows(shape, rows, target.itemsize)
         num_bytes = rows.num_elements * target.itemsize
         if rows == box or num_bytes > _MAX_BYTES:
             self._source.read_into(name, box, target)
@@ -350,7 +351,7 @@ class RowCache:
             self._rows = self._memory[:num_bytes].view(target.dtype).view(rows.size)
             self._source.read_into(name, rows, self._rows)
             self._kept = (name, rows)
-        target.copy_(self._rows[..., box.start[-1] : box.end[-1]])
+        target.copy_(self._rows[box.moved(rows.start, (0,) * len(rows.start)).slices])
 
 
 def read_weights(

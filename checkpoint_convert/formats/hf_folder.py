@@ -21,6 +21,7 @@ from checkpoint_convert.quantization import Scheme
 from checkpoint_convert.quantized_place import with_scales
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.text_tower import is_of_text, text_name
+from parallel import Shape
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
@@ -197,6 +198,7 @@ def check_weights(
         elif place.shape != wanted[name]:
             faults.append(
                 f"{name} has shape {list(place.shape)}, config.json requires {list(wanted[name])}"
+                + _hint_of_shape(place.shape, wanted[name], shape)
             )
         elif place.dtype not in readable:
             faults.append(f"{name} has dtype {place.dtype}, supported: {sorted(ITEM_SIZES)}")
@@ -205,6 +207,14 @@ def check_weights(
             f"the weights in {folder} do not fit its config.json:\n  " + "\n  ".join(faults)
         )
     return {name: places[name] for name in wanted}
+
+
+def _hint_of_shape(found: Shape, wanted: Shape, shape: ModelShape) -> str:
+    """What to know of a tensor that has another shape than is wanted."""
+    is_stack = shape.moe is not None and shape.moe.stacks == "transposed"
+    if is_stack and found == (*wanted[:-2], *wanted[:-3:-1]):
+        return " (transposes of the published ones, as transformers 5 saves them)"
+    return ""
 
 
 def _with_scales(

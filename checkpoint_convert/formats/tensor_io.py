@@ -75,16 +75,23 @@ class StoredTensors:
 
 
 _SHORT_ROW_BYTES = 16
+_SHORT_HALVES_BYTES = 1 << 14
 
 
-def whole_rows(place: TensorPlace, box: Box, itemsize: int) -> Box:
+def whole_rows(shape: Shape, box: Box, itemsize: int) -> Box:
     """The rows of a stored tensor that `box` is a part of, if rows are short; or `box`.
 
-    Gate and up may alternate in a file: each is one element of every row of two.
+    Gate and up may alternate in a file: each is one element of every row of two. Or they are the
+    halves of rows, in stacks [experts, inputs, 2, outputs].
     """
-    if not place.shape or place.shape[-1] * itemsize > _SHORT_ROW_BYTES:
+    if shape and shape[-1] * itemsize <= _SHORT_ROW_BYTES:
+        first = len(shape) - 1
+    elif len(shape) == 4 and shape[2] == 2 and 2 * shape[3] * itemsize <= _SHORT_HALVES_BYTES:
+        first = 2
+    else:
         return box
-    return Box((*box.start[:-1], 0), (*box.size[:-1], place.shape[-1]))
+    rest = len(shape) - first
+    return Box((*box.start[:first], *[0] * rest), (*box.size[:first], *shape[first:]))
 
 
 def read_box(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> None:
@@ -92,11 +99,11 @@ def read_box(descriptor: int, place: TensorPlace, box: Box, target: Tensor) -> N
 
     Of short rows all columns are read, as the elements of one would be reads of their own.
     """
-    rows = whole_rows(place, box, target.itemsize)
+    rows = whole_rows(place.shape, box, target.itemsize)
     if rows != box:
         values = torch.empty(rows.size, dtype=target.dtype)
         read_box(descriptor, place, rows, values)
-        target.copy_(values[..., box.start[-1] : box.end[-1]])
+        target.copy_(values[box.moved(rows.start, (0,) * len(rows.start)).slices])
         return
     values = target if target.is_contiguous() else torch.empty(box.size, dtype=target.dtype)
     with errors_named(place.file):

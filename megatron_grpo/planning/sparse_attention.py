@@ -68,5 +68,9 @@ def attending_bytes(cfg: Config, shape: ModelShape, device: str, *, backward: bo
 
 
 def _num_keys(cfg: Config, shape: ModelShape, block: int) -> int:
-    """The most that a block of queries sees, which may be of two sequences."""
-    return min(longest_sequence(cfg, shape) + block, cfg.train.max_tokens_per_microbatch)
+    """The most that a block of queries sees: all of one sequence, and what of the next ones is
+    before its last query. That may be in a context rank's first slice, before which are up to
+    (C - 1) / 2C of its sequence."""
+    context, longest = cfg.dims.context, longest_sequence(cfg, shape)
+    before = longest * (context - 1) // (2 * context)
+    return min(longest + before + block * context, cfg.train.max_tokens_per_microbatch)

@@ -165,7 +165,7 @@ def _hidden_of_data(
 
     Of the first stage, as later ones wait for it anyway. Its last bucket of gradients is there only
     at the end of the last backward, and its first weights are needed at once. A step before a push
-    gathers all its weights at once.
+    gathers all its weights at once, and with a trained vision tower every pass does.
     """
     itemsize, of_gradient = ITEMSIZE[cfg.model.dtype], gradient_itemsize(cfg)
     bucket, experts = bucket_elements(cfg.dims) * itemsize, states[0].expert_weights
@@ -175,7 +175,7 @@ def _hidden_of_data(
     hidden = 0.0
     if cfg.parallel.overlap_grad_reduce:
         hidden += min(in_buckets * gradients, 2 * cover.microbatch)
-    if cfg.parallel.overlap_param_gather:
+    if cfg.parallel.overlap_param_gather and cfg.model.freeze_vision:
         updates = BatchSchedule.of(cfg.grpo).updates_per_generation
         not_pushed = 1 - 1 / updates if cfg.num_engines else 1.0
         hidden += not_pushed * min(in_buckets * (seconds - gradients), cover.microbatch)

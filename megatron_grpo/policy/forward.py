@@ -50,7 +50,7 @@ def run_schedule(
     batches = [batch.on_rank(dims, groups.coordinates) for batch in batches]
     if model.vision and model.vision.is_trained:
         gather_weights(model.chunks)  # data ranks without images run no modules of the tower
-        batches = model.vision.see(batches, has_backward=not forward_only)
+        batches = model.vision.with_current_features(batches, has_backward=not forward_only)
     loss_scale = 1.0 if forward_only else _weigh_router_losses(model, groups, batches)
 
     def forward_step(

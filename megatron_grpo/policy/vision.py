@@ -4,10 +4,10 @@ Where it is frozen, each image passes through it once: its features are kept wit
 of an optimizer batch for all passes over them. Every tensor and context rank of the stages that use
 features computes those of all images of its microbatches.
 
-Where it is trained, it is a module of the first model chunk, and sees the images anew in each pass.
-To the pipeline features are inputs, whose gradients are summed over the microbatches of a step.
-After these the tensor and context ranks share out the prompts, and each runs one after the other
-through the tower and back: the tower is recomputed like a layer.
+Where it is trained, it is a module of the first model chunk, and computes features in each pass. To
+the pipeline these are inputs, whose gradients are summed over the microbatches of a step. After
+these the tensor and context ranks share out the prompts, and each runs one after the other through
+the tower and back: the tower is recomputed like a layer, and in that again each of its blocks.
 
 An image has features on one or more levels. The first take the place of embeddings. Those of level
 i > 0, of an earlier layer of the tower, are added to what decoder layer i - 1 returns: DeepStack,
@@ -53,7 +53,7 @@ class VisionTower:
             (torch.tensor(values) / processor.rescale_factor).view(1, -1, 1).to(self._device)
             for values in (processor.image_mean, processor.image_std)
         )
-        self._seen: dict[str, tuple[PromptImages, Tensor]] = {}
+        self._computed: dict[str, tuple[PromptImages, Tensor]] = {}
 
     @torch.no_grad()
     def features(self, images: PromptImages) -> Tensor:
@@ -67,25 +67,27 @@ class VisionTower:
         found = self._module(normal, grid_thw=images.grids.to(self._device))
         return torch.stack([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=1)
 
-    def see(self, batches: Iterable[PackedBatch], *, has_backward: bool) -> list[PackedBatch]:
+    def with_current_features(
+        self, batches: Iterable[PackedBatch], *, has_backward: bool
+    ) -> list[PackedBatch]:
         """The microbatches of a pass with the features that their images have by now.
 
         If the pass has a backward, features get a gradient, for `backward`.
         """
-        seen: dict[str, tuple[PromptImages, Tensor]] = {}
+        computed: dict[str, tuple[PromptImages, Tensor]] = {}
 
         def features(images: PromptImages) -> Tensor:
-            if images.digest not in seen:
+            if images.digest not in computed:
                 found = self.features(images)
                 if has_backward:
                     # Many tokens may have a feature: their gradients are summed in float32.
                     exact = torch.promote_types(found.dtype, torch.float32)
                     found = found.to(exact).requires_grad_()
-                seen[images.digest] = images, found
-            return seen[images.digest][1]
+                computed[images.digest] = images, found
+            return computed[images.digest][1]
 
         with_features = [*_replaced(batches, features)]
-        self._seen = seen if has_backward else {}
+        self._computed = computed if has_backward else {}
         return with_features
 
     def backward(self, chunk: Any, groups: Groups) -> None:
@@ -101,7 +103,7 @@ class VisionTower:
         if chunk.config.sequence_parallel:
             parts.append(groups.tensor)
         with chunk.no_sync():
-            for number, (images, features) in enumerate(self._seen.values()):
+            for number, (images, features) in enumerate(self._computed.values()):
                 gradient = features.grad
                 assert gradient is not None, "of the backward of a microbatch with the images"
                 for group in parts:
@@ -109,7 +111,7 @@ class VisionTower:
                 if number % num_ranks == rank:
                     output = self._forward(images)
                     output.backward(gradient.to(output.dtype))
-        self._seen = {}
+        self._computed = {}
         for parameter in self._module.parameters():
             if dims.tensor > 1:
                 dist.all_reduce(parameter.main_grad, group=groups.tensor)
@@ -139,8 +141,8 @@ def vision_tower(cfg: Config, shape: ModelShape, groups: Groups, chunk: Any) -> 
 def add_tower(chunk: Any, cfg: Config) -> None:
     """Make the tower a module of the first chunk, which is trained with its weights."""
     chunk.visual = _new_module(cfg, next(chunk.parameters()).device)
-    if chunk.config.recompute_granularity == "full":
-        chunk.visual.gradient_checkpointing_enable({"use_reentrant": False})
+    # All that blocks keep of an image can be more than a microbatch of text needs.
+    chunk.visual.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _new_module(cfg: Config, device: torch.device) -> Any:
@@ -169,7 +171,7 @@ def with_features(
     """The microbatches of an optimizer batch with the features of their images, on ranks that have
     the tower, in the place of patches; those of a prompt are computed and kept once.
 
-    Patches stay for a tower that is trained: it will `see` them.
+    Patches stay for a tower that is trained: see `VisionTower.with_current_features`.
     """
     if vision is None:
         return _replaced(batches, None)
@@ -215,7 +217,7 @@ def _at_images(
     images: PackedImages, local: Tensor, level: int, elsewhere: Tensor, config: Any, groups: Groups
 ) -> Tensor:
     """Features of a level at this rank's tokens of images, and `elsewhere` at others: [t, 1, H]."""
-    assert images.features is not None, "set by `with_features` or `see`"
+    assert images.features is not None, "set by `with_features` or `with_current_features`"
     rows = images.rows[local]
     if config.sequence_parallel:
         rows = rows.chunk(groups.dims.tensor)[groups.coordinates.tensor]

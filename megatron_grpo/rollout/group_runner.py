@@ -6,7 +6,7 @@ work on others. Completions go on through pushes of weights, as with `rollout.in
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -30,6 +30,9 @@ from megatron_grpo.rollout.runner import as_rollout_aborted
 from megatron_grpo.timing import ROLLOUT, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
 from megatron_grpo.workers.child_process import COLLECTOR
+
+NUM_READ_AT_ONCE = 64
+"""Groups whose images are read before these are asked for."""
 
 
 @dataclass
@@ -144,13 +147,13 @@ class GroupRunner:
             self._tally.num_dropped += len(dropped)
             keys = [self._attempts.pop(number).key for number in dropped]
         self._in_flight.give_up(keys)  # waits for what may need the lock
+        self._in_flight.resume(policy_version)
         with self._changed:
             lost, self._lost = self._lost, {}
             for number, attempt in lost.items():
                 if self._attempts.get(number) is attempt:
                     self._submit(number, attempt)
             self._ask()
-        self._in_flight.resume(policy_version)
 
     def open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
         """The groups that no generation has taken, and all that is sampled of them, for a
@@ -212,11 +215,13 @@ class GroupRunner:
         for number, attempt in self._new_attempts(self._queue.ask(self._now, limit)):
             self._submit(number, attempt)
 
-    def _new_attempts(self, numbers: Sequence[int]) -> list[tuple[int, Attempt]]:
-        """New attempts at groups, by number; the images of all are read at once."""
-        features = images_by_prompt(map(self._prompt, numbers), image_features)
-        begun = []
-        for number in numbers:
+    def _new_attempts(self, numbers: Sequence[int]) -> Iterator[tuple[int, Attempt]]:
+        """New attempts at groups, by number; images of a few are read at once, so that the first
+        need not wait for all."""
+        for i, number in enumerate(numbers):
+            if i % NUM_READ_AT_ONCE == 0:
+                some = numbers[i : i + NUM_READ_AT_ONCE]
+                features = images_by_prompt(map(self._prompt, some), image_features)
             generation, position = divmod(number, self._schedule.num_prompts)
             params = self._rollouter.sampling_params(generation, 0, self._policy_version)
             params = replace(params, first_position=position)
@@ -224,8 +229,7 @@ class GroupRunner:
             attempt = Attempt(self._num_attempts, requests)
             self._num_attempts += 1
             self._attempts[number] = attempt
-            begun.append((number, attempt))
-        return begun
+            yield number, attempt
 
     def _submit(self, number: int, attempt: Attempt) -> None:
         if not attempt.requests.open:  # a checkpoint had all samples, but no scores

@@ -51,6 +51,7 @@ def test_every_format_is_told_with_its_shape_and_dtypes(model, tmp_path, name):
     text = inspect(FORMATS[name](model, tmp_path / "model"))
     assert " family qwen3 \n num_layers 2 \n hidden_size 64 \n" in text
     assert " possible --tp [1, 2, 4] \n" in text
+    assert "vision" not in text
     assert f"\n{name}: " in text
     assert text.endswith(" stored tensors are exactly the 25 tensors of the model\n")
     num_parameters = sum(value.numel() for value in weights_of(model).values())

@@ -40,6 +40,10 @@ def edited(folder, copy, edit):
     return copy
 
 
+def without(key):
+    return lambda config: config["text_config"].pop(key)
+
+
 def trained(folder, out, dtype=torch.float32):
     """Export the model with 1 added to every weight of its text tower."""
     dims = ParallelDims(tensor=2, pipeline=2)
@@ -119,11 +123,21 @@ def test_experts_of_a_text_tower_are_stacked_as_they_are_published(folders, tmp_
     plain = read_shape(tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=4, head_dim=32))
     assert (plain.moe.stacks, shape.moe.stacks) == (None, "transposed")
     assert differing_fields(shape, plain) == []
-    folder = edited(
-        folders["qwen3_vl_moe"], tmp_path / "m", lambda c: c["text_config"].pop("norm_topk_prob")
-    )
-    with pytest.raises(ValueError, match="text_config has no norm_topk_prob"):
-        read_shape(folder)
+    for key in ("num_local_experts", "moe_intermediate_size", "norm_topk_prob"):
+        folder = edited(folders["qwen3_vl_moe"], tmp_path / key, without(key))
+        told = key.replace("local_", "")
+        with pytest.raises(ValueError, match=f"text_config has no {told}"):
+            read_shape(folder)
+
+
+def test_transposed_experts_are_refused_with_where_they_come_from(folders, tmp_path):
+    folder = edited(folders["qwen3_vl_moe"], tmp_path / "m", lambda config: None)
+    weights = load_file(folder / "model.safetensors")
+    [name, *_] = [name for name in weights if name.endswith("experts.down_proj")]
+    weights[name] = weights[name].transpose(1, 2).contiguous()
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"requires .* \(transposes of the published ones"):
+        import_checkpoint(folder, tmp_path / "out", ParallelDims())
 
 
 def test_a_tower_may_be_of_any_family_that_its_whole_is_published_with(folders, tmp_path):
@@ -163,6 +177,12 @@ def test_a_missing_key_and_a_missing_tensor_are_named(folders, tmp_path):
         folders["mistral3"], tmp_path / "key", lambda c: c["text_config"].pop("rms_norm_eps")
     )
     with pytest.raises(ValueError, match="text_config has no rms_norm_eps"):
+        read_shape(folder)
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}  # beside rope_parameters
+    folder = edited(
+        folders["mistral3"], tmp_path / "both", lambda c: c["text_config"].update(scaling)
+    )
+    with pytest.raises(ValueError, match="has no rope_theta, nor has its rope_scaling"):
         read_shape(folder)
     folder = edited(folders["mistral3"], tmp_path / "tensor", lambda config: None)
     weights = load_file(folder / "model.safetensors")

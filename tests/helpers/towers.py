@@ -72,6 +72,7 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
     },
     # With a head of 32, the least that vLLM serves on CPUs.
     "qwen2_5_vl": {
+        "num_hidden_layers": 4,
         "hidden_size": 128,
         "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]},
     },

@@ -31,7 +31,7 @@ from megatron_grpo.engines.push_protocol import WorkerSums, check_reports, own_p
 from megatron_grpo.engines.vllm.args import (
     BACKEND,
     DRAFTING_BACKEND,
-    SEEING_BACKEND,
+    VISION_BACKEND,
     WORKER_EXTENSION,
     dequantizing_arguments,
     vllm_environment,
@@ -48,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "vision": {"limit_mm_per_prompt": IMAGE_LIMITS},
 }
 """Arguments of a worker by what pushes fill, too: the layer that it drafts with, or its tower."""
-BACKENDS = {"": BACKEND, "mtp": DRAFTING_BACKEND, "vision": SEEING_BACKEND}
+BACKENDS = {"": BACKEND, "mtp": DRAFTING_BACKEND, "vision": VISION_BACKEND}
 NUM_ENGINES = 2
 """Of those that take a push: the first feeds the second."""
 

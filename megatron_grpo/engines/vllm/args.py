@@ -34,9 +34,9 @@ from megatron_grpo.policy.lora_targets import targets_of
 
 BACKEND = "megatron_grpo"
 DRAFTING_BACKEND = "megatron_grpo_drafts"
-SEEING_BACKEND = "megatron_grpo_sees"
+VISION_BACKEND = "megatron_grpo_vision"
 """Our names in vLLM's registry of weight-transfer backends; the second one also fills the layer
-that the engine drafts with."""
+that the engine drafts with, the third the vision tower."""
 
 DEQUANTIZED, QUANTIZED = "dequantized", "quantized_"
 """Our names in vLLM's registry of formats that weights are loaded from; a scheme's follows."""
@@ -208,7 +208,7 @@ def engine_flags(
 def backend_of(model: ModelConfig, rollout: RolloutConfig) -> str:
     """The backend by which an engine takes weights."""
     if not model.freeze_vision:
-        return SEEING_BACKEND
+        return VISION_BACKEND
     fills_drafter = model.mtp_num_layers and rollout.drafts_with_mtp
     return DRAFTING_BACKEND if fills_drafter else BACKEND
 

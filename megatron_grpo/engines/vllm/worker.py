@@ -54,7 +54,7 @@ from megatron_grpo.engines.vllm.args import (
     DRAFTING_BACKEND,
     ENGINE_VARIABLE,
     QUANTIZED,
-    SEEING_BACKEND,
+    VISION_BACKEND,
 )
 from megatron_grpo.engines.vllm.cpu_layers import compute_by_torch
 from megatron_grpo.engines.vllm.kept_caches import keep_caches
@@ -77,7 +77,7 @@ def register() -> None:
     answer_for_all_groups()
     keep_caches()
     tell_versions_of_chunks()
-    for backend in (BACKEND, DRAFTING_BACKEND, SEEING_BACKEND):
+    for backend in (BACKEND, DRAFTING_BACKEND, VISION_BACKEND):
         WeightTransferEngineFactory.register_engine(backend, ShardTransfer)
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
     for scheme in ENGINE_SCHEMES:
@@ -256,7 +256,7 @@ class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
 
     def parameters(self) -> dict[str, Tensor]:
         """The weights that pushes bring, by name; with adapters, those that they do not."""
-        parameters = own_parameters(self.model, self.config.backend == SEEING_BACKEND)
+        parameters = own_parameters(self.model, self.config.backend == VISION_BACKEND)
         if self.drafter is not None:
             family = FAMILIES[self.model_config.hf_text_config.model_type]
             is_apart = family.has_mtp_apart

@@ -18,7 +18,7 @@ from parallel import Box
 
 @st.composite
 def boxes(draw):
-    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     start = tuple(draw(st.integers(0, n - 1)) for n in shape)
     size = tuple(draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True))
     return shape, Box(start, size)

@@ -18,9 +18,11 @@ from megatron_grpo.planning import sparse_attention as planned
 from megatron_grpo.policy import sparse_attention as policy
 from megatron_grpo.policy.model import build_model, forward
 from parallel import ParallelDims
+from parallel import sparse_attention as computed
+from parallel.context import context_indices
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
-from parallel.sparse_attention import sparse_attention
+from parallel.sparse_attention import Queries, sparse_attention
 
 TOKENS = 1024
 # Sizes of values and of keys are equal, so that torch has a kernel without scores on CPUs, too.
@@ -101,6 +103,23 @@ def test_indexer_and_attention_hold_what_is_planned(tmp_path, family, dims):
         for name in ("forward", "backward")
     }
     assert measured == pytest.approx(expected, rel=0.06)
+
+
+def test_no_block_of_queries_sees_more_keys_than_are_planned(tmp_path):
+    assert (planned.BLOCK, planned.INDEX_BLOCK) == (computed.BLOCK, computed.INDEX_BLOCK)
+    folder, longest, block = write_config(tmp_path, "DeepSeek-V3.2"), 96, 8
+    lengths = ["data.max_prompt_length=32", f"rollout.max_completion_length={longest - 32}"]
+    for size in (1, 2, 4):
+        cfg = config(folder, ParallelDims(context=size), *lengths)
+        bound = planned._num_keys(cfg, read_shape(folder), block)
+        seen = []
+        # A short one before two long ones: where blocks begin differs.
+        for short in range(2 * size, longest, 2 * size):
+            cu_seqlens = torch.tensor([0, short, short + longest, short + 2 * longest])
+            for rank in range(size):
+                queries = Queries.of(context_indices(cu_seqlens, rank, size), cu_seqlens)
+                seen += [keys.stop - keys.start for _, keys in queries.blocks(block)]
+        assert 0.8 * bound <= max(seen) <= bound
 
 
 @pytest.mark.parametrize("num_completion_tokens", [1024, 1025])

@@ -59,6 +59,14 @@ def test_sums_of_gradients_hide_in_the_last_backward_and_weights_in_the_first_fo
     assert data.exposed == pytest.approx(data.seconds / 0.8 - expected, abs=1e-3)
 
 
+def test_no_gathering_hides_where_a_vision_tower_is_trained(tmp_path):
+    def hidden(*overrides):
+        switches = [SUMS, *IN_FOUR, *overrides]
+        return link(plan(tmp_path, ParallelDims(data=8), *switches), "data").hidden_seconds
+
+    assert hidden(WEIGHTS, "model.freeze_vision=false") == hidden() < hidden(WEIGHTS)
+
+
 def test_context_ranks_attend_while_keys_and_values_travel_in_a_ring(tmp_path):
     dims = ParallelDims(context=2)
 

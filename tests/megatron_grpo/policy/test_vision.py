@@ -1,13 +1,16 @@
 """Prompts with images: transformers' numbers, at every layout, with the tower frozen or trained."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import rms_norm
 from transformers import AutoModelForImageTextToText
@@ -16,6 +19,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.inspection import print_inspection
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.text_tower import is_of_text, text_name
 from checkpoint_convert.verify import verify_weights
@@ -50,6 +54,7 @@ from megatron_grpo.policy.forward import compute_logprobs, response_logprobs, ru
 from megatron_grpo.policy.model import Model, Policy, add_gradients, build_model, build_policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.reference import reference_of
+from megatron_grpo.policy.skipped_steps import name_nonfinite
 from megatron_grpo.policy.vision import vision_tower, with_features
 from parallel import ParallelDims
 from parallel.alignment import Alignment
@@ -104,10 +109,10 @@ def exact_transformers() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(
-    scope="module",
-    params=["qwen2_5_vl", "qwen3_vl", pytest.param(MIXTURE, marks=pytest.mark.long)],
-)
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", pytest.param(MIXTURE, marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def case(request, tmp_path_factory) -> OracleCase:
     folder = tiny_vision_model(
         tmp_path_factory.mktemp(request.param) / request.param, request.param
@@ -124,7 +129,8 @@ def case(request, tmp_path_factory) -> OracleCase:
         if parameter.grad is not None
     }
     found = as_published(found) if folder.name == MIXTURE else found
-    gradients = unstacked(found, read_shape(folder))
+    towers = {name: each for name, each in found.items() if not is_of_text(name)}
+    gradients = towers | unstacked(found, read_shape(folder))
     return OracleCase(folder, [each.detach() for each in logprobs], gradients)
 
 
@@ -155,13 +161,30 @@ def numbers_on_rank(rank: int, folder: Path, dims: ParallelDims, *overrides: str
 
 
 slow = pytest.mark.slow
+
+
+def of_all(*layouts: Any, also: Sequence[Any] = ()) -> list[Any]:
+    """(case, dims, overrides) of each family with all `layouts`, and those of `also`."""
+    families = [each if hasattr(each, "marks") else pytest.param(each) for each in FAMILIES]
+    values = [each if hasattr(each, "marks") else pytest.param(*each) for each in layouts]
+    return [
+        pytest.param(*family.values, *each.values, marks=[*family.marks, *each.marks])
+        for family in families
+        for each in values
+    ] + [*also]
+
+
+def id_of(value: Any) -> str:
+    return layout_name(value) if isinstance(value, ParallelDims) else str(value)
+
+
 SHARED = "grpo.shared_prompts=true"
 DYNAMIC = "parallel.dynamic_context_parallel=true"
 
 
 @pytest.mark.parametrize(
-    ("dims", "overrides"),
-    [
+    ("case", "dims", "overrides"),
+    of_all(
         (ParallelDims(), ()),
         (ParallelDims(tensor=2), (SHARED,)),
         (ParallelDims(context=2, pipeline=2), ()),
@@ -170,8 +193,16 @@ DYNAMIC = "parallel.dynamic_context_parallel=true"
         pytest.param(ParallelDims(context=2), (DYNAMIC,), marks=slow),
         pytest.param(ParallelDims(tensor=2, context=2), (SHARED,), marks=slow),
         pytest.param(ParallelDims(data=2), (SHARED,), marks=slow),
-    ],
-    ids=str,
+        also=[
+            pytest.param(MIXTURE, *each, marks=[pytest.mark.long, *marks])
+            for *each, marks in [
+                (ParallelDims(pipeline=2, data=2, expert=2), (), ()),
+                (ParallelDims(tensor=2, expert_tensor=1, expert=2), (SHARED,), (slow,)),
+            ]
+        ],
+    ),
+    indirect=["case"],
+    ids=id_of,
 )
 def test_logprobs_and_gradients_equal_transformers(case, dims, overrides):
     found = run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides)
@@ -185,8 +216,8 @@ RECOMPUTED = [
 
 
 @pytest.mark.parametrize(
-    ("dims", "overrides"),
-    [
+    ("case", "dims", "overrides"),
+    of_all(
         (ParallelDims(tensor=2), ()),
         pytest.param(ParallelDims(tensor=2), ("parallel.sequence_parallel=false",), marks=slow),
         # All layers to which features are added are in the first of two stages.
@@ -198,26 +229,19 @@ RECOMPUTED = [
         pytest.param(ParallelDims(data=2), OVERLAPPED, marks=slow),
         pytest.param(ParallelDims(tensor=2, context=2), (*OVERLAPPED, *RECOMPUTED), marks=slow),
         pytest.param(ParallelDims(context=2), (DYNAMIC,), marks=slow),
-    ],
-    ids=str,
+        also=[
+            # Of others the layers to which features are added would not be in the first chunk.
+            pytest.param(
+                "qwen2_5_vl", ParallelDims(pipeline=2, virtual_pipeline=2), (), marks=slow
+            ),
+        ],
+    ),
+    indirect=["case"],
+    ids=id_of,
 )
 def test_so_do_those_of_a_tower_that_is_trained(case, dims, overrides):
     trained = "model.freeze_vision=false", *overrides
     case.check(run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *trained))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", [MIXTURE], indirect=True)
-@pytest.mark.parametrize(
-    ("dims", "overrides"),
-    [
-        (ParallelDims(pipeline=2, data=2, expert=2), ()),
-        pytest.param(ParallelDims(tensor=2, expert_tensor=1, expert=2), (SHARED,), marks=slow),
-    ],
-    ids=lambda value: layout_name(value) if isinstance(value, ParallelDims) else str(value),
-)
-def test_so_they_do_where_ranks_share_the_experts(case, dims, overrides):
-    of_text(case).check(run_ranks(dims.world_size, numbers_on_rank, case.folder, dims, *overrides))
 
 
 @slow
@@ -340,6 +364,10 @@ def test_checkpoints_and_exports_have_the_tower_as_it_is_trained(case, tmp_path,
                 torch.testing.assert_close(again[name], values, rtol=1e-3, atol=1e-5)
     checkpoint = run / "checkpoints" / "step_2"
     assert verify_weights(checkpoint, run / "hf") == []
+    told = StringIO()
+    print_inspection(Console(file=told), checkpoint, folder, ParallelDims())
+    num_tensors = sum(name.startswith("visual.") for name in case.gradients)
+    assert re.search(rf"vision +{num_tensors} tensors", told.getvalue())
     export_checkpoint(checkpoint, tmp_path / "out", hf_config=folder)
     exported = weights_of(run / "hf")
     assert_same(weights_of(tmp_path / "out"), exported)
@@ -364,3 +392,20 @@ def test_a_reference_sees_images_by_a_tower_of_its_own(case):
     for before, reference, after in run_ranks(1, reference_on_rank, case.folder, ParallelDims()):
         assert torch.equal(before, reference)
         assert not torch.allclose(before, after, atol=1e-3)
+
+
+def fault_on_rank(rank: int, folder: Path, broken: str) -> str:
+    _, policy, groups, batches = start(rank, folder, ParallelDims(), *TRAINED)
+    accumulate(policy, groups, batches)
+    for name, parameter in policy.parameters().items():
+        if broken in name or "visual." in name:
+            parameter.main_grad.fill_(torch.nan)
+    return name_nonfinite(policy, [], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("case", ["qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize("broken", ["word_embeddings", "visual."])
+def test_a_tower_is_named_if_nothing_before_it_in_the_backward_is_broken(case, broken):
+    (told,) = run_ranks(1, fault_on_rank, case.folder, broken)
+    of_tower = broken == "visual."
+    assert ("the gradient of visual." in told, "embed_tokens" in told) == (of_tower, not of_tower)
