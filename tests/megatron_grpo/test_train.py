@@ -52,7 +52,7 @@ def arguments(tied_model: Path, sums: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def full_run(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps on two ranks, with an engine that the run starts itself, and an export of each."""
+    """Three steps on two ranks, with an engine that the run starts, and an export of each."""
     run_dir = tmp_path_factory.mktemp("runs") / "full"
     options = ["train.num_steps=3", "train.export_interval=1", f"train.run_dir={run_dir}"]
     run = finish_run(*arguments, *layout("tensor"), *options)

@@ -46,7 +46,7 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
             "beta_fast": 32.0,
             "beta_slow": 1.0,
             "mscale": 1.0,
-            "mscale_all_dim": 0.5,
+            "mscale_all_dim": 1.0,
         }
     },
     "olmo3": {
