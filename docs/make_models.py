@@ -41,7 +41,7 @@ transformers is tested for every family (`tests/megatron_grpo/policy/test_model.
 - **8 bits**: the schemes of `rollout.quantization` in which vLLM serves it, at a tensor-parallel
   size of 1.
 - **SGLang**: `rollout.engine: sglang`, and `fp8` if it serves that as well, at a tensor-parallel
-  size of 1.
+  size of 1, and pushes in it were compared for the family.
 
 Of a multimodal model the family and all numbers are those of its text tower. Qwen2.5-VL (`qwen2`)
 and Qwen3-VL (`qwen3`, or `qwen3_moe`) learn from [images](recipes.md#prompts-with-images), too.
@@ -72,6 +72,8 @@ RUN_WITH_SGLANG = (
     *("olmo3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
 )
 """Families of which tests/sglang compares pushed weights with loaded ones."""
+RUN_IN_FP8 = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3", "qwen3_moe")
+"""Those of which it compares quantised ones, too."""
 SCHEMES = ("fp8", "fp8_channel", "int8")
 
 
@@ -106,7 +108,7 @@ def row(folder: Path) -> list[str]:
     ]
     in_fp8 = rollout(engine="sglang", quantization="fp8")
     served_in_fp8 = is_accepted(quantized_engine, in_fp8, shape, "bfloat16")
-    sglang = "yes, fp8" if served_in_fp8 else "yes"
+    sglang = "yes, fp8" if served_in_fp8 and shape.family in RUN_IN_FP8 else "yes"
     sglang = sglang if shape.family in RUN_WITH_SGLANG else "not tried"
     sglang = "on GPUs" if shape.linear else sglang
     if has_other_towers(folder):

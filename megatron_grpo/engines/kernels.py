@@ -108,7 +108,10 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
     if rollout.base_urls:
         return
     if num_gpus():
-        check_card(rollout)
+        if rollout.quantization != "none":
+            import torch  # see above
+
+            check_card(rollout, torch.cuda.get_device_capability())
     elif rollout.engine == "vllm":
         _check_cpu_kernels(rollout, shape)
     elif rollout.engine == "sglang" and shape.linear is not None:
@@ -118,17 +121,10 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
         )
 
 
-def check_card(rollout: RolloutConfig, capability: tuple[int, int] | None = None) -> None:
-    """Raise ValueError for 8-bit weights that SGLang would rearrange for Marlin after loading.
-
-    `capability`: of the GPUs; None: of this host's.
-    """
+def check_card(rollout: RolloutConfig, capability: tuple[int, int]) -> None:
+    """Raise ValueError for 8-bit weights that SGLang would rearrange for Marlin after loading."""
     if rollout.engine != "sglang" or rollout.quantization == "none":
         return
-    if capability is None:
-        import torch  # see above
-
-        capability = torch.cuda.get_device_capability()
     if capability < WITH_FP8:
         raise ValueError(
             f"rollout.quantization {rollout.quantization} with rollout.engine sglang needs GPUs of "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from checkpoint_convert import ModelShape
 from checkpoint_convert.megatron import hf_dtypes
 from megatron_grpo.config.config import Config
+from megatron_grpo.doctor.gpus import PACKED_CAPABILITY
 from megatron_grpo.engines.layouts import quantized_engine, worker_dtypes
 
 
@@ -33,7 +34,7 @@ class GpuSpec:
     @property
     def packs_sequences(self) -> bool:
         """Whether cuDNN has attention over packed sequences for it."""
-        return self.capability >= (9, 0)
+        return self.capability >= PACKED_CAPABILITY
 
 
 CARDS = {

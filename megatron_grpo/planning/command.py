@@ -10,6 +10,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.config.offload import Part, parts_away
 from megatron_grpo.config.reward import RewardFunction, served_here
+from megatron_grpo.config.vision import mrope_axes
 from megatron_grpo.engines.arguments import PLANNED
 from megatron_grpo.planning.card import GpuSpec, card_named
 from megatron_grpo.planning.host import host_lines, too_little_host_memory
@@ -40,8 +41,7 @@ NEEDS_FLASH = (
 
 def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
     """The memory of every kind of stage, the work of a step, and the traffic over each link."""
-    is_local = cfg.model.megatron.get("transformer_impl") == "local"
-    needs_flash = not (card_named(gpu).packs_sequences or is_local)
+    needs_flash = not (card_named(gpu).packs_sequences or _has_own_attention(cfg, shape))
     lines = [
         f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
         f"{_engines(cfg, plan)}",
@@ -56,6 +56,18 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
         *(["", *_asynchrony_rows(cfg, plan.loop)] if plan.loop else []),
     ]
     return "\n".join(lines)
+
+
+def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
+    """Whether attention is not Transformer Engine's: see `fused_layer_spec`."""
+    return (
+        cfg.model.megatron.get("transformer_impl") == "local"
+        or cfg.model.dtype == "float32"
+        or cfg.grpo.shared_prompts
+        or bool(mrope_axes(cfg))
+        or shape.has_sinks
+        or (cfg.dims.context > 1 and shape.window is not None)
+    )
 
 
 def _engines(cfg: Config, plan: JobPlan) -> str:

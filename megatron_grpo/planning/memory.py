@@ -115,7 +115,8 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
     if cfg.rollout.engine == "transformers" or not cfg.num_engines:
         return None
     check_adapters(cfg.lora, shape)
-    check_card(cfg.rollout, card.capability)
+    if not cfg.rollout.base_urls:
+        check_card(cfg.rollout, card.capability)
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
     not_pushed = _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
     if card.memory - weights < per_token:

@@ -124,6 +124,11 @@ def muon_flops(cfg: Config, shape: ModelShape) -> tuple[float, float]:
         for chunks in pipeline_layers(shape.num_layers, cfg.dims)
     ]
     largest = max(max(flops) for _, flops in matrices)
+    if shape.trains_mtp:
+        joins = newton_schulz_flops((shape.hidden_size, 2 * shape.hidden_size))
+        of_mtp = [joins, *_flops_of_matrices(_one_layer(mtp_kind(shape)))]
+        stages[-1] += sum(of_mtp)
+        largest = max(largest, *of_mtp)
     return sum(stages), max(max(stages) / cfg.dims.stage_size, largest)
 
 

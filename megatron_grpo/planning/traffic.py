@@ -121,9 +121,7 @@ def _of_context(
     """Elements that context ranks exchange for each of their own tokens, by purpose."""
     sizes, others = shape.head_dim + shape.value_dim, work.received / work.filled
     elements = shape.num_key_value_heads * sizes * others
-    if not _is_ring(
-        cfg
-    ):  # of its tokens a rank keeps some heads, those of queries and outputs, too
+    if not _is_ring(cfg):  # of its tokens a rank keeps some heads, of queries and outputs, too
         heads = shape.num_key_value_heads + shape.num_attention_heads
         elements = heads * sizes * others / (others + 1)
     uses = {"context": elements / cfg.dims.tensor * attended}

@@ -290,7 +290,7 @@ def test_the_newest_good_checkpoint_is_found_without_its_pointer_and_a_dead_save
     assert list(checkpoints.glob("*.partial")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_no_good_checkpoint_left_the_run_does_not_begin_anew(
     runs: Runs, half_run: Path, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """Whole runs whose training state leaves its device while the engine generates."""
 
+import gc
 import signal
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from helpers.jobs import NUM_RANKS, Runs, assert_same_run
 from helpers.sabotage import InCall, InPhase, die
+from megatron_grpo.policy.residency import Residency
 
 SLEEPS = "rollout.enable_sleep_mode=true"
 ALL_LEAVES = ("train.offload=all", "train.offload_communicators=true")
@@ -21,27 +23,46 @@ def test_a_run_whose_state_and_communicators_leave_is_the_same_run(
     assert_same_run(tmp_path, undisturbed)
 
 
-RESIDENCY = "megatron_grpo.policy.residency"
+def tell_and_die() -> None:
+    """Die, and print before which of the parts that move have no memory."""
+    (residency,) = (each for each in gc.get_objects() if isinstance(each, Residency) and each.rooms)
+    gone = {room.part for room in residency.rooms if not room.values.untyped_storage().nbytes()}
+    print("gone:", *sorted(gone), flush=True)
+    die()
+
+
+WAITS = ("megatron_grpo.policy.residency", "wait_for_all")
 # After the second of four steps rank 1 dies between two generations, or when the second begins. In
 # each push ranks wait for each other when the optimizer has left, and when weights have; two
 # pushes, and two times that all has come back, are before the first step.
+OPTIMIZER = "gradients optimizer reference"
+ALL = f"{OPTIMIZER} weights"
 MOVES = {
-    "the optimizer has left": InCall(die, 1, RESIDENCY, "wait_for_all", nth=5),
-    "weights have left": InCall(die, 1, RESIDENCY, "wait_for_all", nth=6),
-    "all is away": InPhase(die, 1, "save", nth=2),
-    "all comes back": InPhase(die, 1, "sleep", nth=3),
+    "the optimizer has left": (InCall(tell_and_die, 1, *WAITS, nth=5), OPTIMIZER, "step_1"),
+    "weights have left": (InCall(tell_and_die, 1, *WAITS, nth=6), ALL, "step_1"),
+    "all is away": (InPhase(tell_and_die, 1, "save", nth=2), ALL, "step_1"),
+    "all comes back": (InPhase(tell_and_die, 1, "sleep", nth=3), ALL, "step_2"),
 }
+"""Where rank 1 dies, the parts that have no memory then, and the newest checkpoint."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sabotage", MOVES.values(), ids=MOVES)
+@pytest.mark.parametrize(("sabotage", "gone", "newest"), MOVES.values(), ids=MOVES)
 def test_a_run_that_is_killed_while_its_state_moves_goes_on_with_less_of_it_away(
-    runs: Runs, undisturbed: Path, tmp_path: Path, sabotage: InCall | InPhase
+    runs: Runs,
+    undisturbed: Path,
+    tmp_path: Path,
+    sabotage: InCall | InPhase,
+    gone: str,
+    newest: str,
 ) -> None:
     run_dir = tmp_path / "run"
     with runs.start(run_dir, SLEEPS, *ALL_LEAVES, sabotage=sabotage) as job:
         ended = job.end(90)
     assert ended.exit_codes[1] == -signal.SIGKILL and ended.survivors == []
+    told = ended.outputs[1].partition("gone: ")[2].partition("\n")[0]
+    assert told == gone
+    assert (run_dir / "checkpoints" / "LATEST").read_text() == f"{newest}\n"
     ended = runs.finish(run_dir, SLEEPS, "train.offload=optimizer")
     assert ended.exit_codes == [0] * NUM_RANKS, ended.output
     assert_same_run(run_dir, undisturbed)

@@ -52,9 +52,9 @@ def arguments(tied_model: Path, sums: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def full_run(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on two ranks, with an engine that the run starts itself, and an export of each."""
+    """Three steps on two ranks, with an engine that the run starts, and an export of each."""
     run_dir = tmp_path_factory.mktemp("runs") / "full"
-    options = ["train.export_interval=1", f"train.run_dir={run_dir}"]
+    options = ["train.num_steps=3", "train.export_interval=1", f"train.run_dir={run_dir}"]
     run = finish_run(*arguments, *layout("tensor"), *options)
     assert run.exit_code == 0, run.output
     return run_dir
@@ -93,20 +93,20 @@ def test_the_run_directory_holds_everything_that_is_promised(full_run: Path) -> 
     # The second step was sampled from weights that have been pushed.
     assert others[0]["rollout/logprob_gap_max"] < 1e-4
     completions = read_json_lines(full_run / "completions.jsonl")
-    assert [row["policy_version"] for row in completions] == [0] * 16 + [1] * 16
+    assert [row["policy_version"] for row in completions] == [0] * 16 + [1] * 16 + [2] * 16
 
 
 def test_the_divergence_counts_by_the_weight_that_the_step_before_has_adapted(
     full_run: Path,
 ) -> None:
     """On-policy, with equal lengths, the loss is the penalty alone."""
-    first, second = read_metrics(full_run)
+    first, second, _ = read_metrics(full_run)
     assert (first["beta"], second["beta"]) == (0.04, 0.04 * 0.8)
     assert second["loss"] == pytest.approx(second["beta"] * second["kl"], rel=1e-4)
 
 
 def test_each_export_has_its_own_folder_and_that_of_the_last_step_is_hf(full_run: Path) -> None:
-    assert {path.name for path in full_run.glob("hf*")} == {"hf_step_1", "hf"}
+    assert {path.name for path in full_run.glob("hf*")} == {"hf_step_1", "hf_step_2", "hf"}
     first, last = (
         AutoModelForCausalLM.from_pretrained(full_run / name).state_dict()
         for name in ("hf_step_1", "hf")
@@ -115,9 +115,9 @@ def test_each_export_has_its_own_folder_and_that_of_the_last_step_is_hf(full_run
 
 
 def test_the_gap_of_the_probe_is_a_metric_of_the_first_step(full_run: Path) -> None:
-    first, second = read_metrics(full_run)
+    first, *others = read_metrics(full_run)
     assert 0 < first["probe/logprob_gap_mean"] < first["probe/logprob_gap_max"] < 1e-4
-    assert not any(name.startswith("probe/") for name in second)
+    assert not any(name.startswith("probe/") for record in others for name in record)
 
 
 def test_each_forward_of_policy_and_reference_counts_as_progress(
@@ -132,9 +132,9 @@ def test_each_forward_of_policy_and_reference_counts_as_progress(
 def test_a_run_continues_at_another_layout_as_the_run_that_was_not_interrupted(
     full_run: Path, arguments: list[str], live_engine: TestEngine, tmp_path: Path
 ) -> None:
-    """On-policy, with equal lengths, the first loss is 0; the second is the KL penalty."""
+    """On-policy, with equal lengths, the first loss is 0; others are the KL penalty."""
     run_dir = tmp_path / "resumed"
-    for num_steps, axes in ((1, ("pipeline", "context")), (2, ("data",))):
+    for num_steps, axes in ((2, ("pipeline", "context")), (3, ("data",))):
         finish(run_dir, live_engine, axes, *arguments, f"train.num_steps={num_steps}")
     completions, expected = (
         [row["completion"] for row in read_json_lines(folder / "completions.jsonl")]

@@ -79,6 +79,9 @@ RESERVED = {
         ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"),
         "keys and values outside the cache would outlive a push",
     ),
+    **dict.fromkeys(
+        ("dcp_size", "dcp_replicate_q_proj"), "copies of query weights would outlive a push"
+    ),
     **dict.fromkeys(("cpu_offload_gb", "offload_group_size"), "pushed weights stay on the GPU"),
     **dict.fromkeys(
         ("modelopt_quant", "quantize_and_serve", "rl_quant_profile"),

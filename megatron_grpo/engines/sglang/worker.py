@@ -22,6 +22,9 @@ from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
 from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_host_register
+from sglang.srt.model_executor.model_runner_components.weight_updater import (
+    _unsupported_derived_weight_cache_error,
+)
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.utils import is_cpu
@@ -53,10 +56,15 @@ def call_of(method: str, arguments: Json) -> str:
 
 
 class SchedulerWorker(PushWorker):
-    """The weights of a worker of SGLang."""
+    """The weights of a worker of SGLang.
+
+    ValueError if SGLang keeps values made of them at its start that updates do not reach.
+    """
 
     def __init__(self, manager: SchedulerWeightUpdaterManager) -> None:
         self.runner = manager.tp_worker.model_runner
+        if error := _unsupported_derived_weight_cache_error(self.runner.model):
+            raise ValueError(error)
         group = manager.tp_cpu_group
         super().__init__(dist.get_rank(group), next(self.runner.model.parameters()).device)
         unlink_queues()

@@ -144,7 +144,8 @@ def answer_for_all_groups() -> None:
 def examine_models_here() -> None:
     """Let vLLM look at the class of its model in this process.
 
-    By default it starts another, lest CUDA be initialized, which imports all of vLLM for it.
+    By default it starts another the first time, lest CUDA be initialized, which imports all of vLLM
+    for it.
     """
     registry._run_in_subprocess = lambda examine: examine()
 

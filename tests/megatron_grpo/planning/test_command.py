@@ -159,6 +159,7 @@ def test_a_card_without_attention_over_packed_sequences_needs_another_package(cf
     for card, override, is_told in (
         ("a100", [], True),
         ("a100", [local], False),
+        ("a100", ["grpo.shared_prompts=true"], False),
         ("h100", [], False),
     ):
         print_plan(cfg(SMALL_BATCH, *override), **DEFAULTS | {"gpu": card})

@@ -105,6 +105,17 @@ def test_muon_computes_each_matrix_once_on_one_rank_of_its_stage(tmp_path):
     assert muon_flops(alone, shape) == (32 * OF_LLAMA, of_matrix(4096, 14336))
 
 
+def test_muon_computes_the_matrices_of_a_layer_to_draft_with_on_the_last_stage(tmp_path):
+    folder, shape = model(tmp_path, "DeepSeek-V3")
+    cfg = tiny_config(folder, ParallelDims(pipeline=61), "optimizer.optimizer=muon")
+    (plain, most), (drafting, last) = (
+        muon_flops(cfg, replace(shape, trains_mtp=trains_mtp)) for trains_mtp in (False, True)
+    )
+    # All layers with experts are alike, so its last stage has one of them twice, and what joins.
+    assert drafting - plain == most + of_matrix(7168, 2 * 7168)
+    assert last == most + drafting - plain
+
+
 def test_attention_between_shared_prompts_takes_half_as_long_again(tmp_path):
     folder, shape = model(tmp_path)
     overrides = ["model.dtype=bfloat16", "grpo.beta=0.0", LONG, "data.max_prompt_length=512"]
