@@ -27,7 +27,7 @@ from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.cuts import joined
-from megatron_grpo.engines.engine import COUNTS, Engine
+from megatron_grpo.engines.engine import COUNTS, GENERATE, Engine
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import EngineError, NoServingEngine
 from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, OpenGenerations
@@ -298,10 +298,10 @@ def test_who_waits_is_told_that_the_run_ends(live_engine, client, in_flight, thr
 
 
 @contextmanager
-def scripted(**engines):
+def scripted(streams=True, **engines):
     """A client of scripted engines, and an `InFlight` that uses it."""
     client = ScriptedClient(**engines)
-    in_flight = InFlight(client, str)
+    in_flight = InFlight(client, str, streams=streams)
     try:
         yield client, in_flight
     finally:
@@ -354,24 +354,43 @@ def test_who_waits_is_told_that_environments_are_lost_and_the_others_go_on():
         answered.result(timeout=5)
 
 
-@pytest.mark.parametrize("broken", ["/inference/v1/generate", "/health"])
-def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken):
+@pytest.mark.parametrize(
+    ("broken", "streams"), [(GENERATE, True), ("/health", True), ("/health", False)]
+)
+def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken, streams):
     """The requests end in the middle of a chunk, or are cancelled because a probe fails."""
+    lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine()
+    other.answers.set()
+    num_kept = 3 if streams else 0
+    with scripted(streams, lost=lost, other=other) as (_, in_flight):
+        asked = generation(0, 7, 5)
+        answered = in_flight.submit(0, asked)
+        in_flight.resume(7)
+        assert wait_until(lambda: len(lost.asked) == len(other.asked) == 4, seconds=5)
+        assert wait_until(lambda: lost.num_read == (4 if streams else 0), seconds=5)
+        lost.broken_route = broken
+        answered.result(timeout=5)
+        assert len(other.asked) == 8 and other.num_tokens == [5] * 4 + [5 - num_kept] * 4
+        for sample in asked.samples():
+            first = len(sample.prompt.token_ids)
+            assert [*sample.completion_ids] == [*range(first, first + 5)]
+            assert sample.spans == ((7, 5),) and len(sample.logprobs) == 5
+
+
+def test_nobody_goes_on_with_a_request_that_was_taken_back_when_its_engine_is_lost():
     lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine()
     other.answers.set()
     with scripted(lost=lost, other=other) as (_, in_flight):
         asked = generation(0, 7, 5)
         answered = in_flight.submit(0, asked)
         in_flight.resume(7)
-        assert wait_until(lambda: len(lost.asked) == len(other.asked) == 4, seconds=5)
-        time.sleep(0.1)
-        lost.broken_route = broken
+        assert wait_until(lambda: lost.num_read == len(other.asked) == 4, seconds=5)
+        over = lost.asked[0]
+        del asked.open[over]  # as of an agent whose session is over
+        lost.broken_route = "/health"
         answered.result(timeout=5)
-        assert len(other.asked) == 8 and other.num_tokens == [5] * 4 + [2] * 4
-        for sample in asked.samples():
-            first = len(sample.prompt.token_ids)
-            assert [*sample.completion_ids] == [*range(first, first + 5)]
-            assert sample.spans == ((7, 5),) and len(sample.logprobs) == 5
+        assert sorted([*other.asked, over]) == [*range(8)]
+        assert over not in asked.begun
 
 
 def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times():
@@ -397,7 +416,7 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
         in_flight.resume(7)
         asked = [generation(number, 7, 4) for number in range(3)]
         answered = [in_flight.submit(*each) for each in enumerate(asked)]
-        assert wait_until(lambda: [*map(len, (lost.asked, left.asked, other.asked))] == [8] * 3, 5)
+        assert wait_until(lambda: [lost.num_read, left.num_read, len(other.asked)] == [8] * 3, 5)
         in_flight.hold(8)
         lost.broken_route = "/health"
         assert wait_until(lambda: len(in_flight._dispatcher._queues) == 2, seconds=5)
