@@ -214,9 +214,7 @@ def test_a_stream_that_breaks_after_its_last_chunk_is_whole():
         return httpx.Response(200, headers={"Content-Type": EVENTS}, content=body())
 
     async def ask() -> Choice:
-        async with httpx.AsyncClient(
-            base_url=URL, transport=httpx.MockTransport(respond)
-        ) as http:
+        async with httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(respond)) as http:
             engine = Engine(URL, http, Patience(health=60.0, stall=60.0))
             request = {"sampling_params": {"max_tokens": 9}}
             return await engine.complete(request, lambda: range(7, 8), begun=Choice.empty())
