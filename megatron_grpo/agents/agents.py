@@ -85,7 +85,7 @@ class Agents:
         # Stop tokens may be what a call ends with, which parsers look for.
         self._unparsed = {*end_tokens} - {*cfg.rollout.stop_token_ids}
         self._is_own = in_flight is None
-        self._in_flight = in_flight or InFlight(client, self.decode)
+        self._in_flight = in_flight or InFlight(client, self.decode, streams=False)
         address, self._pool = cfg.agent.address, who_acts(cfg)
         tasks = self._pool if isinstance(self._pool, TaskQueue) else None
         self._endpoint = Endpoint(self._parse, cfg.model.path.name, tasks, address)
@@ -229,7 +229,8 @@ def open_dialogues(
 ) -> Dialogues | None:
     """What the config's samples are made by, if they are dialogues."""
     if cfg.sources.by_name and cfg.has_dialogues:
-        shared = in_flight or InFlight(client, partial(tokenizer.decode, skip_special_tokens=True))
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        shared = in_flight or InFlight(client, decode, streams=False)
 
         def opened(view: Config) -> Dialogues | None:
             return open_dialogues(view, tokenizer, end_tokens, client, shared)

@@ -28,8 +28,8 @@ T = TypeVar("T")
 class RequestDispatcher:
     """Queues all open `requests` at the serving engines of the `pool`.
 
-    With `keep` it stays: it goes on when they are answered, until it is `cut`; more may be added,
-    and it may be held for a push of weights. Answers are then streamed, and `keep` takes what has
+    If it `stays`, it goes on when they are answered, until it is `cut`, and more may be added; it
+    may be held for a push of weights. With `keep`, answers are streamed, and that takes what has
     arrived of those whose engine is lost. Raises NoServingEngine if none serves.
     """
 
@@ -38,12 +38,14 @@ class RequestDispatcher:
         pool: EnginePool,
         connect: Callable[[str], AbstractAsyncContextManager[Engine]],
         requests: Requests,
+        *,
+        stays: bool = False,
         keep: KeepBegun | None = None,
     ) -> None:
         if not (serving := pool.serving):
             raise NoServingEngine(f"no rollout engine serves:\n{pool.status_report()}")
         self._pool, self._connect, self._requests = pool, connect, requests
-        self._keep, self._is_held = keep, False
+        self._stays, self._keep, self._is_held = stays, keep, False
         self._is_over = asyncio.Event()
         self._left: dict[int, Json] = {}
         """Requests of engines that were lost, until others have them."""
@@ -154,12 +156,12 @@ class RequestDispatcher:
         finally:
             queue.is_settled.set()
             del self._queues[url], self._lives[url], self._tasks[url]
-            if self._keep:  # else who has made the requests asks again
+            if self._stays:  # else who has made the requests asks again
                 self._left |= queue.open
         self._hand_on()
 
     def _check_over(self) -> None:
-        has_work = self._keep or any(queue.open for queue in self._queues.values())
+        has_work = self._stays or any(queue.open for queue in self._queues.values())
         if not (self._queues and has_work):
             self._is_over.set()
 

@@ -125,7 +125,7 @@ class Engine:
         except msgspec.MsgspecError as error:
             raise EngineError(
                 f"rollout engine {self.url} answered with something else than a completion of "
-                f"vLLM 0.32 or 0.33: {error}"
+                f"vLLM 0.32 or 0.33, or was started by another release of megatron-grpo: {error}"
             ) from error
         if choice.finish_reason == CUT and is_cut():
             self._check_tokens(choice, versions())
@@ -141,19 +141,21 @@ class Engine:
         params = {**request["sampling_params"], "stream_interval": STREAM_INTERVAL}
         request = {**request, "stream": True, "sampling_params": params}
         answer = answer_to(self.http, self.url, "POST", GENERATE, request, limit)
-        async with answer as response:
-            if not response.headers["content-type"].startswith(EVENTS):
-                return decode_choice(await response.aread())
-            async for data in events_of(response):
-                if data == LAST_EVENT:  # after a chunk that says that the completion is cut
-                    break
-                chunk = decode_event(data)
-                if isinstance(chunk, Failure):
-                    raise failure(self.url, GENERATE, chunk.code, chunk.message)
-                self._check_tokens(chunk, versions())
-                begun.append(chunk)
-                if begun.finish_reason != CUT:
-                    break
+        try:
+            async with answer as response:
+                if not response.headers["content-type"].startswith(EVENTS):
+                    return decode_choice(await response.aread())
+                async for data in events_of(response):  # to the end, or httpx closes the connection
+                    if data == LAST_EVENT:
+                        continue
+                    chunk = decode_event(data)
+                    if isinstance(chunk, Failure):
+                        raise failure(self.url, GENERATE, chunk.code, chunk.message)
+                    self._check_tokens(chunk, versions())
+                    begun.append(chunk)
+        except EngineDown:
+            if begun.finish_reason == CUT:  # else it broke after the last chunk
+                raise
         return begun
 
     async def watch(

@@ -302,7 +302,9 @@ class EngineQueue:
                 begun,
             )
         except BaseException:  # also if it is cancelled because the engine is lost
-            if begun and begun.token_ids and begun.finish_reason == CUT and number in self.open:
+            # A request that was taken away may be back meanwhile, as one that is asked anew.
+            is_own = number in self.open and self._asks.get(number) is asyncio.current_task()
+            if is_own and begun and begun.token_ids and begun.finish_reason == CUT:
                 self._go_on_from(number, begun)
             raise
         finally:

@@ -134,10 +134,12 @@ class OpenGenerations:
     def keep(self, number: int, begun: Choice, url: str) -> Json | None:
         """Keep what was sampled of a completion until its engine was lost; returns the request for
         the rest, None if a stop string ends it or nobody waits for it."""
-        self._take(number, begun, url)
         generation, own_number = divmod(number, MOST_REQUESTS)
         opened = self._generations.get(generation)
-        if opened is None or own_number not in opened.requests.begun:
+        if opened is None or own_number not in opened.requests.open:
+            return None
+        self._take(number, begun, url)
+        if own_number not in opened.requests.begun:
             return None
         return self._request(opened.requests, own_number, number)
 
@@ -183,11 +185,12 @@ class InFlight:
     """Has the engines answer several generations at once, also through pushes.
 
     It begins suspended. A thread of its own talks to the engines; it lasts until `close`, since
-    Linux ends an engine with the thread that has started it.
+    Linux ends an engine with the thread that has started it. Unless it `streams`, a
+    completion whose engine is lost begins anew.
     """
 
-    def __init__(self, client: RolloutClient, decode: Decode) -> None:
-        self._client = client
+    def __init__(self, client: RolloutClient, decode: Decode, *, streams: bool = True) -> None:
+        self._client, self._streams = client, streams
         self._generations = OpenGenerations(decode, self._ask)
         self._dispatcher: RequestDispatcher | None = None
         self._ended: Exception | None = None
@@ -340,7 +343,11 @@ class InFlight:
         generations = self._generations
         try:
             self._dispatcher = RequestDispatcher(
-                self._client.pool, self._client.connect, generations, generations.keep
+                self._client.pool,
+                self._client.connect,
+                generations,
+                stays=True,
+                keep=generations.keep if self._streams else None,
             )
             await self._dispatcher.run()
         except Exception as error:  # of any kind: it must reach who waits for the samples

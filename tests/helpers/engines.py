@@ -1,11 +1,10 @@
 """Real rollout engines for tests, and the log-probabilities `transformers` gives their samples."""
 
-import asyncio
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -29,6 +28,7 @@ from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.engine import COUNTS
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.engines.push_protocol import WorkerSums
@@ -75,6 +75,15 @@ class TestEngine:
         self.rollout = rollout
         self.servers = servers
         self.version = 0
+        self._http = httpx.Client(
+            base_url=servers.base_urls[0],
+            headers={"Authorization": f"Bearer {servers.token}"},
+            limits=httpx.Limits(keepalive_expiry=2.0),
+            timeout=60,
+            verify=False,
+            trust_env=False,
+        )
+        """Talks to the first engine."""
 
     def client(self, **rollout: Any) -> RolloutClient:
         """A client for which the engine is ready; `rollout` are fields of the config section."""
@@ -84,18 +93,20 @@ class TestEngine:
 
     def num_generated(self) -> int:
         """The tokens that its first engine has generated since the start."""
-
-        async def ask() -> float:
-            async with self.client().connect(self.servers.base_urls[0]) as connection:
-                return (await connection.counts()).generated
-
-        return int(asyncio.run(ask()))
+        return int(float(COUNTS["generated"].search(self._http.get("/metrics").text)[1]))
 
     def pause(self) -> None:
         """What a push does first, without the seconds in which its rank starts."""
-        url = f"{self.servers.base_urls[0]}/pause?mode=keep&clear_cache=false"
-        headers = {"Authorization": f"Bearer {self.servers.token}"}
-        httpx.post(url, headers=headers, verify=False, timeout=60).raise_for_status()
+        self._http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
+
+    def pause_after(self, count: int, is_done: Callable[[], bool] = lambda: False) -> None:
+        """`pause` as soon as it has generated so many more tokens, or `is_done()`.
+
+        Before `InFlight.hold`, which takes time in which the engine would go on.
+        """
+        enough = self.num_generated() + count
+        assert wait_until(lambda: is_done() or self.num_generated() >= enough, 120, 0.005)
+        self.pause()
 
     def push(self, folder: Path, num_flips: int = 0) -> int:
         """Push the weights in `folder`; returns the version now served. With a flipped bit, the

@@ -51,6 +51,8 @@ class ScriptedEngine:
     num_streamed: int = 0
     """Tokens of each completion that it streams, one by one, before it ends in mid-chunk when it is
     broken; 0: it does not stream."""
+    num_read: int = 0
+    """Requests of which these tokens have been read."""
     version: int = 7
     is_paused: bool = False
     num_cuts: int = 0
@@ -92,7 +94,7 @@ class ScriptedEngine:
     async def _complete(self, request: dict[str, Any]) -> httpx.Response:
         self.asked.append(request["priority"])
         self.num_tokens.append(request["sampling_params"]["max_tokens"])
-        if self.num_streamed:
+        if self.num_streamed and request.get("stream"):
             headers = {"Content-Type": EVENTS}
             return httpx.Response(200, headers=headers, content=self._stream(request))
         num_cuts = self.num_cuts
@@ -126,6 +128,7 @@ class ScriptedEngine:
             }
             event = json.dumps({"choices": [chunk]}, ensure_ascii=False).encode()
             yield b"data: " + event + (b"\n\n" if count <= self.num_streamed else b"")
+        self.num_read += 1
         while self.broken_route != GENERATE:
             await asyncio.sleep(0.002)
         raise httpx.ReadError("it is broken")

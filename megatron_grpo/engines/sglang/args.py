@@ -90,6 +90,7 @@ RESERVED = {
     "preferred_sampling_params": "the trainer would not know how they change the distribution",
     "enable_watermark": "the trainer would not know how it changes the distribution",
     "allow_auto_truncate": "the trainer would not know what was left out",
+    "incremental_streaming_output": "answers are read as SGLang's cumulative ones",
     "sampling_defaults": "sampling follows rollout.temperature, not the model's own defaults",
 }
 """Arguments that a config cannot set, and why."""

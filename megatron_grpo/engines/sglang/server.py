@@ -195,10 +195,13 @@ def sglang_request(body: Json) -> GenerateReqInput:
     )
 
 
-def choice_of(answer: Json, start: int = 0) -> Json:
+def choice_of(answer: Json, start: int | None = None) -> Json:
     """SGLang's answer as vLLM's; of a stream, the chunk that begins with the token at `start`."""
     meta = answer["meta_info"]
     end = meta["finish_reason"]
+    if start is None and not meta.get("weight_versions"):
+        span = {"version": meta["weight_version"], "start": 0, "end": len(answer["output_ids"])}
+        meta["weight_versions"] = [span]
     return {
         "token_ids": answer["output_ids"][start:],
         "logprobs": {
@@ -209,8 +212,7 @@ def choice_of(answer: Json, start: int = 0) -> Json:
         },
         "finish_reason": end and end["type"],
         "text": answer["text"] if end else "",  # SGLang's is of all tokens so far
-        "weight_versions": meta.get("weight_versions")
-        or [{"version": meta["weight_version"], "start": 0, "end": len(answer["output_ids"])}],
+        "weight_versions": meta["weight_versions"],
         "routed_experts": npy_of(meta["routed_experts"]) if "routed_experts" in meta else None,
     }
 

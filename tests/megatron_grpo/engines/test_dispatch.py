@@ -180,9 +180,7 @@ def answered_in_flight(**engines: ScriptedEngine) -> list[int]:
         requests = SimpleNamespace(
             open=requests_of(range(12)), policy_version=7, take_answer=take, are_movable=True
         )
-        dispatcher = RequestDispatcher(
-            client.pool, client.connect, requests, lambda number, choice: None
-        )
+        dispatcher = RequestDispatcher(client.pool, client.connect, requests, stays=True)
         running = asyncio.create_task(dispatcher.run())
         async with asyncio.timeout(10):
             while len(taken) < 12 and not running.done():
@@ -228,7 +226,7 @@ def test_a_group_goes_to_one_engine_and_a_turn_to_the_one_that_had_the_turn_befo
     first = SimpleNamespace(
         open=requests_of(range(3)), policy_version=7, take_answer=None, are_movable=True
     )
-    dispatcher = RequestDispatcher(client.pool, client.connect, first, lambda *_: None)
+    dispatcher = RequestDispatcher(client.pool, client.connect, first, stays=True)
     dispatcher.add(requests_of(range(3, 7)), together=True)
     dispatcher.follow_up(7, *requests_of([7]).values(), "http://a")
     held = [sorted(queue.open) for queue in dispatcher._queues.values()]

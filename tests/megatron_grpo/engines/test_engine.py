@@ -144,7 +144,7 @@ DOCTORED = {
     "cut short": ({"finish_reason": "length"}, "completion after 2 of 3 tokens"),
     "without versions": (
         {"weight_versions": None},
-        r"something else than a completion of vLLM 0.32 or 0.33: .*weight_versions",
+        r"something else than a completion of vLLM 0.32 or 0.33, .*weight_versions",
     ),
     # vLLM's own word for a number that JSON has not.
     "not finite": (
@@ -198,6 +198,29 @@ def test_a_stream_that_is_not_well_ends_with_what_came_before(ended, kind, told)
     assert raised.type is kind
     assert begun.token_ids[:2] == CHOICE["token_ids"] and begun.finish_reason == "abort"
     assert len(begun.token_ids) == (4 if "gave up" in told else 2)
+
+
+def test_a_stream_that_breaks_after_its_last_chunk_is_whole():
+    num_read = 0
+
+    async def body():
+        nonlocal num_read
+        for choice in (BEGUN, CHOICE | {"finish_reason": "stop"}):
+            yield f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+            num_read += 1
+        raise httpx.ReadError("broken")
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"Content-Type": EVENTS}, content=body())
+
+    async def ask() -> Choice:
+        async with httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(respond)) as http:
+            engine = Engine(URL, http, Patience(health=60.0, stall=60.0))
+            request = {"sampling_params": {"max_tokens": 9}}
+            return await engine.complete(request, lambda: range(7, 8), begun=Choice.empty())
+
+    assert asyncio.run(ask()).token_ids == CHOICE["token_ids"] * 2
+    assert num_read == 2  # to the end: else its connection is not used again
 
 
 def test_samples_of_an_engine_that_others_have_pushed_to_meanwhile_are_refused():

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
-import httpx
 import pytest
 from transformers import AutoTokenizer
 
@@ -27,7 +26,7 @@ from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
 from megatron_grpo.engines.cuts import joined
-from megatron_grpo.engines.engine import COUNTS, Engine
+from megatron_grpo.engines.engine import GENERATE, Engine
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import EngineError, NoServingEngine
 from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, OpenGenerations
@@ -88,44 +87,31 @@ def generation(number, version, num_tokens=NUM_TOKENS, **settings):
     return Generation(random_prompts(2, seed=number), params)
 
 
-@pytest.fixture(scope="module")
-def http(live_engine):
-    """Talks to the engine."""
-    url, token = live_engine.servers.base_urls[0], live_engine.servers.token
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as http:
-        yield http
-
-
-def num_generated(http):
-    """How many tokens the engine has generated."""
-    return float(COUNTS["generated"].search(http.get("/metrics").text)[1])
-
-
 @pytest.mark.long
 def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
-    live_engine, http, in_flight, threads, tied_model, other_model
+    live_engine, in_flight, threads, tied_model, other_model
 ):
-    weights, first = {live_engine.version: tied_model}, num_generated(http)
+    weights, first = {live_engine.version: tied_model}, live_engine.num_generated()
     in_flight.resume(live_engine.version)
-    # So many that no engine is done with them before the second push.
-    asked = [generation(n, live_engine.version, num_generations=32) for n in range(2)]
+    # So many, and so long, that no engine is done with them before the second push.
+    size = {"num_tokens": 400, "num_generations": 32}
+    asked = [generation(number, live_engine.version, **size) for number in range(2)]
     made = [threads.submit(in_flight.generate, *each) for each in enumerate(asked)]
+    assert wait_until(lambda: live_engine.num_generated() >= first + 500, 120, 0.005)
+    with in_flight.suspended():  # as for a checkpoint
+        parts = [sample for each in asked for sample in each.so_far()]
+        assert parts
+        assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
     for num_flips, folder in enumerate((other_model, tied_model)):
-        enough = first + 1000
-        assert wait_until(lambda enough=enough: num_generated(http) >= enough, 60, 0.005)
-        with in_flight.suspended():  # as for a checkpoint
-            parts = [sample for each in asked for sample in each.so_far()]
-            assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
+        live_engine.pause_after(200)
         in_flight.hold(live_engine.version + 1)
-        live_engine.pause()
         weights[live_engine.push(folder, num_flips)] = folder  # the second one at two attempts
-        first = num_generated(http)
         in_flight.resume(live_engine.version)
     samples = [sample for each in made for sample in each.result(timeout=120)]
     assert len(samples) == 128
     assert {len(sample.spans) for sample in samples} >= {3}
     for sample in samples:
-        assert sum(count for _, count in sample.spans) == len(sample.completion_ids) == NUM_TOKENS
+        assert sum(count for _, count in sample.spans) == len(sample.completion_ids) == 400
     assert all(largest_error_by_version(weights, sample) < 1e-3 for sample in samples[::8])
 
 
@@ -138,7 +124,7 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
     tied_model, other_model, tmp_path, engine_kind, monkeypatch
 ):
     kept, keep, check = {}, OpenGenerations.keep, Engine._check_tokens
-    begun, killed = threading.Event(), threading.Event()
+    begun, killed, told = threading.Event(), threading.Event(), set()
 
     def note(self, number, begun, url):
         kept[number] = begun
@@ -152,6 +138,7 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
         if choice.finish_reason == CUT and len(choice.weight_versions) == 2:
             os.kill(pair.servers._engine(self.url).process.pid, signal.SIGKILL)
             killed.set()
+        told.update(span.version for span in choice.weight_versions)
 
     monkeypatch.setattr(OpenGenerations, "keep", note)
     monkeypatch.setattr(Engine, "_check_tokens", kill_after_a_push)
@@ -167,13 +154,15 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
         asked = generation(0, pair.version, num_generations=16)
         answered = in_flight.submit(0, asked)
         in_flight.resume(pair.version)
-        assert begun.wait(60)
+        assert begun.wait(120)
         for folder in (other_model, tied_model, other_model):
             in_flight.hold(pair.version + 1)
             pair.pause()
             weights[pair.push(folder)] = folder
             in_flight.resume(pair.version)
-            if killed.wait(10):  # else the request was about to end
+            newest = str(pair.version)
+            assert wait_until(lambda newest=newest: newest in told, 120)
+            if killed.is_set():  # else the request was about to end
                 break
         answered.result(timeout=200)
     samples = asked.samples()
@@ -227,16 +216,16 @@ def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
         assert found == sampled(token_ids, is_cut=False), seed
 
 
-def test_a_completion_that_is_cut_ends_at_its_first_end_token(
-    live_engine, http, in_flight, threads
-):
+def test_a_completion_that_is_cut_ends_at_its_first_end_token(live_engine, in_flight, threads):
     ends = range(20, 45)
     asked = generation(0, live_engine.version, num_generations=64, stop_token_ids=ends)
     in_flight.resume(live_engine.version)
     made = threads.submit(in_flight.generate, 0, asked)
     for _ in range(4):
-        before = num_generated(http)
-        wait_until(lambda before=before: made.done() or num_generated(http) > before, 20, 0.005)
+        before = live_engine.num_generated()
+        wait_until(
+            lambda before=before: made.done() or live_engine.num_generated() > before, 20, 0.005
+        )
         in_flight.suspend()
         in_flight.resume(live_engine.version)
     for sample in made.result(timeout=60):
@@ -244,7 +233,7 @@ def test_a_completion_that_is_cut_ends_at_its_first_end_token(
 
 
 @pytest.mark.long
-def test_stop_strings_are_seen_through_pushes(live_engine, http, in_flight, threads, tied_model):
+def test_stop_strings_are_seen_through_pushes(live_engine, in_flight, threads, tied_model):
     if live_engine.rollout.engine == "sglang":
         pytest.skip("SGLang takes 32 strings at most, too few to be seen by chance")
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
@@ -254,13 +243,15 @@ def test_stop_strings_are_seen_through_pushes(live_engine, http, in_flight, thre
     in_flight.resume(live_engine.version)
     made = threads.submit(in_flight.generate, 0, asked)
     for _ in range(8):
-        enough = num_generated(http) + 20
-        wait_until(lambda enough=enough: made.done() or num_generated(http) > enough, 20, 0.005)
+        live_engine.pause_after(20, made.done)
+        in_flight.hold(live_engine.version + 1)
+        in_flight.resume(live_engine.push(tied_model))
+        enough = live_engine.num_generated() + 20
+        wait_until(
+            lambda enough=enough: made.done() or live_engine.num_generated() > enough, 20, 0.005
+        )
         with in_flight.suspended():
             pass
-        in_flight.hold(live_engine.version + 1)
-        live_engine.pause()
-        in_flight.resume(live_engine.push(tied_model))
     samples = made.result(timeout=60)
     assert any(sample.versions for sample in samples)
     assert {"stop"} <= {sample.finish_reason for sample in samples}
@@ -298,10 +289,10 @@ def test_who_waits_is_told_that_the_run_ends(live_engine, client, in_flight, thr
 
 
 @contextmanager
-def scripted(**engines):
+def scripted(streams=True, **engines):
     """A client of scripted engines, and an `InFlight` that uses it."""
     client = ScriptedClient(**engines)
-    in_flight = InFlight(client, str)
+    in_flight = InFlight(client, str, streams=streams)
     try:
         yield client, in_flight
     finally:
@@ -354,24 +345,43 @@ def test_who_waits_is_told_that_environments_are_lost_and_the_others_go_on():
         answered.result(timeout=5)
 
 
-@pytest.mark.parametrize("broken", ["/inference/v1/generate", "/health"])
-def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken):
+@pytest.mark.parametrize(
+    ("broken", "streams"), [(GENERATE, True), ("/health", True), ("/health", False)]
+)
+def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken, streams):
     """The requests end in the middle of a chunk, or are cancelled because a probe fails."""
+    lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine()
+    other.answers.set()
+    num_kept = 3 if streams else 0
+    with scripted(streams, lost=lost, other=other) as (_, in_flight):
+        asked = generation(0, 7, 5)
+        answered = in_flight.submit(0, asked)
+        in_flight.resume(7)
+        assert wait_until(lambda: len(lost.asked) == len(other.asked) == 4, seconds=5)
+        assert wait_until(lambda: lost.num_read == (4 if streams else 0), seconds=5)
+        lost.broken_route = broken
+        answered.result(timeout=5)
+        assert len(other.asked) == 8 and other.num_tokens == [5] * 4 + [5 - num_kept] * 4
+        for sample in asked.samples():
+            first = len(sample.prompt.token_ids)
+            assert [*sample.completion_ids] == [*range(first, first + 5)]
+            assert sample.spans == ((7, 5),) and len(sample.logprobs) == 5
+
+
+def test_nobody_goes_on_with_a_request_that_was_taken_back_when_its_engine_is_lost():
     lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine()
     other.answers.set()
     with scripted(lost=lost, other=other) as (_, in_flight):
         asked = generation(0, 7, 5)
         answered = in_flight.submit(0, asked)
         in_flight.resume(7)
-        assert wait_until(lambda: len(lost.asked) == len(other.asked) == 4, seconds=5)
-        time.sleep(0.1)
-        lost.broken_route = broken
+        assert wait_until(lambda: lost.num_read == len(other.asked) == 4, seconds=5)
+        over = lost.asked[0]
+        del asked.open[over]  # as of an agent whose session is over
+        lost.broken_route = "/health"
         answered.result(timeout=5)
-        assert len(other.asked) == 8 and other.num_tokens == [5] * 4 + [2] * 4
-        for sample in asked.samples():
-            first = len(sample.prompt.token_ids)
-            assert [*sample.completion_ids] == [*range(first, first + 5)]
-            assert sample.spans == ((7, 5),) and len(sample.logprobs) == 5
+        assert sorted([*other.asked, over]) == [*range(8)]
+        assert over not in asked.begun
 
 
 def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times():
@@ -397,7 +407,7 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
         in_flight.resume(7)
         asked = [generation(number, 7, 4) for number in range(3)]
         answered = [in_flight.submit(*each) for each in enumerate(asked)]
-        assert wait_until(lambda: [*map(len, (lost.asked, left.asked, other.asked))] == [8] * 3, 5)
+        assert wait_until(lambda: [lost.num_read, left.num_read, len(other.asked)] == [8] * 3, 5)
         in_flight.hold(8)
         lost.broken_route = "/health"
         assert wait_until(lambda: len(in_flight._dispatcher._queues) == 2, seconds=5)

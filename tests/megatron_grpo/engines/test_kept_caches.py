@@ -12,7 +12,6 @@ from helpers.engines import (
     random_prompts,
     sampling_params,
     served_model,
-    wait_until,
 )
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.engines.generation import Generation
@@ -61,12 +60,6 @@ def generation(prompts, version, number=0, num_samples=8, num_tokens=400):
     return Generation(prompts, params)
 
 
-def wait_until_generated(engine, count):
-    """Return when the engine has generated so many more tokens."""
-    first = engine.num_generated()
-    assert wait_until(lambda: engine.num_generated() >= first + count, 60, 0.005)
-
-
 @pytest.mark.long
 def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_flight, folders):
     weights, prompts = {engine.version: folders[0]}, random_prompts(2, lengths=(40, 80))
@@ -78,10 +71,9 @@ def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_f
 
     ask(num_samples=32)
     for folder in folders[1:]:
-        wait_until_generated(engine, 500)
-        ask()  # just before the pause, and after the push
+        ask()  # shortly before the pause, and after the push
+        engine.pause_after(500)
         in_flight.hold(engine.version + 1)
-        engine.pause()
         weights[engine.push(folder)] = folder
         in_flight.resume(engine.version)
         ask()
@@ -96,14 +88,13 @@ def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_f
 @pytest.mark.long
 def test_a_new_prompt_is_served_no_keys_of_older_weights(engine, in_flight, folders):
     [prompt] = random_prompts(1)
-    asked = generation([prompt], engine.version, num_samples=32)
+    asked = generation([prompt], engine.version, num_samples=64)
     answered = in_flight.submit(0, asked)
-    wait_until_generated(engine, 500)
+    engine.pause_after(1000)
     in_flight.hold(engine.version + 1)
-    engine.pause()
     engine.push(folders[1])
     in_flight.resume(engine.version)
-    answered.result(timeout=120)
+    answered.result(timeout=200)
     crossed = [sample for sample in asked.samples() if len(sample.spans) == 2][:8]
     turns = [
         Prompt(index=0, token_ids=(*prompt.token_ids, *sample.completion_ids), text="", row={})
