@@ -47,14 +47,15 @@ Of a multimodal model the family and all numbers are those of its text tower. Qw
 and Qwen3-VL (`qwen3`, or `qwen3_moe`) learn from [images](recipes.md#prompts-with-images), too.
 
 Mamba-2 (Nemotron-H, Nemotron 3 Nano): each layer has one module, of Mamba-2, attention without
-RoPE, an MLP or experts, the last two without gates. Adapters, 8 bits (`rollout.quantization`),
+RoPE, an MLP or experts, the last two without gates. `lora.r`, 8 bits (`rollout.quantization`),
 speculative decoding, `rollout.router_replay`, `rollout.recompute_kv_cache: false` and
 `rollout.weight_transport: disk` are refused, and so are experts of latents and layers for
 multi-token prediction, with which Nemotron 3 Super is published. vLLM serves experts without gates
 on GPUs only, where none of this has been run: what its workers load is compared on a CPU, with
-other kernels in their place. Its routers are in the model's dtype on Hopper and Blackwell, as
-pushes bring them; on other GPUs, where they are float32, an engine is refused before its first
-push. transformers lets no step of Mamba-2 be below `time_step_min`; vLLM and the trainer do.
+other kernels in their place. Its routers are in the model's dtype on GPUs of compute capability 9.0
+and 10.x, as pushes bring them; on others, where they are float32, engines are refused unless
+`model.dtype` is that, too. transformers lets no step of Mamba-2 be below `time_step_min`; vLLM and
+the trainer do.
 
 Sparse attention (DeepSeek-V3.2, GLM-5): indexers choose the tokens that attention sees, and stay
 as they were read, in training, pushes and exports. DeepSeek trains them by a loss of their own

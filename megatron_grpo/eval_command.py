@@ -159,7 +159,7 @@ def _check(cfg: Config) -> ModelShape:
     shape = read_shape(cfg.model.path)
     check_weights(cfg.model.path, shape)
     check_engines(cfg, shape, None)
-    check_kernels(cfg.rollout, shape)
+    check_kernels(cfg.rollout, shape, cfg.model.dtype)
     check_reward_models(cfg)
     check_evaluation(cfg, shape)
     return shape

@@ -118,7 +118,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
         check_adapters(cfg.lora, shape)
     if starts_here:
         if cfg.train.replay is None:
-            check_kernels(cfg.rollout, shape)
+            check_kernels(cfg.rollout, shape, cfg.model.dtype)
         _warn_of_slow_dtype(cfg.model.dtype)
         if cfg.train.offload_communicators:
             _check_nccl(os.environ)

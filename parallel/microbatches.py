@@ -46,7 +46,7 @@ class CostModel:
 
         A sequence has L**2 / 2 such pairs in the `attending` part of the layers, so quadratic /
         linear = attending 2 h / (24 h**2) (Kaplan et al., arXiv 2001.08361, section 2.1). The
-        others have linear attention, whose context ranks exchange no less.
+        others have linear attention, whose context ranks exchange no less, or none.
         """
         exchange = cls.exchange * (4096 / hidden_size) ** 2
         return cls(linear=1.0, quadratic=attending / (12 * hidden_size), exchange=exchange)

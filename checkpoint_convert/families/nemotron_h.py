@@ -33,6 +33,7 @@ NEMOTRON_H = Family(
     # Experts of latents and layers for multi-token prediction are those of Nemotron 3 Super.
     # Megatron-Core always scales sigmoid scores to sum to 1. vLLM never ties the head, has no
     # biases in attention, and alone multiplies the size of the shared expert by their number.
+    # transformers alone takes the last three for `n_groups`, `conv_kernel` and `use_conv_bias`.
     required={
         "tie_word_embeddings": False,
         "attention_bias": False,
@@ -49,6 +50,9 @@ NEMOTRON_H = Family(
         "moe_latent_size": None,
         "num_nextn_predict_layers": 0,
         "block_configs": None,  # layers of several sizes
+        "mamba_n_groups": None,
+        "mamba_d_conv": None,
+        "mamba_conv_bias": None,
     },
     activation="relu2",
     partial_rotary_factor=0.0,

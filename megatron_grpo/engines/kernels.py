@@ -18,6 +18,9 @@ SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
 """Families whose layers have their windows in SGLang 0.5.23; in its others all see all tokens."""
 WITH_FP8 = (8, 9)
 """Compute capability from which GPUs have units for FP8."""
+WITH_ROUTERS_OF_16_BITS = (9, 10)
+"""Major compute capabilities for which vLLM 0.32 leaves routers of Nemotron-H in the dtype of the
+model: for others it has them in float32."""
 
 
 def num_gpus() -> int:
@@ -102,16 +105,19 @@ def _obstacle_of_sglang(shape: ModelShape) -> str | None:
     return None
 
 
-def check_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
+def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None:
     """Raise ValueError if an engine, started here, would need kernels that it lacks for the GPUs,
-    or without any for the CPU."""
+    or without any for the CPU. `dtype`: of the model."""
     if rollout.base_urls:
         return
     if num_gpus():
-        if rollout.quantization != "none":
+        is_mamba = shape.linear is not None and shape.linear.is_mamba
+        if rollout.quantization != "none" or is_mamba:  # else CUDA is not initialized here
             import torch  # see above
 
-            check_card(rollout, torch.cuda.get_device_capability())
+            capability = torch.cuda.get_device_capability()
+            check_card(rollout, capability)
+            check_routers(rollout, shape, dtype, capability)
     elif rollout.engine == "vllm":
         _check_cpu_kernels(rollout, shape)
     elif rollout.engine == "sglang" and shape.linear is not None:
@@ -131,6 +137,22 @@ def check_card(rollout: RolloutConfig, capability: tuple[int, int]) -> None:
             f"compute capability {'.'.join(map(str, WITH_FP8))} or more, not "
             f"{'.'.join(map(str, capability))}, for which SGLang rearranges the weights: leave it "
             "out"
+        )
+
+
+def check_routers(
+    rollout: RolloutConfig, shape: ModelShape, dtype: str, capability: tuple[int, int]
+) -> None:
+    """Raise ValueError if vLLM has routers in float32 on GPUs of this compute capability, and
+    pushes bring them in `dtype`."""
+    if rollout.engine != "vllm" or shape.moe is None or dtype == "float32":
+        return
+    is_mamba = shape.linear is not None and shape.linear.is_mamba
+    if is_mamba and capability[0] not in WITH_ROUTERS_OF_16_BITS:
+        raise ValueError(
+            f"rollout.engine vllm has the routers of a {shape.family} in float32 on GPUs of "
+            f"compute capability {'.'.join(map(str, capability))}, and pushes bring them in "
+            f"{dtype}: use GPUs of 9.0 or 10.x, or set model.dtype=float32"
         )
 
 
@@ -159,7 +181,7 @@ def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
     if shape.linear is not None and shape.linear.is_mamba:
         raise ValueError(
             f"rollout.engine vllm without a GPU has no kernels for a {shape.family}, and no other "
-            "engine serves it here: set rollout.base_urls to engines on GPUs"
+            "engine serves it here: run engines on GPUs"
         )
     dims = engine_dims(rollout)
     part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)

@@ -24,7 +24,7 @@ from megatron_grpo.engines.joining import (
     serve_joined,
     settings_of,
 )
-from megatron_grpo.engines.kernels import check_kernels, num_gpus
+from megatron_grpo.engines.kernels import check_kernels, check_served, num_gpus
 from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
     check_sglang_arguments,
@@ -218,7 +218,8 @@ def serve(
         )
     check_arguments(rollout)
     model.check_folder()
-    check_kernels(rollout.model_copy(update={"base_urls": ()}), read_shape(model.path))
+    check_served(rollout, shape := read_shape(model.path))
+    check_kernels(rollout.model_copy(update={"base_urls": ()}), shape, model.dtype)
     # vLLM takes the visible GPUs of a node for its workers there.
     size = rollout.gpus_per_engine // node.nnodes
     sizes = {"num_engines": 1, "tensor_parallel_size": size, "data_parallel_size": 1}

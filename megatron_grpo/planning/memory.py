@@ -11,7 +11,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
-from megatron_grpo.engines.kernels import check_card
+from megatron_grpo.engines.kernels import check_card, check_routers
 from megatron_grpo.engines.layouts import engine_dims, first_worker, served_shape, shard_bytes
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
@@ -109,7 +109,7 @@ def fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
 def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes | None:
     """What an engine of `cfg` takes of each GPU; None if it is none on GPUs.
 
-    Raises ValueError if its weights do not fit there, the card is too old for their dtype, or it
+    Raises ValueError if its weights do not fit there, the card is not one for their dtype, or it
     would not serve the run's adapters.
     """
     if cfg.rollout.engine == "transformers" or not cfg.num_engines:
@@ -117,6 +117,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
     check_adapters(cfg.lora, shape)
     if not cfg.rollout.base_urls:
         check_card(cfg.rollout, card.capability)
+        check_routers(cfg.rollout, shape, cfg.model.dtype, card.capability)
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
     not_pushed = _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
     if card.memory - weights < per_token:

@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_te_version
@@ -90,6 +91,7 @@ def prepare_layers(module: Any, cfg: Config, shape: ModelShape, groups: Groups) 
     if cfg.model.freeze_moe_router:
         _freeze_routers(module)
     accumulate_in_products(module, cfg.model.megatron)
+    _recompute_no_identities(module)
     _pass_padding(module)
     if groups.is_dynamic:
         rotate_own_tokens(module, groups)
@@ -142,6 +144,14 @@ def _freeze_routers(chunk: Any) -> None:
 def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
     """Replaces the output layer: parallel/logprobs.py computes logits from the head's weight."""
     return hidden, None
+
+
+def _recompute_no_identities(chunk: Any) -> None:
+    """Let layers without an MLP recompute none: Megatron would keep their hidden states for it."""
+    module: Any
+    for module in chunk.modules():
+        if isinstance(getattr(module, "mlp", None), IdentityOp):
+            module.recompute_mlp = False
 
 
 def _pass_padding(chunk: Any) -> None:

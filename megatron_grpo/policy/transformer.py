@@ -9,7 +9,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from megatron.core.activations import squared_relu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -20,13 +19,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import fused_a2a, moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    LayerNormImpl,
-    TransformerBlockSubmodules,
-)
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from checkpoint_convert import ModelShape, MoeShape
 from checkpoint_convert.shape import Module
@@ -58,6 +54,11 @@ from parallel import ParallelDims, pipeline_layers
 # Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
 # torch is told; and without it Megatron-Core 0.16.1 leaves the name undefined.
 moe_utils.te_general_gemm = None
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """That of Megatron-Core is compiled, in every rank, which takes seconds and a C++ compiler."""
+    return relu(x).square()
 
 
 ACTIVATIONS = {

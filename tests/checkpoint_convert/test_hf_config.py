@@ -49,6 +49,10 @@ GLM4_MOE_LITE = {
 }
 PHI3 = {"model_type": "phi3"}
 QWEN2 = {"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": None}
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["linear_attention", "full_attention"],
+}
 OLMO3 = {"model_type": "olmo3"}
 QWEN3_NEXT = {"model_type": "qwen3_next", "num_key_value_heads": 2, "full_attention_interval": 2}
 QWEN3_5 = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -699,6 +703,9 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
             "rope_parameters is {'full_attention': 5}; it mus",
         ),
         (OLMO3 | {"rope_scaling": 5}, "rope_scaling is 5; it must be null or an object"),
+        (NEMOTRON_H | {"mamba_n_groups": 4}, "mamba_n_groups is 4, only None is supported"),
+        (NEMOTRON_H | {"mamba_d_conv": 2}, "mamba_d_conv is 2, only None is supported"),
+        (NEMOTRON_H | {"mamba_conv_bias": True}, "mamba_conv_bias is True, only None is supp"),
         # Values that make no sense
         ({"hidden_size": None}, "hidden_size is None; it must be an integer of at least 1"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),

@@ -209,6 +209,8 @@ def test_the_fused_adam_can_be_saved_before_its_first_step(folder):
         ("qwen3_moe", ParallelDims(data=2, expert=2)),
         ("deepseek_v3", ParallelDims(context=2)),
         ("deepseek_v3", ParallelDims(tensor=2, data=2, expert=2)),
+        ("nemotron_h", ParallelDims(tensor=2)),
+        ("nemotron_h", ParallelDims(pipeline=2)),
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ from helpers.runs import (
     read_metrics,
     start_run,
 )
+from megatron_grpo.engines.kernels import WITH_ROUTERS_OF_16_BITS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,6 +149,30 @@ def test_adapters_alone_are_pushed_to_an_engine_that_holds_the_model(
     for record in records:
         assert record["grad_norm"] > 0
         assert record["rollout/logprob_gap_mean"] < MOST_GAP  # also after a push
+
+
+MAMBA = {"mamba_head_dim": 64, "ssm_state_size": 128, "num_hidden_layers": 4}
+
+
+def test_vllm_computes_mamba_and_experts_without_gates(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    if torch.cuda.get_device_capability()[0] not in WITH_ROUTERS_OF_16_BITS:
+        pytest.skip("vLLM has routers in float32 on this GPU, which the run refuses")
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64} | MAMBA
+    model = tiny_model(tmp_path / "mamba", "nemotron_h", **sizes)
+    run = finish_run(
+        *arguments,
+        f"model.path={model}",
+        "optimizer.lr=1e-3",
+        "train.num_steps=3",
+        timeout=800,
+    )
+    assert run.exit_code == 0, run.output
+    for record in read_metrics(tmp_path / "run"):
+        assert record["grad_norm"] > 0
+        # Also after a push; some tokens take other experts.
+        assert record["rollout/logprob_gap_mean"] < MOST_GAP_OF_8_BITS
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.engines import kernels
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.kernels import check_attention, check_kernels
+from megatron_grpo.engines.kernels import check_attention, check_kernels, check_routers
 from megatron_grpo.policy.lora_targets import check_lora
 from megatron_grpo.preflight import check_same_run, check_start, preflight
 
@@ -140,21 +140,22 @@ def test_linear_attention_is_for_vllm_and_on_gpus_for_sglang(config, monkeypatch
     with pytest.raises(ValueError, match=r"as SGLang has full attention in one layer of so many"):
         check_attention("sglang", replace(shape, linear_layers=(1,)))
     rollout = config("rollout.engine=sglang", "rollout.vllm={}").rollout
+    monkeypatch.setattr(kernels, "num_gpus", lambda: 0)
     with pytest.raises(ValueError, match="sglang without a GPU has no kernels for the linear"):
-        check_kernels(rollout, shape)
+        check_kernels(rollout, shape, "bfloat16")
     monkeypatch.setattr(kernels, "num_gpus", lambda: 1)
-    check_kernels(rollout, shape)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    check_kernels(rollout, shape, "bfloat16")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "vllm without a GPU has no kernels for a nemotron_h"),
         (["rollout.weight_transport=disk"], "rollout.weight_transport disk is not supported for a"),
         (["rollout.router_replay=true"], "rollout.router_replay true is not supported for a nemo"),
         (
             ["rollout.vllm={speculative_config: {method: ngram, num_speculative_tokens: 2}}"],
-            "ive_c",
+            "speculative_config is not supported for a nemotron_h",
         ),
         (
             ["rollout.engine=transformers", "rollout.vllm={}"],
@@ -169,6 +170,25 @@ def test_what_does_not_go_with_layers_of_mamba_is_refused_by_name(
 ):
     model = tiny_model(tmp_path / "mamba", "nemotron_h", num_attention_heads=8)
     assert message in refusal(config(f"model.path={model}", *options))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="engines would run on GPUs")
+def test_layers_of_mamba_are_for_engines_on_gpus(tmp_path, config):
+    model = tiny_model(tmp_path / "mamba", "nemotron_h")
+    told = "without a GPU has no kernels for a nemotron_h, and no other engine serves it here: run"
+    assert told in refusal(config(f"model.path={model}"))
+
+
+def test_vllm_has_routers_beside_mamba_in_float32_on_some_gpus(config, tmp_path):
+    shape, rollout = read_shape(tiny_model(tmp_path, "nemotron_h")), config().rollout
+    for dtype, capability in (("bfloat16", (9, 0)), ("bfloat16", (10, 3)), ("float32", (8, 0))):
+        check_routers(rollout, shape, dtype, capability)
+    check_routers(rollout, replace(shape, moe=None), "bfloat16", (8, 9))
+    for capability in ((8, 9), (12, 0)):
+        with pytest.raises(
+            ValueError, match=r"in float32 on GPUs .* bfloat16: use GPUs of 9\.0 or"
+        ):
+            check_routers(rollout, shape, "bfloat16", capability)
 
 
 def test_adapters_of_other_names_than_those_of_transformers_are_refused(tmp_path):
@@ -356,14 +376,14 @@ def test_what_the_kernels_of_an_engine_on_cpus_cannot_do_is_refused(config, tmp_
     preflight(config(f"model.path={other_heads}", "rollout.engine=transformers"), None)
     latents = read_shape(tiny_model(tmp_path / "latents", "deepseek_v3"))
     with pytest.raises(ValueError, match=r"of 576 together, not \d\d: set rollout\.engine"):
-        check_kernels(config().rollout, latents)
+        check_kernels(config().rollout, latents, "bfloat16")
     router = read_shape(servable_model(tmp_path / "router", "minimax_m2"))
     with pytest.raises(ValueError, match="no kernel for the router of a minimax_m2: set rollout"):
-        check_kernels(config().rollout, router)
+        check_kernels(config().rollout, router, "bfloat16")
     experts = read_shape(servable_model(tmp_path / "experts", "gpt_oss"))
-    check_kernels(config().rollout, experts)
+    check_kernels(config().rollout, experts, "bfloat16")
     with pytest.raises(ValueError, match=r"a multiple of 32 .* part of an expert .* 48: "):
-        check_kernels(config().rollout, replace(experts, intermediate_size=48))
+        check_kernels(config().rollout, replace(experts, intermediate_size=48), "bfloat16")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})
     assert "needs AVX2" in refusal(config())
 
@@ -377,10 +397,10 @@ def test_8_bit_weights_that_engines_of_sglang_would_not_hold_as_pushed_are_refus
     rollout = cfg.rollout.model_copy(update={"quantization": "fp8"})
     monkeypatch.setattr(kernels, "num_gpus", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    check_kernels(rollout, read_shape(folder))
+    check_kernels(rollout, read_shape(folder), "bfloat16")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ValueError, match=r"capability 8\.9 or more, not 8\.0, for which SGLang"):
-        check_kernels(rollout, read_shape(folder))
+        check_kernels(rollout, read_shape(folder), "bfloat16")
 
 
 SPARSE_REFUSALS = [

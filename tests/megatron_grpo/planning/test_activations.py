@@ -74,6 +74,11 @@ class Run:
         )
 
 
+def of_blocks(megatron: Sequence[str] = (), **dims: int) -> Run:
+    """Layers of one module each, one of each kind."""
+    return Run("nemotron_h", ParallelDims(**dims), megatron, model={"num_hidden_layers": 4})
+
+
 RUNS = {
     "bfloat16": Run(),
     "float32": Run(overrides=["model.dtype=float32"]),
@@ -103,10 +108,11 @@ RUNS = {
     "linear over tensor": Run("qwen3_next", ParallelDims(tensor=2)),
     "linear over context": Run("qwen3_next", ParallelDims(context=2)),
     "linear recomputed": Run("qwen3_next", megatron=FULL),
-    "a module in each layer": Run("nemotron_h"),
-    "a module in each layer over tensor": Run("nemotron_h", ParallelDims(tensor=2)),
-    "a module in each layer over context": Run("nemotron_h", ParallelDims(context=2)),
-    "a module in each layer recomputed": Run("nemotron_h", megatron=FULL),
+    "a module in each layer": of_blocks(),
+    "a module in each layer over tensor": of_blocks(tensor=2),
+    "a module in each layer over context": of_blocks(context=2),
+    "a module in each layer recomputed": of_blocks(FULL),
+    "a module in each layer, MLPs recomputed": of_blocks(recomputed("mlp")),
     "attention between linear recomputed": Run("qwen3_5_text", megatron=recomputed("core_attn")),
 }
 if not IS_OLD:
@@ -149,7 +155,7 @@ def saved_bytes(rank: int, cfg: Config) -> int:
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_layers_keep_what_autograd_saves(run, tmp_path):
-    cfg = run.config(tiny_model(tmp_path, run.family, **WIDE, **run.model))
+    cfg = run.config(tiny_model(tmp_path, run.family, **(WIDE | {**run.model})))
     shape = read_shape(cfg.model.path)
     measured = max(run_ranks(run.dims.world_size, saved_bytes, cfg))
     of_kinds = [len(kind.layers) * layer_bytes(cfg, kind.shape).kept for kind in layer_kinds(shape)]
