@@ -48,6 +48,9 @@ RESERVED = {
 MOST_TOGETHER = 0.95
 """Of a GPU, for an engine and a reward model: the CUDA context of each, 0.6 to 1.1 GB, is outside
 of its share, and vLLM starts only where its share is free."""
+MOST_BESIDE_SGLANG = 0.85
+"""The same beside an engine of SGLang, whose share is of weights and cache: activations, CUDA
+graphs and buffers come on top."""
 
 
 class RewardModels(ServerProcesses):
@@ -283,21 +286,22 @@ def gpu_share(model: RewardFunction, rollout: RolloutConfig) -> float:
             "rollout.enable_sleep_mode=true, or leave it out, for GPUs of its own"
         )
     names, own = PLANNED["vllm"], model.arguments.get("vllm", {})
+    most = MOST_BESIDE_SGLANG if rollout.engine == "sglang" else MOST_TOGETHER
     engine = engine_table(rollout)
     if "kv_cache_memory_bytes" in own or "kv_cache_memory_bytes" in engine:
         raise ValueError(
-            "reward_model: share_gpus true with kv_cache_memory_bytes, of its own or in "
-            f"rollout.vllm: vLLM then does not keep to {names.memory_fraction}: leave it out"
+            "reward_model: share_gpus true with vllm.kv_cache_memory_bytes: vLLM then does not "
+            f"keep to {names.memory_fraction}: leave it out"
         )
     theirs = PLANNED[rollout.engine]
     of_engine = engine.get(theirs.memory_fraction, theirs.default_fraction)
     share = own.get(names.memory_fraction)
-    if not isinstance(share, float) or share <= 0 or share + of_engine > MOST_TOGETHER:
+    if not isinstance(share, float) or share <= 0 or share + of_engine > most:
         raise ValueError(
             f"reward_model: share_gpus true with vllm.{names.memory_fraction} {share}: give the "
             "fraction of a GPU that the model takes beside an engine, whose "
             f"rollout.{rollout.engine}.{theirs.memory_fraction} is {of_engine:g}: together at most "
-            f"{MOST_TOGETHER}, such as {(1 - of_engine) / 2:.2g}, or lower the engine's"
+            f"{most}, such as 0.25 beside {most - 0.25:.2g}"
         )
     return share
 

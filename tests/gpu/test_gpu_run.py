@@ -45,6 +45,9 @@ LATENTS = {"qk_nope_head_dim": 128, "v_head_dim": 128}
 MOST_GAP_OF_8_BITS = 0.1
 """Between ranks in bfloat16 and engines of quantised weights; 0.02 was seen on CPUs."""
 
+MOST_GAP_OF_KINDS = 0.2
+"""For kinds of attention; without its windows or sinks a model has 0.46 to 1.02."""
+
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
@@ -249,13 +252,17 @@ def test_sglang_computes_windows_sinks_and_linear_attention(
     arguments: list[str], tmp_path: Path, family: str
 ) -> None:
     sizes = {"hidden_size": 256, "head_dim": 64} | SERVED_BY_SGLANG[family]
-    model = f"model.path={tiny_model(tmp_path / family, family, **sizes)}"
+    folder = tiny_model(tmp_path / family, family, **sizes)
+    # Some layers of SGLang have the dtype that config.json names, whatever model.dtype is.
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = f"model.path={folder}"
     run = finish_run(
         *arguments, *OF_SGLANG, model, "optimizer.lr=1e-3", "train.num_steps=3", timeout=800
     )
     assert run.exit_code == 0, run.output
     for record in read_metrics(tmp_path / "run"):
-        assert record["rollout/logprob_gap_mean"] < MOST_GAP_OF_8_BITS  # also after a push
+        assert record["rollout/logprob_gap_mean"] < MOST_GAP_OF_KINDS  # also after a push
 
 
 @with_sglang

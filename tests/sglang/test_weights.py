@@ -33,6 +33,13 @@ FILE = "model.safetensors"
 WIDTHS: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 128}
 ONE_ROPE = {"rope_type": "default", "rope_theta": 5e3}
 OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5e3,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "attention_factor": 1.5,
+}
 OF_SGLANG: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": OF_EXPERTS,
     "qwen3_next": OF_EXPERTS,
@@ -49,6 +56,7 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         }
     },
+    "qwen3": {"rope_parameters": YARN},
     "olmo3": {
         "hidden_size": 128,
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ONE_ROPE),
@@ -124,7 +132,7 @@ def tells_all(monkeypatch) -> None:
         pytest.param("glm4_moe_lite", 2, EP2, marks=pytest.mark.slow),
         pytest.param("kimi_k2", 1, ParallelDims(), marks=pytest.mark.slow),
         pytest.param("gemma3_text", 2, TP2_PP2, marks=pytest.mark.slow),
-        pytest.param("olmo3", 1, TP2_PP2, marks=pytest.mark.slow),
+        pytest.param("olmo3", 2, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("gpt_oss", 2, EP2, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -198,10 +206,16 @@ def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
         if family == WHOLE_QUERIES:
             sizes["q_lora_rank"] = None
         return mixture_of_blocks(folder, "deepseek_v3", seed, **sizes)
-    if family != "qwen3":
+    if family not in ("qwen3", "gemma3_text"):
         return mixture_of_blocks(folder, family, seed, num_experts_per_tok=4)
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    return tiny_model(folder, family, seed=seed, intermediate_size=256, **sizes)
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    }
+    sizes |= {"intermediate_size": 256, "tied": family == "gemma3_text"}
+    return tiny_model(folder, family, seed=seed, **sizes)
 
 
 @pytest.mark.slow
@@ -210,6 +224,7 @@ def model_of_blocks(folder: Path, family: str, seed: int) -> Path:
     ("family", "size", "dims"),
     [
         ("qwen3", 2, ParallelDims(tensor=2)),
+        ("gemma3_text", 1, ParallelDims(tensor=2)),
         ("qwen3", 1, ParallelDims(tensor=8)),  # half a block, and few have keys
         ("qwen3_moe", 1, EP2),
         ("glm4_moe", 2, ParallelDims()),

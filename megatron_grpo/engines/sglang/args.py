@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 from functools import cache
+from math import log
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert import ModelShape, read_shape
+from checkpoint_convert import ModelShape, mxfp4, read_shape
+from checkpoint_convert.folder import read_json
 from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS
 from megatron_grpo.config.rollout import RolloutConfig
@@ -26,6 +28,9 @@ QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
 """By which scheme the workers quantise the weights that they load."""
 PARSERS = Path("function_call", "function_call_parser.py")
 """The file of SGLang's runtime that lists its parsers of calls of tools."""
+
+IN_DTYPE_OF_FILE = ("gpt_oss", "qwen3_next")
+"""Families of which SGLang makes some layers in the dtype that config.json names."""
 
 _PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
 _SPANNING = "an engine of SGLang runs on one host"
@@ -143,28 +148,56 @@ def sglang_command(
 
 def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
     """Raise ValueError if an engine would load weights of another dtype than it is to have."""
+    config = read_json(path := model.path / "config.json")
+    family, stored = config.get("model_type"), config.get("dtype") or config.get("torch_dtype")
     if rollout.quantization == "none":
         if read_scheme(model.path) is not None:
+            instead = "convert it to bfloat16 with checkpoint-convert"
+            if not mxfp4.is_method_of(config):
+                instead = "set rollout.quantization=fp8"
             raise ValueError(
                 f"model.path {model.path} has quantised weights, which engines of SGLang would "
-                "hold as they are: set rollout.quantization=fp8, or rollout.engine=vllm"
+                f"hold as they are: {instead}, or use rollout.engine=vllm"
             )
     elif chosen := rollout.sglang.get("load_format"):
         raise ValueError(
             f"rollout.sglang.load_format {chosen} does not go with rollout.quantization "
             f"{rollout.quantization}, for which engines quantise what they load: leave it out"
         )
+    if family in IN_DTYPE_OF_FILE and stored not in (None, model.dtype):
+        raise ValueError(
+            f"{path}: dtype is {stored}, in which SGLang makes some layers of a {family} whatever "
+            f"model.dtype is: set model.dtype={stored}, or convert the model to {model.dtype} with "
+            "checkpoint-convert, or use rollout.engine=vllm"
+        )
 
 
 def _of_config(shape: ModelShape) -> dict[str, Any]:
-    """What SGLang reads of config.json, and transformers does not write there any more."""
+    """Values that SGLang looks for in config.json under other keys than those of transformers 5.
+
+    The frequency of layers of experts with latent attention; RoPE of OLMo-3 and of linear
+    attention, and the interval of full attention beside that; YaRN's factor of attention.
+    """
     if shape.latent is not None:
         return {"moe_layer_freq": 1}  # no family here has another value
+    rope = _yarn_factor(shape)
     if shape.family != "olmo3" and shape.linear is None:
-        return {}
-    rope = {"rope_theta": shape.rope_theta, "rope_type": "default", **(shape.rope_scaling or {})}
-    found = {"rope_theta": shape.rope_theta, "rope_parameters": rope}
+        return {"rope_parameters": rope} if rope else {}
+    rope = {"rope_type": "default", **(shape.rope_scaling or {}), **rope}
+    found = {
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_theta": shape.rope_theta, **rope},
+    }
     return found | ({"full_attention_interval": full_interval(shape)} if shape.linear else {})
+
+
+def _yarn_factor(shape: ModelShape) -> dict[str, Any]:
+    """YaRN's factor of attention by SGLang's keys: over that of the paper, 0.1 ln(factor) + 1."""
+    rope = shape.rope_scaling or {}
+    if rope.get("rope_type") != "yarn":
+        return {}
+    own = 1 + 0.1 * log(max(rope["factor"], 1.0))
+    return {"attn_factor": rope["attention_factor"] / own, "mscale": None, "mscale_all_dim": None}
 
 
 def full_interval(shape: ModelShape) -> int | None:

@@ -61,6 +61,8 @@ class Gate:
         """Requests answered since the start, and their tokens."""
         self.most_generated = self.most_started = 0
         """The counts of tokens and of started requests that were last told."""
+        self.num_turns = 0
+        """How often it was closed or opened."""
         self._is_open, self._num_cuts = True, 0
         self._changed = asyncio.Condition()
 
@@ -80,6 +82,7 @@ class Gate:
         """Hold requests back from now on; with `cut`, give up those that wait."""
         async with self._changed:
             self._is_open = False
+            self.num_turns += 1
             self._num_cuts += cut
             self._changed.notify_all()
 
@@ -87,6 +90,7 @@ class Gate:
         """Let all pass."""
         async with self._changed:
             self._is_open = True
+            self.num_turns += 1
             self._changed.notify_all()
 
 
@@ -95,7 +99,8 @@ PARTS = [GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE]
 """What sleeps."""
 asleep: set[str] = set()
 """Those of `PARTS` that do."""
-DRAIN_SECONDS = 0.05
+DRAIN_TRIES, DRAIN_SECONDS = 600, 0.05
+"""How often, and how far apart, a request to sleep looks whether no other request is left."""
 
 
 def manager() -> Any:
@@ -311,11 +316,19 @@ async def update_weight_version(request: Request) -> Json:
 async def sleep() -> Json:
     """Give requests up, and the memory of weights and cache back with what is in it.
 
-    Of CUDA graphs it stays, as in vLLM.
+    Of CUDA graphs it stays, as in vLLM. 503 if requests do not end, or the engine was paused or
+    resumed meanwhile, as by a push.
     """
     await pause("abort")
-    while not (await reset_prefix_cache())["success"]:
-        await asyncio.sleep(DRAIN_SECONDS)  # SGLang ends at once if it has requests
+    paused = gate.num_turns
+    for _ in range(DRAIN_TRIES):  # SGLang ends at once if it has requests
+        if (await reset_prefix_cache())["success"]:
+            break
+        await asyncio.sleep(DRAIN_SECONDS)
+    else:
+        raise HTTPException(503, "requests that were given up have not ended")
+    if gate.num_turns != paused:
+        raise HTTPException(503, "paused or resumed meanwhile")
     if tags := [tag for tag in PARTS if tag not in asleep]:
         asleep.update(tags)
         await manager().release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))

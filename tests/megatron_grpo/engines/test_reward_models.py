@@ -228,7 +228,11 @@ def test_what_vllm_could_not_serve_is_refused(tmp_path) -> None:
     sleeps = ("rollout.enable_sleep_mode=true", "rollout.vllm.gpu_memory_utilization=0.8")
     for vllm in ({}, {"gpu_memory_utilization": 0.3}, {"gpu_memory_utilization": 0.0}):
         told = refusal(*sleeps, share_gpus=True, vllm=vllm)
-        assert "is 0.8: together at most 0.95, such as 0.1" in told
+        assert "is 0.8: together at most 0.95, such as 0.25 beside 0.7" in told
+    sglang = ("rollout.engine=sglang", "rollout.vllm={}", "rollout.enable_sleep_mode=true")
+    table = "rollout.sglang.mem_fraction_static=0.7"  # activations come on top
+    told = refusal(*sglang, table, share_gpus=True, vllm={"gpu_memory_utilization": 0.2})
+    assert "rollout.sglang.mem_fraction_static is 0.7: together at most 0.85" in told
     for bytes_of in (["rollout.vllm.kv_cache_memory_bytes=1000"], []):
         own = {"gpu_memory_utilization": 0.1} | ({} if bytes_of else {"kv_cache_memory_bytes": 9})
         told = refusal(*sleeps, *bytes_of, share_gpus=True, vllm=own)

@@ -1,21 +1,31 @@
 """The command line of an SGLang engine; tests/sglang compares it with SGLang itself."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 
 from helpers.models import tiny_model
+from helpers.mxfp4 import mxfp4_copies
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.layouts import WITHOUT_SCALES
 from megatron_grpo.engines.sglang.args import (
+    check_folder_loaded,
     check_sglang_arguments,
     sglang_command,
     sglang_environment,
 )
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "attention_factor": 2 + 0.2 * math.log(4.0),
+}
 OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
 
 
@@ -62,9 +72,38 @@ def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on(tmp_p
     ],
 )
 def test_what_a_kind_of_attention_needs_is_passed_on(tmp_path, family, on_gpu, argument):
-    model = ModelConfig(path=tiny_model(tmp_path, family), dtype="bfloat16")
+    model = ModelConfig(path=tiny_model(tmp_path, family), dtype="float32")
     command = sglang_command(model, rollout(), "10.0.0.7", 8000, on_gpu)
     assert any(each.endswith(argument) for each in command)
+
+
+@pytest.mark.parametrize(("family", "keys"), [("qwen3", 3), ("olmo3", 11)])
+def test_yarns_factor_of_attention_is_told_over_the_one_that_sglang_has(tmp_path, family, keys):
+    folder = tiny_model(tmp_path, family)
+    config = json.loads((folder / "config.json").read_text())
+    ropes = {"full_attention": YARN, "sliding_attention": {"rope_theta": 10_000.0}}
+    config["rope_parameters"] = ropes if family == "olmo3" else YARN
+    (folder / "config.json").write_text(json.dumps(config))
+    command = sglang_command(ModelConfig(path=folder), rollout(), "10.0.0.7", 8000, on_gpu=True)
+    [overrides] = [each for each in command if each.startswith("--json-model-override-args=")]
+    found = json.loads(overrides.partition("=")[2])["rope_parameters"]
+    assert len(found) == keys
+    assert (found["attn_factor"], found["mscale"]) == (pytest.approx(2.0), None)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
+def test_families_with_layers_in_the_dtype_of_config_json_are_served_in_no_other(tmp_path, family):
+    folder = tiny_model(tmp_path, family)
+    check_folder_loaded(ModelConfig(path=folder, dtype="float32"), rollout())
+    told = "dtype is float32, .* set model.dtype=float32, or convert the model to bfloat16"
+    with pytest.raises(ValueError, match=told):
+        check_folder_loaded(ModelConfig(path=folder, dtype="bfloat16"), rollout())
+
+
+def test_gpt_oss_in_mxfp4_is_to_be_converted(tmp_path):
+    folder, _ = mxfp4_copies(tiny_model(tmp_path / "model", "gpt_oss"), tmp_path)
+    with pytest.raises(ValueError, match="hold as they are: convert it to bfloat16 with"):
+        check_folder_loaded(ModelConfig(path=folder), rollout())
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
