@@ -239,7 +239,7 @@ def test_stop_strings_are_seen_through_pushes(live_engine, in_flight, threads, t
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     characters = [tokenizer.decode([token]) for token in range(20, 40)]
     stops = [a + b for a in characters for b in characters]
-    asked = generation(0, live_engine.version, num_generations=16, stop=stops)
+    asked = generation(0, live_engine.version, num_generations=64, stop=stops)
     in_flight.resume(live_engine.version)
     made = threads.submit(in_flight.generate, 0, asked)
     for _ in range(8):
