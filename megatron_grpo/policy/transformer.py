@@ -57,7 +57,7 @@ moe_utils.te_general_gemm = None
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """That of Megatron-Core is compiled, in every rank, which takes seconds and a C++ compiler."""
+    """Of Mamba-2's hybrids; that of Megatron-Core is made to be compiled."""
     return relu(x).square()
 
 
