@@ -56,16 +56,11 @@ from parallel import ParallelDims, pipeline_layers
 moe_utils.te_general_gemm = None
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    """Of Mamba-2's hybrids; that of Megatron-Core is made to be compiled."""
-    return relu(x).square()
-
-
 ACTIVATIONS = {
     "silu": (silu, None, 0.0),
     "gelu_pytorch_tanh": (partial(gelu, approximate="tanh"), None, 0.0),
     "swigluoai": (quick_gelu, 7.0, 1.0),
-    "relu2": (squared_relu, None, 0.0),
+    "relu2": (lambda x: relu(x).square(), None, 0.0),  # Megatron-Core's would be compiled
 }
 """Of the gate, if any; the limit of both factors, None: they have none; what is added to the other.
 """
