@@ -141,6 +141,10 @@ def vision_tower(cfg: Config, shape: ModelShape, groups: Groups, chunk: Any) -> 
 def add_tower(chunk: Any, cfg: Config) -> None:
     """Make the tower a module of the first chunk, which is trained with its weights."""
     chunk.visual = _new_module(cfg, next(chunk.parameters()).device)
+    # First of its modules: gradients are reduced in the opposite order, and these come last.
+    modules = {"visual": chunk.visual, **chunk._modules}
+    chunk._modules.clear()
+    chunk._modules.update(modules)
     # All that blocks keep of an image can be more than a microbatch of text needs.
     chunk.visual.gradient_checkpointing_enable({"use_reentrant": False})
 
