@@ -62,7 +62,9 @@ def lasting(client, model):
 
 
 @pytest.fixture
-def in_flight(client, tied_model):
+def in_flight(client, tied_model, monkeypatch):
+    # SGLang counts the tokens that it has told.
+    monkeypatch.setattr(engine_module, "STREAM_INTERVAL", 16)
     with lasting(client, tied_model) as in_flight:
         yield in_flight
 
@@ -167,13 +169,14 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
         answered.result(timeout=200)
     samples = asked.samples()
     assert {len(sample.completion_ids) for sample in samples} == {NUM_TOKENS}
-    assert {len(part.spans) for part in kept.values()} == {2}
+    assert any(len(part.spans) == 2 for part in kept.values())  # others had just begun
     for number, part in kept.items():
         count = len(part.token_ids)
         assert count % 16 == 1  # the first token, then all but the last 15 or less
         assert [*samples[number].completion_ids[:count]] == part.token_ids
         assert [*samples[number].logprobs[:count]] == part.token_logprobs
-        assert samples[number].spans[0] == part.spans[0]
+        if len(part.spans) == 2:  # else the rest is of the same version
+            assert samples[number].spans[0] == part.spans[0]
         assert largest_error_by_version(weights, samples[number]) < 1e-3
 
 
