@@ -220,6 +220,11 @@ class ModelShape:
         return self.num_mtp_layers == 1 and self.indexer is None
 
     @property
+    def has_mamba(self) -> bool:
+        """Whether its linear attention is Mamba-2's."""
+        return self.linear is not None and self.linear.is_mamba
+
+    @property
     def has_gates(self) -> bool:
         """Whether MLPs and experts have gates."""
         return self.activation != "relu2"

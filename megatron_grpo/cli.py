@@ -74,7 +74,7 @@ def options(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """GRPO training of language models: Megatron-Core trains, vLLM rolls out."""
+    """GRPO training of language models: Megatron-Core trains, vLLM or SGLang rolls out."""
 
 
 @app.command()

@@ -25,8 +25,8 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
-from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.config.optimizer import OPTIMIZER_MEMORY_KEYS
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.kernels import check_kernels, check_served

@@ -16,7 +16,7 @@ from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.pushed import loaded_sums, pushed_sender, pushed_weights
 from megatron_grpo.evaluation.evaluation import is_due

@@ -38,7 +38,7 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
             "it out"
         )
     check_attention(rollout.engine, shape)
-    if shape.linear is not None and shape.linear.is_mamba:
+    if shape.has_mamba:
         _check_mamba(rollout, shape)
     kind = "linear" if shape.linear else "sparse" if shape.indexer else None
     if kind and not rollout.recompute_kv_cache:
@@ -96,7 +96,7 @@ def _obstacle_of_sglang(shape: ModelShape) -> str | None:
         return f"as SGLang leaves out the windows of its attention ({shape.window} tokens)"
     if shape.family == "olmo3" and shape.window_rope_theta not in (None, shape.rope_theta):
         return "as SGLang has one base of RoPE for layers with windows and without"
-    if shape.linear is not None and shape.linear.is_mamba:
+    if shape.has_mamba:
         return "which has Mamba-2's layers"
     if shape.linear is not None and full_interval(shape) is None:
         return "as SGLang has full attention in one layer of so many, the last of them"
@@ -111,8 +111,7 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None
     if rollout.base_urls:
         return
     if num_gpus():
-        is_mamba = shape.linear is not None and shape.linear.is_mamba
-        if rollout.quantization != "none" or is_mamba:  # else CUDA is not initialized here
+        if rollout.quantization != "none" or shape.has_mamba:  # else CUDA is not initialized here
             import torch  # see above
 
             capability = torch.cuda.get_device_capability()
@@ -147,8 +146,7 @@ def check_routers(
     pushes bring them in `dtype`."""
     if rollout.engine != "vllm" or shape.moe is None or dtype == "float32":
         return
-    is_mamba = shape.linear is not None and shape.linear.is_mamba
-    if is_mamba and capability[0] not in WITH_ROUTERS_OF_16_BITS:
+    if shape.has_mamba and capability[0] not in WITH_ROUTERS_OF_16_BITS:
         raise ValueError(
             f"rollout.engine vllm has the routers of a {shape.family} in float32 on GPUs of "
             f"compute capability {'.'.join(map(str, capability))}, and pushes bring them in "
@@ -178,7 +176,7 @@ def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
             f"rollout.engine vllm without a GPU has no sparse attention for a {shape.family}: "
             f"{instead}"
         )
-    if shape.linear is not None and shape.linear.is_mamba:
+    if shape.has_mamba:
         raise ValueError(
             f"rollout.engine vllm without a GPU has no kernels for a {shape.family}, and no other "
             "engine serves it here: run engines on GPUs"

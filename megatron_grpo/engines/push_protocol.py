@@ -128,8 +128,8 @@ def own_parameters(model: "Module", with_vision: bool = False) -> dict[str, "Ten
     alternates = experts is not None and experts.stacks == "alternating"
     for name, parameter in model.named_parameters():
         name = text_name(name).replace(".base_layer.", ".")
-        is_seeing = with_vision and name.startswith(VISION)
-        if name.endswith(ABSORBED) or (is_multimodal and not (is_of_text(name) or is_seeing)):
+        is_vision = with_vision and name.startswith(VISION)
+        if name.endswith(ABSORBED) or (is_multimodal and not (is_of_text(name) or is_vision)):
             continue
         is_turned = parameter.itemsize == 1 and not parameter.is_contiguous()
         value = parameter.t() if is_turned else parameter

@@ -43,7 +43,7 @@ def pushed_weights(policy: Policy, cfg: Config, groups: Groups) -> Mapping[str, 
 
 def in_engine(weights: Mapping[str, Tensor], shape: ModelShape) -> Mapping[str, Tensor]:
     """A rank's weights with the values that vLLM computes with where it loads others: `A_LOG`."""
-    if shape.linear is None or not shape.linear.is_mamba:
+    if not shape.has_mamba:
         return weights
     wide = {name: weights[name].detach().float() for name in weights if name.endswith(A_LOG)}
     changed = {name: -value.exp() for name, value in wide.items()}

@@ -7,9 +7,9 @@ from pathlib import Path
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.mtp import trained_shape
 from megatron_grpo.config.offload import Part, parts_away
 from megatron_grpo.config.reward import RewardFunction, served_here
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.config.vision import mrope_axes
 from megatron_grpo.engines.arguments import PLANNED
 from megatron_grpo.planning.card import GpuSpec, card_named

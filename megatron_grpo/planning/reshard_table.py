@@ -8,7 +8,7 @@ from math import prod
 from checkpoint_convert import ModelShape, check_divisible, hf_tensors
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.layouts import holdings, shard_bytes, worker_layouts
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.card import ITEMSIZE, file_itemsizes, worker_itemsizes

@@ -24,7 +24,7 @@ from helpers.vllm_workers import (
     parameters_of,
     start_worker,
 )
-from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.pushed import pushed_weights
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.model import Policy, build_policy, weight_sender

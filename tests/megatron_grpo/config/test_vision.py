@@ -9,7 +9,7 @@ from checkpoint_convert import read_shape
 from helpers.images import PATCH_SIZES, tiny_vision_model
 from helpers.models import tiny_model
 from helpers.policies import tiny_config
-from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.config.trained_shape import trained_shape
 from parallel import ParallelDims
 
 TRAINED = ("model.freeze_vision=false", "data.image_column=image")

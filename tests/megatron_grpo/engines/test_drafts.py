@@ -7,7 +7,7 @@ import pytest
 from helpers.models import add_mtp_layer, servable_model
 from helpers.quantized import FORMATS, quantized_copy
 from megatron_grpo.config.file import load_config
-from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.drafts import DraftMeter, check_drafts
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"

@@ -17,7 +17,7 @@ from helpers.runs import TINY_CONFIG
 from helpers.towers import tiny_multimodal
 from megatron_grpo import cli
 from megatron_grpo.config.file import load_config
-from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.planning import instantiate as built_rank
 from megatron_grpo.planning.instantiate import BuiltRank, build_ranks, distinct_ranks, instantiate
 from megatron_grpo.planning.state import state_bytes

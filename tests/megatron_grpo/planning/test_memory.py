@@ -18,7 +18,7 @@ from helpers.published_models import write_config
 from helpers.ranks import run_ranks
 from helpers.vllm_workers import read_in_workers
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.planning.card import CARDS, GpuSpec
 from megatron_grpo.planning.memory import EngineBytes, engine_bytes, stages_memory
 from megatron_grpo.planning.state import stage_states

@@ -34,7 +34,7 @@ from helpers.towers import tiny_multimodal
 from helpers.train_steps import BUDGETS, Case, batches_of, config
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
-from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.forward import response_logprobs, run_schedule
 from megatron_grpo.policy.model import build_policy

@@ -48,7 +48,7 @@ from helpers.towers import as_published
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.forward import compute_logprobs, response_logprobs, run_schedule
 from megatron_grpo.policy.model import Model, Policy, add_gradients, build_model, build_policy

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_convert import read_shape
 from helpers.models import add_mtp_layer, tiny_model
 from helpers.policies import tiny_config
-from megatron_grpo.config.mtp import trained_shape
+from megatron_grpo.config.trained_shape import trained_shape
 from parallel import ParallelDims
 
 REFUSED = {

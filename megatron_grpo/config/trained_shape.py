@@ -11,16 +11,21 @@ from megatron_grpo.config.vision import trained_vision
 
 
 def trained_shape(cfg: Config) -> ModelShape:
-    """The shape of the model in `cfg.model.path`; `trains_mtp` says whether the layer is a part,
-    and `vision` whether its vision tower is.
+    """The shape of the model in `cfg.model.path`: `trains_mtp` says whether its layer for
+    multi-token prediction is a part, and `vision` whether its vision tower is.
 
-    Raises ValueError if the model has no such layer, or one with its own embedding, and for what
-    does not know one; and the errors of `trained_vision`.
+    Raises ValueError if they cannot be trained.
     """
     shape = read_shape(cfg.model.path)
-    shape = replace(shape, vision=trained_vision(cfg, shape))
+    vision, trains_mtp = trained_vision(cfg, shape), _trains_mtp(cfg, shape)
+    return replace(shape, vision=vision, trains_mtp=trains_mtp)
+
+
+def _trains_mtp(cfg: Config, shape: ModelShape) -> bool:
+    """Raises ValueError if the model has no such layer, or one with its own embedding, and for what
+    does not know one."""
     if not cfg.model.mtp_num_layers:
-        return shape
+        return False
     if not shape.can_train_mtp:
         found = "sparse attention" if shape.indexer else f"{shape.num_mtp_layers} of them"
         raise ValueError(
@@ -57,4 +62,4 @@ def trained_shape(cfg: Config) -> ModelShape:
             f"{told[0]} does not go with the layer for multi-token prediction yet: leave it out, "
             "or set model.mtp_num_layers=0"
         )
-    return replace(shape, trains_mtp=True)
+    return True
