@@ -99,6 +99,10 @@ class TestEngine:
         """What a push does first, without the seconds in which its rank starts."""
         self._http.post("/pause?mode=keep&clear_cache=false").raise_for_status()
 
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._http.post("/resume").raise_for_status()
+
     def pause_after(self, count: int, is_done: Callable[[], bool] = lambda: False) -> None:
         """`pause` as soon as it has generated so many more tokens, or `is_done()`.
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -283,7 +284,7 @@ def tiny_model(
         shape["rotary_dim"] = shape["head_dim"] // 2
     if (blocks := shape.get("layers_block_type")) and "num_hidden_layers" in overrides:
         shape["layers_block_type"] = [*islice(cycle(blocks), shape["num_hidden_layers"])]
-    config = CONFIGS[family](**shape)
+    config = CONFIGS[family](**deepcopy(shape))  # they write into what they are given
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -291,8 +291,10 @@ def test_a_turn_that_nobody_waits_for_any_more_is_not_trained_on(engine, tied_mo
     body = {"messages": [{"role": "user", "content": "one"}]}
     with waiting_agents(engine, tied_model, tmp_path, stop_token_ids=()) as (url, key, made):
         route, headers = f"{url}/v1/chat/completions", {"x-api-key": key}
-        with pytest.raises(httpx.ReadTimeout):  # of a turn of hundreds of tokens
-            httpx.post(route, json=body, headers=headers, timeout=0.2)
+        engine.pause()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(route, json=body, headers=headers, timeout=1)
+        engine.resume()
         assert httpx.post(route, json=body | {"max_tokens": 3}, headers=headers).is_success
         assert wait_until(lambda: len(made.record[0]) == 2, 60)
         [branch] = made.sessions[0].tree.branches
