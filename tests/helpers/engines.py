@@ -40,6 +40,10 @@ from parallel.views import as_whole
 
 SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ".venv-sglang/bin/python")).absolute()
 """The interpreter of SGLang's own environment, which `make setup-sglang` makes."""
+TESTS = Path(__file__).parents[1]
+PACKAGES = f"{TESTS.parent}{os.pathsep}{TESTS}"
+"""PYTHONPATH of engines whose main module is one of `helpers`; with tests/ alone, the folder
+tests/megatron_grpo would be taken for the package."""
 
 
 def served_model(

@@ -3,11 +3,11 @@ requests, of engines on CPUs, which keep theirs."""
 
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from helpers.engines import (
+    PACKAGES,
     SGLANG_PYTHON,
     largest_logprob_error,
     random_prompts,
@@ -55,7 +55,7 @@ def test_an_engine_with_requests_or_a_push_under_way_does_not_sleep():
 @pytest.mark.long
 def test_a_push_brings_back_all_that_an_engine_lost_asleep(monkeypatch, tmp_path):
     monkeypatch.setattr(args, "SERVER", "helpers.sglang_forgetful")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
     folder = served_model(tmp_path / "model", "gemma3_text", tied=True)
     options = {"python": SGLANG_PYTHON, "enable_sleep_mode": True}
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:

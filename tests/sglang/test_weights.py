@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_convert import read_shape
 from demo.make_sums import sums as all_sums
 from helpers.engines import (
+    PACKAGES,
     SGLANG_PYTHON,
     TestEngine,
     largest_logprob_error,
@@ -114,7 +115,7 @@ def push(engine: TestEngine, folder: Path, dims: ParallelDims, num_flips: int = 
 def tells_all(monkeypatch) -> None:
     """Engines tell the checksums of all bits, of what they make of parameters, too."""
     monkeypatch.setattr(args, "SERVER", "helpers.sglang_bits")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
 
 
 @pytest.mark.usefixtures("tells_all")
@@ -181,7 +182,7 @@ def test_so_does_one_with_linear_attention_which_only_gpus_compute(
     monkeypatch, tmp_path, family, size, dims
 ):
     monkeypatch.setattr(args, "SERVER", "helpers.sglang_unkernelled")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
     folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
     # Its defaults are for GPUs, too, and as large a cache as fits.
     table = {"mamba_radix_cache_strategy": "no_buffer", "max_mamba_cache_size": 64}
