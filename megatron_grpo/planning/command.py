@@ -220,7 +220,9 @@ def _link_rows(cfg: Config, plan: JobPlan) -> list[str]:
         steps = f", 1 step of {updates}" if updates > 1 else ""
         rows.append(_link_row(f"{plan.push.purpose}{steps}", plan.push))
     return rows + [
-        f"{way} would save {gain:.2f} s" for way, gain in plan.overlaps.items() if gain >= 0.01
+        f"{way} would save {gain:.2f} s per step"
+        for way, gain in plan.overlaps.items()
+        if gain >= 0.01
     ]
 
 
