@@ -15,7 +15,7 @@ from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.megatron_fields import token_multiple
-from megatron_grpo.config.offload import Offload, check_offload
+from megatron_grpo.config.offload import Offload, check_offload, parts_moved
 from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.config.reward import (
     ENVIRONMENT_TERM,
@@ -139,6 +139,7 @@ class Config(Section):
             with_communicators=self.train.offload_communicators,
             engines_sleep=self.rollout.enable_sleep_mode,
             is_optimizer_on_host=self.optimizer.optimizer_cpu_offload,
+            has_reference=self.grpo.beta > 0,
         )
         return self
 
@@ -158,7 +159,7 @@ class Config(Section):
         megatron = self.model.megatron
         others = {
             "optimizer.optimizer muon": self.optimizer.optimizer == "muon",
-            "train.offload": self.train.offload != "none",
+            "train.offload": parts_moved(self.train.offload),
             "train.export_quantization": self.train.export_quantization != "none",
             "train.init_from": self.train.init_from,
             "parallel.overlap_param_gather": self.parallel.overlap_param_gather,

@@ -3,9 +3,11 @@
 The schedule alone: `policy/residency.py` carries it out, and `planning` counts by it.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
-Offload = Literal["none", "optimizer", "all"]
+from pydantic import BeforeValidator, Field
+
 Part = Literal["weights", "reference", "gradients", "optimizer"]
 Phase = Literal["log-probabilities", "train", "update", "push", "generate"]
 
@@ -21,12 +23,39 @@ _USED: dict[Phase, tuple[Part, ...]] = {
     "push": ("weights",),
     "generate": (),
 }
-_MOVED: dict[Offload, tuple[Part, ...]] = {
+_MOVED: dict[str, tuple[Part, ...]] = {
     "none": (),
     "optimizer": ("gradients", "optimizer"),
     "all": PARTS,
 }
+"""What words stand for that are not, or not only, a part. Gradients cost nothing beside moments."""
 _WITH_ENGINES: tuple[Phase, ...] = ("push", "generate")
+
+
+def _checked(given: object) -> object:
+    """`given`, if it is a value of `train.offload`; ValueError otherwise."""
+    legal = f"it is {', '.join(_MOVED)}, or a list of {', '.join(sorted(PARTS))}"
+    if isinstance(given, str) and given in _MOVED:
+        return given
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"train.offload {given!r}: {legal}")
+    for part in given:
+        if part not in PARTS:
+            raise ValueError(f"train.offload {words(given)} has {part!r}: {legal}")
+        if given.count(part) > 1:
+            raise ValueError(f"train.offload {words(given)} has {part} twice: leave out one")
+    return given
+
+
+Offload = Annotated[
+    Literal["none", "optimizer", "all"] | Annotated[tuple[Part, ...], Field(strict=False)],
+    BeforeValidator(_checked),
+]
+
+
+def words(offload: str | Sequence[object]) -> str:
+    """A value of `train.offload` as a config has it."""
+    return offload if isinstance(offload, str) else f"[{', '.join(map(str, offload))}]"
 
 
 def parts_used(phase: Phase) -> tuple[Part, ...]:
@@ -36,40 +65,61 @@ def parts_used(phase: Phase) -> tuple[Part, ...]:
 
 def parts_moved(offload: Offload) -> tuple[Part, ...]:
     """The parts that are not on the GPU in some phase."""
-    return _MOVED[offload]
+    named = [offload] if isinstance(offload, str) else offload
+    moved = {part for name in named for part in _MOVED.get(name, (name,))}
+    return tuple(part for part in PARTS if part in moved)
 
 
 def parts_copied(offload: Offload) -> list[Part]:
     """The moved parts whose values are on the host meanwhile."""
-    return [part for part in _MOVED[offload] if part not in NOT_COPIED]
+    return [part for part in parts_moved(offload) if part not in NOT_COPIED]
 
 
 def parts_away(offload: Offload, phase: Phase) -> tuple[Part, ...]:
     """The parts that are not on the GPU in `phase`: those unused while engines share its memory."""
     if phase not in _WITH_ENGINES:
         return ()
-    return tuple(part for part in _MOVED[offload] if part not in _USED[phase])
+    return tuple(part for part in parts_moved(offload) if part not in _USED[phase])
+
+
+def smaller(offload: Offload) -> str:
+    """Values of `train.offload` that take less host memory than one that takes some."""
+    if offload == "all":
+        return "optimizer or none"
+    return "fewer parts or none" if len(parts_copied(offload)) > 1 else "none"
 
 
 def check_offload(
-    offload: Offload, *, with_communicators: bool, engines_sleep: bool, is_optimizer_on_host: bool
+    offload: Offload,
+    *,
+    with_communicators: bool,
+    engines_sleep: bool,
+    is_optimizer_on_host: bool,
+    has_reference: bool,
 ) -> None:
     """Raise ValueError if `train.offload` makes no room, or what it should move is not there."""
-    if offload != "none" and not engines_sleep:
+    moved, told = parts_moved(offload), words(offload)
+    if moved and not engines_sleep:
         raise ValueError(
-            f"train.offload {offload} makes room for engines that generate on the ranks' GPUs "
+            f"train.offload {told} makes room for engines that generate on the ranks' GPUs "
             "while the ranks wait, and give it back: set rollout.enable_sleep_mode=true, "
             "with rollout.max_staleness=0, or train.offload=none"
         )
-    if offload != "none" and is_optimizer_on_host:
+    if moved and is_optimizer_on_host:
         raise ValueError(
-            f"optimizer.optimizer_cpu_offload true keeps the optimizer on the host for good, "
-            f"and train.offload {offload} would move it: leave out one of the two"
+            "optimizer.optimizer_cpu_offload true keeps the optimizer on the host for good, and "
+            f"train.offload {told} would move state beside it, which does not go together yet: "
+            "leave out one of the two"
         )
-    if with_communicators and offload != "all":
+    if offload != "all" and "reference" in moved and not has_reference:
+        raise ValueError(
+            f"train.offload {told} has reference, and grpo.beta 0 loads none: leave it out"
+        )
+    if with_communicators and "weights" not in moved:
         raise ValueError(
             "train.offload_communicators true moves what is left on the GPU when weights have "
-            f"left, and train.offload is {offload}: set train.offload=all, or leave it out"
+            f"left, and train.offload is {told}: set train.offload=all or a list with "
+            "weights, or leave it out"
         )
 
 

@@ -84,10 +84,10 @@ class TrainConfig(Section):
     offload: Offload = "none"
     """Training state that is in its host's memory while engines in sleep mode have the GPU:
     `optimizer` (moments, master weights; gradients are freed) or `all` (weights and reference,
-    too)."""
+    too), or a list of `gradients`, `optimizer`, `weights`, `reference`."""
     offload_communicators: bool = False
-    """With offload `all`, whether buffers that NCCL has for NVLink and PCIe are on the host, too,
-    while engines generate. Not run on GPUs yet."""
+    """Where weights leave (offload), whether buffers that NCCL has for NVLink and PCIe are on the
+    host, too, while engines generate. Not run on GPUs yet."""
     save_interval: PositiveInt = 10
     """Optimizer steps between checkpoints; the last step always writes one."""
     export_interval: PositiveInt | None = None

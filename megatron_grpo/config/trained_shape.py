@@ -7,6 +7,7 @@ from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats.safetensors_file import stored_names
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.offload import parts_moved
 from megatron_grpo.config.vision import trained_vision
 
 
@@ -43,7 +44,7 @@ def _trains_mtp(cfg: Config, shape: ModelShape) -> bool:
     others = {
         "lora.r": cfg.lora.r,
         "grpo.shared_prompts": cfg.grpo.shared_prompts,
-        "train.offload": cfg.train.offload != "none",
+        "train.offload": parts_moved(cfg.train.offload),
         "train.export_quantization": cfg.train.export_quantization != "none",
         "rollout.quantization": cfg.rollout.quantization != "none",
         "optimizer.optimizer_cpu_offload": cfg.optimizer.optimizer_cpu_offload,

@@ -41,6 +41,7 @@ NEEDS_FLASH = (
 
 def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
     """The memory of every kind of stage, the work of a step, and the traffic over each link."""
+    of_host = host_lines(cfg, plan.host, plan.fullest, card_named(gpu))
     needs_flash = not (card_named(gpu).packs_sequences or _has_own_attention(cfg, shape))
     lines = [
         f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
@@ -48,7 +49,7 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
         *([NEEDS_FLASH.format(gpu=gpu)] if needs_flash else []),
         "",
         *_memory_rows(cfg, plan),
-        *(["", *host_lines(cfg, plan.host, plan.fullest, card_named(gpu))] if plan.host else []),
+        *(["", *of_host] if of_host else []),
         "",
         *_work_lines(cfg, plan),
         "",
@@ -219,7 +220,9 @@ def _link_rows(cfg: Config, plan: JobPlan) -> list[str]:
         steps = f", 1 step of {updates}" if updates > 1 else ""
         rows.append(_link_row(f"{plan.push.purpose}{steps}", plan.push))
     return rows + [
-        f"{way} would hide {gain:.2f} s more" for way, gain in plan.overlaps.items() if gain >= 0.01
+        f"{way} would save {gain:.2f} s per step"
+        for way, gain in plan.overlaps.items()
+        if gain >= 0.01
     ]
 
 

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.offload import NOT_COPIED, Part, Phase, parts_away, parts_copied
+from megatron_grpo.config.offload import (
+    NOT_COPIED,
+    Part,
+    Phase,
+    parts_away,
+    parts_copied,
+    parts_moved,
+    smaller,
+    words,
+)
 from megatron_grpo.planning.activations import offloaded_bytes
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.memory import RESERVE, EngineBytes, StageMemory
@@ -91,7 +100,7 @@ def host_use(
     return HostUse(
         moved=moved,
         seconds=moved / card.host_rate,
-        hidden_seconds=passes * bool(copied) * state.optimizer / card.host_rate,
+        hidden_seconds=passes * ("optimizer" in copied) * state.optimizer / card.host_rate,
         page_locked=num_ranks * moved,
         asleep=workers * on_host,
         asleep_seconds=colocated.weights / card.host_rate if colocated and on_host else 0.0,
@@ -103,12 +112,15 @@ def host_use(
     )
 
 
-def host_lines(cfg: Config, host: HostUse, stage: StageMemory, card: GpuSpec) -> list[str]:
+def host_lines(cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuSpec) -> list[str]:
     """Where the state of the fullest stage is in each phase, and what leaves takes of its host."""
     rows = []
-    if host.moved:
-        rows.append(f"train.offload {cfg.train.offload}: stage {stage.stage} in each phase, in GB")
+    if parts_moved(cfg.offload):
+        rows.append(f"train.offload {words(cfg.offload)}: stage {stage.stage} in each phase, in GB")
         rows += [_phase_row(cfg, stage, phase) for phase in stage.phases]
+    if host is None:
+        return rows
+    if host.moved:
         rows.append(
             f"a rank copies {host.moved / 1e9:.1f} GB to its host before a generation and back "
             f"after it: at least {host.seconds:.2f} s each way at {card.host_rate / 1e9:g} GB/s, "
@@ -158,8 +170,8 @@ def too_little_host_memory(cfg: Config, host: HostUse) -> str:
         what = "rollout.enable_sleep_mode true, where lora.sync adapter leaves weights to engines"
         instead = "lora.sync to merged, whose pushes bring the weights"
     else:
-        what = f"train.offload {cfg.train.offload}"
-        instead = f"train.offload to {'optimizer or ' * (cfg.train.offload == 'all')}none"
+        what = f"train.offload {words(cfg.train.offload)}"
+        instead = f"train.offload to {smaller(cfg.train.offload)}"
     return (
         f"a node needs {host.total / 1e9:.1f} GB of host memory with {what}, but may use "
         f"{host.limit / 1e9:.1f}: set {instead}, or use more nodes"

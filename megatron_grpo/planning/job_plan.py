@@ -9,6 +9,7 @@ from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.reward import count_gpus, served_here
+from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.kernels import check_served
 from megatron_grpo.launch.launch import check_engine_size, place
@@ -31,6 +32,9 @@ from megatron_grpo.planning.traffic import LinkUse, push_link
 from megatron_grpo.planning.workload import Workload, workload
 from megatron_grpo.policy.lora_targets import check_lora
 from parallel.alignment import round_up
+
+FLEX_CAPABILITY = (9, 0)
+"""Compute capability that DeepEP asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,7 @@ class JobPlan:
     rollout: RolloutTime | None
     """Time of one generation; None without an `engine`, or if the length of prompts is unknown."""
     overlaps: Mapping[str, float]
-    """Settings that would hide more traffic, and by how many seconds each shortens the step."""
+    """Settings with which a step would wait less for traffic, and by how many seconds."""
     push: LinkUse | None
     """The push of weights for one generation, which may serve several steps."""
     share_prompts: Callable[[], dict[bool, PromptSharing]]
@@ -200,25 +204,36 @@ def _overlaps(
     card: GpuSpec,
     time: StepTime,
 ) -> dict[str, float]:
-    switches = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    megatron = cfg.model.megatron | {"moe_shared_expert_overlap": True}
-    ways: dict[str, dict[str, Any]] = {
-        "parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true": {
-            "parallel": cfg.parallel.model_copy(update=switches)
-        },
-        "model.megatron.moe_shared_expert_overlap=true": {
-            "model": cfg.model.model_copy(update={"megatron": megatron})
-        },
-    }
-    if cfg.lora.r:  # with which neither goes
-        return {}
     others = {
         way: step_time(cfg.model_copy(update=changed), shape, states, work, card)
-        for way, changed in ways.items()
+        for way, changed in _ways(cfg, card).items()
     }
     return {
         way: gain for way, other in others.items() if (gain := time.estimate - other.estimate) > 0
     }
+
+
+def _ways(cfg: Config, card: GpuSpec) -> dict[str, dict[str, Any]]:
+    """Settings that are legal for `cfg`, and the sections with them."""
+    switches = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    is_local = cfg.model.megatron.get("transformer_impl") == "local"
+    ways: dict[str, dict[str, Any]] = {}
+    if not cfg.lora.r:  # with which these do not go
+        ways["parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true"] = {
+            "parallel": cfg.parallel.model_copy(update=switches)
+        }
+        ways["model.megatron.moe_shared_expert_overlap=true"] = {
+            "model": _with_field(cfg, moe_shared_expert_overlap=True)
+        }
+    if not is_local and cfg.model.dtype != "float32" and card.capability >= FLEX_CAPABILITY:
+        ways["model.megatron.moe_token_dispatcher_type=flex"] = {
+            "model": _with_field(cfg, moe_token_dispatcher_type="flex")
+        }
+    return ways
+
+
+def _with_field(cfg: Config, **field: object) -> ModelConfig:
+    return cfg.model.model_copy(update={"megatron": cfg.model.megatron | field})
 
 
 def not_counted(cfg: Config) -> list[str]:

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import comb
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.shape import MoeShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import layer_bytes, recomputed_layers, recomputed_parts
@@ -102,10 +104,9 @@ def step_links(
         exchanged = 2 * max(state.exchanged for state in states)
         splits = max(dims.tensor, dims.expert_tensor)
         uses.append(("muon", splits, splits, exchanged))
-    if shape.moe is not None:
-        # Tokens go to the ranks of their experts, to all of them if an expert is split, and back.
-        sent = (_ring_share(dims.expert) + dims.expert_tensor - 1) * shape.moe.experts_per_token
-        uses.append(("expert", experts, experts, sent * width * share * 2 * dispatched))
+    if shape.moe is not None:  # tokens go to their experts and back
+        span, copies = copies_to_experts(cfg, shape.moe, card)
+        uses.append(("expert", experts, span, copies * width * share * 2 * dispatched))
     return [
         _with_hidden(
             _link(purpose, num_bytes, span <= card.per_node, card), cfg, states, work, cover
@@ -129,6 +130,46 @@ def _of_context(
         whole = exchanged_elements(shape.linear) / cfg.dims.tensor
         uses["linear attention"] = others / (others + 1) * whole * mixed
     return uses
+
+
+def copies_to_experts(cfg: Config, moe: MoeShape, card: GpuSpec) -> tuple[int, float]:
+    """Copies of a token that a rank sends to experts over its busier link, and the ranks there.
+
+    `alltoall` sends one to the rank of each expert, and from there to all others that have a part
+    of it. `flex` (DeepEP, HybridEP) sends one to each other node, where a GPU passes one on to each
+    rank with any of the experts. NVLink and the network are used at the same time.
+    """
+    dims = cfg.dims
+    ranks = dims.expert * dims.expert_tensor
+    nodes = -(-ranks // card.per_node)
+    if _is_flex(cfg):
+        network = (nodes - 1) * _reached_share(moe, nodes)
+        in_node = (ranks - nodes) * _reached_share(moe, dims.expert)
+    else:
+        others = 1 / nodes - 1 / dims.expert + dims.expert_tensor - 1
+        network, in_node = (moe.experts_per_token * part for part in (_ring_share(nodes), others))
+    if network / card.network_rate > in_node / card.node_rate:
+        return ranks, network
+    return min(ranks, card.per_node), in_node
+
+
+def _is_flex(cfg: Config) -> bool:
+    """Whether tokens reach each node once, and not once for each of their experts there."""
+    return bool(cfg.model.megatron.get("moe_token_dispatcher_type") == "flex")
+
+
+def _reached_share(moe: MoeShape, places: int) -> float:
+    """Fraction of tokens with an expert in one of `places` equal parts of them, if chosen evenly.
+
+    Of groups, a part has some, or is of one. Of each of its groups a token has equally many
+    experts; with random scores it then reaches 1 % fewer nodes than this for DeepSeek-V3 on eight.
+    """
+    size, of_group = moe.num_experts // places, moe.num_experts // moe.num_groups
+    groups, chosen = moe.num_groups, moe.groups_per_token
+    if size >= of_group:
+        return 1 - comb(groups - size // of_group, chosen) / comb(groups, chosen)
+    each = moe.experts_per_token // chosen
+    return chosen / groups * (1 - comb(of_group - size, each) / comb(of_group, each))
 
 
 def _with_hidden(

@@ -30,6 +30,8 @@ from megatron_grpo.config.offload import (
     parts_away,
     parts_moved,
     parts_used,
+    smaller,
+    words,
 )
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.optimizer import state_tensors
@@ -169,7 +171,7 @@ def build_residency(
     Raises ValueError on all ranks when a host, which has `num_ranks` ranks, has too little memory.
     """
     offload = cfg.offload
-    if offload == "none":
+    if not parts_moved(offload):
         return EVERYTHING_STAYS
     storages = _storages(state_of(policy, reference), parts_moved(offload), device)
     sizes = [
@@ -224,9 +226,8 @@ def _check_host(offload: Offload, num_bytes: int, num_ranks: int) -> None:
     dist.all_reduce(most, dist.ReduceOp.MAX)
     needed, available = num_ranks * int(most), available_bytes()
     if needed > available:
-        less = "optimizer or none" if offload == "all" else "none"
         raise ValueError(
-            f"train.offload {offload} keeps {needed / 1e9:.1f} GB of the state of "
+            f"train.offload {words(offload)} keeps {needed / 1e9:.1f} GB of the state of "
             f"{num_ranks} ranks in the memory of their host, which has {available / 1e9:.1f} GB "
-            f"available: set train.offload to {less}, or use more hosts"
+            f"available: set train.offload to {smaller(offload)}, or use more hosts"
         )

@@ -21,6 +21,7 @@ IN_FLIGHT = (
     " + grpo.rollout_importance_sampling_mode=token_truncate"
 )
 KEEPS = f"{IN_FLIGHT} + rollout.recompute_kv_cache=false"
+OFFLOADS = "rollout.enable_sleep_mode=true + train.offload"
 
 
 def refusal(*overrides: str, path: Path = DEMO) -> str:
@@ -224,6 +225,9 @@ def test_a_file_that_is_no_config_is_refused_with_the_reason(text, told, tmp_pat
         ("model.path=3", ["model.path", "3", "expected a path"]),
         ("train=3", ["train", "3", "expected a table of keys"]),
         ("rollout.base_urls=http://x", ["rollout.base_urls", "expected a list"]),
+        ("train.offload=weights", ["train.offload 'weights'", "or a list of gradients, optimizer"]),
+        ("train.offload=[weights,moments]", ["[weights, moments] has 'moments'", "a list of"]),
+        ("train.offload=[weights,weights]", ["has weights twice"]),
         ("optimizer.lr=.nan", ["optimizer.lr", "finite"]),
         (
             "reward.functions=[{name: exact, wieght: 2}]",
@@ -458,6 +462,9 @@ REFUSED = [
     ),
     ("train.offload=all", "set rollout.enable_sleep_mode=true"),
     ("train.offload_communicators=true", "set train.offload=all"),
+    (f"{OFFLOADS}=[optimizer] + train.offload_communicators=true", "or a list with weights"),
+    (f"{OFFLOADS}=[reference]", "grpo.beta 0 loads none"),
+    (f"{OFFLOADS}=[weights] + optimizer.optimizer_cpu_offload=true", "leave out one of the two"),
     ("reward.functions=[]", "name at least 1"),
     ("reward.functions=exact", "is a list"),
     ("reward.functions=[a.py:f, b.py:f]", "f 2 times"),

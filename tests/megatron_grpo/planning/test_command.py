@@ -200,11 +200,35 @@ def test_a_layout_that_fits_beside_no_awake_engine_fits_with_its_state_on_the_ho
     assert "holds 181.6 GB of it" in phases[5]
 
 
-def test_hosts_without_the_memory_are_refused_with_what_would_fit(cfg, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("offload", "told"),
+    [("all", "optimizer or none"), ("[optimizer, weights]", "fewer parts or none")],
+)
+def test_hosts_without_the_memory_are_refused_with_what_would_fit(cfg, monkeypatch, offload, told):
     small = replace(CARDS["h100"], host_memory=300 * 10**9)
     monkeypatch.setitem(CARDS, "h100", small)
-    with pytest.raises(ValueError, match=r"needs 363\.\d GB of host.*use 270.*optimizer or none"):
-        print_plan(cfg(*OFFLOADS, "train.offload=all"), **DEFAULTS)
+    with pytest.raises(ValueError, match=rf"needs 363\.\d GB of host.*use 270.* to {told}") as no:
+        print_plan(cfg(*OFFLOADS, f"train.offload={offload}"), **DEFAULTS)
+    assert f"with train.offload {offload}, but" in str(no.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "in_push", "in_generation", "seconds"),
+    [
+        ("gradients", "gradients freed", "gradients freed", None),
+        ("weights", "", "weights on the host", 0.14),  # of 9.1 GB
+        ("reference", "reference on the host", "reference on the host", 0.14),
+    ],
+)
+def test_a_part_may_leave_alone(cfg, capsys, part, in_push, in_generation, seconds):
+    small = ("rollout.vllm.gpu_memory_utilization=0.3", "grpo.beta=0.01", SMALL_BATCH)
+    print_plan(cfg(*OFFLOADS, *small, f"train.offload=[{part}]"), **DEFAULTS)
+    _, _, told = capsys.readouterr().out.partition(f"train.offload [{part}]: stage ")
+    phases, after = told.splitlines()[1:5], told.splitlines()[5]
+    assert [row.split(maxsplit=2)[2:] for row in phases[:2]] == [[], []]
+    assert [" ".join(row.split()[2:]) for row in phases[2:]] == [in_push, in_generation]
+    bus = f"at least {seconds} s each way at 64 GB/s, of which log-probability passes hide 0.00 s"
+    assert bus in after if seconds else after == ""
 
 
 @pytest.mark.parametrize(

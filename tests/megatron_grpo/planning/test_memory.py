@@ -229,7 +229,7 @@ def test_what_leaves_is_counted_in_no_phase_of_engines(tmp_path):
     shape, options = read_shape(folder), ["model.dtype=bfloat16", "grpo.beta=0.04"]
     options += ["rollout.vllm.gpu_memory_utilization=0.5", "rollout.enable_sleep_mode=true"]
     stages = {}
-    for offload in ("none", "optimizer", "all"):
+    for offload in ("none", "optimizer", "all", "[weights]", "[gradients,reference]"):
         cfg = tiny_config(folder, ParallelDims(data=8), *options, f"train.offload={offload}")
         engine, states = engine_bytes(cfg, shape, CARDS["h100"]), stage_states(cfg, shape)
         [stages[offload]] = stages_memory(cfg, shape, states, 4, engine)
@@ -241,6 +241,8 @@ def test_what_leaves_is_counted_in_no_phase_of_engines(tmp_path):
         "none": [0, 0, 0, 0],
         "optimizer": [0, 0, moved, moved],
         "all": [0, 0, moved + state.reference, state.total],
+        "[weights]": [0, 0, 0, state.weights],
+        "[gradients,reference]": [0, 0] + 2 * [state.gradients + state.reference],
     }
     whole, empty = (stages[each].total_in("generate") for each in ("none", "all"))
     assert whole - empty == state.total

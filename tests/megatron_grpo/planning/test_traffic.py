@@ -1,13 +1,20 @@
 """What computation hides of a step's traffic, compared with hand calculations."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, combinations, product
+from math import prod
+
 import pytest
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.shape import MoeShape
 from helpers.policies import tiny_config
 from helpers.published_models import write_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.step_time import forward_flops
+from megatron_grpo.planning.traffic import copies_to_experts
 from megatron_grpo.planning.workload import Computed
 from parallel import ParallelDims
 
@@ -108,19 +115,79 @@ def test_tokens_travel_to_experts_while_the_shared_expert_computes(tmp_path):
     assert overlapped.hidden_seconds == pytest.approx(shared / CARD.flops / 0.3, rel=1e-3)
 
 
+def choices(moe: MoeShape) -> Iterator[list[int]]:
+    """The experts of a token: any, or equally many of each of any of the groups."""
+    size = moe.num_experts // moe.num_groups
+    for groups in combinations(range(moe.num_groups), moe.groups_per_token):
+        of_group = moe.experts_per_token // moe.groups_per_token
+        members = (range(group * size, (group + 1) * size) for group in groups)
+        for each in product(*(combinations(experts, of_group) for experts in members)):
+            yield [*chain(*each)]
+
+
+def sent(moe: MoeShape, expert: int, expert_tensor: int, per_node: int, flex: bool) -> list[float]:
+    """Copies of a token to other nodes, and within nodes, in the mean over choices and senders."""
+    ranks, counts = expert * expert_tensor, []
+    for sender, chosen in product(range(ranks), choices(moe)):
+        node, index = divmod(sender, per_node)
+        owners = [each // (moe.num_experts // expert) for each in chosen]
+        if flex:
+            parts = range(expert_tensor)
+            reached = {owner * expert_tensor + part for owner, part in product(owners, parts)}
+            nodes = {rank // per_node for rank in reached}
+            passed_on = sum(rank % per_node != index for rank in reached)
+            counts.append((len(nodes - {node}), passed_on))
+            continue
+        slices = [owner * expert_tensor + sender % expert_tensor for owner in owners]
+        others = [rank // per_node != node for rank in slices if rank != sender]
+        gathered = len(chosen) * (expert_tensor - 1)
+        counts.append((sum(others), len(others) - sum(others) + gathered))
+    return [sum(each) / len(counts) for each in zip(*counts, strict=True)]
+
+
+FLEX = "model.megatron.moe_token_dispatcher_type=flex"
+ANY = MoeShape(num_experts=8, experts_per_token=3, intermediate_size=1, normalize_topk=True)
+OF_GROUPS = replace(ANY, num_experts=16, experts_per_token=4, num_groups=4, groups_per_token=2)
+
+
+@pytest.mark.parametrize("moe", [ANY, OF_GROUPS], ids=["any", "of groups"])
+@pytest.mark.parametrize(("expert", "expert_tensor"), [(2, 1), (4, 1), (8, 1), (4, 2), (1, 2)])
+@pytest.mark.parametrize("overrides", [[], [FLEX]], ids=["alltoall", "flex"])
+def test_copies_to_experts_are_those_of_all_choices(
+    moe, expert, expert_tensor, overrides, tmp_path
+):
+    dims = ParallelDims(
+        tensor=expert_tensor, data=expert, expert=expert, expert_tensor=expert_tensor
+    )
+    cfg = tiny_config(write_config(tmp_path, "Qwen3-30B-A3B"), dims, *overrides)
+    ranks, per_node = expert * expert_tensor, 2
+    expected = sent(moe, expert, expert_tensor, per_node, flex=bool(overrides))
+    for rate, (network, in_node) in (1e-9, expected), (1e9, [0, expected[1]]):  # the busier link
+        card = replace(CARD, per_node=per_node, network_rate=rate * CARD.node_rate)
+        span, copies = copies_to_experts(cfg, moe, card)
+        assert copies == pytest.approx(network if network else in_node)
+        assert span == (ranks if network else per_node)
+
+
 def test_a_plan_says_what_would_hide_more(tmp_path):
     dims = ParallelDims(data=8, expert=8, expert_tensor=1)
-    ways = [f"{SUMS} {WEIGHTS}", "model.megatron.moe_shared_expert_overlap=true"]
+    ways = [f"{SUMS} {WEIGHTS}", "model.megatron.moe_shared_expert_overlap=true", FLEX]
 
     def glm(*overrides):
         return plan(tmp_path, dims, *overrides, name="GLM-4.5-Air")
 
     plain = glm()
     assert [*plain.overlaps] == ways
-    for way, gain in plain.overlaps.items():
-        other = glm(*way.split())
-        assert gain == pytest.approx(plain.time.estimate - other.time.estimate)
+    others = {way: glm(*way.split()) for way in ways}
+    for way, other in others.items():
+        assert plain.overlaps[way] == pytest.approx(plain.time.estimate - other.time.estimate)
         assert way not in other.overlaps
+    assert FLEX not in glm("model.megatron.transformer_impl=local").overlaps
+    assert FLEX not in plan(tmp_path, dims, name="GLM-4.5-Air", card="a100").overlaps
+    # Of 128 experts a token has 8; so it has none of 16 with the chance of 112 / 128 and so on.
+    missed = prod((112 - n) / (128 - n) for n in range(8))
+    few, many = link(others[FLEX], "expert"), link(plain, "expert")
+    assert few.num_bytes / many.num_bytes == pytest.approx(7 * (1 - missed) / 7)
 
 
 @pytest.mark.parametrize("card", ["h100", "b200"])

@@ -26,10 +26,12 @@ from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import (
     PARTS,
+    Offload,
     Phase,
     communicates,
     parts_away,
     parts_copied,
+    parts_moved,
     parts_used,
 )
 from megatron_grpo.planning.state import part_bytes, state_bytes
@@ -53,12 +55,16 @@ LAYOUTS = [
 
 
 def test_what_a_phase_computes_with_is_on_the_gpu() -> None:
+    lists: tuple[Offload, ...] = (("weights",), ("reference", "gradients"))
     for phase in PHASES:
-        for offload in ("none", "optimizer", "all"):
+        for offload in ("none", "optimizer", "all", *lists):
             assert not {*parts_used(phase)} & {*parts_away(offload, phase)}
         # Communicators come back when weights do, for whom engines have made room.
-        assert communicates(phase) or "weights" in parts_away("all", phase)
+        assert communicates(phase) or "weights" in parts_away(("weights",), phase)
     assert parts_away("all", "generate") == PARTS and not communicates("generate")
+    assert parts_moved(("optimizer",)) == parts_moved("optimizer") == ("gradients", "optimizer")
+    assert parts_moved(("optimizer", "weights", "reference")) == PARTS
+    assert parts_moved(()) == ()
 
 
 def config(folder: Path, dims: ParallelDims, dtype: str, offload: str) -> Config:
@@ -137,7 +143,7 @@ def test_a_run_whose_state_leaves_is_the_same_run_and_holds_what_the_plan_says(
     wide = {"hidden_size": 256, "intermediate_size": 512}  # so that padding is less than 5 %
     folder = tiny_model(tmp_path / "model", family, **wide)
     runs = {}
-    for offload in ("none", "optimizer", "all"):
+    for offload in ("none", "optimizer", "all", "[weights]"):
         run = tmp_path / offload
         arguments = (folder, dims, dtype, offload, run)
         runs[offload] = run_ranks(2, go_through_two_generations, *arguments)
@@ -145,11 +151,12 @@ def test_a_run_whose_state_leaves_is_the_same_run_and_holds_what_the_plan_says(
         assert files_of(run) == files_of(tmp_path / "none")
         for rank, (found, logprobs) in enumerate(runs[offload]):
             assert logprobs and all(map(torch.equal, logprobs, runs["none"][rank][1]))
-            state = state_bytes(config(folder, dims, dtype, offload), read_shape(folder), rank)
+            cfg = config(folder, dims, dtype, offload)
+            state = state_bytes(cfg, read_shape(folder), rank)
             for phase in PHASES:
-                planned = state.total - part_bytes(state, parts_away(offload, phase))
+                planned = state.total - part_bytes(state, parts_away(cfg.offload, phase))
                 assert found[phase] == pytest.approx(planned, rel=0.05), (offload, phase)
-            planned = part_bytes(state, parts_copied(offload))
+            planned = part_bytes(state, parts_copied(cfg.offload))
             assert found["host"] == pytest.approx(planned, rel=0.05), offload
 
 
@@ -180,7 +187,7 @@ def test_a_copy_is_readable_while_its_tensor_is_away_and_is_made_anew_in_each_mo
 
 def communicators_away(rank: int, folder: Path, phases: list[Phase]) -> list[bool]:
     policy, _ = start_policy(rank, folder, ParallelDims(data=2))
-    cfg = config(folder, ParallelDims(data=2), "float32", "all")
+    cfg = config(folder, ParallelDims(data=2), "float32", "[weights]")
     train = cfg.train.model_copy(update={"offload_communicators": True})
     cfg = cfg.model_copy(update={"train": train})
     residency = build_residency(cfg, policy, None, CPU, num_ranks=2)
