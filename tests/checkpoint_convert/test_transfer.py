@@ -108,13 +108,13 @@ def test_the_first_failure_is_raised_and_what_has_not_begun_is_not(tmp_path):
         (tmp_path / str(item)).touch()
         if item == 1:
             raise ValueError(f"item {item} of {tmp_path}")
-        time.sleep(0.05)
+        time.sleep(0.5)
 
-    before = psutil.Process().children()
+    before = {*psutil.Process().children()}
     with pytest.raises(ValueError, match=f"item 1 of {tmp_path}"):
         run_tasks(fail, range(100), 2)
     assert len(list(tmp_path.iterdir())) < 20
-    assert psutil.Process().children() == before
+    assert {*psutil.Process().children()} <= before
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)

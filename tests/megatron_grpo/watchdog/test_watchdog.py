@@ -246,6 +246,7 @@ def test_signal_to_one_rank_stops_all_at_the_same_step(ranks):
         world.wait_for("saving_0")
         for rank in range(4):
             world.kill(rank, signal.SIGUSR1)  # once more, during the save
+        (world.folder / "told again").touch()
         assert world.exit_codes(30) == [75] * 4
     [line] = printed(world)
     step = (world.folder / "saved_0").read_text()
@@ -266,7 +267,8 @@ def train_until_preempted(watchdog: Watchdog, rank: int, folder: Path) -> None:
         step += 1
     watchdog.enter("save")
     (folder / f"saving_{rank}").touch()
-    time.sleep(1)
+    while not (folder / "told again").exists():
+        time.sleep(0.01)
     (folder / f"saved_{rank}").write_text(str(step))
     raise Preempted(f"preempted: step {step} saved")
 
