@@ -240,7 +240,7 @@ def test_a_preempted_run_gives_up_what_it_generates_and_goes_on(async_runs: Runs
         job.wait_for(lambda: len(steps_of(run_dir)) >= 3, 60)
         time.sleep(1.0)  # in which the ranks come to wait for what is held
         job.signal(signal.SIGTERM, 1)
-        ended = job.end(20)
+        ended = job.end(60)
     hold.unlink()
     assert ended.exit_codes == [75] * NUM_RANKS, ended.output
     assert ended.survivors == []

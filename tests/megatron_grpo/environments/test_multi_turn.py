@@ -145,7 +145,7 @@ def test_turns_go_on_after_a_push_which_waits_for_no_environment(live_engine, ti
         in_flight.resume(live_engine.version)
         answered, were_waiting = in_flight.submit(0, asked), set()
         for folder in itertools.cycle((other, tied_model)):
-            live_engine.pause_after(60, answered.done)
+            live_engine.pause_after(100, answered.done)
             in_flight.suspend()
             were_waiting.update(asked.waiting)
             versions[folder].append(live_engine.push(folder))
