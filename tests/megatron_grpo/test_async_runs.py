@@ -27,7 +27,10 @@ def digits(completions, **_):
     '''Share of digits, after a moment in which a rank can train; `hold` is there: after hours.'''
     if os.path.exists({fail!r}):
         raise OSError("no share today")
-    time.sleep(1000 if os.path.exists({hold!r}) else 0.2)
+    if os.path.exists({hold!r}):
+        open({hold!r} + "ing", "w").close()
+        time.sleep(1000)
+    time.sleep(0.2)
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 """
 ASYNC = ["rollout.async_generate=true", "grpo.rollout_importance_sampling_mode=token_truncate"]
@@ -237,7 +240,7 @@ def test_a_preempted_run_gives_up_what_it_generates_and_goes_on(async_runs: Runs
     with async_runs.start("preempted", *ASYNC) as job:
         job.wait_for(lambda: len(steps_of(run_dir)) >= 2, 60)
         hold.touch()
-        job.wait_for(lambda: len(steps_of(run_dir)) >= 3, 60)
+        job.wait_for(hold.with_name("holding").exists, 60)
         time.sleep(1.0)  # in which the ranks come to wait for what is held
         job.signal(signal.SIGTERM, 1)
         ended = job.end(60)
