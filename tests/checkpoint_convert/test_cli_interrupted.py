@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.formats.safetensors_file import create_file
-from helpers.conversions import Command
+from helpers.conversions import Command, run_and_stop_workers
 
 LARGE = {  # 539 MB: several shares, so that two workers copy at once
     "model_type": "llama",
@@ -40,7 +40,8 @@ def model(tmp_path_factory):
 def command(model, tmp_path):
     """An import whose workers have just started and are suspended."""
     out = ("--out", tmp_path / "out", "--workers", str(NUM_WORKERS))
-    running = Command("import", "--hf", model, *out, logs=tmp_path / "logs")
+    arguments = ("import", "--hf", model, *out)
+    running = Command(*arguments, logs=tmp_path / "logs", run=run_and_stop_workers)
     running.workers = running.stopped_workers(NUM_WORKERS)
     yield running
     running.kill()
@@ -53,7 +54,7 @@ def resume(command):
 
 def check_nothing_is_left(command, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
-    _, alive = psutil.wait_procs(command.workers, timeout=5)
+    _, alive = psutil.wait_procs(command.workers, timeout=30)
     assert alive == []
 
 
@@ -67,7 +68,7 @@ def test_a_signal_ends_it_as_a_failure_and_removes_what_is_half_written(
 ):
     send(command.pid, number)
     resume(command)
-    finished = command.finish(30)
+    finished = command.finish()
     assert finished.exit_code == 128 + number
     assert finished.message == f"stopped by {number.name}"
     check_nothing_is_left(command, tmp_path)
@@ -76,7 +77,7 @@ def test_a_signal_ends_it_as_a_failure_and_removes_what_is_half_written(
 def test_a_killed_worker_ends_it_with_a_message(command, tmp_path):
     command.workers[0].kill()
     resume(command)
-    finished = command.finish(30)
+    finished = command.finish()
     assert finished.exit_code == 3
     assert finished.message == "a worker process was killed: out of memory?"
     check_nothing_is_left(command, tmp_path)
@@ -86,7 +87,7 @@ def test_a_disk_that_fills_in_mid_copy_is_told_with_the_file(command, tmp_path):
     for worker in command.workers:  # writes beyond the first MiB of a file fail
         resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     resume(command)
-    finished = command.finish(30)
+    finished = command.finish()
     assert finished.exit_code == 2
     assert os.strerror(errno.EFBIG) in finished.message
     assert re.search(rf"{tmp_path}/out\.partial/\S+\.distcp", finished.message)

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from copy import deepcopy
 from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -94,7 +95,7 @@ def tiny_config(family):
         tiny |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
     if family == "minimax_m2":
         tiny["rotary_dim"] = 12
-    return CONFIGS[family](**(tiny | OWN_FIELDS.get(family, {})))
+    return CONFIGS[family](**deepcopy(tiny | OWN_FIELDS.get(family, {})))  # which it writes into
 
 
 NO_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.0}

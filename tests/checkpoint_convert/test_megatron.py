@@ -21,6 +21,7 @@ from checkpoint_convert import (
 from checkpoint_convert.megatron import checkpoint_boxes, checkpoint_layout, first_senders
 from checkpoint_convert.shape import LinearShape
 from helpers.conversions import assert_same
+from helpers.cpu_time import seconds_of_a_million_numbers
 from helpers.shapes import DEEPSEEK_V3, LLAMA_405B, models, shapes
 from parallel import (
     Box,
@@ -339,16 +340,16 @@ DEEP_MESH = ParallelDims(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("shape", "dims", "max_seconds"),
+    ("shape", "dims", "max_millions"),
     [
-        pytest.param(LLAMA_405B, ParallelDims(tensor=8, pipeline=16), 3, id="Llama-3.1-405B"),
-        # 18 beside a full machine.
-        pytest.param(DEEPSEEK_V3, DEEP_MESH, 30, id="DeepSeek-V3"),
+        pytest.param(LLAMA_405B, ParallelDims(tensor=8, pipeline=16), 45, id="Llama-3.1-405B"),
+        pytest.param(DEEPSEEK_V3, DEEP_MESH, 400, id="DeepSeek-V3"),
     ],
 )
-def test_a_published_model_is_planned_and_saved_within_seconds_of_cpu_time(
-    shape, dims, max_seconds
+def test_a_published_model_is_planned_and_saved_in_the_cpu_time_of_so_many_million_numbers(
+    shape, dims, max_millions
 ):
+    of_a_million = seconds_of_a_million_numbers()
     start = time.process_time()
     check_divisible(shape, dims)
     layouts = [sender.layout for sender in first_senders(shape, dims)]
@@ -361,4 +362,5 @@ def test_a_published_model_is_planned_and_saved_within_seconds_of_cpu_time(
         for boxes in checkpoint_boxes(shape, dims)
     )
     cover_exactly(checkpoint.shapes, saved)
-    assert time.process_time() - start < max_seconds
+    taken = time.process_time() - start
+    assert taken < max_millions * max(of_a_million, seconds_of_a_million_numbers())

@@ -108,13 +108,13 @@ def test_the_first_failure_is_raised_and_what_has_not_begun_is_not(tmp_path):
         (tmp_path / str(item)).touch()
         if item == 1:
             raise ValueError(f"item {item} of {tmp_path}")
-        time.sleep(0.05)
+        time.sleep(0.5)
 
-    before = psutil.Process().children()
+    before = {*psutil.Process().children()}
     with pytest.raises(ValueError, match=f"item 1 of {tmp_path}"):
         run_tasks(fail, range(100), 2)
     assert len(list(tmp_path.iterdir())) < 20
-    assert psutil.Process().children() == before
+    assert {*psutil.Process().children()} <= before
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
@@ -122,14 +122,14 @@ def test_a_killed_worker_is_an_error_and_takes_the_others_along(tmp_path, number
     def work(item):
         (tmp_path / f"{item}").write_text(str(os.getpid()))
         if item == 0:
-            assert wait_until((tmp_path / "1").exists, 10)
+            assert wait_until((tmp_path / "1").exists, 30)
             os.kill(os.getpid(), number)
-        time.sleep(30)
+        time.sleep(100)
 
     before = time.monotonic()
     with pytest.raises(BrokenProcessPool):
         run_tasks(work, range(4), 2)
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < 60
     assert len(list(tmp_path.iterdir())) == 2
     assert not alive(tmp_path)
 
@@ -141,10 +141,10 @@ def lose_a_worker_that_waits(folder):
     def work(item):
         (folder / f"{item}").write_text(str(os.getpid()))
         if item == 1:
-            assert wait_until((folder / "0").exists, 10)
+            assert wait_until((folder / "0").exists, 30)
             time.sleep(0.5)  # the other waits for a third item and holds the queue's lock
             os.kill(int((folder / "0").read_text()), signal.SIGKILL)
-            time.sleep(30)
+            time.sleep(100)
 
     signal.signal(signal.SIGTERM, stop)
     run_tasks(work, range(2), 2)
@@ -155,7 +155,7 @@ def test_a_handler_of_the_caller_does_not_keep_workers_alive(tmp_path):
     handler and report a failed task."""
     process = FORK.Process(target=lose_a_worker_that_waits, args=(tmp_path,))
     process.start()
-    process.join(10)
+    process.join(60)
     assert process.exitcode == 1, "still waiting for a worker"
     assert not alive(tmp_path)
 
@@ -164,7 +164,7 @@ def test_ctrl_c_which_reaches_all_processes_is_for_the_caller_to_handle(tmp_path
     def work(item):
         (tmp_path / f"{item}").write_text(str(os.getpid()))
         if item == 1:
-            assert wait_until((tmp_path / "0").exists, 10)
+            assert wait_until((tmp_path / "0").exists, 30)
             time.sleep(0.3)  # until the other waits for an item
             for waiting_or_busy in ("0", "1"):
                 os.kill(int((tmp_path / waiting_or_busy).read_text()), signal.SIGINT)
@@ -177,7 +177,7 @@ def test_ctrl_c_which_reaches_all_processes_is_for_the_caller_to_handle(tmp_path
 def sleep_for_long(folder):
     def work(item):
         (folder / f"{item}").write_text(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(100)
 
     run_tasks(work, range(2), 2)
 
@@ -185,10 +185,10 @@ def sleep_for_long(folder):
 def test_workers_die_with_their_caller(tmp_path):
     process = FORK.Process(target=sleep_for_long, args=(tmp_path,))
     process.start()
-    assert wait_until(lambda: len(alive(tmp_path)) == 2, 10)
+    assert wait_until(lambda: len(alive(tmp_path)) == 2, 30)
     process.kill()
     process.join()
-    assert wait_until(lambda: not alive(tmp_path), 5)
+    assert wait_until(lambda: not alive(tmp_path), 30)
 
 
 @pytest.mark.parametrize(("is_alive", "exit_code"), [(True, 0), (False, 1)])

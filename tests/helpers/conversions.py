@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import read_shape, transfer
 from checkpoint_convert.formats.tensor_io import TensorSource, write_box
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.formats.torch_dist_writer import (
@@ -178,34 +178,49 @@ class Finished:
         return "\n".join(lines).removeprefix("checkpoint-convert: ")
 
 
+def run_and_stop_workers(*arguments: Any) -> None:
+    """As `run_main`, with workers that stop when they have started, until they are resumed."""
+    start = transfer._start_worker
+
+    def start_and_stop(*of_worker: Any) -> None:
+        start(*of_worker)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    transfer._start_worker = start_and_stop
+    run_main(*arguments)
+
+
 class Command:
     """A running `checkpoint-convert ARGUMENTS`; its stdout and stderr are files in `logs`."""
 
-    def __init__(self, *arguments: str | Path, logs: Path) -> None:
+    def __init__(
+        self, *arguments: str | Path, logs: Path, run: Callable[..., None] = run_main
+    ) -> None:
         logs.mkdir(exist_ok=True)
         self._files = logs / "stdout", logs / "stderr"
         for file in self._files:
             file.write_text("")
         words = [str(argument) for argument in arguments]
         self._process = CONTEXT.Process(
-            target=run_main, args=("checkpoint_convert.cli", words, *self._files)
+            target=run, args=("checkpoint_convert.cli", words, *self._files)
         )
         self._process.start()
         self.pid = self._process.pid
 
     def stopped_workers(self, count: int) -> list[psutil.Process]:
-        """Wait until `count` workers have started, and SIGSTOP each of them at once.
-
-        Polls every millisecond: a worker finishes its share in less than a second.
-        """
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
-        deadline = time.monotonic() + 60
-        while len(pids := children.read_text().split()) < count:
-            assert time.monotonic() < deadline, f"{len(pids)} workers of {count} were started"
-            time.sleep(0.001)
-        for pid in pids:
-            os.kill(int(pid), signal.SIGSTOP)
-        return [psutil.Process(int(pid)) for pid in pids]
+        """Wait until `count` workers have stopped themselves: see `run_and_stop_workers`."""
+        deadline = time.monotonic() + 120
+        while (
+            len(
+                stopped := [
+                    w for w in psutil.Process(self.pid).children() if w.status() == "stopped"
+                ]
+            )
+            < count
+        ):
+            assert time.monotonic() < deadline, f"{len(stopped)} workers of {count} were started"
+            time.sleep(0.01)
+        return stopped
 
     def finish(self, seconds: float = 60) -> Finished:
         """Wait until the command ends; kill it after `seconds`."""

@@ -6,6 +6,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.environments import EnvironmentPool
 
@@ -28,12 +30,6 @@ class Echo:
     def step(self, text):
         self.heard.append(text)
         return f"{len(self.heard)}: {text}", len(text), len(self.heard) == self.last
-
-class Slow(Echo):
-    '''Takes its time.'''
-    def step(self, text):
-        time.sleep(0.5)
-        return super().step(text)
 
 class Odd(Echo):
     '''The same, but what a row says happens in the turn that it says.'''
@@ -67,18 +63,7 @@ class Odd(Echo):
     def nan(self): return "", float("nan"), False
     def unsure(self): return "", 0.0, None
     def endless(self): return "x" * (1 << 21), 0.0, False
-    def die_later(self):
-        if os.fork() == 0:
-            time.sleep(0.1)
-            os.kill(os.getppid(), signal.SIGKILL)
-            os._exit(0)
-        return "soon", 0.0, False
-    def stop_later(self):
-        if os.fork() == 0:
-            time.sleep(0.1)
-            os.kill(os.getppid(), signal.SIGSTOP)
-            os._exit(0)
-        return "soon", 0.0, False
+    def pid(self): return str(os.getpid()), 0.0, False
     def fork(self):
         if os.fork() == 0: return "a fork", 0.0, True
         os.wait()
@@ -94,9 +79,18 @@ class Demanding(Attentive):
     def step(self, text, tokens_left, colour): return "", 0.0, True
 
 class Slow(Echo):
+    '''Takes its time.'''
     def __init__(self, seconds=0.5): super().__init__(); self.seconds = seconds
     def step(self, text):
         time.sleep(self.seconds)
+        return super().step(text)
+
+class Together(Echo):
+    '''Takes no step before eight instances have begun one.'''
+    def __init__(self, folder): super().__init__(); self.folder = folder
+    def step(self, text):
+        open(f"{self.folder}/{os.getpid()}", "w").close()
+        while len(os.listdir(self.folder)) < 8: time.sleep(0.01)
         return super().step(text)
 
 class Dice:
@@ -125,6 +119,13 @@ class Counting:
         time.sleep(0.3)
         return "go on", 1.0, False
 """
+
+
+def sleepers() -> list[psutil.Process]:
+    """The processes that these classes have started to sleep for so long."""
+    return [
+        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", LONG_SLEEP]
+    ]
 
 
 def write_environments(folder: Path) -> Path:

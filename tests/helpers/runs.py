@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ class Finished:
 
     exit_code: int
     output: str
-    seconds: float
     cpu_seconds: float
     """CPU time of the run and of the children that it waited for; a busy machine adds nothing."""
     survivors: list[str]
@@ -61,7 +59,7 @@ def finish_run(
     *arguments: str | Path, config: Path = TINY_CONFIG, timeout: float = 240, token: str = ""
 ) -> Finished:
     """Start a run and wait for its end; after `timeout` seconds kill it and all it started."""
-    start, before, mark = time.monotonic(), _cpu_seconds_of_children(), uuid.uuid4().hex
+    before, mark = _cpu_seconds_of_children(), uuid.uuid4().hex
     process = start_run(*arguments, config=config, mark=mark, token=token)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -70,9 +68,9 @@ def finish_run(
             marked.kill()
         output, _ = process.communicate()
         raise AssertionError(f"the run took more than {timeout} s:\n{output}") from None
-    seconds, cpu_seconds = time.monotonic() - start, _cpu_seconds_of_children() - before
+    cpu_seconds = _cpu_seconds_of_children() - before
     survivors = [" ".join(marked.cmdline()) for marked in marked_processes(mark)]
-    return Finished(process.returncode, output, seconds, cpu_seconds, survivors)
+    return Finished(process.returncode, output, cpu_seconds, survivors)
 
 
 def _cpu_seconds_of_children() -> float:

@@ -1,5 +1,6 @@
 """Tiny random multimodal models in Hugging Face folders, whose text tower tests load and train."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +148,8 @@ def tiny_multimodal(folder: Path, model_type: str, *, tied: bool = False, seed: 
     images = {f"{x}_token_id": 250 - n for n, x in enumerate(("video", "image"), start=1)}
     if model_type == "gemma3":
         images["mm_tokens_per_image"] = 4
-    config = CONFIGS[model_type](
-        text_config=text, vision_config=VISION[model_type], tie_word_embeddings=tied, **images
-    )
+    fields = {"text_config": text, "vision_config": VISION[model_type], **images}
+    config = CONFIGS[model_type](tie_word_embeddings=tied, **deepcopy(fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

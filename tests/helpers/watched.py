@@ -38,7 +38,7 @@ class World:
         """Wait until the ranks have created these files."""
         from helpers.engines import wait_until  # imports transformers, which the ranks do not need
 
-        assert wait_until(lambda: all((self.folder / name).exists() for name in names), 30)
+        assert wait_until(lambda: all((self.folder / name).exists() for name in names), 120)
 
     def exit_codes(self, seconds: float) -> list[int]:
         """Exit codes of all ranks after at most `seconds`; None for a rank that still runs."""

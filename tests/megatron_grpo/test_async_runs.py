@@ -27,7 +27,10 @@ def digits(completions, **_):
     '''Share of digits, after a moment in which a rank can train; `hold` is there: after hours.'''
     if os.path.exists({fail!r}):
         raise OSError("no share today")
-    time.sleep(1000 if os.path.exists({hold!r}) else 0.2)
+    if os.path.exists({hold!r}):
+        open({hold!r} + "ing", "w").close()
+        time.sleep(1000)
+    time.sleep(0.2)
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 """
 ASYNC = ["rollout.async_generate=true", "grpo.rollout_importance_sampling_mode=token_truncate"]
@@ -235,11 +238,12 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(
 def test_a_preempted_run_gives_up_what_it_generates_and_goes_on(async_runs: Runs) -> None:
     run_dir, hold = async_runs.folder / "preempted", async_runs.folder / "hold"
     with async_runs.start("preempted", *ASYNC) as job:
-        job.wait_for(lambda: len(steps_of(run_dir)) == 2, 60)
+        job.wait_for(lambda: len(steps_of(run_dir)) >= 2, 60)
         hold.touch()
-        time.sleep(3.0)  # in which the ranks come to wait for what is held
+        job.wait_for(hold.with_name("holding").exists, 60)
+        time.sleep(1.0)  # in which the ranks come to wait for what is held
         job.signal(signal.SIGTERM, 1)
-        ended = job.end(20)
+        ended = job.end(60)
     hold.unlink()
     assert ended.exit_codes == [75] * NUM_RANKS, ended.output
     assert ended.survivors == []

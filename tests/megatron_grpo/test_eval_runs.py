@@ -161,7 +161,7 @@ def evaluate(*arguments: str, timeout: float = 300) -> Finished:
         cwd=TINY_CONFIG.parents[1],
         check=False,
     )
-    return Finished(result.returncode, result.stdout + result.stderr, 0.0, 0.0, [])
+    return Finished(result.returncode, result.stdout + result.stderr, 0.0, [])
 
 
 @pytest.fixture(scope="module")

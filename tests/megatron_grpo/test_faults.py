@@ -188,7 +188,7 @@ def test_a_preempted_job_saves_and_says_that_it_can_go_on(
         job.wait_for(lambda: metrics.exists() and metrics.stat().st_size, 60)
         for number in signals:
             job.signal(number, *ranks)
-        ended = job.end(30)
+        ended = job.end(60)
     assert ended.exit_codes == [PREEMPTED] * NUM_RANKS, ended.output
     assert ended.survivors == []
     assert (run_dir / "checkpoints" / "LATEST").exists()
@@ -391,7 +391,7 @@ def test_a_job_that_scores_for_long_is_preempted_all_the_same(runs: Runs, tmp_pa
     with runs.start(run_dir, *overrides) as job:
         job.wait_for(scores.exists, 60)
         job.signal(TERM, 2)
-        ended = job.end(20)
+        ended = job.end(60)
     assert ended.exit_codes == [PREEMPTED] * NUM_RANKS, ended.output
     assert ended.survivors == []
 

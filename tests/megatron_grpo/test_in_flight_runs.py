@@ -68,7 +68,7 @@ def test_a_run_that_is_killed_again_and_again_trains_on_every_generation_once(
         with in_flight_runs.start("killed", option) as job:
             wait_for_steps(job, run_dir, num_steps)
             job.signal(signal.SIGKILL)
-            assert job.end(15).exit_codes == [-signal.SIGKILL]
+            assert job.end(60).exit_codes == [-signal.SIGKILL]
         saved.append(saved_parts(run_dir))
     with in_flight_runs.start("killed", option) as job:
         assert job.end(120).exit_codes == [0]
@@ -85,7 +85,7 @@ def test_with_over_sampling_every_prompt_is_trained_on_once_through_a_kill(
     with in_flight_runs.start("over", option) as job:
         wait_for_steps(job, run_dir, 5)
         job.signal(signal.SIGKILL)
-        assert job.end(15).exit_codes == [-signal.SIGKILL]
+        assert job.end(60).exit_codes == [-signal.SIGKILL]
     saved = read_json_lines(newest_folder(run_dir) / f"{OPEN}{SAMPLES_FILE}")
     with in_flight_runs.start("over", option) as job:
         ended = job.end(120)

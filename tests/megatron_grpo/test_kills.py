@@ -126,7 +126,7 @@ def is_complete(
             time.sleep(0.01)
         was_killed = job.is_running
         job.signal(signal.SIGKILL, *(victims if job.have_met else ()))
-        ended = job.end(15)
+        ended = job.end(60)
     assert ended.survivors == []
     if not was_killed:
         assert ended.exit_codes == [0] * len(job.ranks), ended.output

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 
 from helpers.agents import act, as_plain, generation_of, running_agents, waiting_agents
 from helpers.engines import reference_logprobs, running_engine, served_model, wait_until
-from helpers.environments import LONG_SLEEP
+from helpers.environments import sleepers
 from helpers.models import EOS_ID, tiny_model
-from helpers.runs import TINY_CONFIG, marked_processes
+from helpers.runs import TINY_CONFIG
 from megatron_grpo.agents.chat import BadRequest
 from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.choice import Choice, Logprobs
@@ -134,7 +134,7 @@ def test_an_agent_that_fails_is_masked_and_leaves_nothing(
         for sample in samples:
             assert sample.finish_reason == "failed"
             assert math.isnan(sample.dialogue_reward)
-        assert not marked_processes(LONG_SLEEP)
+        assert not sleepers()
 
 
 def test_agents_of_anthropics_client_and_streams_get_the_same_turns(engine, tied_model, tmp_path):

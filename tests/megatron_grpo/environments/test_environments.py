@@ -8,18 +8,12 @@ import psutil
 import pytest
 
 from helpers.engines import wait_until
-from helpers.environments import LONG_SLEEP, environment_pool
+from helpers.environments import environment_pool, sleepers
 from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
 
 SECONDS = 20
 SEED = 7
-
-
-def sleepers() -> list[psutil.Process]:
-    return [
-        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", LONG_SLEEP]
-    ]
 
 
 def processes_of(pool) -> list[psutil.Process]:
@@ -136,8 +130,8 @@ def test_late_instances_are_killed_with_what_they_started_and_the_others_go_on(o
 
 
 def test_instance_that_dies_between_two_calls_fails_the_next(odd_pool):
-    instance = odd(odd_pool, "die_later")
-    assert instance.step("x").result(SECONDS) == ["soon", 0.0, False]
+    instance = odd(odd_pool, "pid")
+    os.kill(int(instance.step("x").result(SECONDS)[0]), signal.SIGKILL)
     assert is_alone(odd_pool)
     with pytest.raises(EnvironmentFailed, match="signal SIGKILL"):
         instance.step("x").result(SECONDS)
@@ -146,8 +140,8 @@ def test_instance_that_dies_between_two_calls_fails_the_next(odd_pool):
 def test_instance_that_takes_no_more_turns_does_not_hold_up_the_others(tmp_path):
     long = "x" * (1 << 21)  # more than the kernel buffers
     with environment_pool(tmp_path, "Odd") as pool:
-        other, stopped = odd(pool, "go_on"), odd(pool, "stop_later")
-        assert stopped.step("x").result(SECONDS) == ["soon", 0.0, False]
+        other, stopped = odd(pool, "go_on"), odd(pool, "pid")
+        os.kill(int(stopped.step("x").result(SECONDS)[0]), signal.SIGSTOP)
         assert wait_until(lambda: any(p.status() == "stopped" for p in processes_of(pool)), SECONDS)
         late, well = stopped.step(long), other.step(long)
         with pytest.raises(EnvironmentFailed, match=r"did not take its turn within 1\.5 s"):

@@ -145,15 +145,13 @@ def test_turns_go_on_after_a_push_which_waits_for_no_environment(live_engine, ti
         in_flight.resume(live_engine.version)
         answered, were_waiting = in_flight.submit(0, asked), set()
         for folder in itertools.cycle((other, tied_model)):
-            enough = live_engine.num_generated() + 20
-            while not answered.done() and live_engine.num_generated() < enough:
-                time.sleep(0.1)
-            if answered.done():
-                break
+            live_engine.pause_after(100, answered.done)
             in_flight.suspend()
             were_waiting.update(asked.waiting)
             versions[folder].append(live_engine.push(folder))
             in_flight.resume(live_engine.version)
+            if answered.done():
+                break
         answered.result()
     in_flight.end()
     in_flight.close()
@@ -283,12 +281,12 @@ def test_failing_environment_fails_its_sample_and_no_other(transformers, tmp_pat
 
 @pytest.mark.long
 def test_dialogues_run_at_the_same_time(transformers, tmp_path):
-    # Each step takes half a second: one after the other they would take over 48 seconds.
-    start = time.monotonic()
+    (begun := tmp_path / "begun").mkdir()
+    pool, settings = {"arguments": {"folder": str(begun)}}, {"num_generations": 8, "max_turns": 2}
     samples, _ = converse(
-        transformers, tmp_path, "Slow", prompts_with(12), num_generations=8, max_turns=2
+        transformers, tmp_path, "Together", prompts_with(12), pool=pool, **settings
     )
-    assert time.monotonic() - start < 40
+    assert {s.finish_reason for s in samples} <= {"max_turns", "length"}
     assert sum(len(s.step_rewards) for s in samples) > len(samples) == 96
 
 
@@ -303,7 +301,7 @@ def test_generation_is_cancelled_at_once(transformers, tmp_path):
             pytest.raises(Preempted),
         ):
             client.generate(generation)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 40  # and not environment.timeout
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,8 @@ def test_command_dies_when_its_parent_is_killed_and_its_folder_goes(folder):
     assert folder.exists()
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
-    assert wait_until(lambda: not is_alive(sleeper), 5)
-    assert wait_until(lambda: not folder.exists(), 5)
+    assert wait_until(lambda: not is_alive(sleeper), 30)
+    assert wait_until(lambda: not folder.exists(), 30)
     assert folder.parent.exists()
 
 
@@ -54,7 +54,7 @@ def test_command_is_not_started_when_its_parent_is_gone_and_its_folder_goes(fold
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stdout == ""
-    assert wait_until(lambda: not folder.exists(), 5)
+    assert wait_until(lambda: not folder.exists(), 30)
 
 
 def test_command_keeps_its_arguments_and_exit_code(folder):

@@ -143,7 +143,7 @@ def test_preemption_signal_reaches_the_ranks_which_take_their_time(two_ranks, tm
     ]
     assert set(listening) == {"127.0.0.1"}
     run.send_signal(signal.SIGUSR1)
-    code, told = run.end(timeout=20)
+    code, told = run.end(timeout=60)
     assert code == 75 and told == ""
     assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
 
@@ -152,7 +152,7 @@ def test_ranks_killed_by_the_preemption_signal_count_as_preempted(two_ranks, tmp
     run = two_ranks("touch ready_$RANK; exec sleep 100")
     wait_ready(tmp_path)
     run.send_signal(signal.SIGTERM)
-    code, told = run.end(timeout=20)
+    code, told = run.end(timeout=60)
     assert code == 75 and told == ""
 
 
@@ -161,7 +161,7 @@ def test_signal_that_ends_a_run_is_its_exit_code(two_ranks, tmp_path, number):
     run = two_ranks("touch ready_$RANK; exec sleep 100")
     wait_ready(tmp_path)
     run.send_signal(number)
-    code, told = run.end(timeout=20)
+    code, told = run.end(timeout=60)
     assert code == 128 + number and told == ""
 
 
@@ -203,7 +203,7 @@ def test_signals_that_it_was_started_to_ignore_end_nothing_and_few_open_files_ar
         rank.send_signal(number)
     time.sleep(1.0)
     (tmp_path / "done").touch()
-    code, told = run.end(timeout=20)
+    code, told = run.end(timeout=60)
     assert code == 0 and told == ""
     assert (tmp_path / "limit").read_text().split() == [str(hard)]
 

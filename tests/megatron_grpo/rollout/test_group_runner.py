@@ -68,13 +68,13 @@ def runner(rollouter: Rollouter) -> Iterator[GroupRunner]:
 
 
 def wait_for_requests(rollouter: Rollouter, count: int) -> None:
-    assert wait_until(lambda: len(rollouter.engine.asked) >= count, seconds=10)
+    assert wait_until(lambda: len(rollouter.engine.asked) >= count, seconds=30)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a thread for each core")
 def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time(rollouter):
     images = random_images([(4, 4)], [1], 8, torch.Generator())
-    two = Barrier(2, timeout=10)
+    two = Barrier(2, timeout=30)
 
     def read():
         two.wait()  # until another is read, too; else it raises
@@ -93,7 +93,7 @@ def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time
 def test_a_failure_is_told_though_weights_were_pushed_since(runner, rollouter, error):
     rollouter.score.error = error
     rollouter.engine.answers.set()
-    assert wait_until(lambda: runner._failure, seconds=10)
+    assert wait_until(lambda: runner._failure, seconds=30)
     runner.suspend()
     runner.resume(0)
     with pytest.raises(RolloutAborted if isinstance(error, RewardError) else KeyError):
@@ -134,8 +134,8 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
     rollouter.engine.first_held = 2 * MOST_REQUESTS + NUM_SAMPLES // 2
     third = runner._attempts[2].requests
     runner.resume(1)
-    assert wait_until(lambda: rollouter.score.num_scored == 2 * NUM_SAMPLES, seconds=10)
-    assert wait_until(lambda: len(third.open) == NUM_SAMPLES // 2, seconds=10)
+    assert wait_until(lambda: rollouter.score.num_scored == 2 * NUM_SAMPLES, seconds=30)
+    assert wait_until(lambda: len(third.open) == NUM_SAMPLES // 2, seconds=30)
     state, samples = read_back(tmp_path, runner, rollouter.stream.prompts)
     num_whole = sum(sample.finish_reason != CUT for sample in samples.samples)
     assert num_whole == 2 * NUM_SAMPLES + NUM_SAMPLES // 2

@@ -41,14 +41,14 @@ def test_a_resumed_run_goes_on_with_generations_that_were_in_progress(rollouter,
     runner.resume(0)
     for generation in (0, 1, 2):
         runner.begin(RolloutRequest(generation, 0))
-    assert wait_until(lambda: len(engine.asked) == 3 * SIZE, seconds=10)
+    assert wait_until(lambda: len(engine.asked) == 3 * SIZE, seconds=30)
     runner.suspend()  # each has two tokens
     engine.version = 1
     engine.first_held = MOST_REQUESTS + SIZE // 2  # of generation 1, half is answered
     runner.resume(1)
-    assert wait_until(lambda: runner._making[0].made.done(), seconds=10)
+    assert wait_until(lambda: runner._making[0].made.done(), seconds=30)
     half = runner._making[1].rollout.open
-    assert wait_until(lambda: len(half.open) == SIZE // 2, seconds=10)
+    assert wait_until(lambda: len(half.open) == SIZE // 2, seconds=30)
     groups, samples, complete = runner.open_groups()
     assert len(complete[0].experience.samples) == SIZE
     write_experience(tmp_path, samples, OPEN)

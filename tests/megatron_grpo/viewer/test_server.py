@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from helpers.run_dirs import write_run
 from megatron_grpo.cli import app
+from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.viewer import page_files
 from megatron_grpo.viewer.run import RunFiles, run_names
 from megatron_grpo.viewer.server import Server
@@ -135,8 +136,8 @@ def test_runs_are_called_by_their_folders_unless_two_have_the_same(tmp_path: Pat
 
 
 def test_ctrl_c_ends_it_quietly(run_dir: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    reserved = reserve_port()
+    port = reserved.getsockname()[1]
     command = [sys.executable, "-m", "megatron_grpo.cli", "view", str(run_dir), f"--port={port}"]
     # What is started in the background by a shell script would ignore the signal.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -150,3 +151,4 @@ def test_ctrl_c_ends_it_quietly(run_dir: Path) -> None:
     finally:
         view.kill()
         view.communicate()
+        reserved.close()

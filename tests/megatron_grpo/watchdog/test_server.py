@@ -29,7 +29,7 @@ def server(tmp_path: Path) -> Iterator[WatchdogServer]:
 
 def receive(connection: socket.socket, field: str) -> dict | None:
     """The first message with `field`; None when the server has closed the connection."""
-    connection.settimeout(5)
+    connection.settimeout(30)
     with suppress(ConnectionResetError), connection.makefile("rb") as lines:
         for message in map(json.loads, lines):
             if field in message:
@@ -49,7 +49,7 @@ def receive(connection: socket.socket, field: str) -> dict | None:
     ],
 )
 def test_client_whose_first_line_is_no_rank_is_hung_up_on_and_changes_nothing(server, first):
-    rank_0 = connect(server.address, 0, timeout=5)
+    rank_0 = connect(server.address, 0, timeout=30)
     assert receive(rank_0, "heartbeat")
     stranger = socket.create_connection((server.address.host, server.address.port))
     with suppress(ConnectionError):  # closed before all of it was sent
@@ -60,16 +60,16 @@ def test_client_whose_first_line_is_no_rank_is_hung_up_on_and_changes_nothing(se
 
 
 def test_message_with_unknown_fields_ends_the_job_like_a_death(server):
-    ranks = [connect(server.address, rank, timeout=5) for rank in (0, 1)]
+    ranks = [connect(server.address, rank, timeout=30) for rank in (0, 1)]
     ranks[1].sendall(encode_line(heartbeat={"unknown": 1}))
     assert "rank 1 on " in receive(ranks[0], "end")["end"]["text"]
 
 
 def test_rank_that_connects_after_a_signal_is_told(server):
-    first = connect(server.address, 0, timeout=5)
+    first = connect(server.address, 0, timeout=30)
     first.sendall(encode_line(preempt=True))
     assert receive(first, "preempt") == {"preempt": True}
-    second = connect(server.address, 1, timeout=5)
+    second = connect(server.address, 1, timeout=30)
     assert receive(second, "preempt") == {"preempt": True}
     first.sendall(STOP)
 
@@ -79,7 +79,7 @@ def test_rank_that_connects_after_a_signal_is_told(server):
 def test_verdict_is_told_where_the_stacks_cannot_be_written(make, server, tmp_path):
     """The ranks may hang in that very file system."""
     make(tmp_path / "stacks.txt")
-    ranks = [connect(server.address, rank, timeout=5) for rank in (0, 1)]
+    ranks = [connect(server.address, rank, timeout=30) for rank in (0, 1)]
     ranks[1].sendall(encode_line(failure={"text": "lower it", "trace": "Traceback"}))
     for rank in reversed(ranks):
         assert receive(rank, "end")["end"]["text"] == "megatron-grpo: lower it"
@@ -88,7 +88,7 @@ def test_verdict_is_told_where_the_stacks_cannot_be_written(make, server, tmp_pa
 
 def test_rank_whose_host_no_longer_answers_is_lost_and_the_others_are_told(server):
     """Linux gives up what it sends there, with ETIMEDOUT, which is no ConnectionError."""
-    first, second = (connect(server.address, rank, timeout=5) for rank in range(2))
+    first, second = (connect(server.address, rank, timeout=30) for rank in range(2))
     assert receive(first, "heartbeat") and receive(second, "heartbeat")
     transport = server._ranks[1].get_extra_info("socket")
     transport.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 300)

@@ -5,15 +5,16 @@ import os
 import socket
 import time
 from dataclasses import replace
-from functools import partial
 
 import psutil
 import pytest
 
+from helpers.engines import wait_until
 from helpers.sandboxes import needs_bubblewrap
 from megatron_grpo.workers.sandbox import MAX_PROCESSES, Sandbox, SandboxError
 
-SANDBOX = Sandbox(timeout=60, memory_megabytes=256)
+MEGABYTES = 255  # no other programs on this machine have that limit
+SANDBOX = Sandbox(timeout=60, memory_megabytes=MEGABYTES)
 SECONDS = 2.0
 
 
@@ -110,11 +111,13 @@ def test_a_late_program_is_killed_with_what_it_has_printed(program):
 
 def left_behind():
     """Processes that run a program, of which those that were killed need a moment to end."""
-    deadline = time.monotonic() + 5
-    find = partial(filter, lambda process: "program.py" in " ".join(process.info["cmdline"] or ()))
-    while (found := [*find(psutil.process_iter(["cmdline"]))]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return found
+
+    def found():
+        commands = [each.info["cmdline"] or () for each in psutil.process_iter(["cmdline"])]
+        return [command for command in commands if str(MEGABYTES << 20) in command]
+
+    wait_until(lambda: not found(), 30)
+    return found()
 
 
 @needs_bubblewrap
