@@ -394,8 +394,11 @@ class _NoFloat32(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        named = kwargs or {}
+        if func is torch.empty:  # a file may be read into it
+            return func(*args, **named)
         func = Tensor.double if func is Tensor.float else func
-        named = {name: _in_float64(value) for name, value in (kwargs or {}).items()}
+        named = {name: _in_float64(value) for name, value in named.items()}
         return func(*map(_in_float64, args), **named)
 
 

@@ -339,9 +339,10 @@ def exact_numbers_of(cfg: Config, groups: Groups, batches: Sequence[PackedBatch]
     shape = trained_shape(cfg)
     with in_float64():
         model = build_model(cfg, shape, groups)
+        if shape.vision:  # torch leaves the block while a backward computes anything again
+            model.chunks[0].visual.gradient_checkpointing_disable()
         add_gradients(model, cfg)
-    read_weights(cfg.model.path, shape, model.layout, model.parameters())
-    with in_float64():
+        read_weights(cfg.model.path, shape, model.layout, model.parameters())
         model.vision = vision_tower(cfg, shape, groups, unwrapped(model.chunks[0]))
         batches = [*with_features(batches, model.vision)]
         logprobs = logprobs_of(model, groups, batches)
