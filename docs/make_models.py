@@ -30,8 +30,9 @@ What a run can do with a model, by what the checks before its start say of its c
 `PYTHONPATH=.:tests python docs/make_models.py`. Where nothing is said, a family trains under
 every combination of tensor, sequence, pipeline, context, expert and data parallelism, with shared
 prompts and `lora.sync: merged`. That its log-probabilities and gradients are those of
-transformers is tested for every family (`tests/megatron_grpo/policy/test_model.py`,
-`test_moe.py`, `test_mla.py`), and that every vLLM worker holds what vLLM loads itself
+transformers is tested for every family, in float64 to 1e-12 on one rank and in float32 to 1e-5 at
+parallel layouts (`tests/megatron_grpo/policy/test_model.py`, `test_moe.py`; with images
+`test_vision.py`), and that every vLLM worker holds what vLLM loads itself
 (`tests/megatron_grpo/engines/test_vllm_worker.py`).
 
 - **trainer TP**, **engine TP**: tensor-parallel sizes to 16 that can split it; of a mixture, with

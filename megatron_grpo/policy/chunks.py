@@ -167,8 +167,9 @@ def _pass_padding(chunk: Any) -> None:
 
 def _scale_embeddings(chunk: GPTModel) -> None:
     """Multiply embeddings by sqrt(hidden_size), rounded to their dtype as in transformers."""
-    exact = torch.tensor(chunk.config.hidden_size**0.5)
-    scale = exact.to(chunk.config.params_dtype).item()
+    dtype = chunk.config.params_dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    scale = torch.tensor(chunk.config.hidden_size**0.5, dtype=wide).to(dtype).item()
     chunk.embedding.register_forward_hook(lambda module, given, embedded: embedded * scale)
 
 

@@ -33,11 +33,12 @@ def use_norms(layer: ModuleSpec, shape: ModelShape, config: TransformerConfig, n
 def normalized(x: Tensor, weight: Tensor, eps: float | None, is_zero_centered: bool) -> Tensor:
     """The RMS norm of x [..., H] times the weight [H], or times 1 + weight.
 
-    That in float32, as 1 + weight has fewer digits in bfloat16 than the weight.
+    That in float32 at least, as 1 + weight has fewer digits in bfloat16 than the weight.
     """
     if not is_zero_centered:
         return rms_norm(x, weight.shape, weight, eps)
-    return rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return rms_norm(x.to(wide), weight.shape, 1 + weight.to(wide), eps).to(x.dtype)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -98,7 +99,7 @@ class HeadsNorm(RMSNorm):
     def forward(self, heads: Tensor) -> Tensor:
         """Normalizes in float32 at least, as torch's norm."""
         group = get_tensor_model_parallel_group()
-        values = heads.float()
+        values = heads.to(torch.promote_types(heads.dtype, torch.float32))
         mean = values.square().mean(dim=(-2, -1), keepdim=True) / group.size()
         # The sum over ranks is used by all of them, so its gradient is another.
         mean = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(mean))

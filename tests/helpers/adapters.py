@@ -16,7 +16,6 @@ from helpers.policies import (
     pack_all,
     random_sequences,
 )
-from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from parallel import Box
@@ -80,16 +79,6 @@ def gathered_gradients(policy: Policy) -> dict[str, Tensor]:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)
     return {name: p.main_grad for name, p in policy.adapters.parameters().items()}
-
-
-def logprobs_of(model: Any, groups: Groups, batches: list[Any]) -> dict[int, Tensor]:
-    return {
-        int(index): values[batch.loss_mask & (batch.sequence_index == index)]
-        for batch, (values, _) in zip(
-            batches, compute_logprobs(model, batches, 1.0, groups) or [], strict=False
-        )
-        for index in batch.sequence_index[batch.loss_mask].unique()
-    }
 
 
 def whole(boxes: list[Boxes]) -> dict[str, Tensor]:

@@ -7,14 +7,14 @@ by the sign of the advantage where the papers have them.
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 EPSILON = 1e-4
 Group = list[float]
@@ -368,8 +368,7 @@ def oracle_logprobs_and_entropies(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
-    Runs one right-padded batch in the dtype of the weights (call `model.double()` first), except
-    for norms and rotary embeddings, which transformers always computes in float32.
+    Runs one right-padded batch `in_float64`, which the model was loaded in.
     """
     sequences = [
         prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
@@ -377,9 +376,7 @@ def oracle_logprobs_and_entropies(
     longest = max(len(sequence) for sequence in sequences)
     input_ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences])
     attention_mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
-    keys, config = ("linear_num_key_heads", "mamba_num_heads"), model.config.get_text_config()
-    has_linear_attention = any(hasattr(config, key) for key in keys)
-    with in_float64() if has_linear_attention else nullcontext():
+    with in_float64():
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
     everything = torch.log_softmax(logits / temperature, dim=-1)
     logprobs, entropies = [], []
@@ -391,24 +388,35 @@ def oracle_logprobs_and_entropies(
     return logprobs, entropies
 
 
+class _NoFloat32(TorchFunctionMode):
+    """Makes float64 of what torch is asked to make float32."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is torch.empty:  # a file may be read into it
+            return func(*args, **named)
+        func = Tensor.double if func is Tensor.float else func
+        named = {name: _in_float64(value) for name, value in named.items()}
+        return func(*map(_in_float64, args), **named)
+
+
+def _in_float64(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Have transformers compute linear attention in float64, and not in float32 as it does whatever
-    the dtype of the weights. Positions are integers, and become float32."""
-    own_to, own_float, own_type = torch.Tensor.to, torch.Tensor.float, torch.Tensor.type
-
-    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        exact = (torch.float64 if each is torch.float32 else each for each in args)
-        return own_to(tensor, *exact, **options)
-
-    def to_float(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.is_floating_point() else own_float(tensor)
-
-    def to_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return own_type(tensor, torch.float64 if dtype is torch.float32 else dtype)
-
-    with mock.patch.multiple(torch.Tensor, float=to_float, to=to, type=to_type):
-        yield
+    """Here nothing is float32, also what transformers and Megatron-Core have in float32 whatever
+    the dtype of the weights: routers, norms, RoPE's angles, linear attention."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _NoFloat32():
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def oracle_model_loss(

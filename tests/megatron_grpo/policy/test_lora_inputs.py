@@ -13,14 +13,13 @@ from helpers.adapters import (
     Boxes,
     boxes_of,
     gathered_gradients,
-    logprobs_of,
     options,
     set_b,
     take_step,
     whole,
 )
 from helpers.models import tiny_model
-from helpers.policies import LENGTHS, pack_all, start_policy
+from helpers.policies import LENGTHS, logprobs_of, pack_all, start_policy
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
 from helpers.ranks import run_ranks
 from helpers.train_steps import BETA, BUDGETS, CLIPS, Case, batches_of, config

@@ -11,7 +11,6 @@ from checkpoint_convert.formats.torch_dist import read_chunks
 from helpers.adapters import (
     Boxes,
     boxes_of,
-    logprobs_of,
     options,
     oracle,
     set_b,
@@ -19,7 +18,14 @@ from helpers.adapters import (
     whole,
 )
 from helpers.models import tiny_model
-from helpers.policies import LENGTHS, checkpoints_of, pack_all, start_policy, tiny_config
+from helpers.policies import (
+    LENGTHS,
+    checkpoints_of,
+    logprobs_of,
+    pack_all,
+    start_policy,
+    tiny_config,
+)
 from helpers.ranks import run_ranks
 from megatron_grpo.checkpoints.state import REFERENCE
 from megatron_grpo.checkpoints.trainer_state import TrainerState

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from helpers.models import tiny_model
 from helpers.policies import (
+    EXACT,
     LENGTHS,
     OracleCase,
     accumulate,
     check_logprobs,
+    exact_numbers_on_rank,
     gradient_boxes,
     layout_name,
     load_oracle,
@@ -109,6 +111,13 @@ def test_logprobs_and_gradients_equal_transformers(cases, dims, names):
     ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS)
     for name in names:
         cases[name].check([rank[name] for rank in ranks])
+
+
+def test_in_float64_they_are_exact(cases):
+    folders = {name: case.folder for name, case in cases.items()}
+    (found,) = run_ranks(1, exact_numbers_on_rank, folders, LENGTHS)
+    for name, case in cases.items():
+        case.check([found[name]], EXACT)
 
 
 SCALED_ROPES = {

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from helpers.conversions import read_checkpoint
 from helpers.models import renamed, tiny_model
 from helpers.policies import (
+    EXACT,
     LENGTHS,
     LOSS_WEIGHT,
     Lengths,
@@ -20,6 +21,7 @@ from helpers.policies import (
     accumulate,
     check_gradients,
     checkpoints_of,
+    exact_numbers_on_rank,
     gradients_of,
     layout_name,
     load_oracle,
@@ -118,6 +120,13 @@ def test_logprobs_and_gradients_equal_transformers(cases, dims):
     ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS)
     for name in folders:
         cases[name].check([rank[name] for rank in ranks])
+
+
+def test_in_float64_they_are_exact(cases):
+    folders = {name: case.folder for name, case in cases.items()}
+    (found,) = run_ranks(1, exact_numbers_on_rank, folders, LENGTHS)
+    for name, case in cases.items():
+        case.check([found[name]], EXACT)
 
 
 UNIFORM = ["granularity=full", "method=uniform", "num_layers=1"]

@@ -7,11 +7,14 @@ from transformers import AutoModelForImageTextToText
 from checkpoint_convert import read_shape
 from checkpoint_convert.text_tower import text_name
 from helpers.policies import (
+    EXACT,
     LENGTHS,
     LOSS_WEIGHT,
     OracleCase,
+    exact_numbers_on_rank,
     gradients_of,
     layout_name,
+    load_oracle,
     numbers_on_rank,
     sequence_logprobs,
     unstacked,
@@ -22,11 +25,7 @@ from parallel import ParallelDims
 
 
 def oracle_case(folder) -> OracleCase:
-    model = AutoModelForImageTextToText.from_pretrained(
-        folder,
-        dtype=torch.float64,
-        experts_implementation="eager",  # its other ways know no float64
-    )
+    model = load_oracle(folder, AutoModelForImageTextToText)
     logprobs = sequence_logprobs(model, LENGTHS)
     found = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
     if model.config.model_type == "qwen3_vl_moe":
@@ -60,3 +59,10 @@ def test_logprobs_and_gradients_equal_transformers(cases, dims):
     ranks = run_ranks(dims.world_size, numbers_on_rank, folders, dims, LENGTHS)
     for kind, case in cases.items():
         case.check([rank[kind] for rank in ranks])
+
+
+def test_in_float64_they_are_exact(cases):
+    folders = {kind: case.folder for kind, case in cases.items()}
+    (found,) = run_ranks(1, exact_numbers_on_rank, folders, LENGTHS)
+    for kind, case in cases.items():
+        case.check([found[kind]], EXACT)

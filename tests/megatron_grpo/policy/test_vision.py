@@ -1,8 +1,7 @@
 """Prompts with images: transformers' numbers, at every layout, with the tower frozen or trained."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -12,18 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.nn.functional import rms_norm
 from transformers import AutoModelForImageTextToText
-from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
-from transformers.models.qwen3_vl import modeling_qwen3_vl
-from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.inspection import print_inspection
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.text_tower import is_of_text, text_name
 from checkpoint_convert.verify import verify_weights
-from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same, weights_of
 from helpers.images import (
     logits,
@@ -33,12 +27,16 @@ from helpers.images import (
     with_other_pixels,
 )
 from helpers.optimizers import Parts, state_of, wholes
+from helpers.oracle import in_float64
 from helpers.policies import (
+    EXACT,
     LOSS_WEIGHT,
     Numbers,
     OracleCase,
     accumulate,
+    exact_numbers_of,
     layout_name,
+    load_oracle,
     numbers_of,
     tiny_config,
     unstacked,
@@ -50,12 +48,12 @@ from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.policy.export import export_model
-from megatron_grpo.policy.forward import compute_logprobs, response_logprobs, run_schedule
-from megatron_grpo.policy.model import Model, Policy, add_gradients, build_model, build_policy
+from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.model import Model, Policy, build_policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.skipped_steps import name_nonfinite
-from megatron_grpo.policy.vision import vision_tower, with_features
+from megatron_grpo.policy.vision import with_features
 from parallel import ParallelDims
 from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
@@ -82,33 +80,6 @@ def oracle_logprobs(model: Any, sequence: TokenSequence) -> Tensor:
 
 
 MIXTURE = "qwen3_vl_moe"
-NORMS = (
-    modeling_qwen2_5_vl.Qwen2_5_VLRMSNorm,
-    modeling_qwen3_vl.Qwen3VLTextRMSNorm,
-    modeling_qwen3_vl_moe.Qwen3VLMoeTextRMSNorm,
-)
-
-
-@contextmanager
-def exact_transformers() -> Iterator[None]:
-    """Else its norms, and RoPE in its towers, compute in float32, whatever the model's dtype."""
-
-    def norm(self: Any, hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
-
-    def rotated(*given: Tensor) -> tuple[Tensor, ...]:
-        *both, cos, sin = given
-        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        return tuple(x * cos + modeling_qwen3_vl.rotate_half(x) * sin for x in both)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for kind in NORMS:
-            patch.setattr(kind, "forward", norm)
-        for models in (modeling_qwen2_5_vl, modeling_qwen3_vl, modeling_qwen3_vl_moe):
-            patch.setattr(models, "apply_rotary_pos_emb_vision", rotated)
-        yield
-
-
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", pytest.param(MIXTURE, marks=pytest.mark.long)]
 
 
@@ -117,10 +88,8 @@ def case(request, tmp_path_factory) -> OracleCase:
     folder = tiny_vision_model(
         tmp_path_factory.mktemp(request.param) / request.param, request.param
     )
-    model = AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager"
-    )
-    with exact_transformers():
+    model = load_oracle(folder, AutoModelForImageTextToText)
+    with in_float64():
         logprobs = [oracle_logprobs(model, each) for each in sequences(folder.name)]
         (-LOSS_WEIGHT * torch.cat(logprobs).sum()).backward()
     found = {
@@ -255,52 +224,19 @@ def test_every_chunk_of_a_pipeline_adds_features_also_if_it_recomputes(case, gra
     of_text(case).check(run_ranks(2, numbers_on_rank, case.folder, dims, *recompute))
 
 
-def float64_on_rank(rank: int, folder: Path, *overrides: str) -> Numbers:
-    """As `numbers_on_rank`, in a dtype that no run has; without an optimizer."""
+def exact_numbers_on_rank(rank: int, folder: Path, *overrides: str) -> Numbers:
     setup_device(rank)
     dims, every = ParallelDims(), sequences(folder.name)
-    options = ["model.megatron.moe_router_dtype=fp64"] if folder.name == MIXTURE else []
-    cfg = tiny_config(folder, dims, "data.image_column=images", *overrides, *options)
-    model = cfg.model.model_copy(update={"dtype": "float64"})
-    optimizer = cfg.optimizer.model_copy(update={"grad_reduce_in_fp32": False})
-    cfg = cfg.model_copy(update={"model": model, "optimizer": optimizer})
-    groups, shape = init_groups(dims), trained_shape(cfg)
-    model = build_model(cfg, shape, groups)
-    read_weights(folder, shape, model.layout, model.parameters())
-    model.vision = vision_tower(cfg, shape, groups, model.chunks[0])
-    add_gradients(model, cfg)
-    batch = pack(every, range(len(every)), Alignment(), dtype=torch.float64)
-    logprobs = []
-
-    def loss_fn(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
-        chosen = response_logprobs(model, hidden, batch, 1.0, groups)
-        logprobs.append(chosen.logprobs.detach())
-        return -LOSS_WEIGHT * chosen.logprobs.sum(), None
-
-    with exact_transformers():
-        [batch] = with_features([batch.on_rank(dims, groups.coordinates)], model.vision)
-        run_schedule(model, groups, [batch], loss_fn, forward_only=False)
-    parameters = model.parameters()
-    found = logprobs[0].split([len(each.rollout_logprobs) for each in every])
-    gradients = [
-        (piece.tensor, piece.box, parameters[piece.local].main_grad[piece.local_box.slices])
-        for piece in model.layout.pieces
-    ]
-    return dict(enumerate(found)), gradients, 0.0
+    cfg = tiny_config(folder, dims, "data.image_column=images", *overrides)
+    batches = [pack(every, each, Alignment(), dtype=torch.float64) for each in MICROBATCHES]
+    return exact_numbers_of(cfg, init_groups(dims), batches)
 
 
 @pytest.mark.parametrize("freeze", ["true", "false"])
 def test_in_float64_they_are_exact(case, freeze):
-    override = f"model.freeze_vision={freeze}"
-    ((logprobs, gradients, _),) = run_ranks(1, float64_on_rank, case.folder, override)
-    # Routers of Megatron-Core and of transformers have softmax in float32.
-    bound = 1e-7 if case.folder.name == MIXTURE else 1e-9
+    found = run_ranks(1, exact_numbers_on_rank, case.folder, f"model.freeze_vision={freeze}")
     trained = of_text(case) if freeze == "true" else case
-    assert {name for name, _, _ in gradients} == {*trained.gradients}
-    for index, expected in enumerate(case.logprobs):
-        torch.testing.assert_close(logprobs[index], expected, atol=bound, rtol=0)
-    for name, box, values in gradients:
-        torch.testing.assert_close(values, case.gradients[name][box.slices], atol=bound, rtol=0)
+    trained.check(found, EXACT)
 
 
 TRAINED = ("model.freeze_vision=false", "optimizer.lr=1e-3", "optimizer.lr_warmup_steps=0")

@@ -12,7 +12,7 @@ from transformers.models.qwen3 import Qwen3Config
 from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import EngineDims
 from helpers.models import servable_model, tiny_model
-from helpers.policies import Lengths, OracleCase, numbers_on_rank
+from helpers.policies import EXACT, Lengths, OracleCase, exact_numbers_on_rank, numbers_on_rank
 from helpers.ranks import run_ranks
 from helpers.vllm_workers import read_in_workers
 from megatron_grpo.policy.mla import yarn_frequencies
@@ -110,4 +110,7 @@ def test_vllm_rotates_and_scales_by_the_same_numbers(tmp_path):
 def test_logprobs_and_gradients_equal_transformers(tmp_path, family, dims):
     case = OracleCase.of(tiny_model(tmp_path / "yarn", family, **TINY), LENGTHS)
     ranks = run_ranks(dims.world_size, numbers_on_rank, {"": case.folder}, dims, LENGTHS)
-    case.check([rank[""] for rank in ranks])
+    # float32 has fewer digits of the angles of later tokens.
+    case.check([rank[""] for rank in ranks], 5e-5)
+    (exact,) = run_ranks(1, exact_numbers_on_rank, {"": case.folder}, LENGTHS)
+    case.check([exact[""]], EXACT)
