@@ -1,11 +1,10 @@
 """From prompts to experience: generate, score, compare. Rank 0 only."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +32,7 @@ from megatron_grpo.rewards import RewardPools, check_failed
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults, totals_of
 from megatron_grpo.rewards.scoring import with_steps
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
+from megatron_grpo.rollout.group_scorer import GroupScorer
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.workers.child_process import COLLECTOR
 
@@ -103,8 +103,11 @@ class Rollouter:
         """Has the engines answer several generations at once; None if they make one at a time."""
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         if cfg.rollout.in_flight_updates:
-            self.in_flight = InFlight(self.engines, self._decode)
-        self._scoring = Lock()
+            # Only whole answers tell the experts of tokens.
+            streams = not cfg.rollout.router_replay
+            self.in_flight = InFlight(self.engines, self._decode, streams=streams)
+        self.scorer = GroupScorer(self.score)
+        """Scores groups of generations that are made ahead."""
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
         self.dialogues = open_dialogues(
@@ -182,8 +185,7 @@ class Rollouter:
         """The samples of a round by prompt, with their rewards."""
         # In a round that only replaces prompts, too, the limit is a share of a whole generation.
         size = max(self.cfg.grpo.generation_batch_size, len(samples))
-        with self._scoring:  # of one generation after the other
-            rewards = self.rewards.score(samples, num_completions=size)
+        rewards = self.rewards.score(samples, num_completions=size)
         samples = with_steps(samples, rewards, self._decode)
         totals = totals_of(samples, rewards, self.cfg)
         size = self.cfg.grpo.num_generations
@@ -226,6 +228,7 @@ class Rollouter:
             if self.dialogues:
                 stack.callback(self.dialogues.close)
             stack.callback(self.pools.close)
+            stack.callback(self.scorer.close)
             if self.in_flight:  # it would start ended engines again
                 stack.callback(self.in_flight.end)
 
@@ -243,6 +246,8 @@ class Rollout:
         self.sampler = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
         self.open: Generation | DialogueRequests | None = None
         """The requests of this round."""
+        self._scored: dict[int, Future[ScoredGroup]] = {}
+        """By prompt, its groups that are scored or will be before they are all complete."""
 
     def run(self, timer: PhaseTimer) -> RolloutBatch:
         """Sample the prompts and score the samples, in as many rounds as dynamic sampling takes.
@@ -254,22 +259,45 @@ class Rollout:
         sampler = self.sampler
         while sampler.prompts:
             with timer.phase("generate"):
-                self.open = self.open or self._rollouter.requests(sampler, self.request)
+                self.open = self.open or self.begin()
                 samples = self._rollouter.answers(self.request, self.open)
                 if not isinstance(self.open, Generation):
                     self.open.print_failures()
             with timer.phase("score"):
-                groups = self._rollouter.score(samples)
+                groups = self._score(samples)
             sampler.add_groups(groups)
             self.open = None if sampler.prompts else self.open
             # Failures of functions and of the environment, over all rounds.
             check_failed(sampler.num_failed, sampler.num_scored, self._cfg.reward)
         return self._batch()
 
+    def begin(self) -> Generation | DialogueRequests:
+        """The requests of this round, of which no answer is there yet."""
+        requests = self._rollouter.requests(self.sampler, self.request)
+        if self._rollouter.threads and isinstance(requests, Generation):
+            requests.take_group = self._begin_to_score
+        return requests
+
     def abandon(self) -> None:
         """Drop the open requests, and end what they have started."""
         if not isinstance(self.open, Generation | None):
             self.open.abandon()
+
+    def _begin_to_score(self, *groups: Sequence[Sample]) -> None:
+        futures = self._rollouter.scorer.submit(groups)
+        self._scored |= {
+            group[0].prompt.index: future for group, future in zip(groups, futures, strict=True)
+        }
+
+    def _score(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
+        """The samples of a round by prompt, with their rewards."""
+        if not self._rollouter.threads:
+            return self._rollouter.score(samples)
+        size = self._cfg.grpo.num_generations
+        groups = [samples[i : i + size] for i in range(0, len(samples), size)]
+        # Those that a checkpoint had, and dialogues.
+        self._begin_to_score(*(g for g in groups if g[0].prompt.index not in self._scored))
+        return [self._scored[group[0].prompt.index].result() for group in groups]
 
     def _batch(self) -> RolloutBatch:
         sampler = self.sampler
