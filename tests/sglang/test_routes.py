@@ -18,16 +18,17 @@ from helpers.engines import (
     wait_until,
 )
 from helpers.models import servable_model
-from helpers.policies import start_policy, tiny_config
+from helpers.policies import start_policy
 from helpers.ranks import run_ranks
-from megatron_grpo.batch.experience import Experience
-from megatron_grpo.batch.prepare import packed_minibatches
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.router import with_own_layers
 from parallel import ParallelDims
-from parallel.microbatches import CostModel
+from parallel.alignment import Alignment
+from parallel.packing import TokenSequence, pack
 
 ENGINE = {"python": SGLANG_PYTHON, "router_replay": True}
 
@@ -39,6 +40,11 @@ def mixture(folder: Path, seed: int = 0) -> Path:
 @lru_cache
 def reference(folder: Path) -> AutoModelForCausalLM:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def bounds(sample: Sample) -> list[tuple[int, int]]:
+    """Where the part of each version begins and ends."""
+    return [*pairwise([0, *accumulate(count for _, count in sample.spans)])]
 
 
 def chosen_by(folder: Path, sample: Sample) -> np.ndarray:
@@ -111,14 +117,23 @@ def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
     assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
     samples = asked.samples()[::4]
     assert all(len(sample.spans) == 3 for sample in samples)
-    weights = dict(zip((1, 2, 3), (*folders, folders[0]), strict=True))
-    own = [{v: chosen_by(folder, each) for v, folder in weights.items()} for each in samples]
-    for sample, chosen in zip(samples, own, strict=True):
-        for version, rows in parts_of(sample).items():
-            found = np.sort(sample.routed_experts)[rows]
-            np.testing.assert_array_equal(found, chosen[version][rows])
-    gaps = {
-        version: run_ranks(1, gaps_on_rank, folder, samples, routes)[0]
-        for version, folder in list(weights.items())[:2]
-        for routes in ([sample.routed_experts for sample in samples],)
-    }
+    # Of each token those that the weights of its version choose, after what these have read anew.
+    for sample in samples:
+        ends = [len(sample.prompt.token_ids) - 1 + end for _, end in bounds(sample)]
+        routes = np.sort(sample.routed_experts)
+        old, new = (chosen_by(folder, sample) for folder in folders)
+        for chosen, (start, end) in zip((old, new, old), pairwise([0, *ends]), strict=True):
+            np.testing.assert_array_equal(routes[start:end], chosen[start:end])
+        assert (old == new).all(axis=(1, 2)).mean() < 0.2
+
+    replayed = [sample.routed_experts for sample in samples]
+    chosen = [chosen_by(folders[1], sample) for sample in samples]
+    [before] = run_ranks(1, gaps_on_rank, folders[0], samples, replayed)
+    [after] = run_ranks(1, gaps_on_rank, folders[1], 2 * samples, replayed + chosen)
+    for sample, old, new, by_choice in zip(samples, before, after[:4], after[4:], strict=True):
+        (first, last), (start, end), _ = bounds(sample)
+        assert old[first:last].max() < 1e-3
+        # Behind the push, what is replayed of the tokens before it is not what the engine has
+        # computed anew: with that, the trainer has its log-probabilities, too.
+        assert by_choice[start:end].max() < 1e-3 < new[start:end].mean() < 0.3
+        assert new[first:last].mean() > 0.6  # by the weights of another version

@@ -203,7 +203,7 @@ def sampled(token_ids, is_cut):
 def choice_of(token_ids, finish_reason, text):
     logprobs = Logprobs([Token(-1.0) for _ in token_ids])
     spans = [WeightVersion("0", 0, len(token_ids))]
-    routes = npy_of(np.array(token_ids, np.uint16).reshape(-1, 1, 1))
+    routes = npy_of(np.array(token_ids).astype(np.int16).reshape(-1, 1, 1))
     return Choice(token_ids, logprobs, finish_reason, text, spans, routes)
 
 
