@@ -1,7 +1,7 @@
 """From prompts to experience: generate, score, compare. Rank 0 only."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,10 +29,9 @@ from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.environments.dialogues import DialogueRequests
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards import RewardPools, check_failed
-from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults, totals_of
-from megatron_grpo.rewards.scoring import with_steps
+from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
-from megatron_grpo.rollout.group_scorer import GroupScorer
+from megatron_grpo.rollout.group_scorer import EarlyScores, GroupScorer
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.workers.child_process import COLLECTOR
 
@@ -106,8 +105,7 @@ class Rollouter:
             # Only whole answers tell the experts of tokens.
             streams = not cfg.rollout.router_replay
             self.in_flight = InFlight(self.engines, self._decode, streams=streams)
-        self.scorer = GroupScorer(self.score)
-        """Scores groups of generations that are made ahead."""
+        self.scorer = GroupScorer(cfg, self.rewards, self._decode)
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
         self.dialogues = open_dialogues(
@@ -181,19 +179,6 @@ class Rollouter:
         assert self.dialogues is not None
         return self.dialogues.generate(requests)
 
-    def score(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
-        """The samples of a round by prompt, with their rewards."""
-        # In a round that only replaces prompts, too, the limit is a share of a whole generation.
-        size = max(self.cfg.grpo.generation_batch_size, len(samples))
-        rewards = self.rewards.score(samples, num_completions=size)
-        samples = with_steps(samples, rewards, self._decode)
-        totals = totals_of(samples, rewards, self.cfg)
-        size = self.cfg.grpo.num_generations
-        return [
-            ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])
-            for i in range(0, len(samples), size)
-        ]
-
     def sampling_params(
         self, generation: int, round_number: int, policy_version: int
     ) -> SamplingParams:
@@ -246,8 +231,7 @@ class Rollout:
         self.sampler = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
         self.open: Generation | DialogueRequests | None = None
         """The requests of this round."""
-        self._scored: dict[int, Future[ScoredGroup]] = {}
-        """By prompt, its groups that are scored or will be before they are all complete."""
+        self._early = EarlyScores(rollouter.scorer) if rollouter.threads else None
 
     def run(self, timer: PhaseTimer) -> RolloutBatch:
         """Sample the prompts and score the samples, in as many rounds as dynamic sampling takes.
@@ -264,7 +248,8 @@ class Rollout:
                 if not isinstance(self.open, Generation):
                     self.open.print_failures()
             with timer.phase("score"):
-                groups = self._score(samples)
+                early, scorer = self._early, self._rollouter.scorer
+                groups = early.of(samples) if early else scorer.score(samples)
             sampler.add_groups(groups)
             self.open = None if sampler.prompts else self.open
             # Failures of functions and of the environment, over all rounds.
@@ -274,30 +259,14 @@ class Rollout:
     def begin(self) -> Generation | DialogueRequests:
         """The requests of this round, of which no answer is there yet."""
         requests = self._rollouter.requests(self.sampler, self.request)
-        if self._rollouter.threads and isinstance(requests, Generation):
-            requests.take_group = self._begin_to_score
+        if self._early and isinstance(requests, Generation):
+            requests.take_group = self._early.begin
         return requests
 
     def abandon(self) -> None:
         """Drop the open requests, and end what they have started."""
         if not isinstance(self.open, Generation | None):
             self.open.abandon()
-
-    def _begin_to_score(self, *groups: Sequence[Sample]) -> None:
-        futures = self._rollouter.scorer.submit(groups)
-        self._scored |= {
-            group[0].prompt.index: future for group, future in zip(groups, futures, strict=True)
-        }
-
-    def _score(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
-        """The samples of a round by prompt, with their rewards."""
-        if not self._rollouter.threads:
-            return self._rollouter.score(samples)
-        size = self._cfg.grpo.num_generations
-        groups = [samples[i : i + size] for i in range(0, len(samples), size)]
-        # Those that a checkpoint had, and dialogues.
-        self._begin_to_score(*(g for g in groups if g[0].prompt.index not in self._scored))
-        return [self._scored[group[0].prompt.index].result() for group in groups]
 
     def _batch(self) -> RolloutBatch:
         sampler = self.sampler

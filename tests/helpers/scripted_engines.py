@@ -26,7 +26,6 @@ from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.launch.run_dir import new_token
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 from megatron_grpo.rollout.generate import Rollouter
-from megatron_grpo.rollout.group_scorer import GroupScorer
 from parallel import ParallelDims
 
 MAX_LENGTH = 8
@@ -209,8 +208,7 @@ def scripted_rollouter(model: Path, folder: Path, *overrides: str) -> Iterator[R
         *overrides,
     )
     with closing(Rollouter(cfg, read_shape(model), new_token(), num_ranks=1)) as rollouter:
-        rollouter.score = Scores()
-        rollouter.scorer = GroupScorer(rollouter.score)
+        rollouter.score = rollouter.scorer.score = Scores()
         use(rollouter, ScriptedEngine(version=0))
         yield rollouter
 
