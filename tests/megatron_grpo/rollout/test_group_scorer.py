@@ -46,6 +46,7 @@ def test_groups_that_are_complete_are_scored_together_but_those_of_one_prompt(sc
     second.begin(group(1))
     second.begin(group(0))
     scorer.score.free.set()
+    assert wait_until(lambda: len(scorer.score.prompts) >= 2, seconds=10)
     for each in (second, first):  # what was not begun is now
         assert [found.samples for found in each.of([*chain(*groups)])] == groups
     assert scorer.score.prompts[:2] == [[2], [1, 0]]
