@@ -177,13 +177,6 @@ class RolloutConfig(Section):
                 "rollout.in_flight_updates true needs engines that hand out unfinished "
                 "completions: use rollout.engine=vllm"
             )
-        if self.router_replay:
-            raise ValueError(
-                "rollout.router_replay true replays one choice of experts for each token, and one "
-                "before a push has two: that of the weights that sampled it, and that of those "
-                "that computed it anew for the tokens after it: use "
-                "rollout.in_flight_updates=false"
-            )
         return self
 
     @model_validator(mode="after")
@@ -199,6 +192,8 @@ class RolloutConfig(Section):
         others = {
             f"rollout.engine {self.engine}": self.engine != "vllm",
             "rollout.vllm.speculative_config": self.vllm.get("speculative_config"),
+            # vLLM stores these by the tokens of a prefix, and would take old weights' for new ones.
+            "rollout.router_replay true": self.router_replay,
         }
         if told := [key for key, is_on in others.items() if is_on]:
             raise ValueError(

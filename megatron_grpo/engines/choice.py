@@ -79,16 +79,19 @@ class Choice(msgspec.Struct, dict=True):
             if spans and spans[-1].version == span.version:
                 begin = spans.pop().start
             spans.append(WeightVersion(span.version, begin, start + span.end))
+        known = self.routed_experts
         return Choice(
             token_ids=self.token_ids + rest.token_ids,
             logprobs=Logprobs(self.logprobs.content + rest.logprobs.content),
             finish_reason=rest.finish_reason,
             text=text,
             weight_versions=spans,
+            routed_experts=known and npy_of(np.concatenate([self.routes, rest.routes])),
         )
 
     def stopped(self, num_tokens: int) -> "Choice":
         """The first tokens of this completion, whose text ends it there; without their text."""
+        known, num_dropped = self.routed_experts, len(self.token_ids) - num_tokens
         return Choice(
             token_ids=self.token_ids[:num_tokens],
             logprobs=Logprobs(self.logprobs.content[:num_tokens]),
@@ -99,12 +102,13 @@ class Choice(msgspec.Struct, dict=True):
                 for span in self.weight_versions
                 if span.start < num_tokens
             ],
+            routed_experts=known and npy_of(self.routes[: len(self.routes) - num_dropped]),
         )
 
     @cached_property
     def routes(self) -> np.ndarray:
         """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt
-        and completion, but for the last token.
+        and completion, but for the last token, when the token behind it was sampled.
 
         Raises ValueError if the engine did not return them.
         """
@@ -113,6 +117,12 @@ class Choice(msgspec.Struct, dict=True):
         routes: np.ndarray = np.load(io.BytesIO(self.routed_experts), allow_pickle=False)
         # vLLM's for more than 256 experts is uint16, for which torch has few operations.
         return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
+
+
+def npy_of(routes: np.ndarray) -> bytes:
+    """`Choice.routed_experts` of these routes."""
+    np.save(file := io.BytesIO(), routes)
+    return file.getvalue()
 
 
 class Answer(msgspec.Struct):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_grpo.data.samples import seed_after
 from megatron_grpo.engines.choice import CUT, Choice
-from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.engine import ROUTES_START, Json
 
 Decode = Callable[[Sequence[int]], str]
 """The text of sampled tokens, without special ones."""
@@ -16,14 +16,19 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 def rest_of(request: Json, begun: Choice) -> Json:
     """The request for the rest of a completion, of which `begun` was sampled before it was cut."""
     params, num_tokens = request["sampling_params"], len(begun.token_ids)
+    token_ids = [*request["token_ids"], *begun.token_ids]
+    # Those of all tokens but the last are known: those with which the tokens behind them were
+    # sampled. The engine may choose others as it computes these tokens anew.
+    routes = {ROUTES_START: len(token_ids) - 1} if ROUTES_START in params else {}
     return {
         **request,
-        "token_ids": [*request["token_ids"], *begun.token_ids],
+        "token_ids": token_ids,
         "sampling_params": {
             **params,
             "max_tokens": params["max_tokens"] - num_tokens,
             # The same seed would repeat the random numbers that have sampled these tokens.
             "seed": seed_after(params["seed"], num_tokens),
+            **routes,
         },
     }
 

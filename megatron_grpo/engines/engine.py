@@ -46,6 +46,8 @@ COUNTS = {
 }
 
 GENERATE = "/inference/v1/generate"
+ROUTES_START = "routed_experts_prompt_start"
+"""The sampling parameter that asks for the experts of all tokens from that one on."""
 STREAM_INTERVAL = 256
 """Tokens in a chunk of an answer that is streamed; fewer are lost of a completion with its engine.
 
@@ -129,8 +131,10 @@ class Engine:
             ) from error
         if choice.finish_reason == CUT and is_cut():
             self._check_tokens(choice, versions())
-            return choice
-        self._check(choice, versions(), request["sampling_params"]["max_tokens"])
+            if ROUTES_START in request["sampling_params"] and not choice.routed_experts:
+                return Choice.empty()  # SGLang was about to compute its tokens anew, after a push
+        else:
+            self._check(choice, versions(), request["sampling_params"]["max_tokens"])
         self._check_routes(choice, request)
         return choice
 
@@ -344,7 +348,7 @@ class Engine:
         return response
 
     def _check_routes(self, choice: Choice, request: Json) -> None:
-        start = request["sampling_params"].get("routed_experts_prompt_start")
+        start = request["sampling_params"].get(ROUTES_START)
         if start is None:  # no routes were asked for
             return
         if not choice.routed_experts:

@@ -1,12 +1,12 @@
 """The requests of one generation; each is answered once, by any engine."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
 from megatron_grpo.data.prompts import Prompt, images_by_prompt
 from megatron_grpo.data.samples import Sample, first_seed
-from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
+from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion, npy_of
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams, image_features
 
@@ -89,6 +89,8 @@ class Generation:
         """What was sampled of open ones until they were cut."""
         self._prompts, self._params, self.stop = prompts, params, params.stop
         self._samples: dict[int, Sample] = {}
+        self.take_group: Callable[[list[Sample]], None] | None = None
+        """Called with all samples of a prompt when the last of them is answered."""
         self.open: dict[int, Json] = {}
         """The unanswered requests, by the number of their sample."""
         if features is None:
@@ -135,6 +137,11 @@ class Generation:
         del self.open[number]
         self.begun.pop(number, None)
         self.engines.add(url)
+        size = self._params.num_generations
+        first = number - number % size
+        group = [self._samples[n] for n in range(first, first + size) if n in self._samples]
+        if self.take_group and len(group) == size:
+            self.take_group(group)
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once no request is open."""
@@ -188,4 +195,5 @@ def _choice_of(sample: Sample) -> Choice:
             WeightVersion(str(version), start, end)
             for (version, _), (start, end) in zip(sample.spans, bounds, strict=True)
         ],
+        routed_experts=None if sample.routed_experts is None else npy_of(sample.routed_experts),
     )

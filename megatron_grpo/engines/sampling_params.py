@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megatron_grpo.data.samples import turn_seed
-from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.engine import ROUTES_START, Json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,7 @@ class SamplingParams:
             "seed": seed,
         }
         if self.router_replay:
-            sampling["routed_experts_prompt_start"] = routes_start
+            sampling[ROUTES_START] = routes_start
         return {
             "token_ids": token_ids,
             "output_mode": "text",

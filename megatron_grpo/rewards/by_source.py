@@ -35,6 +35,10 @@ class RewardsBySource:
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
         """The scores of every sample by label: those of its source's functions, and `environment`
         or `agent` of a dialogue. Raises what `RewardPool.score` raises."""
+        with self._all_pools.turn:
+            return self._score(samples, num_completions)
+
+    def _score(self, samples: Sequence[Sample], num_completions: float) -> list[Scores]:
         scores: dict[int, Scores] = {}
         for name, pool in self._pools.items():
             places = [i for i, sample in enumerate(samples) if sample.prompt.source == name]

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from multiprocessing.connection import Pipe, wait
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_grpo.bars import Show
@@ -344,6 +345,9 @@ class RewardPools:
     def __init__(self, servers: ModelServers | None = None) -> None:
         self._servers = servers
         self._pools: list[RewardPool] = []
+        self.turn = Lock()
+        """Held while completions are scored: pools serve one thread at a time, and an evaluation
+        may begin while a generation that is made ahead is scored."""
 
     def pool_for(self, cfg: RewardConfig) -> RewardPool:
         """The pool of `cfg`, which starts at the first call."""

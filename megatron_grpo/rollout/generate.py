@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,9 +29,9 @@ from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.environments.dialogues import DialogueRequests
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards import RewardPools, check_failed
-from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults, totals_of
-from megatron_grpo.rewards.scoring import with_steps
+from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
+from megatron_grpo.rollout.group_scorer import EarlyScores, GroupScorer
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.workers.child_process import COLLECTOR
 
@@ -103,8 +102,10 @@ class Rollouter:
         """Has the engines answer several generations at once; None if they make one at a time."""
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         if cfg.rollout.in_flight_updates:
-            self.in_flight = InFlight(self.engines, self._decode)
-        self._scoring = Lock()
+            # Only whole answers tell the experts of tokens.
+            streams = not cfg.rollout.router_replay
+            self.in_flight = InFlight(self.engines, self._decode, streams=streams)
+        self.scorer = GroupScorer(cfg, self.rewards, self._decode)
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
         self.dialogues = open_dialogues(
@@ -178,20 +179,6 @@ class Rollouter:
         assert self.dialogues is not None
         return self.dialogues.generate(requests)
 
-    def score(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
-        """The samples of a round by prompt, with their rewards."""
-        # In a round that only replaces prompts, too, the limit is a share of a whole generation.
-        size = max(self.cfg.grpo.generation_batch_size, len(samples))
-        with self._scoring:  # of one generation after the other
-            rewards = self.rewards.score(samples, num_completions=size)
-        samples = with_steps(samples, rewards, self._decode)
-        totals = totals_of(samples, rewards, self.cfg)
-        size = self.cfg.grpo.num_generations
-        return [
-            ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])
-            for i in range(0, len(samples), size)
-        ]
-
     def sampling_params(
         self, generation: int, round_number: int, policy_version: int
     ) -> SamplingParams:
@@ -226,6 +213,7 @@ class Rollouter:
             if self.dialogues:
                 stack.callback(self.dialogues.close)
             stack.callback(self.pools.close)
+            stack.callback(self.scorer.close)
             if self.in_flight:  # it would start ended engines again
                 stack.callback(self.in_flight.end)
 
@@ -243,6 +231,7 @@ class Rollout:
         self.sampler = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
         self.open: Generation | DialogueRequests | None = None
         """The requests of this round."""
+        self._early = EarlyScores(rollouter.scorer) if rollouter.threads else None
 
     def run(self, timer: PhaseTimer) -> RolloutBatch:
         """Sample the prompts and score the samples, in as many rounds as dynamic sampling takes.
@@ -254,17 +243,25 @@ class Rollout:
         sampler = self.sampler
         while sampler.prompts:
             with timer.phase("generate"):
-                self.open = self.open or self._rollouter.requests(sampler, self.request)
+                self.open = self.open or self.begin()
                 samples = self._rollouter.answers(self.request, self.open)
                 if not isinstance(self.open, Generation):
                     self.open.print_failures()
             with timer.phase("score"):
-                groups = self._rollouter.score(samples)
+                early, scorer = self._early, self._rollouter.scorer
+                groups = early.of(samples) if early else scorer.score(samples)
             sampler.add_groups(groups)
             self.open = None if sampler.prompts else self.open
             # Failures of functions and of the environment, over all rounds.
             check_failed(sampler.num_failed, sampler.num_scored, self._cfg.reward)
         return self._batch()
+
+    def begin(self) -> Generation | DialogueRequests:
+        """The requests of this round, of which no answer is there yet."""
+        requests = self._rollouter.requests(self.sampler, self.request)
+        if self._early and isinstance(requests, Generation):
+            requests.take_group = self._early.begin
+        return requests
 
     def abandon(self) -> None:
         """Drop the open requests, and end what they have started."""

@@ -7,7 +7,7 @@ work on others. Completions go on through pushes of weights, as with `rollout.in
 import math
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from statistics import fmean
@@ -29,7 +29,6 @@ from megatron_grpo.rollout.open_samples import experience_of, groups_of
 from megatron_grpo.rollout.runner import as_rollout_aborted
 from megatron_grpo.timing import ROLLOUT, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
-from megatron_grpo.workers.child_process import COLLECTOR
 
 NUM_READ_AT_ONCE = 64
 """Groups whose images are read before these are asked for."""
@@ -105,7 +104,6 @@ class GroupRunner:
         self._failure: Exception | None = None
         self._changed = Condition()
         """Guards all of the above, and is notified when a group is complete or something fails."""
-        self._scorer = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
 
     def begin(self, request: RolloutRequest) -> None:
         """Nothing: groups are asked for as others leave."""
@@ -198,7 +196,6 @@ class GroupRunner:
         """Cancel the groups in progress, since their rollouter is about to be closed."""
         self._rollouter.cancel()
         self._in_flight.end()
-        self._scorer.shutdown()
 
     @property
     def _now(self) -> int:
@@ -233,7 +230,7 @@ class GroupRunner:
 
     def _submit(self, number: int, attempt: Attempt) -> None:
         if not attempt.requests.open:  # a checkpoint had all samples, but no scores
-            self._scorer.submit(self._score, number, attempt)
+            self._score(number, attempt)
             return
         answered = self._in_flight.submit(attempt.key, attempt.requests, together=True)
         answered.add_done_callback(partial(self._take_answers, number, attempt))
@@ -251,11 +248,16 @@ class GroupRunner:
         except Exception as error:  # of any kind: it must reach who waits for the generation
             self._fail(error)
         else:
-            self._scorer.submit(self._score, number, attempt)
+            self._score(number, attempt)
 
     def _score(self, number: int, attempt: Attempt) -> None:
+        [made] = self._rollouter.scorer.submit([attempt.requests.samples()])
+        made.add_done_callback(partial(self._take_score, number, attempt))
+
+    def _take_score(self, number: int, attempt: Attempt, made: Future[ScoredGroup]) -> None:
+        """Complete a group, or another is asked for; runs in the thread that scores."""
         try:
-            [scored] = self._rollouter.score(attempt.requests.samples())
+            scored = made.result()
         except Exception as error:  # as above
             self._fail(error)
             return

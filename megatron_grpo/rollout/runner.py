@@ -104,8 +104,8 @@ class RolloutRunner:
                 making.rollout.abandon()
             making = Making(rollout := self._rollouter.rollout(request))
             samples = self._samples.pop(request.generation, None)
-            if samples and isinstance(self._rollouter, Rollouter) and isinstance(rollout, Rollout):
-                rollout.open = self._rollouter.requests(rollout.sampler, request)
+            if samples and isinstance(rollout, Rollout):
+                rollout.open = rollout.begin()
                 assert isinstance(rollout.open, Generation), "a checkpoint holds no dialogues"
                 rollout.open.go_on(samples)
                 rollout.open.engines |= self._engines.pop(request.generation)

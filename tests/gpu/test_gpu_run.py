@@ -306,9 +306,14 @@ def check_run_of_8_bits(*arguments: str, run_dir: Path) -> None:
         assert 0 < record["rollout/logprob_gap_mean"] < MOST_GAP_OF_8_BITS  # also after a push
 
 
+@pytest.mark.parametrize("replays", [False, True])
 def test_weights_are_pushed_while_the_engine_generates(
-    arguments: list[str], tmp_path: Path
+    arguments: list[str], tmp_path: Path, replays: bool
 ) -> None:
+    if replays:  # each token keeps its experts when vLLM computes it anew
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+        model = tiny_model(tmp_path / "mixture", "qwen3_moe", num_experts=8, **sizes)
+        arguments = [*arguments, f"model.path={model}", "rollout.router_replay=true"]
     run = finish_run(
         *arguments,
         "rollout.in_flight_updates=true",

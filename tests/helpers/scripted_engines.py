@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
@@ -10,13 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 
 from checkpoint_convert import read_shape
 from demo.make_sums import sums
 from helpers.policies import tiny_config
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines.choice import npy_of
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.engine import GENERATE, Engine, Patience
+from megatron_grpo.engines.engine import GENERATE, ROUTES_START, Engine, Patience
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.pool import EnginePool
@@ -33,7 +36,8 @@ MAX_LENGTH = 8
 class ScriptedEngine:
     """Holds its requests until `answers`, and tells the counts that a test sets.
 
-    The tokens that it samples are their own positions in prompt and completion.
+    The tokens that it samples are their own positions in prompt and completion, and their experts
+    have the number of its version.
     """
 
     counts: dict[str, float] = field(default_factory=dict)
@@ -106,7 +110,10 @@ class ScriptedEngine:
         if num_cuts < self.num_cuts:
             count, reason = self.num_cut_tokens, "abort"
         first = len(request["token_ids"])
+        routed = request["sampling_params"].get(ROUTES_START, first + count - 1)
+        routes = np.full((first + count - 1 - routed, 1, 1), self.version, np.uint8)
         choice = {
+            "routed_experts": b64encode(npy_of(routes)).decode(),
             "weight_versions": [{"version": str(self.version), "start": 0, "end": count}],
             "finish_reason": reason,
             "text": "",
@@ -201,7 +208,7 @@ def scripted_rollouter(model: Path, folder: Path, *overrides: str) -> Iterator[R
         *overrides,
     )
     with closing(Rollouter(cfg, read_shape(model), new_token(), num_ranks=1)) as rollouter:
-        rollouter.score = Scores()
+        rollouter.score = rollouter.scorer.score = Scores()
         use(rollouter, ScriptedEngine(version=0))
         yield rollouter
 

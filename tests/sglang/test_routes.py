@@ -1,25 +1,139 @@
 """The experts that SGLang tells of each token, against the routers of transformers."""
 
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.engines import SGLANG_PYTHON, random_prompts, running_engine
+from helpers.engines import (
+    SGLANG_PYTHON,
+    random_prompts,
+    running_engine,
+    sampling_params,
+    wait_until,
+)
 from helpers.models import servable_model
+from helpers.policies import start_policy
+from helpers.ranks import run_ranks
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.choice import CUT
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.router import with_own_layers
+from parallel import ParallelDims
+from parallel.alignment import Alignment
+from parallel.packing import TokenSequence, pack
+
+ENGINE = {"python": SGLANG_PYTHON, "router_replay": True}
+
+
+def mixture(folder: Path, seed: int = 0) -> Path:
+    return servable_model(folder, "qwen3_moe", moe_intermediate_size=128, seed=seed)
+
+
+@lru_cache
+def reference(folder: Path) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def bounds(sample: Sample) -> list[tuple[int, int]]:
+    """Where the part of each version begins and ends."""
+    return [*pairwise([0, *accumulate(count for _, count in sample.spans)])]
+
+
+def chosen_by(folder: Path, sample: Sample) -> np.ndarray:
+    """The experts that the routers of these weights choose for all tokens but the last."""
+    model = reference(folder)
+    tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids[:-1]]])
+    with torch.inference_mode():
+        logits = model(tokens, output_router_logits=True).router_logits
+    topk = model.config.num_experts_per_tok
+    return np.sort(torch.stack([layer.topk(topk).indices for layer in logits], dim=1).numpy())
 
 
 def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path):
-    folder = servable_model(tmp_path, "qwen3_moe", moe_intermediate_size=128)
-    options = {"python": SGLANG_PYTHON, "router_replay": True}
-    with running_engine("sglang", folder, tmp_path, **options) as engine:
+    folder = mixture(tmp_path)
+    with running_engine("sglang", folder, tmp_path, **ENGINE) as engine:
         engine.push(folder)
         # The second time, the prompts are in its cache.
         made = [engine.generate(random_prompts(2), router_replay=True) for _ in range(2)]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for sample in (*made[0], *made[1]):
-        tokens = torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids[:-1]]])
-        with torch.inference_mode():
-            logits = model(tokens, output_router_logits=True).router_logits
-        topk = model.config.num_experts_per_tok
-        chosen = torch.stack([layer.topk(topk).indices for layer in logits], dim=1).numpy()
-        np.testing.assert_array_equal(np.sort(sample.routed_experts), np.sort(chosen))
+        np.testing.assert_array_equal(np.sort(sample.routed_experts), chosen_by(folder, sample))
+
+
+def gaps_on_rank(
+    rank: int, folder: Path, samples: list[Sample], routes: list[np.ndarray]
+) -> list[torch.Tensor]:
+    """How far the trainer's log-probabilities are from those of the samples, with these routes."""
+    dims = ParallelDims()
+    policy, groups = start_policy(rank, folder, dims, "rollout.router_replay=true")
+    found = []
+    for sample, experts in zip(samples, routes, strict=True):
+        sequence = TokenSequence(
+            tokens=torch.tensor([*sample.prompt.token_ids, *sample.completion_ids]),
+            num_prompt_tokens=len(sample.prompt.token_ids),
+            advantage=1.0,
+            loss_weight=1.0,
+            rollout_logprobs=torch.tensor(sample.logprobs),
+            routed_experts=torch.from_numpy(experts.astype(np.uint8)),
+        )
+        batch = with_own_layers(pack([sequence], [0], Alignment.for_mesh(dims, False, 1)), groups)
+        [(logprobs, _)] = compute_logprobs(policy, [batch], 1.0, groups)
+        found.append((logprobs - batch.rollout_logprobs).abs()[batch.loss_mask])
+    return found
+
+
+@pytest.mark.slow
+def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(tmp_path):
+    folders = [mixture(tmp_path / "old"), mixture(tmp_path / "new", seed=1)]
+    params = sampling_params(
+        num_generations=8, max_completion_length=300, stop_token_ids=(), router_replay=True
+    )
+    with running_engine("sglang", folders[0], tmp_path, **ENGINE) as engine:
+        params = replace(params, policy_version=engine.push(folders[0]))
+        asked = Generation(random_prompts(2), params)
+        client = engine.client()
+        in_flight = InFlight(client, lambda token_ids: "", streams=False)
+        try:
+            answered = in_flight.submit(0, asked)
+            in_flight.resume(engine.version)
+            assert wait_until(lambda: engine.num_generated() > 100, 120, 0.005)
+            with in_flight.suspended():  # as for a checkpoint
+                parts = asked.so_far()
+            for folder in (folders[1], folders[0]):
+                engine.pause_after(400)
+                in_flight.hold(engine.version + 1)
+                in_flight.resume(engine.push(folder))
+            answered.result(timeout=300)
+        finally:
+            in_flight.end()
+            in_flight.close()
+    assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
+    samples = asked.samples()[::4]
+    assert all(len(sample.spans) == 3 for sample in samples)
+    # Of each token those that the weights of its version choose, after what these have read anew.
+    for sample in samples:
+        ends = [len(sample.prompt.token_ids) - 1 + end for _, end in bounds(sample)]
+        routes = np.sort(sample.routed_experts)
+        old, new = (chosen_by(folder, sample) for folder in folders)
+        for chosen, (start, end) in zip((old, new, old), pairwise([0, *ends]), strict=True):
+            np.testing.assert_array_equal(routes[start:end], chosen[start:end])
+        assert (old == new).all(axis=(1, 2)).mean() < 0.2
+
+    replayed = [sample.routed_experts for sample in samples]
+    chosen = [chosen_by(folders[1], sample) for sample in samples]
+    [before] = run_ranks(1, gaps_on_rank, folders[0], samples, replayed)
+    [after] = run_ranks(1, gaps_on_rank, folders[1], 2 * samples, replayed + chosen)
+    for sample, old, new, by_choice in zip(samples, before, after[:4], after[4:], strict=True):
+        (first, last), (start, end), _ = bounds(sample)
+        assert old[first:last].max() < 1e-3
+        # Behind the push, what is replayed of the tokens before it is not what the engine has
+        # computed anew: with that, the trainer has its log-probabilities, too.
+        assert by_choice[start:end].max() < 1e-3 < new[start:end].mean() < 0.3
+        assert new[first:last].mean() > 0.6  # by the weights of another version

@@ -7,7 +7,6 @@ takes SGLang's own arguments. SGLang's own routes are there as well, all behind 
 
 import asyncio
 import base64
-import io
 import json
 import math
 import sys
@@ -34,7 +33,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.server_args import prepare_server_args
 
 from megatron_grpo.engines.access import TokenGuard
-from megatron_grpo.engines.choice import CUT, NOT_FINITE
+from megatron_grpo.engines.choice import CUT, NOT_FINITE, npy_of
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.worker import call_of, run_scheduler_process
@@ -218,17 +217,17 @@ def choice_of(answer: Json, start: int | None = None) -> Json:
         "finish_reason": end and end["type"],
         "text": answer["text"] if end else "",  # SGLang's is of all tokens so far
         "weight_versions": meta["weight_versions"],
-        "routed_experts": npy_of(meta["routed_experts"]) if "routed_experts" in meta else None,
+        "routed_experts": encoded(meta["routed_experts"]) if "routed_experts" in meta else None,
     }
 
 
-def npy_of(routed_experts: str) -> str:
+def encoded(routed_experts: str) -> str:
     """SGLang's experts of tokens, base64 of int32 [tokens, layers, topk], in the form of vLLM."""
     config = manager().model_config.hf_text_config
     flat = np.frombuffer(base64.b64decode(routed_experts), np.int32)
     routes = flat.reshape(-1, config.num_hidden_layers, config.num_experts_per_tok)
-    np.save(file := io.BytesIO(), routes.astype(np.uint8 if routes.max() < 256 else np.int16))
-    return base64.b64encode(file.getvalue()).decode()
+    small = routes.astype(np.uint8 if routes.max(initial=0) < 256 else np.int16)
+    return base64.b64encode(npy_of(small)).decode()
 
 
 @router.post("/v1/chat/completions/derender")

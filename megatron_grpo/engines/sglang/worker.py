@@ -16,17 +16,22 @@ import torch
 import torch.distributed as dist
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.layernorm import GemmaRMSNorm
-from sglang.srt.managers import scheduler
+from sglang.srt.managers import schedule_batch, scheduler
 from sglang.srt.managers.io_struct import CheckWeightsReqInput, CheckWeightsReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN, Req
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor,
+)
 from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, alloc_with_host_register
 from sglang.srt.model_executor.model_runner_components.weight_updater import (
     _unsupported_derived_weight_cache_error,
 )
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_exec
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from sglang.srt.utils import is_cpu
 from sglang.srt.utils.weight_versions import compute_weight_version_spans
 from torch import Tensor
@@ -175,6 +180,9 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     accumulator = _GenerationStreamAccumulator
     accumulator.accept = tells_versions(accumulator.accept)
     Req.update_finish_state = ends_before_it_is_cut(Req.update_finish_state)
+    schedule_batch.release_req = keeps_routes(schedule_batch.release_req)
+    collect = SchedulerBatchResultProcessor._maybe_collect_routed_experts
+    SchedulerBatchResultProcessor._maybe_collect_routed_experts = collects_kept_routes(collect)
     ALLOC_MEMORY_FUNCS["cpu"] = unpinned
     scheduler.run_scheduler_process(*args, **kwargs)
 
@@ -213,6 +221,38 @@ def ends_before_it_is_cut(update_finish_state: Callable[..., None]) -> Callable[
         return None
 
     return update
+
+
+def keeps_routes(release_req: Callable[..., bool]) -> Callable[..., bool]:
+    """Let a request whose keys and values are dropped, as for a push, keep the experts with which
+    its tokens were sampled: they will be computed anew, and the new weights may choose others."""
+
+    def released(*, req: Req, req_to_token_pool: ReqToTokenPool, **arguments: Any) -> bool:
+        capturer = get_global_experts_capturer()
+        if capturer and req.return_routed_experts and req.output_ids:
+            row, start = req.kv.req_pool_idx, req.routed_experts_start_len
+            routes = capturer.get_topk(row, req.seqlen, req_to_token_pool, start)
+            req.kept_routes = with_kept_routes(req, routes)
+        return release_req(req=req, req_to_token_pool=req_to_token_pool, **arguments)
+
+    return released
+
+
+def collects_kept_routes(collect: Callable[..., None]) -> Callable[..., None]:
+    """Let the experts that a request tells at its end be those that it has kept, where it has."""
+
+    def collected(self: SchedulerBatchResultProcessor, req: Req) -> None:
+        collect(self, req)
+        if req.routed_experts is not None:
+            req.routed_experts = with_kept_routes(req, req.routed_experts)
+
+    return collected
+
+
+def with_kept_routes(req: Req, routes: Tensor) -> Tensor:
+    """The experts of a request's tokens: of the first ones those that it has kept."""
+    kept = getattr(req, "kept_routes", routes[:0])
+    return torch.cat([kept, routes[len(kept) :]])
 
 
 def unpinned(

@@ -1,14 +1,12 @@
 """The engine behind `server`: generation and weight updates of one model."""
 
 import base64
-import io
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -20,6 +18,7 @@ from checkpoint_convert.megatron import file_layout, file_tensors
 from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.weights import whole_tensors
+from megatron_grpo.engines.choice import npy_of
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.transformers.sampling import Completion, RouteRecorder, sample
@@ -220,5 +219,4 @@ class TransformersEngine:
 
 def _encoded(routes: Tensor) -> str:
     """Routes in the format of vLLM: base64 of a `.npy` file."""
-    np.save(file := io.BytesIO(), routes.numpy())
-    return base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(npy_of(routes.numpy())).decode()

@@ -452,9 +452,9 @@ REFUSED = [
     (f"{IN_FLIGHT} + rollout.over_sampling=3.5", "at most 3"),
     ("rollout.over_sampling=1.5", "set rollout.in_flight_updates=true"),
     (f"{IN_FLIGHT} + rollout.engine=transformers", "rollout.engine=vllm"),
-    (f"{IN_FLIGHT} + rollout.router_replay=true", "rollout.in_flight_updates=false"),
     ("rollout.recompute_kv_cache=false", "rollout.in_flight_updates=true"),
     (f"{KEEPS} + rollout.engine=sglang", "rollout.engine sglang does not go with"),
+    (f"{KEEPS} + rollout.router_replay=true", "rollout.router_replay true does not go with"),
     (f"{KEEPS} + rollout.vllm.speculative_config={{method: ngram}}", "speculative_config does not"),
     (
         f"{IN_FLIGHT} + rollout.over_sampling=2 + environment.name=a.py:B",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.engines import engine as engine_module
-from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.choice import CUT, Choice
 from megatron_grpo.engines.engine import Engine, Patience
 from megatron_grpo.engines.engine_queue import EngineQueue
 from megatron_grpo.engines.http import EVENTS, EngineDown, EngineError
@@ -119,6 +119,16 @@ def test_routes_are_read_as_vllm_writes_them(dtype, kept):
 def test_an_answer_without_the_routes_that_were_asked_for_is_refused(answered, told):
     with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}"):
         generate(CHOICE | {"routed_experts": answered}, request=ROUTED)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_cut_without_the_routes_that_were_asked_for_begins_anew(is_known):
+    routes = encoded(routes_of(2, np.uint8)) if is_known else None
+    cut = CHOICE | {"finish_reason": CUT, "routed_experts": routes}
+    engine = engine_of(lambda request: {"choices": [cut]})
+    found = asyncio.run(engine.complete(ROUTED, lambda: range(7, 8), lambda: True))
+    assert found.finish_reason == CUT
+    assert found.token_ids == (CHOICE["token_ids"] if is_known else [])
 
 
 def test_an_answer_that_is_well_is_taken_and_a_completion_alone_may_take_any_time():

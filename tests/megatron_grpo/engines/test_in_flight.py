@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -24,7 +25,7 @@ from helpers.engines import (
 )
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import engine as engine_module
-from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion
+from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion, npy_of
 from megatron_grpo.engines.cuts import joined
 from megatron_grpo.engines.engine import GENERATE, Engine
 from megatron_grpo.engines.generation import Generation
@@ -202,7 +203,8 @@ def sampled(token_ids, is_cut):
 def choice_of(token_ids, finish_reason, text):
     logprobs = Logprobs([Token(-1.0) for _ in token_ids])
     spans = [WeightVersion("0", 0, len(token_ids))]
-    return Choice(token_ids, logprobs, finish_reason, text, spans)
+    routes = npy_of(np.array(token_ids).astype(np.int16).reshape(-1, 1, 1))
+    return Choice(token_ids, logprobs, finish_reason, text, spans, routes)
 
 
 def test_a_stop_string_ends_a_completion_wherever_it_is_cut():

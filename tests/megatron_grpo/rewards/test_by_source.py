@@ -1,5 +1,6 @@
 """Samples of several sources in one generation, each scored by its own functions."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from math import isnan
@@ -73,3 +74,16 @@ def test_each_source_has_its_own_functions_weights_bounds_and_metrics():
     # Of a completion of one turn nothing is counted here.
     found = dialogue_metrics(made, scores)
     assert (found["num_turns/mean"], found["environment/failed_ratio"]) == (1.0, 0.5)
+
+
+def test_a_generation_and_an_evaluation_may_be_scored_at_the_same_time():
+    made = samples()
+    with closing(RewardPools()) as pools, ThreadPoolExecutor(4) as threads:
+        rewards = [RewardsBySource(CONFIG.by_source, pools) for _ in range(2)]
+        size = len(made)
+        alone = rewards[0].score(made, num_completions=size)
+        found = [
+            threads.submit(rewards[i % 2].score, made[::-1], num_completions=size)
+            for i in range(20)
+        ]
+        assert all(str(each.result()) == str(alone[::-1]) for each in found)

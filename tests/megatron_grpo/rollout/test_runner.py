@@ -15,7 +15,9 @@ from helpers.scripted_engines import MAX_LENGTH, ScriptedEngine, scripted_rollou
 from megatron_grpo.checkpoints.experience_file import OPEN, read_experience, write_experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.engines.choice import CUT
+from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
+from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
@@ -26,7 +28,9 @@ SIZE = 16
 
 @pytest.fixture
 def rollouter(tmp_path: Path) -> Iterator[Rollouter]:
-    with scripted_rollouter(tiny_model(tmp_path / "model", "qwen3"), tmp_path) as rollouter:
+    """One that replays the experts of tokens."""
+    model = tiny_model(tmp_path / "model", "qwen3_moe")
+    with scripted_rollouter(model, tmp_path, "rollout.router_replay=true") as rollouter:
         yield rollouter
 
 
@@ -72,6 +76,38 @@ def test_a_resumed_run_goes_on_with_generations_that_were_in_progress(rollouter,
         assert sample.spans == ((0, 2), (1, MAX_LENGTH - 2))
         first = len(sample.prompt.token_ids)
         assert [*sample.completion_ids] == [*range(first, first + MAX_LENGTH)]
+        # Of a token that is read, those with which the one behind it was sampled.
+        routes = [0] * (first + 1) + [1] * (MAX_LENGTH - 2)
+        assert sample.routed_experts.flatten().tolist() == routes
+
+
+def test_groups_are_scored_while_others_are_at_the_engines(rollouter):
+    runner, engine, score = runner_of(rollouter), rollouter.engine, rollouter.score
+    engine.first_held = 6  # two samples of the second group have ended
+    runner.resume(0)
+    for generation in (0, 1):
+        runner.begin(RolloutRequest(generation, 0))
+    assert wait_until(lambda: score.num_scored == 4, seconds=10)
+    assert wait_until(lambda: len(runner._making[0].rollout.open.open) == SIZE - 6, seconds=10)
+    engine.first_held = MOST_REQUESTS + 4  # of the next generation the first group has, too
+    assert wait_until(lambda: score.num_scored == SIZE + 4, seconds=10)
+    engine.answers.set()
+    made = [runner.finish(generation, TIMER) for generation in (0, 1)]
+    assert score.num_scored == 2 * SIZE
+    for generation, batch in enumerate(made):
+        samples, prompts = batch.experience.samples, rollouter.stream.batch(generation)
+        assert [sample.prompt for sample in samples] == [p for p in prompts for _ in range(4)]
+        assert batch.experience.totals.tolist() == [sample.sample_index for sample in samples]
+    runner.close()
+
+
+def test_a_failure_to_score_a_group_ends_the_run_when_its_generation_is_taken(rollouter):
+    runner, rollouter.score.error = runner_of(rollouter), RewardError("by fire")
+    runner.resume(0)
+    runner.begin(RolloutRequest(0, 0))
+    rollouter.engine.answers.set()
+    with pytest.raises(RolloutAborted, match="by fire"):
+        runner.finish(0, TIMER)
 
 
 def test_a_generation_of_which_a_checkpoint_has_all_samples_is_only_scored(rollouter):

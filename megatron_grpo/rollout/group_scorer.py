@@ -1,0 +1,115 @@
+"""Scores groups: all completions of one prompt. Rank 0 only.
+
+Reward functions get one group in each call. So the groups of a generation that is made ahead are
+scored as soon as each is complete, while the engines work on others: they have the same scores as
+at its end, and only the order of the calls depends on time.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.rewards.by_source import RewardsBySource, totals_of
+from megatron_grpo.rewards.scoring import Decode, with_steps
+from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
+from megatron_grpo.workers.child_process import COLLECTOR
+
+Group = Sequence[Sample]
+
+GATHER_SECONDS = 0.05
+"""Completions that end in one step of an engine arrive within this: the first group of them is not
+to be scored alone, as the others would wait for it."""
+
+
+class GroupScorer:
+    """Scores groups at once, or in a thread of its own, until `close`: there together all those
+    that are complete when the ones before them are scored. After a failure in the thread, it is
+    raised for all others."""
+
+    def __init__(self, cfg: Config, rewards: RewardsBySource, decode: Decode) -> None:
+        self._cfg, self._rewards, self._decode = cfg, rewards, decode
+        self._waiting: list[tuple[Group, Future[ScoredGroup]]] = []
+        self._lock = Lock()
+        self._failure: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
+
+    def score(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
+        """The samples of several groups by prompt, with their rewards."""
+        # In a round that only replaces prompts, too, the limit is a share of a whole generation.
+        size = max(self._cfg.grpo.generation_batch_size, len(samples))
+        rewards = self._rewards.score(samples, num_completions=size)
+        samples = with_steps(samples, rewards, self._decode)
+        totals = totals_of(samples, rewards, self._cfg)
+        size = self._cfg.grpo.num_generations
+        return [
+            ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])
+            for i in range(0, len(samples), size)
+        ]
+
+    def submit(self, groups: Sequence[Group]) -> list[Future[ScoredGroup]]:
+        """Have these scored in the thread; from any thread."""
+        futures: list[Future[ScoredGroup]] = [Future() for _ in groups]
+        with self._lock:
+            self._waiting += zip(groups, futures, strict=True)
+        self._thread.submit(self._score_waiting)
+        return futures
+
+    def close(self) -> None:
+        """End the thread, once what was submitted is scored or its scoring cancelled."""
+        self._thread.shutdown()
+
+    def _score_waiting(self) -> None:
+        while found := self._take():
+            groups, futures = zip(*found, strict=True)
+            try:
+                if self._failure:
+                    raise self._failure
+                scored = self.score([sample for group in groups for sample in group])
+            except Exception as error:  # of any kind: it must reach who waits for the groups
+                self._failure = error
+                for future in futures:
+                    future.set_exception(error)
+            else:
+                for future, each in zip(futures, scored, strict=True):
+                    future.set_result(each)
+
+    def _take(self) -> list[tuple[Group, Future[ScoredGroup]]]:
+        """What is scored next; nothing if it was scored with what came before."""
+        if self._waiting:
+            time.sleep(GATHER_SECONDS)
+        with self._lock:
+            first: dict[int, tuple[Group, Future[ScoredGroup]]] = {}
+            left = []
+            for each in self._waiting:
+                # Of two generations, those of one prompt would be taken for one group.
+                if first.setdefault(each[0][0].prompt.index, each) is not each:
+                    left.append(each)
+            self._waiting = left
+        return [*first.values()]
+
+
+class EarlyScores:
+    """The scores of the groups of one generation, of which some are made before it is complete."""
+
+    def __init__(self, scorer: GroupScorer) -> None:
+        self._scorer = scorer
+        self._groups: dict[int, Future[ScoredGroup]] = {}
+        """By the index of their prompt, those that have begun to be scored."""
+
+    def begin(self, *groups: Group) -> None:
+        """Begin to score groups that are complete; from any thread."""
+        futures = self._scorer.submit(groups)
+        for group, future in zip(groups, futures, strict=True):
+            self._groups[group[0].prompt.index] = future
+
+    def of(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
+        """All samples of a round by prompt, with their rewards; raises what scoring raises."""
+        groups: dict[int, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.prompt.index, []).append(sample)
+        # Those that a checkpoint had whole, and dialogues.
+        self.begin(*(group for index, group in groups.items() if index not in self._groups))
+        return [self._groups[index].result() for index in groups]
