@@ -35,7 +35,10 @@ from megatron_grpo.viewer.command import view
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="key.sub=value pairs, for example train.num_steps=3 grpo.beta=0.04"),
+    typer.Argument(
+        metavar="KEY.SUB=VALUE",
+        help="Overrides of keys, for example train.num_steps=3 grpo.beta=0.04",
+    ),
 ]
 Lengths = Annotated[
     Path | None,
@@ -79,7 +82,10 @@ def options(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML file; see configs/ for complete examples.")],
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", help="YAML file; see configs/ for complete examples."),
+    ],
     overrides: Overrides = None,
 ) -> None:
     """Train CONFIG. Run the same command again to resume from its run directory.
@@ -130,7 +136,7 @@ def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> tupl
 
 @app.command()
 def check(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
     overrides: Overrides = None,
 ) -> None:
     """Check that CONFIG can start, without starting it.
@@ -152,7 +158,9 @@ def check(
 
 @app.command("eval")
 def evaluate(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run, with a section `eval`.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run, with a section `eval`.")
+    ],
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
@@ -204,7 +212,7 @@ app.command()(serve)
 
 @app.command()
 def place(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
     overrides: Overrides = None,
     nodes: Annotated[
         str, typer.Option(help="Node names of the job, separated by commas.")
@@ -238,7 +246,7 @@ def place(
 
 @app.command()
 def plan(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
     overrides: Overrides = None,
     gpu: Annotated[
         str | None, typer.Option(help="GPU model: a100, h100 (the default), h200 or b200.")
@@ -317,7 +325,10 @@ def _instantiate(cfg: Config) -> None:
 @app.command()
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(help="YAML file of the run, for its directory and packages.")
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG", help="YAML file of the run, for its directory and packages."
+        ),
     ] = None,
     overrides: Overrides = None,
     as_report: Annotated[

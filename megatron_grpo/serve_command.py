@@ -24,10 +24,15 @@ MasterPort = Annotated[
 
 
 def serve(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run that the engine is for.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run that the engine is for.")
+    ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="key.sub=value pairs, for example rollout.tensor_parallel_size=2"),
+        typer.Argument(
+            metavar="KEY.SUB=VALUE",
+            help="Overrides of keys, for example rollout.tensor_parallel_size=2",
+        ),
     ] = None,
     host: Annotated[
         str, typer.Option(help="IP address of this host that trainers connect to.")

@@ -21,12 +21,20 @@ PACKAGES = ["megatron_grpo", "checkpoint_convert", "parallel"]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
 
 
+def headings(file: Path) -> set[str]:
+    """How links name the headings of a page."""
+    found = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in found}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_and_commands_exist(document):
     path, text = ROOT / document, (ROOT / document).read_text()
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+    for target, _, heading in re.findall(r"\]\(([^)#\s]*)(#([^)]+))?\)", text):
         if "://" not in target:
-            assert (path.parent / target).exists(), target
+            file = path.parent / target if target else path
+            assert file.exists(), target
+            assert not heading or heading in headings(file), (target, heading)
     for config in re.findall(r"\bconfigs/\w+\.yaml", text):
         assert (ROOT / config).exists(), config
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
