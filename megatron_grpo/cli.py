@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
+    check_host,
     place_engines,
     rank_place,
     start_ranks,
@@ -106,6 +108,7 @@ def train(
     is_silent = place is not None and place.rank > 0
     exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
     if place is None:
+        _check_host(cfg)
         with exit_when_preempted():
             cfg, _ = _preflight(cfg, token)
         start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
@@ -122,6 +125,19 @@ def train(
     from megatron_grpo.rank import run_rank
 
     run_rank(cfg, place, token)
+
+
+def _check_host(cfg: Config) -> None:
+    """Refuse a job of many hosts that is started on one, such as a login node."""
+    from checkpoint_convert import hf_tensors
+    from megatron_grpo.config.trained_shape import trained_shape
+    from megatron_grpo.engines.kernels import num_gpus
+    from megatron_grpo.planning.card import ITEMSIZE
+
+    cfg.model.check_folder(only_config=True)
+    sizes = [prod(shape) for shape in hf_tensors(trained_shape(cfg)).values()]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    check_host(cfg, sum(sizes) * ITEMSIZE[cfg.model.dtype], num_gpus(), memory)
 
 
 def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> tuple[Config, str]:
