@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from checkpoint_convert import megatron_layout, read_shape
-from docs import make_api, make_models
+from docs import make_api, make_compatibility, make_models
 from helpers.published_models import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.cli import app
@@ -141,3 +141,8 @@ def test_the_page_of_pieces_to_import_is_that_of_the_docstrings_and_its_examples
 def test_the_page_of_models_is_what_the_checks_say_of_them():
     told = "run PYTHONPATH=.:tests python docs/make_models.py"
     assert make_models.PAGE.read_text() == make_models.page(), told
+
+
+def test_the_table_of_features_is_what_the_checks_say_of_each_pair():
+    told = "run PYTHONPATH=.:tests python docs/make_compatibility.py"
+    assert make_compatibility.PAGE.read_text() == make_compatibility.page(), told
