@@ -108,8 +108,8 @@ def train(
     is_silent = place is not None and place.rank > 0
     exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
     if place is None:
-        _check_host(cfg)
         with exit_when_preempted():
+            _check_host(cfg)
             cfg, _ = _preflight(cfg, token)
         start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
     tie_to_launcher(os.environ)
@@ -134,7 +134,7 @@ def _check_host(cfg: Config) -> None:
     from megatron_grpo.engines.kernels import num_gpus
     from megatron_grpo.planning.card import ITEMSIZE
 
-    cfg.model.check_folder(only_config=True)
+    cfg.model.check_folder()
     sizes = [prod(shape) for shape in hf_tensors(trained_shape(cfg)).values()]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     check_host(cfg, sum(sizes) * ITEMSIZE[cfg.model.dtype], num_gpus(), memory)
