@@ -110,7 +110,7 @@ def import_(
 
     The checkpoint (torch_dist) loads at any parallel sizes. When it is loaded with the same --tp,
     each rank reads exactly its own bytes, at any --pp, --vpp and --ep: these are only checked to be
-    able to split the model. Weights in FP8, INT8 and MXFP4 are dequantised.
+    able to split the model. Weights in FP8, INT8, MXFP4 and NVFP4 are dequantised.
 
     \b
     Example:
@@ -197,8 +197,8 @@ def merge(
 
 @app.command()
 def verify(
-    a: Annotated[Path, typer.Argument(help="Hugging Face folder or checkpoint.")],
-    b: Annotated[Path, typer.Argument(help="Another one, in the same format or not.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="Hugging Face folder or checkpoint.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, in the same format or not.")],
     tolerance: Annotated[
         float | None,
         typer.Option(min=0.0, help="Largest absolute difference. Default: bytes are compared."),
@@ -235,7 +235,9 @@ def verify(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Hugging Face folder or checkpoint.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="Hugging Face folder or checkpoint.")
+    ],
     hf_config: HfConfig = None,
     tp: TensorSize = 1,
     pp: PipelineSize = 1,

@@ -10,7 +10,10 @@ def check_folder(folder: Path) -> None:
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give its folder")
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist: give a Hugging Face model folder")
+        raise ValueError(
+            f"{folder} does not exist: give a Hugging Face model folder, such as one made by "
+            "`hf download OWNER/NAME --local-dir FOLDER`"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

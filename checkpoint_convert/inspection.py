@@ -38,7 +38,7 @@ def print_inspection(
         if weights.format == "torch_dist":
             console.print(_chunk_table(weights))
         console.print(
-            f"{weights.format}: {len(weights.layout.shapes):,} stored tensors are exactly the "
+            f"{weights.format}: {len(weights.layout.shapes):,} stored tensors hold exactly the "
             f"{len(hf_tensors(shape)):,} tensors of the model"
         )
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
+    check_host,
     place_engines,
     rank_place,
     start_ranks,
@@ -35,7 +37,10 @@ from megatron_grpo.viewer.command import view
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="key.sub=value pairs, for example train.num_steps=3 grpo.beta=0.04"),
+    typer.Argument(
+        metavar="KEY.SUB=VALUE",
+        help="Overrides of keys, for example train.num_steps=3 grpo.beta=0.04",
+    ),
 ]
 Lengths = Annotated[
     Path | None,
@@ -79,7 +84,10 @@ def options(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML file; see configs/ for complete examples.")],
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG", help="YAML file; see configs/ for complete examples."),
+    ],
     overrides: Overrides = None,
 ) -> None:
     """Train CONFIG. Run the same command again to resume from its run directory.
@@ -101,6 +109,7 @@ def train(
     exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
     if place is None:
         with exit_when_preempted():
+            _check_host(cfg)
             cfg, _ = _preflight(cfg, token)
         start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
     tie_to_launcher(os.environ)
@@ -118,6 +127,19 @@ def train(
     run_rank(cfg, place, token)
 
 
+def _check_host(cfg: Config) -> None:
+    """Refuse a job of many hosts that is started on one, such as a login node."""
+    from checkpoint_convert import hf_tensors
+    from megatron_grpo.config.trained_shape import trained_shape
+    from megatron_grpo.engines.kernels import num_gpus
+    from megatron_grpo.planning.card import ITEMSIZE
+
+    cfg.model.check_folder()
+    sizes = [prod(shape) for shape in hf_tensors(trained_shape(cfg)).values()]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    check_host(cfg, sum(sizes) * ITEMSIZE[cfg.model.dtype], num_gpus(), memory)
+
+
 def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> tuple[Config, str]:
     silence_libraries()
     from rich.console import Console
@@ -130,7 +152,7 @@ def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> tupl
 
 @app.command()
 def check(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
     overrides: Overrides = None,
 ) -> None:
     """Check that CONFIG can start, without starting it.
@@ -152,7 +174,9 @@ def check(
 
 @app.command("eval")
 def evaluate(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run, with a section `eval`.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="YAML file of the run, with a section `eval`.")
+    ],
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
@@ -204,7 +228,7 @@ app.command()(serve)
 
 @app.command()
 def place(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
     overrides: Overrides = None,
     nodes: Annotated[
         str, typer.Option(help="Node names of the job, separated by commas.")
@@ -238,7 +262,7 @@ def place(
 
 @app.command()
 def plan(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
     overrides: Overrides = None,
     gpu: Annotated[
         str | None, typer.Option(help="GPU model: a100, h100 (the default), h200 or b200.")
@@ -317,7 +341,10 @@ def _instantiate(cfg: Config) -> None:
 @app.command()
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(help="YAML file of the run, for its directory and packages.")
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG", help="YAML file of the run, for its directory and packages."
+        ),
     ] = None,
     overrides: Overrides = None,
     as_report: Annotated[

@@ -299,7 +299,7 @@ def _check_model(cfg: Config) -> ModelShape:
     if model := quantized_model(cfg.train.export_quantization, shape, NAMES[cfg.model.dtype]):
         check_ranks(shape, cfg.dims, model)
     if has_other_towers(folder):
-        _check_text_tower(cfg)
+        check_text_tower(cfg)
     if cfg.model.freeze_moe_router and shape.moe is None:
         raise ValueError(
             "model.freeze_moe_router true needs a mixture of experts, and this model is dense: "
@@ -308,7 +308,7 @@ def _check_model(cfg: Config) -> ModelShape:
     return shape
 
 
-def _check_text_tower(cfg: Config) -> None:
+def check_text_tower(cfg: Config) -> None:
     """Raise ValueError for what is not there for the text tower of a multimodal model."""
     refused = {
         "train.export_quantization": (cfg.train.export_quantization, "none"),

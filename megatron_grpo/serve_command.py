@@ -11,6 +11,16 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.process import allow_open_files
 from megatron_grpo.launch.run_dir import check_token, take_token
 
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file of the run that the engine is for.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY.SUB=VALUE",
+        help="Overrides of keys, for example rollout.tensor_parallel_size=2",
+    ),
+]
 MasterAddr = Annotated[str, typer.Option(help="Address of node 0 for the others.")]
 MasterPort = Annotated[
     int,
@@ -24,11 +34,8 @@ MasterPort = Annotated[
 
 
 def serve(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run that the engine is for.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="key.sub=value pairs, for example rollout.tensor_parallel_size=2"),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     host: Annotated[
         str, typer.Option(help="IP address of this host that trainers connect to.")
     ] = "127.0.0.1",

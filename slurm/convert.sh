@@ -8,7 +8,7 @@
 #SBATCH --mem=0
 #SBATCH --time=02:00:00
 #SBATCH --output=%x_%j.log
-source "$SLURM_SUBMIT_DIR/slurm/job.sh"
+source "${SLURM_SUBMIT_DIR:?submit this by sbatch, in the checkout}/slurm/job.sh" || exit 2
 cd "$SLURM_SUBMIT_DIR"
 source slurm/env.sh
 step --nodes=1 --ntasks=1 checkpoint-convert "$@"

@@ -8,7 +8,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --time=00:15:00
 #SBATCH --output=%x_%j.log
-source "$SLURM_SUBMIT_DIR/slurm/job.sh"
+source "${SLURM_SUBMIT_DIR:?submit this by sbatch, in the checkout}/slurm/job.sh" || exit 2
 cd "$SLURM_SUBMIT_DIR"
 source slurm/env.sh
 use_network

@@ -15,7 +15,7 @@
 # nodes; each is a job step, and has a file in RUN_DIR/engines while it serves. Before the time limit, and
 # on `scancel --batch --signal=USR1 JOBID`, they leave: each ends when the run has dropped it at a push.
 # They stay when the trainer's job is queued again, and end when the run is complete.
-source "$SLURM_SUBMIT_DIR/slurm/job.sh"
+source "${SLURM_SUBMIT_DIR:?submit this by sbatch, in the checkout}/slurm/job.sh" || exit 2
 
 # shellcheck disable=SC2317  # a signal calls it
 leave() {

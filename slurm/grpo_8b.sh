@@ -10,5 +10,5 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x_%j.log
-source "$SLURM_SUBMIT_DIR/slurm/job.sh"
+source "${SLURM_SUBMIT_DIR:?submit this by sbatch, in the checkout}/slurm/job.sh" || exit 2
 run_job "${CONFIG:-configs/grpo_8b.yaml}" "$@"

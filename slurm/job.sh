@@ -281,6 +281,10 @@ step() {
         # Trainer and engines both use the image's package: `python -m` would import the checkout's.
         export PYTHONSAFEPATH=1
     else
+        [[ -x $VENV/bin/megatron-grpo ]] || {
+            echo "$VENV has no megatron-grpo: set VENV or CONTAINER_IMAGE in slurm/env.sh" >&2
+            exit "$FOR_THE_USER"
+        }
         PATH=$VENV/bin:$PATH
     fi
     export SLURM_CPU_BIND=none

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from checkpoint_convert import megatron_layout, read_shape
-from docs import make_api, make_models
+from docs import make_api, make_compatibility, make_models
 from helpers.published_models import write_config
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.cli import app
@@ -21,12 +21,20 @@ PACKAGES = ["megatron_grpo", "checkpoint_convert", "parallel"]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{f.name}" for f in ROOT.glob("docs/*.md"))]
 
 
+def headings(file: Path) -> set[str]:
+    """How links name the headings of a page."""
+    found = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in found}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_and_commands_exist(document):
     path, text = ROOT / document, (ROOT / document).read_text()
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+    for target, _, heading in re.findall(r"\]\(([^)#\s]*)(#([^)]+))?\)", text):
         if "://" not in target:
-            assert (path.parent / target).exists(), target
+            file = path.parent / target if target else path
+            assert file.exists(), target
+            assert not heading or heading in headings(file), (target, heading)
     for config in re.findall(r"\bconfigs/\w+\.yaml", text):
         assert (ROOT / config).exists(), config
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
@@ -133,3 +141,8 @@ def test_the_page_of_pieces_to_import_is_that_of_the_docstrings_and_its_examples
 def test_the_page_of_models_is_what_the_checks_say_of_them():
     told = "run PYTHONPATH=.:tests python docs/make_models.py"
     assert make_models.PAGE.read_text() == make_models.page(), told
+
+
+def test_the_table_of_features_is_what_the_checks_say_of_each_pair():
+    told = "run PYTHONPATH=.:tests python docs/make_compatibility.py"
+    assert make_compatibility.PAGE.read_text() == make_compatibility.page(), told

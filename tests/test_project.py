@@ -66,6 +66,19 @@ def locked_lines() -> list[str]:
     return [line for text in files for line in text.splitlines() if not line.startswith("#")]
 
 
+def test_the_page_of_versions_has_those_that_are_locked() -> None:
+    sglang = (ROOT / "requirements" / "sglang.txt").read_text().splitlines()
+    locked = [*locked_lines(), *(line for line in sglang if line.startswith("sglang=="))]
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)`[^|]*\| ([^|]+) \|", text, re.MULTILINE)
+    assert len(rows) > 5
+    for name, versions in rows:
+        pins = {
+            line.split(" ")[0].partition("==")[2] for line in locked if line.startswith(f"{name}==")
+        }
+        assert set(re.findall(r"\d+\.\d+\.\d+", versions)) == pins, name
+
+
 def applying(lines: Iterable[str], python: str) -> list[Requirement]:
     """The requirements among these that apply to a version of Python."""
     found = [Requirement(line) for line in lines]

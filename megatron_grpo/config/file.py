@@ -40,6 +40,62 @@ NEAR = 0.75
 0.74."""
 
 
+_PACKED = (
+    "train.max_tokens_per_microbatch: microbatches are packed by tokens, of any number of rows"
+)
+_COMPLETIONS = "grpo.generation_batch_size, in completions: prompts times grpo.num_generations"
+OTHER_NAMES = {
+    "adv_estimator": "grpo.advantage_estimator",
+    "clip_grad": "optimizer.max_grad_norm",
+    "clip_ratio": "grpo.epsilon",
+    "clip_ratio_c": "grpo.delta",
+    "clip_ratio_high": "grpo.epsilon_high",
+    "clip_ratio_low": "grpo.epsilon",
+    "default_local_dir": "train.run_dir",
+    "enforce_eager": "rollout.vllm.enforce_eager",
+    "entropy_coeff": "grpo.entropy_coef",
+    "eval_steps": "eval.interval",
+    "experiment_name": "wandb.name",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "grad_clip": "optimizer.max_grad_norm",
+    "gradient_accumulation_steps": _PACKED,
+    "kl_coef": "grpo.beta",
+    "kl_loss_coef": "grpo.beta",
+    "kl_loss_type": "grpo.kl_estimator",
+    "learning_rate": "optimizer.lr",
+    "loss_agg_mode": "grpo.loss_type",
+    "mask_truncated_completions": "grpo.overlong_filter",
+    "max_model_len": "rollout.vllm.max_model_len",
+    "max_num_batched_tokens": "rollout.vllm.max_num_batched_tokens",
+    "max_num_seqs": "rollout.vllm.max_num_seqs",
+    "max_response_length": "rollout.max_completion_length",
+    "max_steps": "train.num_steps",
+    "model_name_or_path": "model.path",
+    "n": "grpo.num_generations",
+    "num_train_epochs": "train.num_epochs",
+    "output_dir": "train.run_dir",
+    "per_device_train_batch_size": _PACKED,
+    "ppo_epochs": "grpo.num_iterations",
+    "ppo_max_token_len_per_gpu": "train.max_tokens_per_microbatch, over all context ranks",
+    "ppo_micro_batch_size_per_gpu": _PACKED,
+    "ppo_mini_batch_size": "grpo.steps_per_generation: optimizer steps of a generation",
+    "project_name": "wandb.project",
+    "prompt_key": "data.prompt_column",
+    "reward_funcs": "reward.functions",
+    "save_freq": "train.save_interval, in optimizer steps",
+    "save_steps": "train.save_interval",
+    "test_freq": "eval.interval, in optimizer steps",
+    "total_epochs": "train.num_epochs",
+    "total_training_steps": "train.num_steps, in optimizer steps",
+    "train_batch_size": _COMPLETIONS,
+    "train_files": "data.path",
+    "val_files": "eval.data.path",
+    "warmup_ratio": "optimizer.lr_warmup_steps, in optimizer steps",
+    "warmup_steps": "optimizer.lr_warmup_steps",
+}
+"""Keys of verl, TRL and Megatron-LM that are spelt in no way like ours, and what they are here."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 with two fixes: `3e-5` is a number, and a key given twice is an error."""
 
@@ -67,6 +123,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Relative paths in it are relative to the current directory. Raises ValueError, one line per
     mistake, for unknown keys (with what was meant), wrong types and conflicting sizes.
     """
+    if path.is_dir():
+        raise ValueError(
+            f"config {path} is a folder: give a YAML file, such as a run's config.yaml"
+        )
     if not path.is_file():
         raise ValueError(f"config file {path} does not exist")
     table = _parse_yaml(path.read_text(), str(path))
@@ -122,9 +182,12 @@ def _instead_of(key: str, known: Sequence[str]) -> str:
         return "layers have adapters or stay as they are: leave it out"
     if keys := _nearest_keys(key, known):
         return f"did you mean {' or '.join(map(repr, keys))}?"
+    if (name := key.rpartition(".")[2]) in OTHER_NAMES:
+        return f"here it is {OTHER_NAMES[name]}"
+    elsewhere = "docs/recipes.md has names of other trainers"
     if "." in key and section in Config.model_fields:
-        return f"section {section} has no such key; docs/config.md lists all"
-    return f"the sections are {', '.join(Config.model_fields)}"
+        return f"section {section} has no such key; docs/config.md lists all, {elsewhere}"
+    return f"the sections are {', '.join(Config.model_fields)}; {elsewhere}"
 
 
 def _nearest_keys(key: str, known: Sequence[str]) -> Sequence[str]:

@@ -249,9 +249,11 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
     try:
         yield from _undecoded(datasets.load_dataset(name, data.subset, split=data.split))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        subset = f"subset {data.subset}, " if data.subset else ""
         raise ValueError(
-            f"data.path {name} is not a local file or folder, and the Hugging Face data set "
-            f"of that name (subset {data.subset}, split {data.split}) cannot be loaded: {error}"
+            f"data.path {name} is not a local file or folder, and the Hugging Face data set of "
+            f"that name ({subset}split {data.split}) cannot be loaded: {error}. A host without "
+            "internet access needs a file or a folder"
         ) from error
 
 

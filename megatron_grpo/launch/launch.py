@@ -77,6 +77,30 @@ def tie_to_launcher(environ: Mapping[str, str]) -> None:
         sys.exit("the launcher is gone")
 
 
+def check_host(cfg: Config, weights: int, num_gpus: int, memory: int) -> None:
+    """Raise ValueError if one host with `num_gpus` GPUs cannot hold all ranks of `cfg`.
+
+    Without GPUs, ranks and engines have the model's `weights` in the host's `memory`, both in
+    bytes, and more that is not counted here.
+    """
+    num_ranks = cfg.dims.world_size
+    if 0 < num_gpus < num_ranks:
+        raise ValueError(
+            f"{cfg.dims} = {num_ranks} ranks need as many GPUs, and this host has {num_gpus}: "
+            "start a job on several hosts (docs/cluster.md), or choose another layout, such as "
+            f"one that `megatron-grpo plan CONFIG --suggest --gpus {num_gpus}` names"
+        )
+    has_copies = not cfg.rollout.base_urls and cfg.rollout.quantization == "none"
+    num_copies = 1 + (cfg.num_engines if has_copies else 0)
+    if num_gpus == 0 and num_copies * weights > memory:
+        raise ValueError(
+            f"this host has no GPU and {memory / 1e9:,.0f} GB of memory, and the model's weights "
+            f"alone, once in the ranks and once in each engine, take {num_copies} x "
+            f"{weights / 1e9:,.0f} GB: start a job on GPUs (docs/cluster.md), or choose a smaller "
+            "model"
+        )
+
+
 def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoReturn:
     """Replace this process by a torchrun that runs `megatron-grpo ARGUMENTS` on every rank here.
 

@@ -121,7 +121,7 @@ def _memory_rows(cfg: Config, plan: JobPlan) -> list[str]:
     limit, most = plan.memory_limit / 1e9, plan.fullest.total / 1e9
     verdict = f"{limit - most:.1f} GB free" if plan.fits_gpus else f"{most - limit:.1f} GB too much"
     left_out = len(plan.stages) - len(numbers)
-    others = f"; {_count(left_out, 'stage')} between: no more" if left_out else ""
+    others = f"; not shown, and no fuller: {_count(left_out, 'stage')}" if left_out else ""
     rows.append(f"all in GB; a GPU may use {limit:.1f}: {verdict}{others}")
     if host := max(stage.state.host for stage in plan.stages):
         rows.append(f"the optimizer also takes {host / 1e9:.1f} GB per GPU of its host's memory")

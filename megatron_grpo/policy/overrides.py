@@ -75,8 +75,9 @@ def check_overrides(
     _check_dispatcher(overrides, decided, implementation, flexible_backends)
     if implementation not in ("local", best_implementation):
         raise ValueError(
-            f"model.megatron.transformer_impl is {implementation!r}; "
-            f"possible here: {sorted({'local', best_implementation})}"
+            f"model.megatron.transformer_impl is {implementation!r}; possible here: "
+            f"{sorted({'local', best_implementation})}. Transformer Engine's layers need a GPU, "
+            "model.dtype=bfloat16 and the package, which `bash requirements/gpu.sh` installs"
         )
     needs_apex = overrides.get("gradient_accumulation_fusion") and implementation == "local"
     if needs_apex and not find_spec(WGRAD_KERNELS):

@@ -9,7 +9,9 @@ import typer
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory with a metrics.jsonl.")],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Run directory with a metrics.jsonl.")
+    ],
 ) -> None:
     """Draw RUN_DIR/curves.png from its metrics.
 
@@ -25,7 +27,9 @@ def report(
 
 
 def show(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory with a completions.jsonl.")],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Run directory with a completions.jsonl.")
+    ],
     step: Annotated[
         int | None, typer.Option(help="Optimizer step. Default: the last one in the log.")
     ] = None,

@@ -9,7 +9,7 @@ import typer
 def view(
     run_dirs: Annotated[
         list[Path],
-        typer.Argument(help="Run directories with a metrics.jsonl."),
+        typer.Argument(metavar="RUN_DIR", help="Run directories with a metrics.jsonl."),
     ],
     port: Annotated[
         int, typer.Option(help="Port of 127.0.0.1 for the page.", min=1, max=65535)

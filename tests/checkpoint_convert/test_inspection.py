@@ -53,7 +53,7 @@ def test_every_format_is_told_with_its_shape_and_dtypes(model, tmp_path, name):
     assert " possible --tp [1, 2, 4] \n" in text
     assert "vision" not in text
     assert f"\n{name}: " in text
-    assert text.endswith(" stored tensors are exactly the 25 tensors of the model\n")
+    assert text.endswith(" stored tensors hold exactly the 25 tensors of the model\n")
     num_parameters = sum(value.numel() for value in weights_of(model).values())
     assert f" float32 25 {num_parameters:,} 0.000 GB \n" in text
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.slurm_cluster import REPOSITORY
+from helpers.slurm_jobs import VENV
 
 SOURCED = "source slurm/job.sh; NETWORK_INTERFACE=${NETWORK_INTERFACE:-};"
 
@@ -30,6 +31,7 @@ def bash(tmp_path):
             "PATH": f"{folder}:{os.environ['PATH']}",
             "SLURM_SUBMIT_DIR": str(REPOSITORY),
             "SLURM_JOB_ID": "7",
+            "VENV": str(VENV),
         }
         return subprocess.run(
             ["bash", "-c", SOURCED + script],
@@ -41,6 +43,26 @@ def bash(tmp_path):
         )
 
     return bash
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("unset SLURM_SUBMIT_DIR; bash slurm/grpo_8b.sh", "submit this by sbatch, in the checkout"),
+        ("SLURM_SUBMIT_DIR=/nowhere bash slurm/grpo_8b.sh", "/nowhere/slurm/job.sh: No such file"),
+        (
+            "source slurm/env.sh; VENV=/nowhere; step true",
+            "/nowhere has no megatron-grpo: set VENV",
+        ),
+    ],
+    ids=["not by sbatch", "in another folder", "without an environment"],
+)
+def test_a_job_that_is_submitted_in_a_wrong_way_ends_with_one_line(bash, script, told):
+    done = bash(script, {"srun": "echo started"})
+    assert done.returncode != 0
+    assert not done.stdout
+    [line] = done.stderr.splitlines()
+    assert told in line
 
 
 PLACED = """

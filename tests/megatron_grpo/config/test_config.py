@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from megatron_grpo.config.data import OWN_TEMPLATE_ARGUMENTS
-from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.config.file import OTHER_NAMES, dump_config, load_config
 from megatron_grpo.config.grpo import LossType
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -179,7 +179,7 @@ def test_what_one_set_needs_alone_is_no_mistake_of_the_defaults():
         ("eval.sets.a.data.splt", "eval.sets.a.data.split"),
         ("eval.sets.a.interval", "eval.interval"),
         ("grpo.eps", "section grpo has no such key"),
-        ("train.total_epochs", "section train has no such key"),
+        ("train.total_steps", "section train has no such key"),
         ("peft.rank", "the sections are model, lora, data, train, "),
         ("num_layers", "the sections are model, lora, data, train, "),
     ],
@@ -214,6 +214,29 @@ def test_a_file_that_is_no_config_is_refused_with_the_reason(text, told, tmp_pat
     if text is not None:
         path.write_text(text)
     assert told in refusal(path=path)
+
+
+def test_a_folder_is_no_config(tmp_path):
+    assert "is a folder: give a YAML file" in refusal(path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("actor_rollout_ref.rollout.n", "'actor_rollout_ref.rollout.n': here it is grpo.num_gen"),
+        ("train.learning_rate", "'train.learning_rate': here it is optimizer.lr"),
+        ("actor_rollout_ref.actor.optim.lr", "did you mean 'optimizer.lr'?"),
+        ("trainer.nnodes", "docs/recipes.md has names of other trainers"),
+    ],
+)
+def test_a_key_of_another_trainer_is_refused_with_what_it_is_here(key, told):
+    assert told in refusal(f"{key}=1")
+
+
+def test_the_names_of_other_trainers_stand_for_keys_that_are_there():
+    keys = [re.match(r"[\w.]+\w", meaning)[0] for meaning in OTHER_NAMES.values()]
+    [told] = refusal("unknown=1", *(f"{key}=1" for key in keys)).splitlines()
+    assert "unknown config key 'unknown'" in told
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The place of a process among the ranks, and of ranks and engines on a job's nodes."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
     EnginePlace,
     RankPlace,
+    check_host,
     place,
     place_engines,
     rank_place,
@@ -139,6 +141,21 @@ def test_engine_larger_than_a_node_takes_whole_nodes():
 def test_job_that_does_not_fit_is_refused_with_the_numbers(ranks, engines, tensor, message):
     with pytest.raises(ValueError, match=message):
         place(job(ranks, engines, tensor), NODES, 8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "gigabytes", "message"),
+    [
+        (8, 4, 9999, r"dp\(8\) = 8 ranks need as many GPUs, and this host has 4: .* --gpus 4`"),
+        (8, 8, 1, None),
+        (1, 0, 419, "no GPU and 419 GB of memory, .* take 3 x 140 GB"),
+        (1, 0, 420, None),
+    ],
+)
+def test_a_job_that_one_host_cannot_hold_is_not_started_there(ranks, gpus, gigabytes, message):
+    refused = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with refused:
+        check_host(job(ranks, 2), int(140e9), gpus, int(gigabytes * 1e9))
 
 
 @pytest.mark.parametrize(
