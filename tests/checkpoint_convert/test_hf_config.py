@@ -570,6 +570,14 @@ def test_every_way_to_write_windows_is_read_as_transformers_reads_it(tmp_path, c
     assert shape == shape_by_transformers(family)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "ministral3"])
+def test_null_for_rope_is_the_scaling_that_its_family_has(tmp_path, family):
+    sizes = {"model_type": family, "num_attention_heads": 32, "num_key_value_heads": 8}
+    absent = shape_of(tmp_path, sizes)
+    assert absent.rope_scaling["rope_type"] == "yarn"
+    assert shape_of(tmp_path, sizes | {"rope_parameters": None}) == absent
+
+
 def test_yarn_of_layers_without_windows_leaves_the_others_unscaled(tmp_path):
     olmo3 = OLMO3 | {"num_hidden_layers": 4, "rope_scaling": YARN, "rope_theta": 5e5}
     shape = shape_of(tmp_path, olmo3 | {"max_position_embeddings": 2048})
@@ -655,6 +663,7 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         # Experts
         (QWEN3_MOE | {"num_experts": 4}, "num_experts_per_tok(8) is more than num_experts(4)"),
         (DEEPSEEK_V3 | {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least"),
+        (MIXTRAL | {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least"),
         (DEEPSEEK_V3 | {"n_group": 7}, "n_group(7) must divide n_routed_experts(256) into groups"),
         (DEEPSEEK_V3 | {"n_group": 256}, "n_group(256) must divide n_routed_experts(256)"),
         (DEEPSEEK_V3 | {"n_group": 2}, "topk_group(4) must be at most n_group(2)"),
