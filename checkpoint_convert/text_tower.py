@@ -90,7 +90,8 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             "transformers has no other for this model"
         )
     tied = [each[_TIED] for each in (config, text) if _TIED in each]
-    if tied[:1] != tied[-1:] or not (tied or is_own):
+    is_tied_inside = text.get(_TIED) is True and _TIED not in config  # the whole is not
+    if tied[:1] != tied[-1:] or not (is_own or (tied and not is_tied_inside)):
         raise ValueError(
             f"{path}: {_TIED} must be said, and be the same inside and outside of text_config, and "
             f"is {tied}"

@@ -651,6 +651,8 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
             "with sliding_window None, use_sliding_window False is supported",
         ),
         (QWEN2 | {"layer_types": [FULL]}, "one for each of num_hidden_layers(2)"),
+        # transformers lets no token see any.
+        (PHI3 | {"sliding_window": 0}, "sliding_window is 0; it must be an integer of at least 1"),
         (OLMO3 | {"sliding_window": -4}, "sliding_window is -4; it must be an integer of at least"),
         (OLMO3 | {"sliding_window": None}, "reads that only where layer_types says full_attention"),
         (OLMO3 | {"layer_types": ["chunked_attention"] * 2}, "contains ['chunked_attention'], onl"),
@@ -712,6 +714,17 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
             "rope_parameters is {'full_attention': 5}; it mus",
         ),
         (OLMO3 | {"rope_scaling": 5}, "rope_scaling is 5; it must be null or an object"),
+        # transformers takes intermediate_size for it.
+        (
+            NEMOTRON_H
+            | {
+                "layers_block_type": ["linear_attention", "full_attention", "moe"],
+                "num_key_value_heads": 2,
+                "moe_shared_expert_intermediate_size": 0,
+            },
+            "moe_shared_expert_intermediate_size is 0; it must be an integer of at least 1",
+        ),
+        (NEMOTRON_H | {"time_step_min": 0.01}, "time_step_min is 0.01; it must be at most 0.001"),
         (NEMOTRON_H | {"mamba_n_groups": 4}, "mamba_n_groups is 4, only None is supported"),
         (NEMOTRON_H | {"mamba_d_conv": 2}, "mamba_d_conv is 2, only None is supported"),
         (NEMOTRON_H | {"mamba_conv_bias": True}, "mamba_conv_bias is True, only None is supp"),

@@ -180,6 +180,13 @@ def test_what_is_not_carried_over_is_refused(folders, tmp_path, edit, message):
         read_shape(folder)
 
 
+def test_a_head_that_is_tied_inside_alone_is_refused(folders, tmp_path):
+    """The whole, as transformers reads it, is not tied where it does not say so."""
+    folder = edited(folders["qwen3_vl"], tmp_path / "m", lambda c: c.pop("tie_word_embeddings"))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings must be said, .* and is \[True\]"):
+        read_shape(folder)
+
+
 def test_a_missing_key_and_a_missing_tensor_are_named(folders, tmp_path):
     folder = edited(
         folders["mistral3"], tmp_path / "key", lambda c: c["text_config"].pop("rms_norm_eps")
