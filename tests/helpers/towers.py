@@ -176,8 +176,10 @@ OF_KIMI_IMAGES = {
 def tiny_multimodal(folder: Path, model_type: str, *, tied: bool = False, seed: int = 0) -> Path:
     """Save a random float32 model of `model_type` (a key of `CONFIGS`) in `folder`."""
     text = {**TEXT, **OWN_TEXT[model_type], "tie_word_embeddings": tied}
-    # Ids of images beyond those that tests draw.
-    images = {f"{x}_token_id": 250 - n for n, x in enumerate(("video", "image"), start=1)}
+    # Ids of images beyond those that tests draw; of a Kimi-K2.5 beyond all, as transformers takes
+    # the first token's embedding for them, and vLLM their own.
+    last = 252 if model_type == "kimi_k25" else 250
+    images = {f"{x}_token_id": last - n for n, x in enumerate(("video", "image"), start=1)}
     if model_type == "gemma3":
         images["mm_tokens_per_image"] = 4
     config = CONFIGS[model_type](
