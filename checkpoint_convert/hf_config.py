@@ -183,6 +183,8 @@ def _with_defaults(family: Family, config: dict[str, Any]) -> dict[str, Any]:
         for name in ("num_experts", "num_local_experts"):
             if name in config:
                 values[family.experts.num_experts] = config[name]
+    if values.get("rope_parameters") is None:  # as transformers reads it
+        values["rope_parameters"] = family.defaults.get("rope_parameters")
     # transformers and vLLM read null as absent, except where absent is not 1.
     if family.partial_rotary_factor == 1.0 and values.get("partial_rotary_factor") is None:
         values.pop("partial_rotary_factor", None)
@@ -246,7 +248,8 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
             f"{path}: num_experts_per_tok({experts_per_token}) is more than "
             f"{keys.num_experts}({num_experts})"
         )
-    if keys.score_function == "sigmoid" and experts_per_token == 1:
+    normalize_topk = keys.normalize_topk is None or boolean(path, values, keys.normalize_topk)
+    if (keys.score_function == "sigmoid" or normalize_topk) and experts_per_token == 1:
         raise ValueError(
             f"{path}: num_experts_per_tok is 1; it must be at least 2, as Megatron-Core does not "
             "scale the weight of a single expert"
@@ -257,13 +260,13 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
         num_experts=num_experts,
         experts_per_token=experts_per_token,
         intermediate_size=size,
-        normalize_topk=keys.normalize_topk is None or boolean(path, values, keys.normalize_topk),
+        normalize_topk=normalize_topk,
         score_function=keys.score_function,
         num_groups=num_groups,
         groups_per_token=groups_per_token,
         weight_scale=1.0 if keys.weight_scale is None else number(path, values, keys.weight_scale),
         shared_intermediate_size=(
-            _count(path, values, keys.shared_size, minimum=int(keys.has_shared_gate))
+            _count(path, values, keys.shared_size, minimum=1)
             or size * _count(path, values, keys.num_shared)
         ),
         has_shared_gate=keys.has_shared_gate,

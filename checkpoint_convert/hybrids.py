@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.config_values import integer
+from checkpoint_convert.config_values import integer, number
 from checkpoint_convert.families.description import Family
 from checkpoint_convert.shape import LinearShape, Module
 from checkpoint_convert.windows import FULL
 
 LINEAR = "linear_attention"
 """What `layer_types` has for a layer with linear attention."""
+_LEAST_STEP = 1e-3
+"""`time_step_min` of published models, to which the difference is small."""
 _LETTERS: dict[str, Module] = {"M": "linear", "*": "attention", "-": "mlp", "E": "moe"}
 """Of `hybrid_override_pattern`."""
 _BLOCKS: dict[str, Module] = {
@@ -60,6 +62,11 @@ def read_linear(
 
 def _mamba(path: Path, values: Mapping[str, Any]) -> LinearShape:
     num_groups, num_heads = (integer(path, values, key) for key in ("n_groups", "mamba_num_heads"))
+    if (least := number(path, values, "time_step_min")) > _LEAST_STEP:
+        raise ValueError(
+            f"{path}: time_step_min is {least:g}; it must be at most {_LEAST_STEP:g}, as vLLM and "
+            "Megatron-Core let steps be below it, and transformers does not"
+        )
     if num_heads % num_groups:
         raise ValueError(f"{path}: n_groups({num_groups}) must divide mamba_num_heads({num_heads})")
     return LinearShape(

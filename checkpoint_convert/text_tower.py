@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert.families.vision import VISION
+from checkpoint_convert.quantization import CONFIG_KEYS
 
 # The family of the text tower, by the `model_type` of the whole and that in its `text_config`. Of
 # text, the three positions of a token in Qwen's RoPE (`mrope`) are equal.
 _FAMILIES = {
     "gemma3": {"gemma3_text": "gemma3_text"},
+    "kimi_k25": {"kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
@@ -67,6 +69,11 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: text_config of a {config['model_type']} has model_type {kind!r}, "
             f"supported: {[*known]}"
         )
+    if quantized := [key for key in CONFIG_KEYS if text.get(key)]:
+        raise ValueError(
+            f"{path}: weights are quantised by {quantized[0]} inside of text_config, which is not "
+            "supported: convert them to bfloat16 first, and take the key out"
+        )
     is_own = config["model_type"] in _SAME_DEFAULTS
     rope = _rope(text)
     said = {*text, *(key for each in rope.values() for key in each)}
@@ -83,7 +90,8 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             "transformers has no other for this model"
         )
     tied = [each[_TIED] for each in (config, text) if _TIED in each]
-    if tied[:1] != tied[-1:] or not (tied or is_own):
+    is_tied_inside = text.get(_TIED) is True and _TIED not in config  # the whole is not
+    if tied[:1] != tied[-1:] or not (is_own or (tied and not is_tied_inside)):
         raise ValueError(
             f"{path}: {_TIED} must be said, and be the same inside and outside of text_config, and "
             f"is {tied}"

@@ -23,12 +23,11 @@ def read_windows(
     if windows is None:  # then `layer_types` is refused with the settings that all families lack
         return None, ()
     num_layers = integer(path, config, "num_hidden_layers")
-    # Null, false, 0 and an empty list all mean that there are none.
     is_on = windows.switch is None or (
         config.get(windows.switch) and boolean(path, config, windows.switch)
     )
     window = None
-    if is_on and config.get("sliding_window"):
+    if is_on and config.get("sliding_window") is not None:
         window = integer(path, config, "sliding_window")
     if window is None and windows.rope_theta is not None and not config.get("layer_types"):
         raise ValueError(

@@ -11,16 +11,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert import check_divisible, hf_tensors, read_shape
+from checkpoint_convert import ModelShape, check_divisible, hf_tensors, read_shape
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import check_adapters_served
 from helpers.published_models import PUBLISHED_MODELS, write_config
+from megatron_grpo.config.grpo import GRPOConfig, check_shared_prompts
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.kernels import check_attention
+from megatron_grpo.engines.kernels import check_attention, check_served
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
+from megatron_grpo.policy.lora_targets import check_lora
 from parallel import ParallelDims
+from tests.megatron_grpo.policy import test_model, test_moe
 
 PAGE = Path(__file__).with_name("models.md")
 HEAD = """# Models
@@ -29,24 +33,31 @@ What a run can do with a model, by what the checks before its start say of its c
 `megatron-grpo check CONFIG` says it of another model, and why not. This page is made by
 `PYTHONPATH=.:tests python docs/make_models.py`. Where nothing is said, a family trains under
 every combination of tensor, sequence, pipeline, context, expert and data parallelism, with shared
-prompts and `lora.sync: merged`. That its log-probabilities and gradients are those of
-transformers is tested for every family, in float64 to 1e-12 on one rank and in float32 to 1e-5 at
-parallel layouts (`tests/megatron_grpo/policy/test_model.py`, `test_moe.py`; with images
-`test_vision.py`), and that every vLLM worker holds what vLLM loads itself
-(`tests/megatron_grpo/engines/test_vllm_worker.py`).
+prompts. That its log-probabilities and gradients are those of transformers is tested for every
+family, in float64 to 1e-12 on one rank and in float32 to 1e-5 at parallel layouts; that every vLLM
+worker holds what vLLM loads itself, too (`tests/checkpoint_convert/test_vllm.py`), and that exports
+of imports are the same to the bit (`tests/checkpoint_convert/test_megatron_to_hf.py`).
 
 - **trainer TP**, **engine TP**: tensor-parallel sizes to 16 that can split it; of a mixture, with
   `expert_tensor_parallel_size` 1, which `gpt_oss` needs, and engines without
   `enable_expert_parallel`.
-- **adapters**: `lora.sync: adapter`, whose pushes carry adapters alone.
+- **LoRA**: `lora.sync`: `adapter`, whose pushes carry adapters alone, or only `merged`.
+- **replay**: `rollout.router_replay`, of a mixture.
+- **shared prompts**: `grpo.shared_prompts`.
+- **MTP**: whether its layer for multi-token prediction is trained, if it is published with one, or
+  only kept in exports.
 - **8 bits**: the schemes of `rollout.quantization` in which vLLM serves it, at a tensor-parallel
   size of 1.
 - **SGLang**: `rollout.engine: sglang`, and `fp8` if it serves that as well, at a tensor-parallel
   size of 1, and pushes in it were compared for the family. gpt-oss is published in MXFP4 and
   Qwen3.5 with a tower for images, both of which are refused: what is served is a copy in bfloat16
   (`checkpoint-convert`), or of the text alone.
+- **numbers**: the file in `tests/megatron_grpo/policy/` that compares log-probabilities and all
+  gradients with those of transformers in float64, in float32 at every kind of layout, to 1e-5.
 
-Of a multimodal model the family and all numbers are those of its text tower. Qwen2.5-VL (`qwen2`)
+Of a multimodal model the family and all numbers are those of its text tower. That of Kimi-K2.5 is
+`kimi_k2`, whose experts are published in INT4, which is refused: convert them to bfloat16 first.
+Qwen2.5-VL (`qwen2`)
 and Qwen3-VL (`qwen3`, or `qwen3_moe`) learn from [images](recipes.md#prompts-with-images), too.
 
 Mamba-2 (Nemotron-H, Nemotron 3 Nano): each layer has one module, of Mamba-2, attention without
@@ -84,6 +95,14 @@ NOT_AS_PUBLISHED = {
     "qwen3_5_text": ", text alone",
 }
 """Families of which SGLang serves no folder as published, and which it does."""
+TESTED = {
+    **dict.fromkeys(test_model.MODELS, "`test_model.py`"),
+    **{family: "`test_moe.py`" for name, (family, _) in test_moe.MODELS.items()},
+    test_moe.KIMI: "`test_moe.py`",
+}
+"""Where the numbers of each family are compared."""
+ATTENTION = (("o_proj",), ("o_proj", "out_proj"))
+"""Modules that each layer has one of, as experts have no adapters."""
 SCHEMES = ("fp8", "fp8_channel", "int8")
 
 
@@ -96,9 +115,29 @@ def is_accepted(check: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
+def yes_if(check: Callable[..., Any], *arguments: Any) -> str:
+    """The cell of a check."""
+    return "yes" if is_accepted(check, *arguments) else "no"
+
+
 def rollout(**settings: Any) -> RolloutConfig:
     """A section `rollout` with these settings."""
     return RolloutConfig(max_completion_length=16, **settings)
+
+
+def lora(shape: ModelShape) -> str:
+    """How a model may have adapters."""
+    fields = [LoraConfig(r=8, target_modules=names) for names in ATTENTION]
+    if not any(is_accepted(check_lora, each, shape, 1) for each in fields):
+        return "no"
+    return "adapter" if is_accepted(check_adapters_served, shape) else "merged"
+
+
+def mtp(shape: ModelShape) -> str:
+    """What is done with its layers for multi-token prediction."""
+    if not shape.num_mtp_layers:
+        return "-"
+    return "trained" if shape.can_train_mtp else "kept"
 
 
 def row(folder: Path) -> list[str]:
@@ -116,6 +155,7 @@ def row(folder: Path) -> list[str]:
         for scheme in SCHEMES
         if is_accepted(quantized_engine, rollout(quantization=scheme), shape, "bfloat16")
     ]
+    grpo = GRPOConfig(generation_batch_size=8, num_generations=8, shared_prompts=True)
     in_fp8 = rollout(engine="sglang", quantization="fp8")
     served_in_fp8 = is_accepted(quantized_engine, in_fp8, shape, "bfloat16")
     sglang = "yes, fp8" if served_in_fp8 and shape.family in RUN_IN_FP8 else "yes"
@@ -133,16 +173,23 @@ def row(folder: Path) -> list[str]:
         f"{billions:.1f}B" if billions < 10 else f"{billions:.0f}B",
         ", ".join(map(str, sizes)),
         ", ".join(map(str, served)),
-        "yes" if is_accepted(check_adapters_served, shape) else "no",
+        lora(shape),
+        "-" if shape.moe is None else yes_if(check_served, rollout(router_replay=True), shape),
+        yes_if(check_shared_prompts, grpo, shape),
+        mtp(shape),
         ", ".join(schemes) or "no",
         sglang,
+        TESTED[shape.family],
     ]
 
 
 def page() -> str:
     """The text of docs/models.md."""
     rows = [
-        ["model", "family", "parameters", "trainer TP", "engine TP", "adapters", "8 bits", "SGLang"]
+        [
+            *("model", "family", "parameters", "trainer TP", "engine TP", "LoRA", "replay"),
+            *("shared prompts", "MTP", "8 bits", "SGLang", "numbers"),
+        ]
     ]
     rows.append(["---"] * len(rows[0]))
     with tempfile.TemporaryDirectory() as folder:

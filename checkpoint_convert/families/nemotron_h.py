@@ -1,7 +1,7 @@
 """Nemotron-H and Nemotron 3 Nano: layers of one module each, most of them Mamba-2's or experts.
 
 transformers lets no step of Mamba-2 be below `time_step_min`, which is how its biases began. vLLM
-and Megatron-Core have no such limit, nor have we.
+and Megatron-Core have no such limit, nor have we; larger ones than of published models are refused.
 """
 
 from checkpoint_convert.families.description import Experts, Family
@@ -21,6 +21,7 @@ NEMOTRON_H = Family(
         "n_groups": 8,
         "ssm_state_size": 128,
         "conv_kernel": 4,
+        "time_step_min": 1e-3,
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 7688,

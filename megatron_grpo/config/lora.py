@@ -68,8 +68,9 @@ class LoraConfig(Section):
         for key in ("target_modules", "exclude_modules"):
             if (names := getattr(self, key)) != "all-linear":
                 self._check_known(key, names, linears, others)
-        wanted = [x for x in (*linears, *others) if self._is_target(x, x not in others)]
-        if refused := [name for name in others if name in wanted]:
+        # Of a large mixture there are tens of thousands.
+        wanted = [name for name in linears if self._is_target(name, is_linear=True)]
+        if refused := [name for name in others if self._is_target(name, is_linear=False)]:
             raise ValueError(
                 f"lora.target_modules names {refused[0]}, which cannot have an adapter here: name "
                 f"others, such as {_ends(linears)}, with their parents if need be"

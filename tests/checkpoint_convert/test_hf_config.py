@@ -571,6 +571,14 @@ def test_every_way_to_write_windows_is_read_as_transformers_reads_it(tmp_path, c
     assert shape == shape_by_transformers(family)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "ministral3"])
+def test_null_for_rope_is_the_scaling_that_its_family_has(tmp_path, family):
+    sizes = {"model_type": family, "num_attention_heads": 32, "num_key_value_heads": 8}
+    absent = shape_of(tmp_path, sizes)
+    assert absent.rope_scaling["rope_type"] == "yarn"
+    assert shape_of(tmp_path, sizes | {"rope_parameters": None}) == absent
+
+
 def test_yarn_of_layers_without_windows_leaves_the_others_unscaled(tmp_path):
     olmo3 = OLMO3 | {"num_hidden_layers": 4, "rope_scaling": YARN, "rope_theta": 5e5}
     shape = shape_of(tmp_path, olmo3 | {"max_position_embeddings": 2048})
@@ -644,6 +652,8 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
             "with sliding_window None, use_sliding_window False is supported",
         ),
         (QWEN2 | {"layer_types": [FULL]}, "one for each of num_hidden_layers(2)"),
+        # transformers lets no token see any.
+        (PHI3 | {"sliding_window": 0}, "sliding_window is 0; it must be an integer of at least 1"),
         (OLMO3 | {"sliding_window": -4}, "sliding_window is -4; it must be an integer of at least"),
         (OLMO3 | {"sliding_window": None}, "reads that only where layer_types says full_attention"),
         (OLMO3 | {"layer_types": ["chunked_attention"] * 2}, "contains ['chunked_attention'], onl"),
@@ -656,6 +666,7 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
         # Experts
         (QWEN3_MOE | {"num_experts": 4}, "num_experts_per_tok(8) is more than num_experts(4)"),
         (DEEPSEEK_V3 | {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least"),
+        (MIXTRAL | {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least"),
         (DEEPSEEK_V3 | {"n_group": 7}, "n_group(7) must divide n_routed_experts(256) into groups"),
         (DEEPSEEK_V3 | {"n_group": 256}, "n_group(256) must divide n_routed_experts(256)"),
         (DEEPSEEK_V3 | {"n_group": 2}, "topk_group(4) must be at most n_group(2)"),
@@ -704,6 +715,17 @@ def test_the_end_tokens_of_a_chat_model_come_from_its_generation_config(tmp_path
             "rope_parameters is {'full_attention': 5}; it mus",
         ),
         (OLMO3 | {"rope_scaling": 5}, "rope_scaling is 5; it must be null or an object"),
+        # transformers takes intermediate_size for it.
+        (
+            NEMOTRON_H
+            | {
+                "layers_block_type": ["linear_attention", "full_attention", "moe"],
+                "num_key_value_heads": 2,
+                "moe_shared_expert_intermediate_size": 0,
+            },
+            "moe_shared_expert_intermediate_size is 0; it must be an integer of at least 1",
+        ),
+        (NEMOTRON_H | {"time_step_min": 0.01}, "time_step_min is 0.01; it must be at most 0.001"),
         (NEMOTRON_H | {"mamba_n_groups": 4}, "mamba_n_groups is 4, only None is supported"),
         (NEMOTRON_H | {"mamba_d_conv": 2}, "mamba_d_conv is 2, only None is supported"),
         (NEMOTRON_H | {"mamba_conv_bias": True}, "mamba_conv_bias is True, only None is supp"),

@@ -140,10 +140,13 @@ def test_transposed_experts_are_refused_with_where_they_come_from(folders, tmp_p
         import_checkpoint(folder, tmp_path / "out", ParallelDims())
 
 
-def test_a_tower_may_be_of_any_family_that_its_whole_is_published_with(folders, tmp_path):
-    edit = {"model_type": "ministral3"} | OWN_FIELDS["ministral3"]
-    folder = edited(folders["mistral3"], tmp_path / "m", lambda c: c["text_config"].update(edit))
-    assert read_shape(folder) == replace(read_shape(folders["mistral3"]), family="ministral3")
+@pytest.mark.parametrize(("kind", "family"), [("mistral3", "ministral3"), ("kimi_k25", "kimi_k2")])
+def test_a_tower_may_be_of_any_family_that_its_whole_is_published_with(
+    folders, tmp_path, kind, family
+):
+    edit = {"model_type": family} | OWN_FIELDS.get(family, {})
+    folder = edited(folders[kind], tmp_path / "m", lambda c: c["text_config"].update(edit))
+    assert read_shape(folder) == replace(read_shape(folders[kind]), family=family)
 
 
 def test_a_tower_of_its_own_family_may_leave_out_what_both_assume(folders, tmp_path):
@@ -162,6 +165,11 @@ def test_a_tower_of_its_own_family_may_leave_out_what_both_assume(folders, tmp_p
         ({"model_type": "gemma"}, "text_config of a mistral3 has model_type 'gemma', supported: ["),
         ({"rms_norm_eps": None}, "rms_norm_eps is None"),
         ({"mlp_bias": True}, "mlp_bias is True, only False is supported"),
+        # As Kimi-K2.5 is published, with experts in INT4.
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors"}},
+            "weights are quantised by quantization_config inside of text_config",
+        ),
         ({"tie_word_embeddings": True}, "tie_word_embeddings must be said, and be the same inside"),
     ],
     ids=str,
@@ -169,6 +177,13 @@ def test_a_tower_of_its_own_family_may_leave_out_what_both_assume(folders, tmp_p
 def test_what_is_not_carried_over_is_refused(folders, tmp_path, edit, message):
     folder = edited(folders["mistral3"], tmp_path / "m", lambda c: c["text_config"].update(edit))
     with pytest.raises(ValueError, match=re.escape(message)):
+        read_shape(folder)
+
+
+def test_a_head_that_is_tied_inside_alone_is_refused(folders, tmp_path):
+    """The whole, as transformers reads it, is not tied where it does not say so."""
+    folder = edited(folders["qwen3_vl"], tmp_path / "m", lambda c: c.pop("tie_word_embeddings"))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings must be said, .* and is \[True\]"):
         read_shape(folder)
 
 

@@ -1,5 +1,6 @@
 """Tiny random multimodal models in Hugging Face folders, whose text tower tests load and train."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.gemma3 import Gemma3Config
+from transformers.models.kimi_k25 import Kimi_K25Config
 from transformers.models.mistral3 import Mistral3Config
 from transformers.models.qwen2_5_vl import Qwen2_5_VLConfig
 from transformers.models.qwen3_5 import Qwen3_5Config
@@ -18,6 +20,7 @@ from transformers.models.qwen3_vl_moe import Qwen3VLMoeConfig
 
 from checkpoint_convert.windows import FULL, WINDOWED
 from helpers.models import (
+    DEEPSEEK,
     EOS_ID,
     LINEAR,
     OWN_FIELDS,
@@ -42,6 +45,7 @@ TEXT: dict[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 CONFIGS = {
     "gemma3": Gemma3Config,
+    "kimi_k25": Kimi_K25Config,
     "mistral3": Mistral3Config,
     "qwen2_5_vl": Qwen2_5_VLConfig,
     "qwen3_5": Qwen3_5Config,
@@ -65,6 +69,14 @@ OF_QWEN3_VL = {
 }
 OWN_TEXT: dict[str, dict[str, Any]] = {
     "gemma3": {"head_dim": 32, "sliding_window": 20, "layer_types": [WINDOWED, WINDOWED, FULL]},
+    # With latents of the one size that vLLM serves on CPUs.
+    "kimi_k25": DEEPSEEK
+    | {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "rope_parameters": ROPE,
+    },
     "mistral3": {
         "model_type": "mistral",
         "head_dim": 32,
@@ -100,6 +112,12 @@ VISION: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2,
         "image_size": 28,
         "patch_size": 14,
+    },
+    "kimi_k25": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
     },
     "mistral3": {
         "model_type": "pixtral",
@@ -141,11 +159,28 @@ VISION: dict[str, dict[str, Any]] = {
 }
 
 
+# What vLLM reads of the image processor of a Kimi-K2.5, even if it serves text alone.
+OF_KIMI_IMAGES = {
+    "patch_size": 14,
+    "merge_kernel_size": 2,
+    "temporal_merge_kernel_size": 4,
+    "in_patch_limit": 256,
+    "in_patch_limit_each_frame": 256,
+    "in_patch_limit_video": None,
+    "patch_limit_on_one_side": 64,
+    "fixed_output_tokens": None,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
+
+
 def tiny_multimodal(folder: Path, model_type: str, *, tied: bool = False, seed: int = 0) -> Path:
     """Save a random float32 model of `model_type` (a key of `CONFIGS`) in `folder`."""
     text = {**TEXT, **OWN_TEXT[model_type], "tie_word_embeddings": tied}
-    # Ids of images beyond those that tests draw.
-    images = {f"{x}_token_id": 250 - n for n, x in enumerate(("video", "image"), start=1)}
+    # Ids of images beyond those that tests draw; of a Kimi-K2.5 beyond all, as transformers takes
+    # the first token's embedding for them, and vLLM their own.
+    last = 252 if model_type == "kimi_k25" else 250
+    images = {f"{x}_token_id": last - n for n, x in enumerate(("video", "image"), start=1)}
     if model_type == "gemma3":
         images["mm_tokens_per_image"] = 4
     fields = {"text_config": text, "vision_config": VISION[model_type], **images}
@@ -156,17 +191,36 @@ def tiny_multimodal(folder: Path, model_type: str, *, tied: bool = False, seed: 
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     make_random(model, TEXT["initializer_range"], generator)
     model.save_pretrained(folder)
-    if model_type == "qwen3_vl_moe":
-        weights = as_published(load_file(folder / "model.safetensors"))
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    weights = load_file(folder / "model.safetensors")
+    save_file(as_published(weights, model_type), folder / "model.safetensors", {"format": "pt"})
     character_tokenizer(TEXT["vocab_size"]).save_pretrained(folder)
+    if model_type == "kimi_k25":
+        processor = json.dumps({"media_proc_cfg": OF_KIMI_IMAGES})
+        (folder / "preprocessor_config.json").write_text(processor)
+        published = {"architectures": ["KimiK25ForConditionalGeneration"]}
+        values = json.loads((folder / "config.json").read_text()) | published
+        (folder / "config.json").write_text(json.dumps(values))
     return Path(folder)
 
 
-def as_published(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a Qwen3-VL with experts: transformers saves the matrices of these as it computes
-    with them, and vLLM only reads the transposes, which were published."""
-    return {
-        name: each.mT.contiguous() if ".experts." in name else each
-        for name, each in weights.items()
-    }
+def as_published(weights: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
+    """Those of a multimodal model as transformers saves them, with what publishers do otherwise.
+
+    Of a Qwen3-VL with experts transformers saves the matrices of these as it computes with them,
+    and vLLM only reads the transposes, which were published. Of a Kimi-K2.5 it gives layers of the
+    text, and two modules of the tower, the names that other parts have there.
+    """
+    if model_type == "qwen3_vl_moe":
+        return {
+            name: each.mT.contiguous() if ".experts." in name else each
+            for name, each in weights.items()
+        }
+    if model_type == "kimi_k25":
+        renamed = {
+            "language_model.model.blocks.": "language_model.model.layers.",
+            "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+            "model.mm_projector.": "mm_projector.",
+        }
+        for old, new in renamed.items():
+            weights = {name.replace(old, new): each for name, each in weights.items()}
+    return weights

@@ -84,6 +84,7 @@ def _load(
     become_worker(models[0][1].num_workers)
     give_sparse_models_dense_kernels()
     give_experts_without_gates_kernels()
+    let_vllm_search_llvmlite()
     loaded = []
     for folder, dims in models:
         worker = start_worker(rank, folder, dims, dtype, also)
@@ -128,6 +129,21 @@ def give_experts_without_gates_kernels() -> None:
     experts._supports_no_act_and_mul = staticmethod(lambda: True)
     own = experts._supports_activation
     experts._supports_activation = staticmethod(lambda kind: not kind.is_gated or own(kind))
+
+
+def let_vllm_search_llvmlite() -> None:
+    """Let vLLM search all modules for kernels on CPUs, where the images of a Kimi-K2.5 have loaded
+    llvmlite: its library answers to any name, also to `__dict__`."""
+    from llvmlite.binding import ffi
+
+    own = ffi._lib_wrapper.__getattr__
+
+    def found(library: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return own(library, name)
+
+    ffi._lib_wrapper.__getattr__ = found
 
 
 def start_worker(

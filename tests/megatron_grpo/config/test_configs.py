@@ -34,9 +34,11 @@ RUNS = [
     ("grpo_gpt_oss_120b", "gpt-oss-120b"),
     ("grpo_106b_a12b", "GLM-4.5-Air"),
     ("grpo_235b_a22b", "Qwen3-235B-A22B"),
+    ("grpo_235b_a22b", "MiniMax-M2"),
     ("grpo_405b", "Llama-3.1-405B"),
     ("grpo_671b_a37b", "DeepSeek-V3"),
     ("grpo_671b_a37b", "DeepSeek-V3.2"),
+    ("grpo_671b_a37b", "GLM-5"),
 ]
 ADAPTED = [("grpo_70b_lora", "Llama-3.3-70B"), ("grpo_70b_lora", "Qwen2.5-72B")]
 """With adapters: ranks are not built, and no weights pushed."""

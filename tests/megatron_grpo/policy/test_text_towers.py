@@ -28,8 +28,7 @@ def oracle_case(folder) -> OracleCase:
     model = load_oracle(folder, AutoModelForImageTextToText)
     logprobs = sequence_logprobs(model, LENGTHS)
     found = gradients_of(model, -LOSS_WEIGHT * torch.cat(logprobs).sum())
-    if model.config.model_type == "qwen3_vl_moe":
-        found = as_published(found)
+    found = as_published(found, model.config.model_type)
     of_text = {text_name(name): each for name, each in found.items()}
     gradients = unstacked(of_text, read_shape(folder))
     return OracleCase(folder, [each.detach() for each in logprobs], gradients)

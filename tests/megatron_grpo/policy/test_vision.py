@@ -97,7 +97,7 @@ def case(request, tmp_path_factory) -> OracleCase:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    found = as_published(found) if folder.name == MIXTURE else found
+    found = as_published(found, folder.name)
     towers = {name: each for name, each in found.items() if not is_of_text(name)}
     gradients = towers | unstacked(found, read_shape(folder))
     return OracleCase(folder, [each.detach() for each in logprobs], gradients)
