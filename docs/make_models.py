@@ -33,10 +33,9 @@ What a run can do with a model, by what the checks before its start say of its c
 `megatron-grpo check CONFIG` says it of another model, and why not. This page is made by
 `PYTHONPATH=.:tests python docs/make_models.py`. Where nothing is said, a family trains under
 every combination of tensor, sequence, pipeline, context, expert and data parallelism, with shared
-prompts. That its log-probabilities and gradients are those of transformers is tested for every
-family, in float64 to 1e-12 on one rank and in float32 to 1e-5 at parallel layouts; that every vLLM
-worker holds what vLLM loads itself, too (`tests/checkpoint_convert/test_vllm.py`), and that exports
-of imports are the same to the bit (`tests/checkpoint_convert/test_megatron_to_hf.py`).
+prompts. That every vLLM worker holds what vLLM loads itself is tested for every family
+(`tests/checkpoint_convert/test_vllm.py`), and that exports of imports are the same to the bit
+(`tests/checkpoint_convert/test_megatron_to_hf.py`).
 
 - **trainer TP**, **engine TP**: tensor-parallel sizes to 16 that can split it; of a mixture, with
   `expert_tensor_parallel_size` 1, which `gpt_oss` needs, and engines without
@@ -53,7 +52,8 @@ of imports are the same to the bit (`tests/checkpoint_convert/test_megatron_to_h
   Qwen3.5 with a tower for images, both of which are refused: what is served is a copy in bfloat16
   (`checkpoint-convert`), or of the text alone.
 - **numbers**: the file in `tests/megatron_grpo/policy/` that compares log-probabilities and all
-  gradients with those of transformers in float64, in float32 at every kind of layout, to 1e-5.
+  gradients with those of transformers: in float64 on one rank, to 1e-12, and in float32 at every
+  kind of layout, to 1e-5.
 
 Of a multimodal model the family and all numbers are those of its text tower. That of Kimi-K2.5 is
 `kimi_k2`, whose experts are published in INT4, which is refused: convert them to bfloat16 first.
