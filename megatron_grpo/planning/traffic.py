@@ -137,7 +137,8 @@ def copies_to_experts(cfg: Config, moe: MoeShape, card: GpuSpec) -> tuple[int, f
 
     `alltoall` sends one to the rank of each expert, and from there to all others that have a part
     of it. `flex` (DeepEP, HybridEP) sends one to each other node, where a GPU passes one on to each
-    rank with any of the experts. NVLink and the network are used at the same time.
+    rank with any of the experts. NVLink and the network are used at the same time. Nodes are taken
+    to have equal parts of the experts.
     """
     dims = cfg.dims
     ranks = dims.expert * dims.expert_tensor

@@ -409,7 +409,8 @@ def _in_float64(value: Any) -> Any:
 @contextmanager
 def in_float64() -> Iterator[None]:
     """Here nothing is float32, also what transformers and Megatron-Core have in float32 whatever
-    the dtype of the weights: routers, norms, RoPE's angles, linear attention."""
+    the dtype of the weights: routers, norms, RoPE's angles, linear attention. But for backwards of
+    functions that have their own, which torch calls outside of a mode."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
