@@ -140,9 +140,12 @@ VISION: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_multimodal(folder: Path, model_type: str, *, tied: bool = False, seed: int = 0) -> Path:
-    """Save a random float32 model of `model_type` (a key of `CONFIGS`) in `folder`."""
-    text = {**TEXT, **OWN_TEXT[model_type], "tie_word_embeddings": tied}
+def tiny_multimodal(
+    folder: Path, model_type: str, *, tied: bool = False, seed: int = 0, **overrides: Any
+) -> Path:
+    """Save a random float32 model of `model_type` (a key of `CONFIGS`) in `folder`, with other
+    fields of its `text_config`."""
+    text = {**TEXT, **OWN_TEXT[model_type], "tie_word_embeddings": tied, **overrides}
     # Ids of images beyond those that tests draw.
     images = {f"{x}_token_id": 250 - n for n, x in enumerate(("video", "image"), start=1)}
     if model_type == "gemma3":

@@ -2,7 +2,8 @@
 
     MEGATRON_GRPO_TOKEN=... python -m megatron_grpo.engines.sglang.server --model-path FOLDER ...
 
-takes SGLang's own arguments. SGLang's own routes are there as well, all behind the token.
+takes SGLang's own arguments, and adds those that every engine needs. SGLang's own routes are there
+as well, all behind the token.
 """
 
 import asyncio
@@ -10,9 +11,12 @@ import base64
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import msgspec
@@ -37,6 +41,8 @@ from megatron_grpo.engines.access import TokenGuard
 from megatron_grpo.engines.choice import CUT, NOT_FINITE
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
+from megatron_grpo.engines.sglang.args import TOLD_TOKENS, VARIABLES
+from megatron_grpo.engines.sglang.model_folder import server_arguments
 from megatron_grpo.engines.sglang.worker import call_of, run_scheduler_process
 
 ABORTED: Json = {
@@ -110,8 +116,7 @@ def manager() -> Any:
 
 @router.post("/inference/v1/generate")
 async def generate(request: Request) -> Response:
-    """A completion of `token_ids`, streamed if that is asked for; given up as soon as the client is
-    gone."""
+    """A completion of `token_ids`, streamed if asked for; given up if the client is gone."""
     body = await request.json()
     if body.get("stream"):
         return StreamingResponse(events(body), media_type=EVENTS)
@@ -149,7 +154,7 @@ async def completion(body: Json) -> Json:
 
 async def events(body: Json) -> AsyncIterator[bytes]:
     """A completion as server-sent events, each a chunk of it or why there is none."""
-    num_sent = 0
+    num_sent, interval = 0, body["sampling_params"].get("stream_interval") or 1
     async with gate.admitted() as is_wanted:
         if not is_wanted:
             yield event(choices=[ABORTED])
@@ -160,6 +165,8 @@ async def events(body: Json) -> AsyncIterator[bytes]:
                 if code := end.get("status_code"):  # it cannot be generated
                     yield event(error={"message": end["message"], "code": code})
                     return
+                if num_sent and len(answer["output_ids"]) - num_sent < interval and not end:
+                    continue
                 chunk = choice_of(answer, num_sent)
                 num_sent += len(chunk["token_ids"])
                 yield event(choices=[chunk])
@@ -189,7 +196,8 @@ def sglang_request(body: Json) -> GenerateReqInput:
             "stop": params["stop"],
             "no_stop_trim": params["include_stop_str_in_output"],
             "sampling_seed": params["seed"] % 2**31,  # followed by its deterministic inference
-            "stream_interval": params.get("stream_interval"),
+            # Told more often than they are sent on, for /metrics.
+            "stream_interval": min(params.get("stream_interval") or 1, TOLD_TOKENS),
         },
         stream=body.get("stream", False),
         return_routed_experts="routed_experts_prompt_start" in params,
@@ -382,9 +390,10 @@ def main() -> None:
     routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)
-    http_server.launch_server(
-        prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler_process
-    )
+    os.environ |= VARIABLES
+    with TemporaryDirectory() as own:
+        arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own)))
+        http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
 
 
 if __name__ == "__main__":
