@@ -34,7 +34,7 @@ IN_DTYPE_OF_FILE = ("gpt_oss", "qwen3_next")
 
 TOLD_TOKENS = 16
 """How many tokens of a request SGLang's scheduler tells at once: the trainer sees from these that
-an engine makes progress."""
+an engine makes progress. A stream sends them on in larger chunks."""
 NEEDED = {
     "sampling_defaults": "openai",
     "skip_server_warmup": True,
@@ -51,6 +51,8 @@ VARIABLES = {
     "SGLANG_FORCE_STREAM_INTERVAL": str(TOLD_TOKENS),
 }
 """Of the environment of every engine, likewise."""
+RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""Where its workers meet: in a file, as torch's store would listen on all networks of the host."""
 
 _PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
 _SPANNING = "an engine of SGLang runs on one host"
@@ -169,12 +171,13 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
     could not load them."""
     config = read_json(path := model.path / "config.json")
     family, stored = config.get("model_type"), config.get("dtype") or config.get("torch_dtype")
+    chosen = rollout.sglang.get("load_format")
     converted = {
         f"rollout.quantization {rollout.quantization}": rollout.quantization != "none",
-        f"towers or quantised weights in {model.path}": not is_plain(model.path),
+        f"towers or quantised weights in {model.path}": chosen != "dummy"
+        and not is_plain(model.path),
     }
-    told = [key for key, is_so in converted.items() if is_so]
-    if (chosen := rollout.sglang.get("load_format")) and told:
+    if chosen and (told := [key for key, is_so in converted.items() if is_so]):
         raise ValueError(
             f"rollout.sglang.load_format {chosen} does not go with {told[0]}, as engines convert "
             "what they load: leave it out"

@@ -29,7 +29,7 @@ WEIGHTS = (".safetensors", ".bin", ".index.json")
 def server_arguments(given: Sequence[str], own: Path) -> list[str]:
     """The arguments of SGLang's server: those `given`, and those that every engine needs.
 
-    `own` is an empty folder, which may become the model's.
+    `own` is a path for a folder, which may become the model's.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", type=Path, required=True)
@@ -39,7 +39,7 @@ def server_arguments(given: Sequence[str], own: Path) -> list[str]:
 
 
 def plain_folder(model: Path, own: Path) -> Path:
-    """`model`, if it is plain, or else `own`, filled with its config as one of text and with links
+    """`model`, if it is plain, or else `own`, made with its config as one of text and with links
     to its tokenizer.
 
     The workers of this process are told where the weights are.
@@ -55,6 +55,7 @@ def plain_folder(model: Path, own: Path) -> Path:
         for key in {"rope_scaling", "rope_parameters"} & plain.keys():  # without image positions
             rope = plain[key] or {}
             plain[key] = {name: rope[name] for name in rope if not name.startswith("mrope_")}
+    own.mkdir()
     (own / "config.json").write_text(json.dumps(plain, indent=2))
     for each in model.iterdir():
         if each.is_file() and each.name not in LEFT_OUT and not each.name.endswith(WEIGHTS):

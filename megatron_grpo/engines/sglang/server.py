@@ -41,7 +41,7 @@ from megatron_grpo.engines.access import TokenGuard
 from megatron_grpo.engines.choice import CUT, NOT_FINITE
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
-from megatron_grpo.engines.sglang.args import TOLD_TOKENS, VARIABLES
+from megatron_grpo.engines.sglang.args import RENDEZVOUS_VARIABLE, TOLD_TOKENS, VARIABLES
 from megatron_grpo.engines.sglang.model_folder import server_arguments
 from megatron_grpo.engines.sglang.worker import call_of, run_scheduler_process
 
@@ -196,7 +196,6 @@ def sglang_request(body: Json) -> GenerateReqInput:
             "stop": params["stop"],
             "no_stop_trim": params["include_stop_str_in_output"],
             "sampling_seed": params["seed"] % 2**31,  # followed by its deterministic inference
-            # Told more often than they are sent on, for /metrics.
             "stream_interval": min(params.get("stream_interval") or 1, TOLD_TOKENS),
         },
         stream=body.get("stream", False),
@@ -390,9 +389,9 @@ def main() -> None:
     routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)
-    os.environ |= VARIABLES
     with TemporaryDirectory() as own:
-        arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own)))
+        os.environ |= VARIABLES | {RENDEZVOUS_VARIABLE: f"file://{own}/workers"}
+        arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own, "model")))
         http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
 
 

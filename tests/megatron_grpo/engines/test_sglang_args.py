@@ -107,7 +107,7 @@ def test_formats_of_weights_do_not_go_with_a_folder_whose_weights_engines_conver
     chosen = rollout(sglang={"load_format": "runai_streamer"})
     check_folder_loaded(ModelConfig(path=plain, dtype="float32"), chosen)
     for folder in (quantized, multimodal):
-        check_folder_loaded(ModelConfig(path=folder), rollout())
+        check_folder_loaded(ModelConfig(path=folder), rollout(sglang={"load_format": "dummy"}))
         with pytest.raises(ValueError, match="load_format runai_streamer does not go with towers"):
             check_folder_loaded(ModelConfig(path=folder), chosen)
 
