@@ -129,9 +129,8 @@ def tells_all(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("family", "size", "dims"),
     [
-        ("qwen3_vl_moe", 2, EP2),
+        ("qwen3_moe", 2, EP2),
         ("deepseek_v3", 2, TP2_PP2),
-        pytest.param("qwen3_moe", 2, EP2, marks=pytest.mark.slow),
         pytest.param("llama", 2, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("qwen3", 1, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("qwen2", 2, TP2_PP2, marks=pytest.mark.slow),

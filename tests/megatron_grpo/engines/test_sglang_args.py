@@ -101,6 +101,12 @@ def test_families_with_layers_in_the_dtype_of_config_json_are_served_in_no_other
         check_folder_loaded(ModelConfig(path=folder, dtype="bfloat16"), rollout())
 
 
+def test_stacks_of_experts_that_sglang_does_not_read_are_refused(tmp_path):
+    folder = tiny_multimodal(tmp_path, "qwen3_vl_moe")
+    with pytest.raises(ValueError, match="does not read the stacks of experts of a qwen3_vl_moe"):
+        check_folder_loaded(ModelConfig(path=folder), rollout())
+
+
 def test_formats_of_weights_do_not_go_with_a_folder_whose_weights_engines_convert(tmp_path):
     quantized, plain = mxfp4_copies(tiny_model(tmp_path / "model", "gpt_oss"), tmp_path)
     multimodal = tiny_multimodal(tmp_path / "multimodal", "qwen3_vl")
