@@ -184,7 +184,7 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
         )
     if family == "qwen3_vl_moe":
         raise ValueError(
-            f"{path}: SGLang's class of text does not read the stacks of experts of a {family}, and "
+            f"{path}: SGLang does not read the stacks of experts of a {family}, and "
             "would start with others: use rollout.engine=vllm"
         )
     if family in IN_DTYPE_OF_FILE and stored not in (None, model.dtype):
