@@ -27,7 +27,7 @@ MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_t
 	planning/test_instantiate.py) \
 	$(addprefix tests/megatron_grpo/policy/,test_export.py test_fields.py test_lora.py test_mla.py test_model.py test_moe.py \
 	test_optimizer.py test_packed_params.py test_skipped_steps.py test_stage_messages.py test_transformer.py)
-ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_client.py engines/test_in_flight.py \
+ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py engines/test_client.py engines/test_in_flight.py \
 	engines/test_push.py engines/test_joining.py engines/test_pool.py engines/test_sleep.py \
 	environments/test_multi_turn.py \
 	agents/test_agents.py agents/test_agent_runs.py test_weight_sync.py test_learning.py test_environment_runs.py \

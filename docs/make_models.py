@@ -48,17 +48,15 @@ prompts. That every vLLM worker holds what vLLM loads itself is tested for every
 - **8 bits**: the schemes of `rollout.quantization` in which vLLM serves it, at a tensor-parallel
   size of 1.
 - **SGLang**: `rollout.engine: sglang`, and `fp8` if it serves that as well, at a tensor-parallel
-  size of 1, and pushes in it were compared for the family. gpt-oss is published in MXFP4 and
-  Qwen3.5 with a tower for images, both of which are refused: what is served is a copy in bfloat16
-  (`checkpoint-convert`), or of the text alone.
+  size of 1, and pushes in it were compared for the family.
 - **numbers**: the file in `tests/megatron_grpo/policy/` that compares log-probabilities and all
   gradients with those of transformers: in float64 on one rank, to 1e-12, and in float32 at every
   kind of layout, to 1e-5.
 
 Of a multimodal model the family and all numbers are those of its text tower. That of Kimi-K2.5 is
 `kimi_k2`, whose experts are published in INT4, which is refused: convert them to bfloat16 first.
-Qwen2.5-VL (`qwen2`)
-and Qwen3-VL (`qwen3`, or `qwen3_moe`) learn from [images](recipes.md#prompts-with-images), too.
+Qwen2.5-VL (`qwen2`) and Qwen3-VL (`qwen3`, or `qwen3_moe`) learn from
+[images](recipes.md#prompts-with-images), too.
 
 Mamba-2 (Nemotron-H, Nemotron 3 Nano): each layer has one module, of Mamba-2, attention without
 RoPE, an MLP or experts, the last two without gates. `lora.r`, 8 bits (`rollout.quantization`),
@@ -84,17 +82,12 @@ trainer's in float32, so they may choose other tokens, and vLLM returns no choic
 SIZES = range(1, 17)
 RUN_WITH_SGLANG = (
     *("deepseek_v3", "gemma3_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama"),
-    *("olmo3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
+    *("mistral", "olmo3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
+    "qwen3_next",
 )
 """Families of which tests/sglang compares pushed weights with loaded ones."""
 RUN_IN_FP8 = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3", "qwen3_moe")
 """Those of which it compares quantised ones, too."""
-NOT_AS_PUBLISHED = {
-    "gpt_oss": ", in bfloat16",
-    "qwen3_5_moe_text": ", text alone",
-    "qwen3_5_text": ", text alone",
-}
-"""Families of which SGLang serves no folder as published, and which it does."""
 TESTED = {
     **dict.fromkeys(test_model.MODELS, "`test_model.py`"),
     **{family: "`test_moe.py`" for name, (family, _) in test_moe.MODELS.items()},
@@ -161,9 +154,9 @@ def row(folder: Path) -> list[str]:
     sglang = "yes, fp8" if served_in_fp8 and shape.family in RUN_IN_FP8 else "yes"
     sglang = sglang if shape.family in RUN_WITH_SGLANG else "not tried"
     sglang = "on GPUs" if shape.linear else sglang
-    sglang += NOT_AS_PUBLISHED.get(shape.family, "")
     if has_other_towers(folder):
-        schemes, sglang = [], "no: other towers"
+        schemes, sglang = [], sglang.removesuffix(", fp8")
+        sglang = "no: stacks of experts" if "VL" in folder.name and shape.moe else sglang
     if not is_accepted(check_attention, "sglang", shape):
         sglang = "no: sparse attention" if shape.indexer else "no: windows"
         sglang = "no: Mamba-2" if shape.linear else sglang

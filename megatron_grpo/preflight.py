@@ -310,16 +310,16 @@ def _check_model(cfg: Config) -> ModelShape:
 
 def check_text_tower(cfg: Config) -> None:
     """Raise ValueError for what is not there for the text tower of a multimodal model."""
-    refused = {
-        "train.export_quantization": (cfg.train.export_quantization, "none"),
-        "rollout.quantization": (cfg.rollout.quantization, "none"),
-        "rollout.engine": (cfg.rollout.engine, "vllm"),
+    supported = {
+        "train.export_quantization": (cfg.train.export_quantization, ("none",)),
+        "rollout.quantization": (cfg.rollout.quantization, ("none",)),
+        "rollout.engine": (cfg.rollout.engine, ("vllm", "sglang")),
     }
-    for key, (value, supported) in refused.items():
-        if value != supported:
+    for key, (value, values) in supported.items():
+        if value not in values:
             raise ValueError(
                 f"{key} is {value}, and model.path {cfg.model.path} has other towers beside that "
-                f"of text: only {supported} is supported"
+                f"of text: only {' and '.join(values)} are supported"
             )
 
 

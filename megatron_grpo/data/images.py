@@ -254,6 +254,11 @@ def check_images(cfg: Config) -> None:
     if cfg.data.image_column is None:
         raise ValueError(f"{key} needs data.image_column, too: the run itself has no images")
     _check_model(key, cfg.model.path / "config.json")
+    if cfg.rollout.engine != "vllm":
+        raise ValueError(
+            f"{key} needs engines that take images, and rollout.engine is {cfg.rollout.engine}: "
+            "use vllm"
+        )
     limits = cfg.rollout.vllm.get("limit_mm_per_prompt")
     most = limits.get("image") if isinstance(limits, dict) else None
     if type(most) is not int or most < 1 or limits != {"image": most, "video": 0}:

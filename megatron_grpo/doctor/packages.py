@@ -33,8 +33,12 @@ class Wanted:
 
 
 FOR_GPUS = "bash requirements/gpu.sh"
-SGLANG, SGLANG_SETUP = "0.5.23", "make setup-sglang"
-"""The release whose processes our code is written for, and what installs it."""
+SGLANG = "0.5.23"
+"""The release whose processes our code is written for."""
+SGLANG_FOR_GPUS = (
+    f"python3.12 -m venv .venv-sglang && .venv-sglang/bin/pip install sglang=={SGLANG} && "
+    ".venv-sglang/bin/pip install --no-deps -e ."
+)
 TRANSFORMER_ENGINE = "transformer-engine"
 TRACKERS = {
     "wandb": ("wandb.project", "pip install -e '.[wandb]'"),
@@ -126,7 +130,7 @@ def check_packages(
     if wanted.vllm:
         yield _check_vllm(declared, versions, on_gpu)
     if wanted.sglang is not None:
-        yield _check_sglang(wanted.sglang)
+        yield _check_sglang(wanted.sglang, SGLANG_FOR_GPUS if on_gpu else "make setup-sglang")
     needed = {*wanted.trackers}
     if on_gpu and wanted.transformer_engine:
         needed.add(TRANSFORMER_ENGINE)
@@ -154,7 +158,7 @@ def _check_vllm(
     return _check(name, declared, versions, install)
 
 
-def _check_sglang(python: Path) -> Check:
+def _check_sglang(python: Path, install: str) -> Check:
     tell = "from importlib.metadata import version; print(version('sglang'))"
     try:
         found = subprocess.run(
@@ -162,12 +166,12 @@ def _check_sglang(python: Path) -> Check:
         )
     except OSError as error:
         value = f"rollout.python {python} cannot be started: {error.strerror}"
-        return Check(SECTION, "sglang", "missing", value, SGLANG_SETUP)
+        return Check(SECTION, "sglang", "missing", value, install)
     version = found.stdout.strip()
     if not version:
-        return Check(SECTION, "sglang", "missing", f"not installed for {python}", SGLANG_SETUP)
+        return Check(SECTION, "sglang", "missing", f"not installed for {python}", install)
     if version != SGLANG:
-        return Check(SECTION, "sglang", "warning", f"{version}, not {SGLANG}", SGLANG_SETUP)
+        return Check(SECTION, "sglang", "warning", f"{version}, not {SGLANG}", install)
     return Check(SECTION, "sglang", "ok", version)
 
 

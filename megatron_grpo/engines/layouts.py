@@ -199,6 +199,14 @@ def _sglang_dtype(name: str, dtype: str) -> str:
     return own[0] if own else dtype
 
 
+def copies_latents(rollout: RolloutConfig) -> bool:
+    """Whether workers have the weights that project latents up once more, for decode steps.
+
+    In vLLM these are views of weights that are not quantised.
+    """
+    return rollout.engine != "vllm" or rollout.quantization != "none"
+
+
 def shard_bytes(workers: Sequence[Layout], itemsizes: Mapping[str, int]) -> int:
     """Bytes of the weights of an engine's fullest worker; `itemsizes` are those of `workers`."""
     return max(

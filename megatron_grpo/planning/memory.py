@@ -12,7 +12,13 @@ from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
 from megatron_grpo.engines.kernels import check_card, check_routers
-from megatron_grpo.engines.layouts import engine_dims, first_worker, served_shape, shard_bytes
+from megatron_grpo.engines.layouts import (
+    copies_latents,
+    engine_dims,
+    first_worker,
+    served_shape,
+    shard_bytes,
+)
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
@@ -152,13 +158,9 @@ def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
 
 
 def _absorbed_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Bytes of copies of the weights that project latents up, for decode steps.
-
-    In vLLM they are views of weights that are not quantised.
-    """
+    """Bytes of copies of the weights that project latents up, for decode steps."""
     latent, tensor = shape.latent, cfg.rollout.tensor_parallel_size
-    are_views = cfg.rollout.engine == "vllm" and cfg.rollout.quantization == "none"
-    if latent is None or are_views:
+    if latent is None or not copies_latents(cfg.rollout):
         return 0
     width = shape.head_dim - latent.rotary_dim + latent.value_dim
     columns = shape.num_attention_heads // tensor * width

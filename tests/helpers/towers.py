@@ -174,9 +174,12 @@ OF_KIMI_IMAGES = {
 }
 
 
-def tiny_multimodal(folder: Path, model_type: str, *, tied: bool = False, seed: int = 0) -> Path:
-    """Save a random float32 model of `model_type` (a key of `CONFIGS`) in `folder`."""
-    text = {**TEXT, **OWN_TEXT[model_type], "tie_word_embeddings": tied}
+def tiny_multimodal(
+    folder: Path, model_type: str, *, tied: bool = False, seed: int = 0, **overrides: Any
+) -> Path:
+    """Save a random float32 model of `model_type` (a key of `CONFIGS`) in `folder`, with other
+    fields of its `text_config`."""
+    text = {**TEXT, **OWN_TEXT[model_type], "tie_word_embeddings": tied, **overrides}
     # Ids of images beyond those that tests draw; of a Kimi-K2.5 beyond all, as transformers takes
     # the first token's embedding for them, and vLLM their own.
     last = 252 if model_type == "kimi_k25" else 250

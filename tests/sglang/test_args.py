@@ -10,6 +10,7 @@ from helpers.models import mixture_of_blocks
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.sglang.args import (
+    NEEDED,
     RESERVED,
     check_sglang_arguments,
     sglang_argument_names,
@@ -33,7 +34,7 @@ def rollout(**table) -> RolloutConfig:
 
 
 def test_what_is_reserved_is_an_argument_of_sglang_and_refused():
-    assert sglang_argument_names(str(SGLANG_PYTHON)) >= RESERVED.keys()
+    assert sglang_argument_names(str(SGLANG_PYTHON)) >= RESERVED.keys() >= NEEDED.keys()
     for name in RESERVED:
         with pytest.raises(ValueError, match=rf"rollout\.sglang\.{name} cannot be set"):
             check_sglang_arguments(rollout(**{name: "x"}))

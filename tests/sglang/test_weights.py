@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
 from demo.make_sums import sums as all_sums
+from helpers import towers
 from helpers.engines import (
     PACKAGES,
     SGLANG_PYTHON,
@@ -20,8 +21,9 @@ from helpers.engines import (
     running_engine,
 )
 from helpers.models import mixture_of_blocks, renamed, servable_model, tiny_model
+from helpers.mxfp4 import mxfp4_copies
 from helpers.pushes import export_quantized, push_policy, rollout_overrides
-from helpers.quantized import rounded_copy
+from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
 from helpers.ranks import run_ranks
 from helpers.runs import finish_run, read_metrics
 from megatron_grpo.engines import layouts
@@ -44,7 +46,13 @@ YARN = {
 OF_SGLANG: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": OF_EXPERTS,
     "qwen3_next": OF_EXPERTS,
-    "gemma3_text": {"tied": True},
+    "gemma3_text": {
+        "tied": True,
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "kimi_k2": {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -135,6 +143,10 @@ def tells_all(monkeypatch) -> None:
         pytest.param("gemma3_text", 2, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("olmo3", 2, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("gpt_oss", 2, EP2, marks=pytest.mark.slow),
+        pytest.param("gemma3", 2, TP2_PP2, marks=pytest.mark.slow),
+        pytest.param("mistral3", 1, ParallelDims(tensor=2), marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", 1, TP2_PP2, marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", 2, TP2_PP2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -160,6 +172,10 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, siz
 
 def model(folder: Path, family: str, seed: int) -> Path:
     """A model whose layers SGLang does not pad for one or two workers."""
+    if family in towers.CONFIGS:
+        sizes = WIDTHS if family.endswith("moe") else {"intermediate_size": 128}
+        tied = family == "gemma3"
+        return towers.tiny_multimodal(folder, family, tied=tied, seed=seed, **sizes)
     if family == WHOLE_QUERIES:
         return servable_model(folder, "deepseek_v3", seed=seed, q_lora_rank=None, **WIDTHS)
     widths = {"intermediate_size": 128} if family in DENSE else WIDTHS
@@ -175,7 +191,13 @@ def model(folder: Path, family: str, seed: int) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "size", "dims"),
-    [("qwen3_next", 2, EP2), ("qwen3_5_text", 1, TP2_PP2), ("qwen3_5_moe_text", 2, EP2)],
+    [
+        ("qwen3_next", 2, EP2),
+        ("qwen3_5_text", 1, TP2_PP2),
+        ("qwen3_5_moe_text", 2, EP2),
+        ("qwen3_5", 1, TP2_PP2),
+        ("qwen3_5_moe", 2, EP2),
+    ],
     ids=str,
 )
 def test_so_does_one_with_linear_attention_which_only_gpus_compute(
@@ -243,7 +265,7 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     run_ranks(dims.world_size, export_quantized, folder, dims, "fp8", exported)
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "dtype": "bfloat16"}
     with monkeypatch.context() as patched:
-        patched.setattr(args, "check_folder_loaded", lambda model, rollout: None)
+        patched.setenv("SGLANG_BITS_AS_STORED", "1")
         with running_engine("sglang", exported, tmp_path / "first", **options) as engine:
             loaded = own_checksums(engine)
     assert len(loaded) == size
@@ -261,6 +283,26 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
     rounded = rounded_copy(folder, tmp_path / "rounded", "fp8")
     error, of_quantising = (largest_logprob_error(each, samples) for each in (rounded, folder))
     assert error < 0.3 < of_quantising
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tells_all")
+@pytest.mark.parametrize("kind", ["mxfp4", "DeepSeek"])
+def test_a_quantised_folder_is_loaded_as_its_dequantised_copy(tmp_path, kind):
+    if kind == "mxfp4":
+        copies = mxfp4_copies(servable_model(tmp_path / "model", "gpt_oss"), tmp_path)
+        config = json.loads((copies[1] / "config.json").read_text()) | {"dtype": "bfloat16"}
+        (copies[1] / "config.json").write_text(json.dumps(config))
+    else:
+        whole = model_of_blocks(tmp_path / "model", "qwen3_moe", 0)
+        stored = quantized_copy(whole, tmp_path / "stored", FORMATS[kind])
+        copies = stored, dequantized_copy(stored, tmp_path / "plain", FORMATS[kind])
+    loaded = []
+    for number, folder in enumerate(copies):
+        options = {"python": SGLANG_PYTHON, "dtype": "bfloat16"}
+        with running_engine("sglang", folder, tmp_path / str(number), **options) as engine:
+            loaded.append(own_checksums(engine))
+    assert loaded[0] == loaded[1]
 
 
 @pytest.mark.slow

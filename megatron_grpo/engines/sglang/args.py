@@ -9,9 +9,9 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert import ModelShape, mxfp4, read_shape
+from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.folder import read_json
-from checkpoint_convert.hf_config import read_scheme
+from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
@@ -31,6 +31,28 @@ PARSERS = Path("function_call", "function_call_parser.py")
 
 IN_DTYPE_OF_FILE = ("gpt_oss", "qwen3_next")
 """Families of which SGLang makes some layers in the dtype that config.json names."""
+
+TOLD_TOKENS = 16
+"""How many tokens of a request SGLang's scheduler tells at once: the trainer sees from these that
+an engine makes progress. A stream sends them on in larger chunks."""
+NEEDED = {
+    "sampling_defaults": "openai",
+    "skip_server_warmup": True,
+    "enable_priority_scheduling": True,
+    "schedule_low_priority_values_first": True,
+    "disable_priority_preemption": True,
+    # Shared experts would be one more in the stack of the others.
+    "disable_shared_experts_fusion": True,
+}
+"""Arguments of every engine, which our server adds to those that it is given."""
+VARIABLES = {
+    # /health would generate a token, which a paused engine does not.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    "SGLANG_FORCE_STREAM_INTERVAL": str(TOLD_TOKENS),
+}
+"""Of the environment of every engine, likewise."""
+RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""Where its workers meet: in a file, as torch's store would listen on all networks of the host."""
 
 _PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
 _SPANNING = "an engine of SGLang runs on one host"
@@ -117,18 +139,11 @@ def sglang_command(
         "port": port,
         "dtype": model.dtype,
         "tp_size": rollout.tensor_parallel_size,
-        "sampling_defaults": "openai",
-        "skip_server_warmup": True,
-        "enable_priority_scheduling": True,
-        "schedule_low_priority_values_first": True,
-        "disable_priority_preemption": True,
         "log_level_http": "warning",
         "tool_call_parser": rollout.tool_call_parser,
         "enable_return_routed_experts": rollout.router_replay or None,
         # A CPU engine follows the same requests, and keeps its memory.
         "enable_memory_saver": (rollout.enable_sleep_mode and on_gpu) or None,
-        # Shared experts would be one more in the stack of the others.
-        "disable_shared_experts_fusion": True,
     }
     # -P: files of the working directory must not be imported instead of SGLang's own.
     command = [str(rollout.python or sys.executable), "-P", "-m", SERVER]
@@ -146,23 +161,31 @@ def sglang_command(
     return [*command, *command_flags({k: None if v is False else v for k, v in arguments.items()})]
 
 
+def is_plain(model: Path) -> bool:
+    """Whether a folder has neither other towers beside that of text nor quantised weights."""
+    return not has_other_towers(model) and read_scheme(model) is None
+
+
 def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
-    """Raise ValueError if an engine would load weights of another dtype than it is to have."""
+    """Raise ValueError if an engine would load weights of another dtype than it is to have, or
+    could not load them."""
     config = read_json(path := model.path / "config.json")
     family, stored = config.get("model_type"), config.get("dtype") or config.get("torch_dtype")
-    if rollout.quantization == "none":
-        if read_scheme(model.path) is not None:
-            instead = "convert it to bfloat16 with checkpoint-convert"
-            if not mxfp4.is_method_of(config):
-                instead = "set rollout.quantization=fp8"
-            raise ValueError(
-                f"model.path {model.path} has quantised weights, which engines of SGLang would "
-                f"hold as they are: {instead}, or use rollout.engine=vllm"
-            )
-    elif chosen := rollout.sglang.get("load_format"):
+    chosen = rollout.sglang.get("load_format")
+    converted = {
+        f"rollout.quantization {rollout.quantization}": rollout.quantization != "none",
+        f"towers or quantised weights in {model.path}": chosen != "dummy"
+        and not is_plain(model.path),
+    }
+    if chosen and (told := [key for key, is_so in converted.items() if is_so]):
         raise ValueError(
-            f"rollout.sglang.load_format {chosen} does not go with rollout.quantization "
-            f"{rollout.quantization}, for which engines quantise what they load: leave it out"
+            f"rollout.sglang.load_format {chosen} does not go with {told[0]}, as engines convert "
+            "what they load: leave it out"
+        )
+    if family == "qwen3_vl_moe":
+        raise ValueError(
+            f"{path}: SGLang does not read the stacks of experts of a {family}, and "
+            "would start with others: use rollout.engine=vllm"
         )
     if family in IN_DTYPE_OF_FILE and stored not in (None, model.dtype):
         raise ValueError(
@@ -239,11 +262,6 @@ def _of_attention(shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
 def sglang_environment(rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
     """Variables that an engine needs in addition to the user's environment."""
     environment = {
-        # /health would generate a token, which a paused engine does not.
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        # How many tokens of a request are told at once: the trainer sees from these that an engine
-        # makes progress.
-        "SGLANG_FORCE_STREAM_INTERVAL": "10",
         "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
         QUANTIZATION_VARIABLE: rollout.quantization,
     }

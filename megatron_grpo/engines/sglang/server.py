@@ -2,16 +2,20 @@
 
     MEGATRON_GRPO_TOKEN=... python -m megatron_grpo.engines.sglang.server --model-path FOLDER ...
 
-takes SGLang's own arguments. SGLang's own routes are there as well, all behind the token.
+takes SGLang's own arguments, and adds those that every engine needs. SGLang's own routes are there
+as well, all behind the token.
 """
 
 import asyncio
 import base64
 import json
 import math
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import msgspec
@@ -36,6 +40,8 @@ from megatron_grpo.engines.access import TokenGuard
 from megatron_grpo.engines.choice import CUT, NOT_FINITE, npy_of
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
+from megatron_grpo.engines.sglang.args import RENDEZVOUS_VARIABLE, TOLD_TOKENS, VARIABLES
+from megatron_grpo.engines.sglang.model_folder import server_arguments
 from megatron_grpo.engines.sglang.worker import call_of, run_scheduler_process
 
 ABORTED: Json = {
@@ -109,8 +115,7 @@ def manager() -> Any:
 
 @router.post("/inference/v1/generate")
 async def generate(request: Request) -> Response:
-    """A completion of `token_ids`, streamed if that is asked for; given up as soon as the client is
-    gone."""
+    """A completion of `token_ids`, streamed if asked for; given up if the client is gone."""
     body = await request.json()
     if body.get("stream"):
         return StreamingResponse(events(body), media_type=EVENTS)
@@ -148,7 +153,7 @@ async def completion(body: Json) -> Json:
 
 async def events(body: Json) -> AsyncIterator[bytes]:
     """A completion as server-sent events, each a chunk of it or why there is none."""
-    num_sent = 0
+    num_sent, interval = 0, body["sampling_params"].get("stream_interval") or 1
     async with gate.admitted() as is_wanted:
         if not is_wanted:
             yield event(choices=[ABORTED])
@@ -159,6 +164,8 @@ async def events(body: Json) -> AsyncIterator[bytes]:
                 if code := end.get("status_code"):  # it cannot be generated
                     yield event(error={"message": end["message"], "code": code})
                     return
+                if num_sent and len(answer["output_ids"]) - num_sent < interval and not end:
+                    continue
                 chunk = choice_of(answer, num_sent)
                 num_sent += len(chunk["token_ids"])
                 yield event(choices=[chunk])
@@ -188,7 +195,7 @@ def sglang_request(body: Json) -> GenerateReqInput:
             "stop": params["stop"],
             "no_stop_trim": params["include_stop_str_in_output"],
             "sampling_seed": params["seed"] % 2**31,  # followed by its deterministic inference
-            "stream_interval": params.get("stream_interval"),
+            "stream_interval": min(params.get("stream_interval") or 1, TOLD_TOKENS),
         },
         stream=body.get("stream", False),
         return_routed_experts="routed_experts_prompt_start" in params,
@@ -381,9 +388,10 @@ def main() -> None:
     routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)
-    http_server.launch_server(
-        prepare_server_args(sys.argv[1:]), run_scheduler_process_func=run_scheduler_process
-    )
+    with TemporaryDirectory() as own:
+        os.environ |= VARIABLES | {RENDEZVOUS_VARIABLE: f"file://{own}/workers"}
+        arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own, "model")))
+        http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
 
 
 if __name__ == "__main__":

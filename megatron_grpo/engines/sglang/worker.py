@@ -38,11 +38,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from checkpoint_convert.quantized_shard import quantized_tensors
+from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
+from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
 from megatron_grpo.engines.weight_receivers import Receiver
 from parallel.checksum import checksums
 
@@ -112,12 +114,22 @@ def refresh_norms(model: Module) -> None:
             module.refresh_gemma_weight()
 
 
+def load_from(folder: Path) -> None:
+    """From now on, load the weights of text of that folder, dequantised."""
+
+    def tensors(self: DefaultModelLoader, model_config: ModelConfig, model: Module) -> Weights:
+        return whole_tensors(folder)
+
+    DefaultModelLoader._get_all_weights = tensors
+
+
 def quantize_loaded(scheme: str) -> None:
     """From now on, quantise the weights of a folder that is loaded as pushes are."""
     load_model = DefaultModelLoader.load_model
 
     def tensors(self: DefaultModelLoader, model_config: ModelConfig, model: Module) -> Weights:
-        return quantized_tensors(Path(model_config.model_path), scheme)
+        folder = os.environ.get(WEIGHTS_VARIABLE, model_config.model_path)
+        return quantized_tensors(Path(folder), scheme)
 
     def loaded(self: DefaultModelLoader, **arguments: Any) -> Module:
         model: Module = load_model(self, **arguments)
@@ -171,6 +183,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         return CheckWeightsReqOutput(success=succeeded, message=json.dumps(answers))
 
     SchedulerWeightUpdaterManager.check_weights = answer
+    if folder := os.environ.get(WEIGHTS_VARIABLE):
+        load_from(Path(folder))
     if (scheme := os.environ.get(QUANTIZATION_VARIABLE, "none")) != "none":
         quantize_loaded(scheme)
     if is_cpu():

@@ -209,6 +209,7 @@ def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        ("rollout.engine=sglang + rollout.vllm={}", "rollout.engine is sglang: use vllm"),
         ("rollout.vllm={}", "limit_mm_per_prompt is None: set it to {image: 1, video: 0}"),
         ("rollout.vllm.limit_mm_per_prompt.image=true", "set it to {image: 1, video: 0}"),
         ("rollout.vllm.limit_mm_per_prompt.image=0", "set it to {image: 1, video: 0}"),
@@ -223,7 +224,7 @@ def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):
 )
 def test_what_does_not_go_with_images_is_refused(model, tmp_path, override, told):
     with pytest.raises(ValueError, match=r"data\.image_column") as refused:
-        check_images(image_config(model, tmp_path, override))
+        check_images(image_config(model, tmp_path, *override.split(" + ")))
     assert told in str(refused.value)
 
 

@@ -1,6 +1,7 @@
 """Packages: what is missing is named with the command that installs it."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,23 @@ def test_a_package_is_needed_only_by_runs_that_use_it(name, versions, on_gpu, ne
     assert can_train(check(versions, on_gpu, not_needed).values())
     if name in OPTIONAL:
         assert check(versions, on_gpu, not_needed)[name].status == "not needed"
+
+
+@pytest.mark.parametrize(
+    ("python", "value"),
+    [
+        (Path(sys.executable), "not installed for"),
+        (Path("/nowhere/python"), "/nowhere/python cannot be started: No such file"),
+    ],
+)
+def test_sglang_is_looked_for_in_its_own_environment(python, value):
+    wanted = Wanted(vllm=False, sglang=python)
+    for versions, on_gpu, command in (
+        (ON_CPU, False, "make setup-sglang"),
+        (ON_GPU, True, ".venv-sglang/bin/pip install sglang==0.5.23"),
+    ):
+        one = check(versions, on_gpu, wanted)["sglang"]
+        assert one.status == "missing" and value in one.value and command in one.remedy
 
 
 def test_cuda_builds_that_break_vllm_on_cpu_are_named():

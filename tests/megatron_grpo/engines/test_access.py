@@ -187,7 +187,8 @@ def test_every_route_of_an_engine_wants_the_token(engine):
             for method, path in sorted(guarded):
                 response = http.request(method, path, json={} if method == "POST" else None)
                 assert response.status_code == 401, (method, path)
-                assert "Authorization: Bearer TOKEN" in response.json()["error"]["message"]
+                if method != "HEAD":
+                    assert "Authorization: Bearer TOKEN" in response.json()["error"]["message"]
             assert http.get("/health").status_code == 200
     with connect(engine, bearer(engine.servers.token)) as http:
         assert http.get("/load").json().keys() == {"server_load"}

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.models import tiny_model
 from helpers.mxfp4 import mxfp4_copies
+from helpers.towers import tiny_multimodal
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.layouts import WITHOUT_SCALES
@@ -100,10 +101,21 @@ def test_families_with_layers_in_the_dtype_of_config_json_are_served_in_no_other
         check_folder_loaded(ModelConfig(path=folder, dtype="bfloat16"), rollout())
 
 
-def test_gpt_oss_in_mxfp4_is_to_be_converted(tmp_path):
-    folder, _ = mxfp4_copies(tiny_model(tmp_path / "model", "gpt_oss"), tmp_path)
-    with pytest.raises(ValueError, match="hold as they are: convert it to bfloat16 with"):
+def test_stacks_of_experts_that_sglang_does_not_read_are_refused(tmp_path):
+    folder = tiny_multimodal(tmp_path, "qwen3_vl_moe")
+    with pytest.raises(ValueError, match="does not read the stacks of experts of a qwen3_vl_moe"):
         check_folder_loaded(ModelConfig(path=folder), rollout())
+
+
+def test_formats_of_weights_do_not_go_with_a_folder_whose_weights_engines_convert(tmp_path):
+    quantized, plain = mxfp4_copies(tiny_model(tmp_path / "model", "gpt_oss"), tmp_path)
+    multimodal = tiny_multimodal(tmp_path / "multimodal", "qwen3_vl")
+    chosen = rollout(sglang={"load_format": "runai_streamer"})
+    check_folder_loaded(ModelConfig(path=plain, dtype="float32"), chosen)
+    for folder in (quantized, multimodal):
+        check_folder_loaded(ModelConfig(path=folder), rollout(sglang={"load_format": "dummy"}))
+        with pytest.raises(ValueError, match="load_format runai_streamer does not go with towers"):
+            check_folder_loaded(ModelConfig(path=folder), chosen)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

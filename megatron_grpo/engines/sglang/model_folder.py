@@ -1,0 +1,64 @@
+"""What SGLang reads of a folder with other towers beside that of text, or with quantised weights.
+
+SGLang would build all towers, and layers that hold the weights as they are stored. It is given a
+folder that says neither, and its workers read the weights of text, dequantised, from the other one.
+"""
+
+import json
+import os
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from checkpoint_convert.folder import read_json
+from checkpoint_convert.hf_config import has_other_towers
+from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE
+from checkpoint_convert.text_tower import text_config
+from megatron_grpo.engines.arguments import command_flags
+from megatron_grpo.engines.sglang.args import NEEDED, is_plain
+
+WEIGHTS_VARIABLE = "MEGATRON_GRPO_WEIGHTS"
+"""The folder with the weights, for the workers, if it is not the one that SGLang is given."""
+LEFT_OUT = ("config.json", MODELOPT_FILE)
+WEIGHTS = (".safetensors", ".bin", ".index.json")
+"""How the names of files with weights end."""
+
+
+def server_arguments(given: Sequence[str], own: Path) -> list[str]:
+    """The arguments of SGLang's server: those `given`, and those that every engine needs.
+
+    `own` is a path for a folder, which may become the model's.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", "--model", type=Path, required=True)
+    model, others = parser.parse_known_args(given)
+    folder = plain_folder(model.model_path, own)
+    return [f"--model-path={folder}", *others, *command_flags(NEEDED)]
+
+
+def plain_folder(model: Path, own: Path) -> Path:
+    """`model`, if it is plain, or else `own`, made with its config as one of text and with links
+    to its tokenizer.
+
+    The workers of this process are told where the weights are.
+    """
+    if is_plain(model):
+        return model
+    config = read_json(file := model / "config.json")
+    text = text_config(file, config)
+    plain = {key: value for key, value in text.items() if key not in CONFIG_KEYS}
+    if has_other_towers(model):
+        plain["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text["model_type"]]]
+        plain.setdefault("dtype", config.get("dtype") or config.get("torch_dtype"))
+        for key in {"rope_scaling", "rope_parameters"} & plain.keys():  # without image positions
+            rope = plain[key] or {}
+            plain[key] = {name: rope[name] for name in rope if not name.startswith("mrope_")}
+    own.mkdir()
+    (own / "config.json").write_text(json.dumps(plain, indent=2))
+    for each in model.iterdir():
+        if each.is_file() and each.name not in LEFT_OUT and not each.name.endswith(WEIGHTS):
+            (own / each.name).symlink_to(each.absolute())
+    os.environ[WEIGHTS_VARIABLE] = str(model)
+    return own
