@@ -11,7 +11,9 @@ Ideally a step takes as long as what the ranks or what the engine do in it, whic
 
 Beside it is what `megatron_grpo.planning.simulation` predicts, from the first kind of run alone:
 what the ranks need for a step, what their core computes for requests meanwhile, the lengths of
-completions, and the engine's seconds per forward pass. How long a prompt takes is measured before.
+completions, and the engine's seconds per forward pass. Measured before, each by itself: how long a
+token of a prompt takes the engine, and to take a request; and how much slower it is while the ranks
+train on the core beside it, on the completions of a run before.
 """
 
 import argparse
@@ -25,10 +27,12 @@ from pathlib import Path
 from statistics import mean, median
 
 from demo.make_kinds import write
-from engine_watch import Look, Watch, idle_share, pass_seconds
-from helpers.engines import TestEngine, random_prompts, running_engine
+from engine_watch import Look, Watch, children_seconds, idle_share, pass_seconds
+from helpers.engines import TestEngine, random_prompts, running_engine, sampling_params
 from helpers.jobs import Job
-from helpers.models import tiny_model
+from helpers.models import EOS_ID, tiny_model
+from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.planning.simulation import Loop, Mode, simulate
 
 FIRST = 4
@@ -64,6 +68,27 @@ KINDS = (
     Mode(max_staleness=4, in_flight=True),
 )
 PROMPT_TOKENS = 1000
+ARRIVAL_SECONDS = 2.0
+"""Within which all requests of a generation reach the engine, and in which it does nothing else."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What was measured before the runs."""
+
+    token_seconds: float
+    """Of the engine to compute a token of a prompt."""
+    receive_seconds: float
+    """Of the engine to take a request."""
+    slowdown: float
+    """Seconds of the engine for a generation while the ranks train, over those without."""
+
+    def __str__(self) -> str:
+        return (
+            f"a token of a prompt takes the engine {self.token_seconds * 1e6:.0f} us, a request "
+            f"{self.receive_seconds * 1e3:.1f} ms; beside training it takes {self.slowdown:.2f} "
+            "times as long"
+        )
 
 
 @dataclass(frozen=True)
@@ -81,10 +106,12 @@ class Measured:
     """Of the ranks' core for what is neither training nor a push: requests, and their answers."""
     looks: list[Look]
     lengths: list[int]
+    prompt_tokens: float
+    """Of a completion's prompt, in the mean."""
 
     @property
     def start(self) -> float:
-        """Of a synchronous step: neither the ranks nor the engine computed anything."""
+        """Of a synchronous step: the ranks did not train, and no completion had a token yet."""
         return max(0.0, self.idle * self.step - self.train - self.push)
 
     @property
@@ -119,6 +146,7 @@ def measured(run_dir: Path, steps: int, watch: Watch) -> Measured:
         idle=idle_share(looks),
         looks=looks,
         lengths=[row["num_tokens"] for row in rows],
+        prompt_tokens=(looks[-1].prompts - looks[0].prompts) / (steps - FIRST) / BATCH,
     )
 
 
@@ -144,18 +172,85 @@ def prompt_token_seconds(engine: TestEngine) -> float:
     return median(rows)
 
 
-def predicted(runs: Sequence[Measured], token_seconds: float) -> Callable[[Mode], float]:
+def receive_seconds(engine: TestEngine) -> float:
+    """Seconds that the engine computes to take a request, by a generation's that reach it while it
+    is paused, less what it computes then without any."""
+    in_flight = InFlight(engine.client(), lambda token_ids: "")
+    in_flight.resume(engine.version)
+
+    def seconds() -> float:
+        start = children_seconds()
+        time.sleep(ARRIVAL_SECONDS)
+        return children_seconds() - start
+
+    def more(number: int) -> float:
+        prompts = random_prompts(BATCH // 8, number)
+        params = sampling_params(num_generations=8, policy_version=engine.version)
+        seconds()  # of the requests before
+        engine.pause()
+        without = seconds()
+        answered = in_flight.submit(number, Generation(prompts, params))
+        took = seconds() - without
+        engine.resume()
+        answered.result()
+        return took / BATCH
+
+    rows = [more(number) for number in range(4)]
+    in_flight.end()
+    in_flight.close()
+    return median(rows[1:])
+
+
+def slowdown(engine: TestEngine, arguments: argparse.Namespace, folder: Path) -> float:
+    """Seconds of the engine for a generation while the ranks train, over those without.
+
+    The ranks train on generations that were made before, so that they ask the engine for nothing.
+    """
+    model, steps = folder / "model", arguments.steps
+
+    def seconds(longest: int) -> float:
+        start = time.perf_counter()
+        engine.generate(
+            random_prompts(BATCH // 8),
+            [EOS_ID, *END_TOKENS],
+            num_generations=8,
+            max_completion_length=longest,
+        )
+        return time.perf_counter() - start
+
+    def of_passes() -> float:
+        return seconds(1024) - seconds(1)
+
+    keys = [f"train.num_steps={steps}", "train.save_generations=true"]
+    with job(folder, "made", engine, arguments, *keys) as making:
+        assert making.end(600).exit_codes == [0], making.output
+    engine.push(model)
+    of_passes()
+    alone = [of_passes() for _ in range(5)]
+    keys = [f"train.num_steps={steps}", f"train.replay={folder / 'made'}"]
+    records, beside = folder / "replayed" / "metrics.jsonl", list[float]()
+    with job(folder, "replayed", engine, arguments, *keys) as training:
+        training.wait_for(records.exists, 600)
+        while training.is_running and len(json_lines(records)) < steps:
+            beside.append(of_passes())
+    return median(beside[:-1]) / median(alone)  # in the last, training has ended
+
+
+def predicted(runs: Sequence[Measured], costs: Costs) -> Callable[[Mode], float]:
     """Seconds of a step by simulation, from synchronous runs."""
     passes = [pass_seconds(run.looks) for run in runs]
+    prompt_seconds = costs.token_seconds * mean(run.prompt_tokens for run in runs)
     loop = Loop(
         lengths=[length for run in runs for length in run.lengths],
         batch=BATCH,
         num_engines=1,
         at_once=MOST_AT_ONCE,
         pass_seconds=lambda running: mean(each(running) for each in passes),
-        prompt_seconds=0.0,  # a few tokens; `pass_seconds` includes them
-        token_seconds=token_seconds,
-        start_seconds=median(run.start for run in runs),
+        slowdown=costs.slowdown,
+        prompt_seconds=prompt_seconds,
+        token_seconds=costs.token_seconds,
+        start_seconds=max(0.0, median(run.start for run in runs) - BATCH * prompt_seconds),
+        receive_seconds=costs.receive_seconds,
         train_seconds=median(run.train for run in runs),
         push_seconds=median(run.push for run in runs),
         requests_seconds=median(run.requests for run in runs),
@@ -170,10 +265,10 @@ def keys_of(mode: Mode) -> list[str]:
     ]
 
 
-def table(runs: dict[Mode, list[Measured]], token_seconds: float) -> str:
+def table(runs: dict[Mode, list[Measured]], costs: Costs) -> str:
     """Medians of the rounds, as Markdown."""
     first = median(run.step for run in runs[KINDS[0]])
-    prediction = predicted(runs[KINDS[0]], token_seconds)
+    prediction = predicted(runs[KINDS[0]], costs)
     lines = [
         "| max_staleness | seconds per step | predicted | ideal | waiting for the engine "
         "| the ranks' own | engine idle | speed |",
@@ -190,31 +285,40 @@ def table(runs: dict[Mode, list[Measured]], token_seconds: float) -> str:
     return "\n".join(lines)
 
 
+def job(
+    folder: Path, name: str, engine: TestEngine, arguments: argparse.Namespace, *keys: str
+) -> Job:
+    """A run in `folder / name`."""
+    return Job(
+        [
+            *COMMON,
+            *arguments.override,
+            *keys,
+            f"model.path={folder / 'model'}",
+            f"data.path={folder / 'kinds.jsonl'}",
+            f"train.run_dir={folder / name}",
+            f"rollout.base_urls=[{engine.servers.base_urls[0]}]",
+        ],
+        1,
+        folder / f"logs_{name}",
+        token=engine.servers.token,
+    )
+
+
 def run(
     mode: Mode, arguments: argparse.Namespace, folder: Path, number: int, engine: TestEngine
 ) -> Measured:
     """Train once."""
-    run_dir = folder / f"{number}_{mode.max_staleness}_{mode.in_flight}"
-    job = Job(
-        [
-            *COMMON,
-            *keys_of(mode),
-            *arguments.override,
-            f"model.path={folder / 'model'}",
-            f"data.path={folder / 'kinds.jsonl'}",
-            f"train.run_dir={run_dir}",
-            f"train.num_steps={arguments.steps + mode.max_staleness}",
-            f"rollout.base_urls=[{engine.servers.base_urls[0]}]",
-        ],
-        1,
-        folder / f"logs_{run_dir.name}",
-        token=engine.servers.token,
-    )
+    name = f"{number}_{mode.max_staleness}_{mode.in_flight}"
+    keys = *keys_of(mode), f"train.num_steps={arguments.steps + mode.max_staleness}"
     (core,) = os.sched_getaffinity(0)
-    with Watch(engine.servers.base_urls[0], engine.servers.token, core) as watch, job:
-        ended = job.end(600)
+    with (
+        Watch(engine.servers.base_urls[0], engine.servers.token, core) as watch,
+        job(folder, name, engine, arguments, *keys) as training,
+    ):
+        ended = training.end(600)
     assert ended.exit_codes == [0], ended.output
-    return measured(run_dir, arguments.steps, watch)
+    return measured(folder / name, arguments.steps, watch)
 
 
 def main() -> None:
@@ -233,14 +337,18 @@ def main() -> None:
         with running_engine("vllm", model, folder / "engine") as engine:
             os.sched_setaffinity(0, cores[1:2])
             engine.push(model)
-            token_seconds = prompt_token_seconds(engine)
-            print(f"a token of a prompt takes the engine {token_seconds * 1e6:.0f} us", flush=True)
+            costs = Costs(
+                token_seconds=prompt_token_seconds(engine),
+                receive_seconds=receive_seconds(engine),
+                slowdown=slowdown(engine, arguments, folder),
+            )
+            print(costs, flush=True)
             for number in range(arguments.rounds):
                 for mode in KINDS:
                     made = run(mode, arguments, folder, number, engine)
                     runs[mode].append(made)
                     print(f"{mode}: {made.step:.2f} s, engine idle {made.idle:.0%}", flush=True)
-    print(table(runs, token_seconds))
+    print(table(runs, costs))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ INTERVAL = 0.25
 """Seconds between two looks; a look takes the engine some milliseconds."""
 RUNNING = re.compile(r"^vllm:num_requests_running(?:{.*})? (\S+)$", re.MULTILINE)
 GENERATED = re.compile(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
+PROMPTS = re.compile(r"^vllm:prompt_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Look:
     running: float
     generated: float
     """Tokens since its start."""
+    prompts: float
+    """Tokens of prompts since its start."""
     computed: float
     """Seconds that the ranks' core has computed since the machine's start."""
 
@@ -59,9 +62,15 @@ class Watch:
     def _run(self) -> None:
         while not self._over.wait(INTERVAL):
             page = self._http.get("/metrics", timeout=10).text
-            values = (float(each.findall(page)[0]) for each in (RUNNING, GENERATED))
+            values = (float(each.findall(page)[0]) for each in (RUNNING, GENERATED, PROMPTS))
             core = psutil.cpu_times(percpu=True)[self._core]
             self.looks.append(Look(time.time(), *values, core.user + core.system))
+
+
+def children_seconds() -> float:
+    """Seconds that the processes which this one has started have computed: those of its engine."""
+    children = psutil.Process().children(recursive=True)
+    return sum(sum(each.cpu_times()[:2]) for each in children)
 
 
 def idle_share(looks: Sequence[Look]) -> float:
@@ -74,6 +83,7 @@ def pass_seconds(looks: Sequence[Look]) -> Callable[[int], float]:
 
     Between two looks with n completions, a pass generated n tokens. The seconds between looks are
     fitted, so that their sum is about right, and a pause of the engine weighs no more than it took.
+    Prompts count as idle time: completions count as running from the end of their first pass on.
     """
     rows, seconds = [], []
     for before, after in pairwise(looks):

@@ -49,6 +49,9 @@ class Loop:
     """Completions that an engine runs at once; others wait."""
     pass_seconds: Callable[[int], float]
     """Of a forward pass with that many running completions, each of which gets a token."""
+    slowdown: float = 1.0
+    """Seconds of a pass beside ranks that train, over those of one beside ranks that wait: 1 where
+    they share neither caches nor memory."""
     prompt_seconds: float
     """To compute a prompt, per completion."""
     token_seconds: float
@@ -57,6 +60,8 @@ class Loop:
     """Whether what was sampled is computed anew after a push."""
     start_seconds: float
     """Until an idle engine has its requests and computes."""
+    receive_seconds: float = 0.0
+    """In which an engine that is not idle takes a request instead of computing."""
     train_seconds: float
     push_seconds: float
     requests_seconds: float = 0.0
@@ -96,7 +101,7 @@ class Engine:
         """Sum of the staleness of a generation's tokens."""
         self.max_lag: Counter[int] = Counter()
         self._loop, self._pass_seconds = loop, cache(loop.pass_seconds)
-        self._version = 0
+        self._version, self._slowdown = 0, 1.0
         self._ended: dict[int, float] = {}
         self._passes = self._pushed_at = 0.0
         """Passes so far, and at the latest push."""
@@ -106,19 +111,23 @@ class Engine:
 
     def ask(self, now: float, generation: int, lengths: Sequence[int]) -> None:
         """Ask for completions of a generation, later ones than before."""
-        if not self._running:
+        if self._running:
+            self._work(len(lengths) * self._loop.receive_seconds)
+        else:
             self.clock = max(self.clock, now) + self._loop.start_seconds
         self.left[generation] = len(lengths)
         self._waiting.extend((generation, length) for length in lengths)
         self._start()
 
-    def run(self, until: float) -> None:
-        """Generate until a time."""
+    def run(self, until: float, *, trains: bool = False) -> None:
+        """Generate until a time, beside ranks that wait or train."""
+        self._slowdown = self._loop.slowdown if trains else 1.0
         while self._running and (end := self._next_end()) <= until:
             self._end_one(end)
         if self._running and self.clock < until:
-            self._passes += (until - self.clock) / self._pass_seconds(len(self._running))
+            self._passes += (until - self.clock) / self._seconds()
             self._work(until - self.clock)
+        self._slowdown = 1.0
 
     def finish(self, generation: int) -> float:
         """Generate until a generation is complete; return when that is, or was."""
@@ -139,7 +148,11 @@ class Engine:
 
     def _next_end(self) -> float:
         passes = self._running[0][0] - self._passes
-        return self.clock + passes * self._pass_seconds(len(self._running))
+        return self.clock + passes * self._seconds()
+
+    def _seconds(self) -> float:
+        """Of a pass with what runs now."""
+        return self._slowdown * self._pass_seconds(len(self._running))
 
     def _end_one(self, now: float) -> None:
         self._work(now - self.clock)
@@ -187,10 +200,11 @@ def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Fore
         now = _finished(engines, generation, now)
         asked = _ask(loop, engines, now, range(asked, generation + mode.max_staleness + 1))
         now += train_seconds
+        for engine in engines:
+            engine.run(now, trains=True)
         if not mode.in_flight:
             now = _finished(engines, asked - 1, now)
         for engine in engines:
-            engine.run(now)
             engine.push(now, generation + 1)
         now += loop.push_seconds
     took, measured = now - began, range(first, first + count)

@@ -62,6 +62,17 @@ def test_seconds_of_a_pass_are_those_of_what_runs():
     assert engine.busy == pytest.approx(4.0)
 
 
+def test_ranks_that_train_slow_an_engine_down_and_requests_hold_up_one_that_computes():
+    costs = {"slowdown": 1.5, "start_seconds": 0.2, "receive_seconds": 0.1}
+    engine = Engine(loop(pass_seconds=constant, **costs))
+    engine.ask(0.0, 0, [100])
+    engine.run(0.95, trains=True)  # the start, and 50 passes
+    engine.ask(0.95, 1, [20, 20])
+    assert engine.finish(0) == pytest.approx(0.95 + 2 * 0.1 + 0.5)
+    # Of a second of passes, a fifth is done in 0.4 s of training.
+    assert simulate(loop(slowdown=2.0), AHEAD).seconds == pytest.approx(0.4 + 0.8 + 0.1)
+
+
 def test_what_an_engine_does_not_hold_at_once_waits():
     assert simulate(loop(at_once=1, pass_seconds=constant), SYNCHRONOUS).seconds == pytest.approx(
         4 * 1.0 + 0.5
