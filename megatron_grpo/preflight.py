@@ -319,7 +319,7 @@ def check_text_tower(cfg: Config) -> None:
         if value not in values:
             raise ValueError(
                 f"{key} is {value}, and model.path {cfg.model.path} has other towers beside that "
-                f"of text: only {' and '.join(values)} are supported"
+                f"of text; supported: {', '.join(values)}"
             )
 
 

@@ -44,6 +44,10 @@ _PACKED = (
     "train.max_tokens_per_microbatch: microbatches are packed by tokens, of any number of rows"
 )
 _COMPLETIONS = "grpo.generation_batch_size, in completions: prompts times grpo.num_generations"
+_OF_STEP = (
+    "grpo.steps_per_generation: an optimizer step has grpo.generation_batch_size completions over "
+    "that"
+)
 OTHER_NAMES = {
     "adv_estimator": "grpo.advantage_estimator",
     "clip_grad": "optimizer.max_grad_norm",
@@ -58,32 +62,36 @@ OTHER_NAMES = {
     "experiment_name": "wandb.name",
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "grad_clip": "optimizer.max_grad_norm",
-    "gradient_accumulation_steps": _PACKED,
-    "kl_coef": "grpo.beta",
+    "global_batch_size": _OF_STEP,
+    "gradient_accumulation_steps": f"{_PACKED}; {_OF_STEP}",
+    "kl_coef": "grpo.beta, with grpo.kl_in_reward=true",
     "kl_loss_coef": "grpo.beta",
     "kl_loss_type": "grpo.kl_estimator",
     "learning_rate": "optimizer.lr",
     "loss_agg_mode": "grpo.loss_type",
+    "lr_scheduler_type": "optimizer.lr_decay_style",
     "mask_truncated_completions": "grpo.overlong_filter",
     "max_model_len": "rollout.vllm.max_model_len",
     "max_num_batched_tokens": "rollout.vllm.max_num_batched_tokens",
     "max_num_seqs": "rollout.vllm.max_num_seqs",
     "max_response_length": "rollout.max_completion_length",
     "max_steps": "train.num_steps",
+    "micro_batch_size": _PACKED,
     "model_name_or_path": "model.path",
-    "n": "grpo.num_generations",
+    "n": "grpo.num_generations, or eval.num_generations",
     "num_train_epochs": "train.num_epochs",
     "output_dir": "train.run_dir",
-    "per_device_train_batch_size": _PACKED,
+    "per_device_train_batch_size": f"{_PACKED}; {_OF_STEP}",
     "ppo_epochs": "grpo.num_iterations",
     "ppo_max_token_len_per_gpu": "train.max_tokens_per_microbatch, over all context ranks",
     "ppo_micro_batch_size_per_gpu": _PACKED,
-    "ppo_mini_batch_size": "grpo.steps_per_generation: optimizer steps of a generation",
+    "ppo_mini_batch_size": _OF_STEP,
     "project_name": "wandb.project",
     "prompt_key": "data.prompt_column",
     "reward_funcs": "reward.functions",
     "save_freq": "train.save_interval, in optimizer steps",
     "save_steps": "train.save_interval",
+    "tensor_model_parallel_size": "parallel.tensor_parallel_size, or that of rollout",
     "test_freq": "eval.interval, in optimizer steps",
     "total_epochs": "train.num_epochs",
     "total_training_steps": "train.num_steps, in optimizer steps",

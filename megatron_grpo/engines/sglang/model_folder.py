@@ -21,6 +21,8 @@ from megatron_grpo.engines.sglang.args import NEEDED, is_plain
 
 WEIGHTS_VARIABLE = "MEGATRON_GRPO_WEIGHTS"
 """The folder with the weights, for the workers, if it is not the one that SGLang is given."""
+FAMILIES_OF_SGLANG = {"kimi_k2": "deepseek_v3"}
+"""Families that transformers has no class of, and those whose class they have."""
 LEFT_OUT = ("config.json", MODELOPT_FILE)
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 """How the names of files with weights end."""
@@ -50,7 +52,8 @@ def plain_folder(model: Path, own: Path) -> Path:
     text = text_config(file, config)
     plain = {key: value for key, value in text.items() if key not in CONFIG_KEYS}
     if has_other_towers(model):
-        plain["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text["model_type"]]]
+        family = FAMILIES_OF_SGLANG.get(text["model_type"], text["model_type"])
+        plain["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
         plain.setdefault("dtype", config.get("dtype") or config.get("torch_dtype"))
         for key in {"rope_scaling", "rope_parameters"} & plain.keys():  # without image positions
             rope = plain[key] or {}
@@ -58,7 +61,7 @@ def plain_folder(model: Path, own: Path) -> Path:
     own.mkdir()
     (own / "config.json").write_text(json.dumps(plain, indent=2))
     for each in model.iterdir():
-        if each.is_file() and each.name not in LEFT_OUT and not each.name.endswith(WEIGHTS):
+        if each.name not in LEFT_OUT and not each.name.endswith(WEIGHTS):
             (own / each.name).symlink_to(each.absolute())
     os.environ[WEIGHTS_VARIABLE] = str(model)
     return own

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_convert.folder import read_json
 from helpers.models import tiny_model
 from helpers.mxfp4 import mxfp4_copies
 from helpers.towers import tiny_multimodal
@@ -19,6 +20,7 @@ from megatron_grpo.engines.sglang.args import (
     sglang_command,
     sglang_environment,
 )
+from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE, plain_folder
 
 YARN = {
     "rope_type": "yarn",
@@ -105,6 +107,13 @@ def test_stacks_of_experts_that_sglang_does_not_read_are_refused(tmp_path):
     folder = tiny_multimodal(tmp_path, "qwen3_vl_moe")
     with pytest.raises(ValueError, match="does not read the stacks of experts of a qwen3_vl_moe"):
         check_folder_loaded(ModelConfig(path=folder), rollout())
+
+
+def test_sglang_is_told_of_a_text_tower_by_a_class_that_it_has(tmp_path, monkeypatch):
+    monkeypatch.setenv(WEIGHTS_VARIABLE, "")
+    model = tiny_multimodal(tmp_path / "model", "kimi_k25")
+    folder = plain_folder(model, tmp_path / "own")
+    assert read_json(folder / "config.json")["architectures"] == ["DeepseekV3ForCausalLM"]
 
 
 def test_formats_of_weights_do_not_go_with_a_folder_whose_weights_engines_convert(tmp_path):
