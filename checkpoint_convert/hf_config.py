@@ -251,8 +251,8 @@ def _moe(path: Path, family: Family, values: Mapping[str, Any]) -> MoeShape | No
     normalize_topk = keys.normalize_topk is None or boolean(path, values, keys.normalize_topk)
     if (keys.score_function == "sigmoid" or normalize_topk) and experts_per_token == 1:
         raise ValueError(
-            f"{path}: num_experts_per_tok is 1; it must be at least 2, as Megatron-Core does not "
-            "scale the weight of a single expert"
+            f"{path}: num_experts_per_tok is 1; it must be at least 2, as Megatron-Core neither "
+            "scales the weight of a single expert nor makes it 1"
         )
     size = integer(path, values, keys.intermediate_size)
     num_groups, groups_per_token = _groups(path, values, num_experts) if keys.has_groups else (1, 1)

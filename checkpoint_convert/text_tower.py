@@ -69,7 +69,8 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             f"{path}: text_config of a {config['model_type']} has model_type {kind!r}, "
             f"supported: {[*known]}"
         )
-    if quantized := [key for key in CONFIG_KEYS if text.get(key)]:
+    inside = config.get("text_config") or {}
+    if quantized := [key for key in CONFIG_KEYS if inside.get(key)]:
         raise ValueError(
             f"{path}: weights are quantised by {quantized[0]} inside of text_config, which is not "
             "supported: convert them to bfloat16 first, and take the key out"
@@ -90,8 +91,10 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             "transformers has no other for this model"
         )
     tied = [each[_TIED] for each in (config, text) if _TIED in each]
-    is_tied_inside = text.get(_TIED) is True and _TIED not in config  # the whole is not
-    if tied[:1] != tied[-1:] or not (is_own or (tied and not is_tied_inside)):
+    # What is only said inside holds for the whole, but for these, which transformers unties.
+    is_tied_inside = text.get(_TIED) is True and _TIED not in config
+    is_untied = is_tied_inside and config["model_type"].startswith(("qwen3_vl", "qwen3_5"))
+    if tied[:1] != tied[-1:] or not (is_own or (tied and not is_untied)):
         raise ValueError(
             f"{path}: {_TIED} must be said, and be the same inside and outside of text_config, and "
             f"is {tied}"

@@ -51,7 +51,7 @@ class Loop:
     """Of a forward pass with that many running completions, each of which gets a token."""
     slowdown: float = 1.0
     """Seconds of a pass beside ranks that train, over those of one beside ranks that wait: 1 where
-    they share neither caches nor memory."""
+    they share neither caches nor memory. Prompts are taken to be computed as fast in both."""
     prompt_seconds: float
     """To compute a prompt, per completion."""
     token_seconds: float

@@ -22,8 +22,8 @@ from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
 TOKEN = "0123456789abcdef"
-MILLIONS = 400
-"""Of numbers, in whose CPU time a mistake must be told: some 20 s. Most of it are imports, of
+MILLIONS = 200
+"""Of numbers, in whose CPU time a mistake must be told: some 14 s. Most of it are imports, of
 Megatron-Core where it is the data that cannot be used."""
 
 
