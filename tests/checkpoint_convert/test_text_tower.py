@@ -20,6 +20,7 @@ from checkpoint_convert.text_tower import is_of_text, text_name
 from checkpoint_convert.weights import read_weights
 from helpers.conversions import assert_same, weights_of
 from helpers.models import OWN_FIELDS, tiny_model
+from helpers.quantized import compressed
 from helpers.towers import CONFIGS, tiny_multimodal
 from parallel import ParallelDims
 
@@ -108,6 +109,7 @@ def test_a_model_published_without_text_config_is_the_same(folders, tmp_path):
         text = config.pop("text_config")
         config |= {key: each for key, each in text.items() if key not in ("model_type", "dtype")}
         config["rope_scaling"] = config.pop("rope_parameters") | {"rope_type": "mrope"}
+        config["quantization_config"] = compressed("float-quantized", "float", "channel")
 
     flat = edited(folders["qwen2_5_vl"], tmp_path / "flat", flatten)
     assert read_shape(flat) == read_shape(folders["qwen2_5_vl"])
