@@ -233,7 +233,7 @@ def keeps_routes(release_req: Callable[..., bool]) -> Callable[..., bool]:
             row, kept = req.kv.req_pool_idx, getattr(req, "kept_routes", [])
             start = req.routed_experts_start_len + sum(map(len, kept))
             routes = capturer.get_topk(row, req.seqlen, req_to_token_pool, start)
-            req.kept_routes = [*kept, routes.short()]  # half of what SGLang's take
+            req.kept_routes = [*kept, routes.short()]  # int16: half of SGLang's
         return release_req(req=req, req_to_token_pool=req_to_token_pool, **arguments)
 
     return released
