@@ -1,7 +1,6 @@
 """What an engine answers to a request for a completion."""
 
 import io
-from functools import cached_property
 from typing import Annotated
 
 import msgspec
@@ -33,7 +32,7 @@ class WeightVersion(msgspec.Struct):
     end: int
 
 
-class Choice(msgspec.Struct, dict=True):
+class Choice(msgspec.Struct):
     """A completion; the fields are those of vLLM's answer."""
 
     token_ids: list[int]
@@ -105,10 +104,11 @@ class Choice(msgspec.Struct, dict=True):
             routed_experts=known and npy_of(self.routes[: len(self.routes) - num_dropped]),
         )
 
-    @cached_property
+    @property
     def routes(self) -> np.ndarray:
         """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt
-        and completion, but for the last token, when the token behind it was sampled.
+        and completion, but for the last token, when the token behind it was sampled. Another array
+        each time: what is kept of a completion that was cut is the file.
 
         Raises ValueError if the engine did not return them.
         """

@@ -231,7 +231,8 @@ class Rollout:
         self.sampler = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
         self.open: Generation | DialogueRequests | None = None
         """The requests of this round."""
-        self._early = EarlyScores(rollouter.scorer) if rollouter.threads else None
+        early = EarlyScores(rollouter.scorer, request.generation)
+        self.early = early if rollouter.threads else None
 
     def run(self, timer: PhaseTimer) -> RolloutBatch:
         """Sample the prompts and score the samples, in as many rounds as dynamic sampling takes.
@@ -248,7 +249,7 @@ class Rollout:
                 if not isinstance(self.open, Generation):
                     self.open.print_failures()
             with timer.phase("score"):
-                early, scorer = self._early, self._rollouter.scorer
+                early, scorer = self.early, self._rollouter.scorer
                 groups = early.of(samples) if early else scorer.score(samples)
             sampler.add_groups(groups)
             self.open = None if sampler.prompts else self.open
@@ -259,14 +260,16 @@ class Rollout:
     def begin(self) -> Generation | DialogueRequests:
         """The requests of this round, of which no answer is there yet."""
         requests = self._rollouter.requests(self.sampler, self.request)
-        if self._early and isinstance(requests, Generation):
-            requests.take_group = self._early.begin
+        if self.early and isinstance(requests, Generation):
+            requests.take_group = self.early.begin
         return requests
 
     def abandon(self) -> None:
         """Drop the open requests, and end what they have started."""
         if not isinstance(self.open, Generation | None):
             self.open.abandon()
+        if self.early:
+            self.early.abandon()
 
     def _batch(self) -> RolloutBatch:
         sampler = self.sampler

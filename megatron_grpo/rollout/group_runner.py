@@ -251,7 +251,7 @@ class GroupRunner:
             self._score(number, attempt)
 
     def _score(self, number: int, attempt: Attempt) -> None:
-        [made] = self._rollouter.scorer.submit([attempt.requests.samples()])
+        [made] = self._rollouter.scorer.submit([attempt.requests.samples()], attempt.key)
         made.add_done_callback(partial(self._take_score, number, attempt))
 
     def _take_score(self, number: int, attempt: Attempt, made: Future[ScoredGroup]) -> None:

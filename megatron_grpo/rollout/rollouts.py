@@ -61,6 +61,8 @@ class RolloutScheduler:
         they contain."""
         rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
         self._in_flight, self._saves_open = rollout.in_flight_updates, may_be_saved(cfg)
+        # Of what a push has just interrupted, SGLang cannot tell a checkpoint the experts.
+        self._cut_interval = self._saves_open and rollout.router_replay and cfg.train.save_interval
         self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self._runner, self._push, self._is_suspended = runner, push, False
 
@@ -90,7 +92,7 @@ class RolloutScheduler:
                 self._finish(generation, step, timer)
         elif self._runner:
             with timer.phase("push"):
-                if cuts:
+                if cuts or (self._cut_interval and step % self._cut_interval == 0):
                     self._runner.suspend()
                 else:
                     self._runner.hold(step)

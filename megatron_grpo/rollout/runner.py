@@ -17,8 +17,9 @@ from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAbor
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards import RewardError
+from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 from megatron_grpo.rollout.generate import Rollout, RolloutBatch, Rollouter, RolloutRequest
-from megatron_grpo.rollout.open_samples import experience_of, may_be_saved
+from megatron_grpo.rollout.open_samples import experience_of, groups_of, may_be_saved
 from megatron_grpo.rollout.replay import Replay, ReplayedRollout
 from megatron_grpo.timing import IDLE, ROLLOUT, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
@@ -92,9 +93,10 @@ class RolloutRunner:
         self._rollouter, self._watchdog, self._timeline = rollouter, watchdog, timeline
         self._making: dict[int, Making] = {}
         self._samples: dict[int, list[Sample]] = defaultdict(list)
+        self._scored: dict[int, list[ScoredGroup]] = defaultdict(list)
         self._engines: dict[int, set[str]] = defaultdict(set)
-        """Of generations that were not begun again, what the checkpoint had, and the addresses of
-        the engines that had answered."""
+        """Of generations that were not begun again, what the checkpoint had, the groups of it that
+        were scored, and the addresses of the engines that had answered."""
 
     def begin(self, request: RolloutRequest) -> None:
         """Begin a generation, or continue it if it is the one that engines were lost in."""
@@ -109,6 +111,8 @@ class RolloutRunner:
                 assert isinstance(rollout.open, Generation), "a checkpoint holds no dialogues"
                 rollout.open.go_on(samples)
                 rollout.open.engines |= self._engines.pop(request.generation)
+                if rollout.early:
+                    rollout.early.go_on(self._scored.pop(request.generation, []))
             self._making[request.generation] = making
         self._submit(making)
 
@@ -163,31 +167,36 @@ class RolloutRunner:
     ) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
         complete: dict[int, RolloutBatch] = {}
         groups: dict[int, list[Sample]] = {}
+        scored: dict[int, ScoredGroup] = {}
         engines: dict[int, tuple[str, ...]] = {}
         for generation, making in self._making.items():
             rollout, made = making.rollout, making.made
-            requests = rollout.open if isinstance(rollout, Rollout) else None
             if made and made.done() and not made.exception():
                 complete[generation] = made.result()
-            elif isinstance(requests, Generation):
+            elif isinstance(rollout, Rollout) and isinstance(requests := rollout.open, Generation):
                 prompts = stream.batch(generation)
                 first = generation * len(prompts)
                 places = {prompt.index: first + number for number, prompt in enumerate(prompts)}
                 for sample in requests.so_far():
                     groups.setdefault(places[sample.prompt.index], []).append(sample)
+                if early := rollout.early:
+                    scored |= {places[index]: group for index, group in early.so_far().items()}
                 engines |= dict.fromkeys(places.values(), tuple(sorted(requests.engines.copy())))
         saved = OpenGroups(
             next_number=max(engines, default=-1) + 1,
             untaken=tuple(sorted(engines)),
             engines=tuple(sorted(engines.items())),
         )
-        return saved, experience_of(groups), complete
+        return saved, experience_of({**groups, **scored}), complete
 
     def go_on(self, saved: OpenGroups, samples: Experience) -> None:
         """Go on with the samples that a checkpoint has, in the generations that are begun next."""
         size = self._rollouter.stream.batch_size
-        for place, sample in zip(samples.group_ids.tolist(), samples.samples, strict=True):
-            self._samples[place // size].append(sample)
+        for place, group in groups_of(samples).items():
+            if isinstance(group, ScoredGroup):
+                self._scored[place // size].append(group)
+                group = group.samples
+            self._samples[place // size] += group
         for place, urls in saved.engines:
             self._engines[place // size].update(urls)
 

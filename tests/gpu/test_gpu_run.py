@@ -310,7 +310,7 @@ def check_run_of_8_bits(*arguments: str, run_dir: Path) -> None:
 def test_weights_are_pushed_while_the_engine_generates(
     arguments: list[str], tmp_path: Path, replays: bool
 ) -> None:
-    if replays:  # each token keeps its experts when vLLM computes it anew
+    if replays:  # completions that a push has interrupted have the experts of all their tokens
         sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
         model = tiny_model(tmp_path / "mixture", "qwen3_moe", num_experts=8, **sizes)
         arguments = [*arguments, f"model.path={model}", "rollout.router_replay=true"]

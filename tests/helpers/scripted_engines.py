@@ -101,7 +101,7 @@ class ScriptedEngine:
         if self.num_streamed and request.get("stream"):
             headers = {"Content-Type": EVENTS}
             return httpx.Response(200, headers=headers, content=self._stream(request))
-        num_cuts = self.num_cuts
+        num_cuts, version = self.num_cuts, self.version
         while num_cuts == self.num_cuts and (
             self.is_paused or not (request["priority"] < self.first_held or self.answers.is_set())
         ):
@@ -113,7 +113,10 @@ class ScriptedEngine:
         routed = request["sampling_params"].get(ROUTES_START, first + count - 1)
         routes = np.full((first + count - 1 - routed, 1, 1), self.version, np.uint8)
         choice = {
-            "routed_experts": b64encode(npy_of(routes)).decode(),
+            # As SGLang's of a completion that waits, after a push, for being computed anew.
+            "routed_experts": b64encode(npy_of(routes)).decode()
+            if reason != "abort" or version == self.version
+            else None,
             "weight_versions": [{"version": str(self.version), "start": 0, "end": count}],
             "finish_reason": reason,
             "text": "",

@@ -244,9 +244,10 @@ def keeps_routes(release_req: Callable[..., bool]) -> Callable[..., bool]:
     def released(*, req: Req, req_to_token_pool: ReqToTokenPool, **arguments: Any) -> bool:
         capturer = get_global_experts_capturer()
         if capturer and req.return_routed_experts and req.output_ids:
-            row, start = req.kv.req_pool_idx, req.routed_experts_start_len
+            row, kept = req.kv.req_pool_idx, getattr(req, "kept_routes", [])
+            start = req.routed_experts_start_len + sum(map(len, kept))
             routes = capturer.get_topk(row, req.seqlen, req_to_token_pool, start)
-            req.kept_routes = with_kept_routes(req, routes)
+            req.kept_routes = [*kept, routes.short()]  # int16: half of SGLang's
         return release_req(req=req, req_to_token_pool=req_to_token_pool, **arguments)
 
     return released
@@ -257,16 +258,11 @@ def collects_kept_routes(collect: Callable[..., None]) -> Callable[..., None]:
 
     def collected(self: SchedulerBatchResultProcessor, req: Req) -> None:
         collect(self, req)
-        if req.routed_experts is not None:
-            req.routed_experts = with_kept_routes(req, req.routed_experts)
+        if req.routed_experts is not None and (kept := getattr(req, "kept_routes", [])):
+            rest = req.routed_experts[sum(map(len, kept)) :]
+            req.routed_experts = torch.cat([*kept, rest]).to(rest.dtype)
 
     return collected
-
-
-def with_kept_routes(req: Req, routes: Tensor) -> Tensor:
-    """The experts of a request's tokens: of the first ones those that it has kept."""
-    kept = getattr(req, "kept_routes", routes[:0])
-    return torch.cat([kept, routes[len(kept) :]])
 
 
 def unpinned(

@@ -19,6 +19,7 @@ from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
+from megatron_grpo.rollout.rollouts import RolloutScheduler
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 
@@ -110,6 +111,40 @@ def test_a_failure_to_score_a_group_ends_the_run_when_its_generation_is_taken(ro
         runner.finish(0, TIMER)
 
 
+def test_a_checkpoint_right_after_a_push_has_what_was_sampled_before_it(rollouter):
+    with closing(runner_of(rollouter)) as runner:
+        scheduler = RolloutScheduler(rollouter.cfg, runner, lambda step: None)
+        scheduler.after_push(0)
+        scheduler.request_ahead(0)
+        assert wait_until(lambda: len(rollouter.engine.asked) == 2 * SIZE, seconds=30)
+        step = rollouter.cfg.train.save_interval
+        scheduler.before_push(step, TIMER)
+        rollouter.engine.version = step
+        scheduler.after_push(step)
+        _, samples, _ = runner.open_groups()
+    assert [sample.spans for sample in samples.samples] == [((0, 2),)] * 2 * SIZE
+
+
+def test_groups_that_were_scored_when_a_run_was_saved_are_not_scored_again(rollouter, tmp_path):
+    engine, score = rollouter.engine, rollouter.score
+    engine.first_held = 6
+    with closing(runner_of(rollouter)) as runner:
+        runner.resume(0)
+        runner.begin(RolloutRequest(0, 0))
+        assert wait_until(lambda: runner._making[0].rollout.early.so_far(), seconds=10)
+        groups, samples, _ = runner.open_groups()
+    write_experience(tmp_path, samples, OPEN)
+    use(rollouter, ScriptedEngine(version=0), "another")
+    rollouter.engine.answers.set()
+    with closing(runner_of(rollouter)) as resumed:
+        resumed.go_on(groups, read_experience(tmp_path, rollouter.stream.prompts, OPEN))
+        resumed.resume(0)
+        resumed.begin(RolloutRequest(0, 0))
+        totals = resumed.finish(0, TIMER).experience.totals
+    assert totals.tolist() == [0, 1, 2, 3] * 4
+    assert score.num_scored == SIZE  # by both runs
+
+
 def test_a_generation_of_which_a_checkpoint_has_all_samples_is_only_scored(rollouter):
     runner = runner_of(rollouter)
     runner.resume(0)
@@ -118,7 +153,8 @@ def test_a_generation_of_which_a_checkpoint_has_all_samples_is_only_scored(rollo
     whole = runner.finish(0, TIMER).experience
     rollouter.engine.asked.clear()
     resumed = runner_of(rollouter)
-    samples = replace(whole, group_ids=torch.arange(4).repeat_interleave(4))
+    unscored = torch.full_like(whole.totals, torch.nan)
+    samples = replace(whole, group_ids=torch.arange(4).repeat_interleave(4), totals=unscored)
     saved = OpenGroups(next_number=4, untaken=(0, 1, 2, 3), engines=((0, ("http://only",)),))
     resumed.go_on(saved, samples)
     resumed.begin(RolloutRequest(0, 0))
