@@ -179,7 +179,7 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, siz
 def model(folder: Path, family: str, seed: int) -> Path:
     """A model whose layers SGLang does not pad for one or two workers."""
     if family in towers.CONFIGS:
-        sizes = WIDTHS if family.endswith("moe") else {"intermediate_size": 128}
+        sizes = {"intermediate_size": 128} | (OF_EXPERTS if family.endswith("moe") else {})
         tied = family == "gemma3"
         apart = towers.tiny_multimodal(folder, family, tied=tied, seed=seed, **sizes)
         if family != "qwen3_5_moe":
