@@ -20,7 +20,13 @@ from helpers.engines import (
     random_prompts,
     running_engine,
 )
-from helpers.models import mixture_of_blocks, renamed, servable_model, tiny_model
+from helpers.models import (
+    mixture_of_blocks,
+    renamed,
+    servable_model,
+    stacked_experts,
+    tiny_model,
+)
 from helpers.mxfp4 import mxfp4_copies
 from helpers.pushes import export_quantized, push_policy, rollout_overrides
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
@@ -173,9 +179,12 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, siz
 def model(folder: Path, family: str, seed: int) -> Path:
     """A model whose layers SGLang does not pad for one or two workers."""
     if family in towers.CONFIGS:
-        sizes = WIDTHS if family.endswith("moe") else {"intermediate_size": 128}
+        sizes = {"intermediate_size": 128} | (OF_EXPERTS if family.endswith("moe") else {})
         tied = family == "gemma3"
-        return towers.tiny_multimodal(folder, family, tied=tied, seed=seed, **sizes)
+        apart = towers.tiny_multimodal(folder, family, tied=tied, seed=seed, **sizes)
+        if family != "qwen3_5_moe":
+            return apart
+        return stacked_experts(apart, folder.with_suffix(".stacked"))  # as published
     if family == WHOLE_QUERIES:
         return servable_model(folder, "deepseek_v3", seed=seed, q_lora_rank=None, **WIDTHS)
     widths = {"intermediate_size": 128} if family in DENSE else WIDTHS
