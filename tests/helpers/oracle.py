@@ -8,7 +8,7 @@ by the sign of the advantage where the papers have them.
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -368,7 +368,8 @@ def oracle_logprobs_and_entropies(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Log-probability of each response token, and entropy of the distribution it was drawn from.
 
-    Runs one right-padded batch `in_float64`, which the model was loaded in.
+    Runs one right-padded batch in the dtype of the weights; of a model that was loaded
+    `in_float64`, all of it.
     """
     sequences = [
         prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
@@ -376,7 +377,7 @@ def oracle_logprobs_and_entropies(
     longest = max(len(sequence) for sequence in sequences)
     input_ids = torch.tensor([s + [0] * (longest - len(s)) for s in sequences])
     attention_mask = torch.tensor([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
-    with in_float64():
+    with in_float64() if model.dtype is torch.float64 else nullcontext():
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
     everything = torch.log_softmax(logits / temperature, dim=-1)
     logprobs, entropies = [], []
