@@ -108,7 +108,7 @@ def oracle(
     completions = [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences]
 
     class WithAdapters:
-        config = model.config
+        dtype = model.dtype
 
         def __call__(self, **inputs: Any) -> Any:
             return functional_call(model, merged, kwargs=inputs, tie_weights=False)
