@@ -39,6 +39,8 @@ _ALSO_EXPLICIT = {
 }
 _SAME_DEFAULTS = ("gemma3",)
 _TIED = "tie_word_embeddings"
+_UNTIED = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+"""The wholes that transformers does not tie if only `text_config` says so; all others it does."""
 # Prefixes of its tensors in weight files and engines, and those of a model of text; those of a
 # vision tower, and that of engines.
 _PREFIXES = {"model.language_model.": "model.", "language_model.": "", "model.visual.": VISION}
@@ -91,9 +93,7 @@ def text_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             "transformers has no other for this model"
         )
     tied = [each[_TIED] for each in (config, text) if _TIED in each]
-    # What is only said inside holds for the whole, but for these, which transformers unties.
-    is_tied_inside = text.get(_TIED) is True and _TIED not in config
-    is_untied = is_tied_inside and config["model_type"].startswith(("qwen3_vl", "qwen3_5"))
+    is_untied = tied == [True] and _TIED not in config and config["model_type"] in _UNTIED
     if tied[:1] != tied[-1:] or not (is_own or (tied and not is_untied)):
         raise ValueError(
             f"{path}: {_TIED} must be said, and be the same inside and outside of text_config, and "

@@ -129,6 +129,7 @@ def train(
 
 def _check_host(cfg: Config) -> None:
     """Refuse a job of many hosts that is started on one, such as a login node."""
+    silence_libraries()
     from checkpoint_convert import hf_tensors
     from megatron_grpo.config.trained_shape import trained_shape
     from megatron_grpo.engines.kernels import num_gpus

@@ -21,8 +21,8 @@ from megatron_grpo.engines.sglang.args import NEEDED, is_plain
 
 WEIGHTS_VARIABLE = "MEGATRON_GRPO_WEIGHTS"
 """The folder with the weights, for the workers, if it is not the one that SGLang is given."""
-FAMILIES_OF_SGLANG = {"kimi_k2": "deepseek_v3"}
-"""Families that transformers has no class of, and those whose class they have."""
+CLASS_OF = {"kimi_k2": "deepseek_v3"}
+"""Families without a class in transformers, and those whose class SGLang is to take."""
 LEFT_OUT = ("config.json", MODELOPT_FILE)
 WEIGHTS = (".safetensors", ".bin", ".index.json")
 """How the names of files with weights end."""
@@ -52,7 +52,7 @@ def plain_folder(model: Path, own: Path) -> Path:
     text = text_config(file, config)
     plain = {key: value for key, value in text.items() if key not in CONFIG_KEYS}
     if has_other_towers(model):
-        family = FAMILIES_OF_SGLANG.get(text["model_type"], text["model_type"])
+        family = CLASS_OF.get(text["model_type"], text["model_type"])
         plain["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
         plain.setdefault("dtype", config.get("dtype") or config.get("torch_dtype"))
         for key in {"rope_scaling", "rope_parameters"} & plain.keys():  # without image positions
