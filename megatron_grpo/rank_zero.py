@@ -21,7 +21,8 @@ from megatron_grpo.reporting.tracking import write_whole
 from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
 from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.replay import Replay, write_generation
-from megatron_grpo.rollout.runner import RolloutRunner, Runner, as_rollout_aborted
+from megatron_grpo.rollout.rollouts import Runner
+from megatron_grpo.rollout.runner import RolloutRunner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.watchdog import Watchdog
 
@@ -58,7 +59,7 @@ class RankZero:
         log.begin(len(rollouter.stream.prompts))
         folder = step_folder(cfg.train.run_dir / "checkpoints", state.step)
         samples = read_experience(folder, rollouter.stream.prompts, OPEN)
-        runner: GroupRunner | RolloutRunner
+        runner: Runner
         if cfg.rollout.over_sampling > 1 and isinstance(rollouter, Rollouter):
             runner = GroupRunner(rollouter, watchdog, log.timeline, state)
         else:

@@ -19,13 +19,17 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
+from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.open_samples import may_be_saved
-from megatron_grpo.rollout.runner import Runner
+from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
 
 Z = TypeVar("Z")
 T = TypeVar("T")
+
+Runner = GroupRunner | RolloutRunner
+"""Makes the generations: with over-sampling all from one queue of groups, else each by itself."""
 
 STOPS = (Preempted, NoServingEngine, RolloutAborted)
 """What all ranks raise together when rank 0 does."""

@@ -6,7 +6,6 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from queue import SimpleQueue
-from typing import Protocol
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
@@ -56,32 +55,6 @@ class Making:
             while not self.phases.empty():  # all but the phase that is going on
                 phase = self.phases.get()
         return self.made.result()
-
-
-class Runner(Protocol):
-    """Makes generations: a `RolloutRunner` each by itself, a `GroupRunner` with over-sampling."""
-
-    def begin(self, request: RolloutRequest) -> None:
-        """Begin a generation."""
-
-    def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Wait for a generation and return it."""
-
-    def hold(self, next_version: int) -> None:
-        """Let a push of weights of that version begin, through which engines keep requests."""
-
-    def suspend(self) -> None:
-        """Have the engines give up their requests, before a push and an evaluation."""
-
-    def resume(self, policy_version: int) -> None:
-        """Go on with weights of that version."""
-
-    def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """What a checkpoint holds of the groups that belong to no generation yet, the samples so
-        far of what is in progress, and the generations that are complete."""
-
-    def close(self) -> None:
-        """Cancel what is in progress, since the rollouter is about to be closed."""
 
 
 class RolloutRunner:
