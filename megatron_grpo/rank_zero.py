@@ -65,7 +65,7 @@ class RankZero:
         else:
             runner = RolloutRunner(rollouter, watchdog, log.timeline)
         if state.groups and samples:
-            runner.go_on(state.groups, samples)
+            runner.restore(state.groups, samples)
         stack.enter_context(closing(runner))
         drafts = None
         if cfg.rollout.vllm.get("speculative_config") and isinstance(rollouter, Rollouter):

@@ -67,12 +67,12 @@ class RequestDispatcher:
     async def hold(self, next_version: int) -> None:
         """Return when a push of that version may begin, through which engines keep their requests.
 
-        Until `go_on` the push alone decides which engines are lost.
+        Until `resume` the push alone decides which engines are lost.
         """
         self._is_held = True
         await gather_all(queue.hold(next_version) for queue in [*self._queues.values()])
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """Go on after the push, with the engines that serve now."""
         serving = {url: self._pool.life(url) for url in self._pool.serving}
         gone = [url for url, life in self._lives.items() if serving.get(url) != life]
@@ -81,7 +81,7 @@ class RequestDispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)  # none of their answers is taken then
         for queue in self._queues.values():
-            queue.go_on()
+            queue.resume()
         self._is_held = False
         if self._is_over.is_set():
             return

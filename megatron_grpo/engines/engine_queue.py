@@ -99,7 +99,7 @@ class EngineQueue:
             await asyncio.wait([self._in_group(self._check_push)])
         self._next_version, self._is_held = next_version, True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Go on after that push. What fails is raised by `answer`.
 
         Nobody waits: the engine answers when it has computed anew what it goes on with.

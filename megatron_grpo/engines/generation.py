@@ -155,7 +155,7 @@ class Generation:
         parts = {number: self._sample(number, choice) for number, choice in begun.items()}
         return [sample for _, sample in sorted((parts | self._samples).items())]
 
-    def go_on(self, samples: Iterable[Sample]) -> None:
+    def restore(self, samples: Iterable[Sample]) -> None:
         """Take over what another generation of the same prompts had `so_far`."""
         positions = {prompt.index: position for position, prompt in enumerate(self._prompts)}
         for sample in samples:

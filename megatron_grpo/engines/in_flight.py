@@ -299,7 +299,7 @@ class InFlight:
     async def _resume(self, policy_version: int) -> None:
         self._generations.policy_version = policy_version
         if self._dispatcher:
-            await self._dispatcher.go_on()
+            await self._dispatcher.resume()
         self._may_dispatch.set()
 
     async def _suspend(self) -> None:

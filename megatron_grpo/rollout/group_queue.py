@@ -56,7 +56,7 @@ class GroupQueue:
             asked.append(number)
         return asked
 
-    def go_on(self, asked_at: Mapping[int, int]) -> None:
+    def restore(self, asked_at: Mapping[int, int]) -> None:
         """Groups to be asked for again are open still; they were asked for at these generations."""
         self.again = [number for number in self.again if number not in asked_at]
         self._open |= asked_at

@@ -175,11 +175,11 @@ class GroupRunner:
         )
         return groups_saved, samples, {}
 
-    def go_on(self, saved: OpenGroups, samples: Experience) -> None:
+    def restore(self, saved: OpenGroups, samples: Experience) -> None:
         """Go on, at the first `resume`, with the groups that a checkpoint has samples of."""
         asked_at, engines = dict(saved.asked_at), dict(saved.engines)
         with self._changed:
-            self._queue.go_on(asked_at)
+            self._queue.restore(asked_at)
             groups = groups_of(samples)
             numbers = sorted(groups, key=lambda each: (asked_at[each], each))
             for number, attempt in self._new_attempts(numbers):
@@ -189,7 +189,7 @@ class GroupRunner:
                     attempt.scored, attempt.ended = found, time.time()
                     self._queue.complete(number)
                 else:
-                    attempt.requests.go_on(found)
+                    attempt.requests.restore(found)
                     self._lost[number] = attempt
 
     def close(self) -> None:

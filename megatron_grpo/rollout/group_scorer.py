@@ -142,7 +142,7 @@ class EarlyScores:
             if future.done() and not future.cancelled() and not future.exception()
         }
 
-    def go_on(self, groups: Iterable[ScoredGroup]) -> None:
+    def restore(self, groups: Iterable[ScoredGroup]) -> None:
         """Take over what those of another run had `so_far`."""
         for group in groups:
             future = self._groups[group.samples[0].prompt.index] = Future()

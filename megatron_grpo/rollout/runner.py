@@ -57,6 +57,17 @@ class Making:
         return self.made.result()
 
 
+@dataclass
+class Restored:
+    """What a checkpoint holds of an unfinished generation."""
+
+    samples: list[Sample] = field(default_factory=list)
+    scored: list[ScoredGroup] = field(default_factory=list)
+    """Those of its groups that were scored; their samples are among the `samples`."""
+    engines: set[str] = field(default_factory=set)
+    """Addresses of the engines that had answered."""
+
+
 class RolloutRunner:
     """Makes generations, in the threads of the rollouter if it has any."""
 
@@ -65,11 +76,8 @@ class RolloutRunner:
     ) -> None:
         self._rollouter, self._watchdog, self._timeline = rollouter, watchdog, timeline
         self._making: dict[int, Making] = {}
-        self._samples: dict[int, list[Sample]] = defaultdict(list)
-        self._scored: dict[int, list[ScoredGroup]] = defaultdict(list)
-        self._engines: dict[int, set[str]] = defaultdict(set)
-        """Of generations that were not begun again, what the checkpoint had, the groups of it that
-        were scored, and the addresses of the engines that had answered."""
+        self._restored: dict[int, Restored] = defaultdict(Restored)
+        """By generation, until it is begun."""
 
     def begin(self, request: RolloutRequest) -> None:
         """Begin a generation, or continue it if it is the one that engines were lost in."""
@@ -78,14 +86,14 @@ class RolloutRunner:
             if making is not None:
                 making.rollout.abandon()
             making = Making(rollout := self._rollouter.rollout(request))
-            samples = self._samples.pop(request.generation, None)
-            if samples and isinstance(rollout, Rollout):
+            restored = self._restored.pop(request.generation, None)
+            if restored and restored.samples and isinstance(rollout, Rollout):
                 rollout.open = rollout.begin()
                 assert isinstance(rollout.open, Generation), "a checkpoint holds no dialogues"
-                rollout.open.go_on(samples)
-                rollout.open.engines |= self._engines.pop(request.generation)
+                rollout.open.restore(restored.samples)
+                rollout.open.engines |= restored.engines
                 if rollout.early:
-                    rollout.early.go_on(self._scored.pop(request.generation, []))
+                    rollout.early.restore(restored.scored)
             self._making[request.generation] = making
         self._submit(making)
 
@@ -162,16 +170,17 @@ class RolloutRunner:
         )
         return saved, experience_of({**groups, **scored}), complete
 
-    def go_on(self, saved: OpenGroups, samples: Experience) -> None:
-        """Go on with the samples that a checkpoint has, in the generations that are begun next."""
+    def restore(self, saved: OpenGroups, samples: Experience) -> None:
+        """Restore the samples of a checkpoint: `begin` continues the generations that have any."""
         size = self._rollouter.stream.batch_size
         for place, group in groups_of(samples).items():
+            restored = self._restored[place // size]
             if isinstance(group, ScoredGroup):
-                self._scored[place // size].append(group)
+                restored.scored.append(group)
                 group = group.samples
-            self._samples[place // size] += group
+            restored.samples += group
         for place, urls in saved.engines:
-            self._engines[place // size].update(urls)
+            self._restored[place // size].engines.update(urls)
 
     def close(self) -> None:
         """Cancel the generations in progress, since their rollouter is about to be closed."""

@@ -144,7 +144,7 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
     runner.close()
     use(rollouter, ScriptedEngine(version=1), "another")
     with closing(runner_of(rollouter, state)) as resumed:
-        resumed.go_on(state.groups, samples)
+        resumed.restore(state.groups, samples)
         resumed.resume(1)
         wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES - num_whole)
         time.sleep(0.1)

@@ -66,7 +66,7 @@ def test_a_resumed_run_goes_on_with_generations_that_were_in_progress(rollouter,
     use(rollouter, ScriptedEngine(version=1), "another")
     rollouter.engine.answers.set()
     with closing(runner_of(rollouter)) as resumed:
-        resumed.go_on(groups, samples)
+        resumed.restore(groups, samples)
         resumed.resume(1)
         for generation in (1, 2):
             resumed.begin(RolloutRequest(generation, 1))
@@ -137,7 +137,7 @@ def test_groups_that_were_scored_when_a_run_was_saved_are_not_scored_again(rollo
     use(rollouter, ScriptedEngine(version=0), "another")
     rollouter.engine.answers.set()
     with closing(runner_of(rollouter)) as resumed:
-        resumed.go_on(groups, read_experience(tmp_path, rollouter.stream.prompts, OPEN))
+        resumed.restore(groups, read_experience(tmp_path, rollouter.stream.prompts, OPEN))
         resumed.resume(0)
         resumed.begin(RolloutRequest(0, 0))
         totals = resumed.finish(0, TIMER).experience.totals
@@ -156,7 +156,7 @@ def test_a_generation_of_which_a_checkpoint_has_all_samples_is_only_scored(rollo
     unscored = torch.full_like(whole.totals, torch.nan)
     samples = replace(whole, group_ids=torch.arange(4).repeat_interleave(4), totals=unscored)
     saved = OpenGroups(next_number=4, untaken=(0, 1, 2, 3), engines=((0, ("http://only",)),))
-    resumed.go_on(saved, samples)
+    resumed.restore(saved, samples)
     resumed.begin(RolloutRequest(0, 0))
     assert resumed.finish(0, TIMER).experience.samples == whole.samples
     assert not rollouter.engine.asked
