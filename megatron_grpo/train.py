@@ -225,7 +225,7 @@ class Trainer:
 
     def _take_generation(self, generation: int) -> None:
         """Wait until the engines have made `generation`, requesting it if that was not done yet."""
-        self.rollouts.take(generation, self.step, self.timer)
+        self.rollouts.await_generation(generation, self.step, self.timer)
         # Before the generation is taken: a checkpoint keeps one that training has not begun.
         self.stop_if_preempted()
         if batch := self.rollouts.ready.pop(generation):

@@ -10,7 +10,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.generation import CutRequests, Generation
+from megatron_grpo.engines.generation import Generation, SampleRequests
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments.dialogues import DialogueRequests, Dialogues
@@ -28,7 +28,7 @@ class MixedGeneration:
 
     def __init__(
         self,
-        parts: Sequence[CutRequests],
+        parts: Sequence[SampleRequests],
         places: Sequence[Sequence[int]],
         params: SamplingParams,
     ) -> None:
@@ -113,7 +113,7 @@ class MixedGeneration:
             cast(DialogueRequests, part) for part in self._parts if not isinstance(part, Generation)
         ]
 
-    def _part(self, number: int) -> tuple[CutRequests, int]:
+    def _part(self, number: int) -> tuple[SampleRequests, int]:
         k, own = divmod(number, MOST_OF_A_PART)
         return self._parts[k], own
 
@@ -152,7 +152,7 @@ class MixedDialogues:
         self, prompts: Sequence[Prompt], params: SamplingParams, cfg: Config
     ) -> MixedGeneration:
         """What answers each prompt; all begins at once."""
-        parts: list[CutRequests] = []
+        parts: list[SampleRequests] = []
         places: list[list[int]] = []
         first = params.first_position
         for name, view in cfg.by_source.items():

@@ -67,8 +67,8 @@ class Choice(msgspec.Struct):
         self.weight_versions = chunk.weight_versions
         self.routed_experts = chunk.routed_experts
 
-    def followed_by(self, rest: "Choice", text: str) -> "Choice":
-        """This completion, which was cut, and what was sampled after it; `text` is of both.
+    def followed_by(self, rest: "Choice") -> "Choice":
+        """This completion, which was cut, and what was sampled after it; without their text.
 
         Neither is changed, so that another thread may read them.
         """
@@ -83,7 +83,7 @@ class Choice(msgspec.Struct):
             token_ids=self.token_ids + rest.token_ids,
             logprobs=Logprobs(self.logprobs.content + rest.logprobs.content),
             finish_reason=rest.finish_reason,
-            text=text,
+            text="",
             weight_versions=spans,
             routed_experts=known and npy_of(np.concatenate([self.routes, rest.routes])),
         )

@@ -39,7 +39,7 @@ def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> 
     It ends earlier where one of the strings `stop` lies on both sides of the cut: an engine looks
     for them in what it samples, and not in its prompt.
     """
-    found = begun.followed_by(rest, text="")
+    found = begun.followed_by(rest)
     if num_tokens := num_until_stop(begun.token_ids, rest.token_ids, decode, stop):
         found = found.stopped(num_tokens)
     if found.finish_reason == CUT:

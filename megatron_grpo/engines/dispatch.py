@@ -154,7 +154,7 @@ class RequestDispatcher:
             if not self._is_held:
                 self._pool.mark_dead(url, str(error))
         finally:
-            queue.is_settled.set()
+            queue.has_started_or_failed.set()
             del self._queues[url], self._lives[url], self._tasks[url]
             if self._stays:  # else who has made the requests asks again
                 self._left |= queue.open

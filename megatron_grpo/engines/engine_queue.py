@@ -50,8 +50,7 @@ class EngineQueue:
         """The one that the engine has its weights from."""
         self._turn = asyncio.Lock()
         """Of what the engine is asked between pushes."""
-        self.is_settled = asyncio.Event()
-        """Whether the engine has started, or failed to."""
+        self.has_started_or_failed = asyncio.Event()
         self._num_at_engine = self._num_arrived = self._num_answered = 0
         self._is_sending = self._is_cut = self._is_held = False
         self._is_working = False
@@ -84,7 +83,7 @@ class EngineQueue:
                         await self._start()
                     self._is_working = self._is_sending = True
                     self._note_change()
-                    self.is_settled.set()
+                    self.has_started_or_failed.set()
                     await is_over.wait()
                     await self._wait_for_cut()
                 finally:
@@ -94,7 +93,7 @@ class EngineQueue:
     async def hold(self, next_version: int) -> None:
         """Return when a push of that version may begin, through which the engine keeps its
         requests. What fails is raised by `answer`."""
-        await self.is_settled.wait()
+        await self.has_started_or_failed.wait()
         if self._is_working:
             await asyncio.wait([self._in_group(self._check_push)])
         self._next_version, self._is_held = next_version, True
@@ -305,13 +304,13 @@ class EngineQueue:
             # A request that was taken away may be back meanwhile, as one that is asked anew.
             is_own = number in self.open and self._asks.get(number) is asyncio.current_task()
             if is_own and begun and begun.token_ids and begun.finish_reason == CUT:
-                self._go_on_from(number, begun)
+                self._keep_begun(number, begun)
             raise
         finally:
             self._num_at_engine -= 1
 
-    def _go_on_from(self, number: int, begun: Choice) -> None:
-        """Have another engine go on with what this one has sampled."""
+    def _keep_begun(self, number: int, begun: Choice) -> None:
+        """Have another engine continue what this one has sampled."""
         assert self._keep is not None
         if rest := self._keep(number, begun, self._engine.url):
             self.open[number] = rest

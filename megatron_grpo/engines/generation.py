@@ -30,36 +30,32 @@ class Requests(Protocol):
 
 
 class SampleRequests(Requests, Protocol):
-    """Requests for samples."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether there is nothing left to ask for or to wait for."""
-
-    def samples(self) -> list[Sample]:
-        """All samples, in the order of the prompts, once that is so."""
-
-
-class CutRequests(SampleRequests, Protocol):
-    """Those that pushes of weights may cut; see `InFlight`."""
+    """Requests for the samples of one generation, which engines may cut; see `InFlight`."""
 
     begun: dict[int, Choice]
-    """What was sampled of open ones until they were cut."""
+    """What was sampled for open requests before they were cut."""
     stop: Sequence[str]
     """The strings that end a completion."""
 
     @property
+    def is_complete(self) -> bool:
+        """Whether no request is open and none waits for an environment."""
+
+    def samples(self) -> list[Sample]:
+        """All samples, in the order of the prompts, once `is_complete`."""
+
+    @property
     def waiting(self) -> Iterable[int]:
-        """Numbers of those that wait for their environments before there is a next request."""
+        """Numbers of the samples whose environment has yet to answer."""
 
     def is_waiting(self, number: int) -> bool:
-        """Whether a number is among the `waiting`."""
+        """Whether `number` is in `waiting`."""
 
     def take(self, number: int, choice: Choice, url: str) -> None:
-        """Take the answer to an open request, after which it may be `waiting`."""
+        """Process the answer to an open request, after which the sample may be `waiting`."""
 
     async def next_request(self, number: int) -> Json | None:
-        """Wait for what it waits for; returns the next request, None at its end."""
+        """Wait for the sample's environment; returns the next request, None at the end."""
 
 
 class Generation:

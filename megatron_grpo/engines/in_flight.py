@@ -23,7 +23,7 @@ from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.cuts import Decode, joined, rest_of
 from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.generation import CutRequests
+from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.child_process import COLLECTOR
 from megatron_grpo.workers.tasks import run_with
@@ -40,7 +40,7 @@ CUT_SECONDS = 5.0
 class OpenGeneration:
     """A generation that somebody waits for."""
 
-    requests: CutRequests
+    requests: SampleRequests
     answered: asyncio.Future[None]
     waits: set[asyncio.Task[None]] = field(default_factory=set)
     """Those for environments."""
@@ -89,12 +89,12 @@ class OpenGenerations:
             found[first + own_number] = self._request(requests, own_number, first + own_number)
         return found
 
-    def _request(self, requests: CutRequests, own_number: int, number: int) -> Json:
+    def _request(self, requests: SampleRequests, own_number: int, number: int) -> Json:
         request, begun = requests.open[own_number], requests.begun.get(own_number)
         return {**(rest_of(request, begun) if begun else request), "priority": number}
 
     @contextmanager
-    def opened(self, generation: int, requests: CutRequests) -> Iterator[asyncio.Future[None]]:
+    def opened(self, generation: int, requests: SampleRequests) -> Iterator[asyncio.Future[None]]:
         """Have the `requests` of a generation among the open ones; yields what is done when all are
         answered."""
         answered = asyncio.get_running_loop().create_future()
@@ -202,7 +202,7 @@ class InFlight:
         self._thread.submit(self._loop.run_forever)
         self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
-    def generate(self, generation: int, requests: CutRequests) -> list[Sample]:
+    def generate(self, generation: int, requests: SampleRequests) -> list[Sample]:
         """All samples of `requests`, once they are answered; called by one thread of each
         generation.
 
@@ -212,7 +212,7 @@ class InFlight:
         self.submit(generation, requests).result()
         return requests.samples()
 
-    def generate_alone(self, requests: CutRequests) -> list[Sample]:
+    def generate_alone(self, requests: SampleRequests) -> list[Sample]:
         """As `generate`, in a run that makes one generation at a time and pushes between them."""
         self.resume(requests.policy_version)
         try:
@@ -221,7 +221,7 @@ class InFlight:
             self.suspend()
 
     def submit(
-        self, generation: int, requests: CutRequests, *, together: bool = False
+        self, generation: int, requests: SampleRequests, *, together: bool = False
     ) -> Future[None]:
         """As `generate`, without waiting: the result is there when all `requests` are answered.
 
@@ -269,7 +269,7 @@ class InFlight:
         self._thread.shutdown()
         self._loop.close()
 
-    async def _generate(self, generation: int, requests: CutRequests, together: bool) -> None:
+    async def _generate(self, generation: int, requests: SampleRequests, together: bool) -> None:
         if failure := self._ended or self._lost:
             raise failure
         with self._generations.opened(generation, requests) as answered:

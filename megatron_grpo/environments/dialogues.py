@@ -7,7 +7,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import CutRequests
+from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments.multi_turn import DialogueGeneration
 from megatron_grpo.environments.pool import EnvironmentPool
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class DialogueRequests(CutRequests, Protocol):
+class DialogueRequests(SampleRequests, Protocol):
     """The requests of dialogues."""
 
     engines: set[str]

@@ -250,7 +250,7 @@ class Rollout:
                     self.open.print_failures()
             with timer.phase("score"):
                 early, scorer = self.early, self._rollouter.scorer
-                groups = early.of(samples) if early else scorer.score(samples)
+                groups = early.scored_groups(samples) if early else scorer.score(samples)
             sampler.add_groups(groups)
             self.open = None if sampler.prompts else self.open
             # Failures of functions and of the environment, over all rounds.

@@ -28,8 +28,6 @@ class GroupQueue:
     next_number: int = 0
     again: list[int] = field(default_factory=list)
     """Numbers to ask for again, before any that is new: dropped, or open when a run was saved."""
-    num_dropped: int = 0
-    """Groups that became too old, so far."""
 
     def __post_init__(self) -> None:
         self._open: dict[int, int] = {}
@@ -97,7 +95,6 @@ class GroupQueue:
             self._open.pop(number, None)
             self._complete.pop(number, None)
         self.again = sorted([*self.again, *dropped])
-        self.num_dropped += len(dropped)
         return dropped
 
     def _new_number(self) -> int:

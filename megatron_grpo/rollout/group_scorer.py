@@ -79,7 +79,7 @@ class GroupScorer:
         self._thread.shutdown()
 
     def _score_waiting(self) -> None:
-        while found := self._take():
+        while found := self._next_groups():
             try:
                 if self._failure:
                     raise self._failure
@@ -93,7 +93,7 @@ class GroupScorer:
                 for each, group in pairs:
                     each.scored.set_result(group)
 
-    def _take(self) -> list[Waiting]:
+    def _next_groups(self) -> list[Waiting]:
         """What is scored next; nothing if it was scored with what came before."""
         if self._waiting:
             time.sleep(GATHER_SECONDS)
@@ -125,7 +125,7 @@ class EarlyScores:
         for group, future in zip(groups, futures, strict=True):
             self._groups[group[0].prompt.index] = future
 
-    def of(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
+    def scored_groups(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
         """All samples of a round by prompt, with their rewards; raises what scoring raises."""
         groups: dict[int, list[Sample]] = {}
         for sample in samples:

@@ -79,7 +79,7 @@ class RolloutScheduler:
             if not (is_beyond or generation in self.pending or generation in self.ready):
                 self._request(generation, step)
 
-    def take(self, generation: int, step: int, timer: PhaseTimer) -> None:
+    def await_generation(self, generation: int, step: int, timer: PhaseTimer) -> None:
         """Wait until a generation is ready, and request it if that was not done; collective."""
         if generation not in self.pending and generation not in self.ready:
             self._request(generation, step)

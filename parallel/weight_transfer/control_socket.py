@@ -14,6 +14,7 @@ from datetime import timedelta
 Address = str | tuple[str, int]
 """Name of an abstract Unix socket on this host, or host and port."""
 CHECK_SECONDS = 0.2
+END_SECONDS = 1.0
 SIGNAL = b"\1"
 """Both ends know from the protocol what a signal means at each point."""
 
@@ -90,11 +91,11 @@ class ControlSocket:
         with suppress(OSError):  # the other end was faster
             self.socket.shutdown(socket.SHUT_RDWR)
 
-    def await_end(self, seconds: float) -> None:
-        """Signal that this end is done, and wait until the other has closed, at most `seconds`."""
+    def await_end(self) -> None:
+        """Signal that this end is done, and wait at most END_SECONDS until the other has closed."""
         with suppress(OSError):  # the other end is gone, or takes its time
             self.socket.shutdown(socket.SHUT_WR)
-            self.socket.settimeout(seconds)
+            self.socket.settimeout(END_SECONDS)
             while self.socket.recv(4096):
                 pass
 

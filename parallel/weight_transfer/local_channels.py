@@ -147,10 +147,6 @@ class CudaMemory:
         call_driver(self._device, self._free, self._address)
 
 
-UNMAP_SECONDS = 1.0
-"""How long the owner of GPU memory waits on close for the other end to unmap it."""
-
-
 Memory = HostMemory | CudaMemory
 """Memory that two processes share."""
 
@@ -222,7 +218,7 @@ class LocalChannel:
     def close(self) -> None:
         """See `Channel`; the receiver should unmap GPU memory before it is freed."""
         if self._is_sender and self._slots and self._slots[0].is_cuda:
-            self._control.await_end(UNMAP_SECONDS)
+            self._control.await_end()
         self._slots = ()
         try:
             self._memory.close()

@@ -56,7 +56,7 @@ async def scene(
         try:
             while len(engine.asked) < len(numbers):
                 await asyncio.sleep(PROBES)
-            await until(lambda: queue.is_settled.is_set() or answering.done())
+            await until(lambda: queue.has_started_or_failed.is_set() or answering.done())
             engine.told(**({"generated": 110, "started": 50, "waiting": 0} | counts))
             await noted(queue)
             yield Scene(engine, queue, is_over, taken, answering)

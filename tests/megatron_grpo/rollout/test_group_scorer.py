@@ -57,7 +57,7 @@ def test_groups_of_the_earliest_generation_are_scored_first_and_a_few_at_a_time(
     expected = [[2], [1, 0], [3, 1], [3]]
     assert wait_until(lambda: scorer.score.prompts == expected, seconds=10)
     for each in (earlier, later):  # what was not begun is now
-        assert [found.samples for found in each.of([*chain(*groups)])] == groups
+        assert [found.samples for found in each.scored_groups([*chain(*groups)])] == groups
     assert scorer.score.prompts == [*expected, [2], [0]]
 
 
