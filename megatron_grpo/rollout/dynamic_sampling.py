@@ -1,10 +1,10 @@
 """Replacing prompts that teach nothing: dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
 
 A group whose rewards are all equal has advantage 0. With ``grpo.dynamic_sample`` such prompts are
-replaced by others in up to ``grpo.max_resample_times`` rounds. A round ends with its longest
-completion, so that many rounds cost more than their tokens: ``grpo.dynamic_sample_oversampling``
-tries more prompts than are missing, so that fewer rounds are needed. A generation that is still too
-small is filled up with groups of equal rewards, so that its size is always the same.
+replaced by others in up to ``grpo.max_resample_times`` rounds. Each round lasts as long as its
+longest completion: ``grpo.dynamic_sample_oversampling`` tries more prompts than are missing, so
+that fewer rounds are needed. A generation that is still too small is filled up with groups of equal
+rewards, so that its size is always the same.
 
 DAPO compares accuracies, not total rewards: a length penalty would give most all-wrong groups
 different totals. ``grpo.dynamic_sample_reward`` names the term to compare.
@@ -77,7 +77,7 @@ class DynamicSampler:
 
     @property
     def unfiltered(self) -> dict[str, float]:
-        """What metrics of a generation are over all groups that were tried."""
+        """Mean reward and share of groups of equal rewards, over all groups that were tried."""
         num_equal = len(self._equal)
         return {
             "reward": fmean(total for total in self._totals if not math.isnan(total)),

@@ -48,7 +48,7 @@ class RolloutRequest:
 
     generation: int
     policy_version: int
-    """Optimizer steps behind the weights that the engines serve meanwhile."""
+    """Optimizer step of the weights that the engines serve when it is requested."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,11 @@ class Rollouter:
         keeps_features = cfg.model.freeze_vision
         self.engines = RolloutClient(pool, cfg.rollout, cfg.lora, keeps_features=keeps_features)
         self.in_flight: InFlight | None = None
-        """Has the engines answer several generations at once; None if they make one at a time."""
+        """Has the engines work on several generations at a time; None if they make one after the
+        other."""
         self._decode = partial(tokenizer.decode, skip_special_tokens=True)
         if cfg.rollout.in_flight_updates:
-            # Only whole answers tell the experts of tokens.
+            # Streamed chunks do not have the experts of tokens.
             streams = not cfg.rollout.router_replay
             self.in_flight = InFlight(self.engines, self._decode, streams=streams)
         self.scorer = GroupScorer(cfg, self.rewards, self._decode)
@@ -258,7 +259,7 @@ class Rollout:
         return self._batch()
 
     def begin(self) -> Generation | DialogueRequests:
-        """The requests of this round, of which no answer is there yet."""
+        """New requests for this round."""
         requests = self._rollouter.requests(self.sampler, self.request)
         if self.early and isinstance(requests, Generation):
             requests.take_group = self.early.begin

@@ -1,9 +1,9 @@
 """Which prompts are at the engines, and which of them make up a generation, with over-sampling.
 
 With `rollout.over_sampling` more groups are at the engines than a generation needs. A group is all
-completions of one prompt. The first ones that are complete make up the generation, and the others
-go on into the next, until they would be too old for any. No engines, threads or clocks here: the
-queue only counts, so that a test can drive it through any order of events.
+completions of one prompt. A generation is made of the first groups that are complete; the others
+continue into the next one, until they would be too old for any. There are no engines, threads or
+clocks here: the queue only counts, so a test can drive it through any order of events.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class GroupQueue:
-    """Groups by the number of their prompt in the stream: open, complete, or to be asked for.
+    """Groups by the number of their prompt in the stream: open, complete, or to be requested.
 
     `now` is the generation that the engines' weights are about to be trained on. A group that was
-    asked for at one generation may be trained on in it and in the `max_staleness` ones after it.
+    requested at one generation may be trained on in that one and in the next `max_staleness`.
     """
 
     size: int
@@ -27,12 +27,12 @@ class GroupQueue:
     """The row of the data that a number's prompt comes from."""
     next_number: int = 0
     again: list[int] = field(default_factory=list)
-    """Numbers to ask for again, before any that is new: dropped, or open when a run was saved."""
+    """Numbers to request before any new one: dropped as too old, or open when a run was saved."""
 
     def __post_init__(self) -> None:
         self._open: dict[int, int] = {}
         self._complete: dict[int, int] = {}
-        """By number, the generation at which it was asked for."""
+        """By number, the generation at which it was requested."""
 
     @property
     def untaken(self) -> list[int]:
@@ -40,10 +40,11 @@ class GroupQueue:
         return sorted([*self._open, *self._complete, *self.again])
 
     def ask(self, now: int, limit: int) -> list[int]:
-        """The groups to ask the engines for now, at most so that `limit` are open or complete.
+        """The groups to request now, so that `num_wanted`, but at most `limit`, are open or
+        complete.
 
-        More if prompts are there twice, so that a generation can always be filled; `limit` is a
-        multiple of `size`.
+        More where prompts repeat, so that a generation can always be filled; `limit` is a multiple
+        of `size`.
         """
         asked = []
         rows = {self.row_of(number) for number in (*self._open, *self._complete)}
@@ -55,13 +56,14 @@ class GroupQueue:
         return asked
 
     def restore(self, asked_at: Mapping[int, int]) -> None:
-        """Groups to be asked for again are open still; they were asked for at these generations."""
+        """Restore the open groups of a checkpoint, with the generation at which each was
+        requested."""
         self.again = [number for number in self.again if number not in asked_at]
         self._open |= asked_at
 
     @property
     def asked_at(self) -> dict[int, int]:
-        """The generation at which each group that is open or complete was asked for."""
+        """The generation at which each open or complete group was requested."""
         return self._open | self._complete
 
     def complete(self, number: int) -> None:
@@ -69,11 +71,12 @@ class GroupQueue:
         self._complete[number] = self._open.pop(number)
 
     def reject(self, number: int) -> None:
-        """An open group is complete, and teaches nothing: no generation takes it."""
+        """An open group is complete and rejected: no generation takes it."""
         del self._open[number]
 
     def first(self) -> list[int] | None:
-        """The groups of the next generation, the oldest that are complete; None if they are few."""
+        """The groups of the next generation, the oldest complete ones; None if there are too
+        few."""
         taken: dict[int, int] = {}
         for number in sorted(self._complete, key=lambda each: (self._complete[each], each)):
             taken.setdefault(self.row_of(number), number)
@@ -89,7 +92,7 @@ class GroupQueue:
         return numbers
 
     def drop_stale(self, now: int) -> list[int]:
-        """Drop groups that are too old for generation `now`; they are to be asked for again."""
+        """Drop groups that are too old for generation `now`; they will be requested again."""
         dropped = sorted(n for n, then in self.asked_at.items() if then < now - self.max_staleness)
         for number in dropped:
             self._open.pop(number, None)

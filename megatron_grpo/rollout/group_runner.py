@@ -1,7 +1,7 @@
-"""Makes generations out of the groups that are complete first: `rollout.over_sampling`.
+"""Makes generations of the groups that are complete first: `rollout.over_sampling`.
 
-Rank 0 only. Every group is asked for and scored by itself, so that scoring runs while the engines
-work on others. Completions go on through pushes of weights, as with `rollout.in_flight_updates`.
+Rank 0 only. Every group is requested and scored by itself, so that scoring runs while the engines
+work on others. Completions continue through pushes of weights, as with `rollout.in_flight_updates`.
 """
 
 import math
@@ -31,7 +31,7 @@ from megatron_grpo.timing import ROLLOUT, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
 
 NUM_READ_AT_ONCE = 64
-"""Groups whose images are read before these are asked for."""
+"""Number of groups whose images are read together before they are requested."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Attempt:
     """One attempt at a group, from its requests to its score."""
 
     key: int
-    """Under which the engines have its requests. It increases from attempt to attempt, so that what
-    was begun earlier goes first."""
+    """The number of its requests at `InFlight`. It grows with each attempt: earlier ones have
+    priority."""
     requests: Generation
     began: float = field(default_factory=time.time)
     ended: float = 0.0
@@ -52,7 +52,7 @@ class Tally:
     """What happened since the last generation was taken."""
 
     totals: list[float] = field(default_factory=list)
-    """Rewards of all samples, also of groups that are rejected or not taken yet."""
+    """Rewards of all samples, including those of groups that are rejected or not taken yet."""
     num_groups: int = 0
     num_equal: int = 0
     """Groups whose rewards are all equal."""
@@ -69,8 +69,8 @@ class Tally:
 class GroupRunner:
     """Has as many groups at the engines as over-sampling allows; see `GroupQueue`.
 
-    Takes the place of a `RolloutRunner`, and is not told which generations to begin: whenever
-    groups leave, others are asked for.
+    Takes the place of a `RolloutRunner`, but begins no generations: it requests new groups as
+    others leave.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class GroupRunner:
         self._batch_of = lru_cache(64)(rollouter.stream.batch)
         updates, size = self._schedule.updates_per_generation, self._schedule.num_prompts
         self._num_generations = -(-cfg.num_steps // updates)
-        # Neither that of which a checkpoint holds the rest, nor those that it holds whole.
+        # The generation that training is in the middle of, and those that the checkpoint holds
+        # whole, have been taken.
         self._num_taken = -(-state.step // updates) + len(state.ready)
         groups = state.groups
         self._queue = GroupQueue(
@@ -97,7 +98,8 @@ class GroupRunner:
         self._attempts: dict[int, Attempt] = {}
         """By number, the attempt at each group that is open or complete."""
         self._lost: dict[int, Attempt] = {}
-        """Those to ask for at the next `resume`: no engine was left for them."""
+        """Attempts to submit at the next `resume`: no engine was left, or a checkpoint has a part
+        of them."""
         self._num_attempts = 0
         self._tally = Tally()
         self._policy_version = state.step
@@ -106,7 +108,7 @@ class GroupRunner:
         """Guards all of the above, and is notified when a group is complete or something fails."""
 
     def begin(self, request: RolloutRequest) -> None:
-        """Nothing: groups are asked for as others leave."""
+        """Does nothing: groups are requested as others leave."""
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
         """Wait until enough groups are complete; raises what `RolloutRunner.finish` raises."""
@@ -132,11 +134,11 @@ class GroupRunner:
         self._in_flight.hold(next_version)
 
     def suspend(self) -> None:
-        """Have the engines give up their requests, before a push and an evaluation."""
+        """Have the engines give up their requests before a push and an evaluation."""
         self._in_flight.suspend()
 
     def resume(self, policy_version: int) -> None:
-        """Go on with weights of that version, without the groups that are too old by now."""
+        """Continue with weights of that version, without the groups that are too old for it."""
         with self._changed:
             self._policy_version = policy_version
             if isinstance(self._failure, NoServingEngine):  # any other is the end of the run
@@ -154,8 +156,8 @@ class GroupRunner:
             self._ask()
 
     def open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
-        """The groups that no generation has taken, and all that is sampled of them, for a
-        checkpoint."""
+        """What a checkpoint holds: the groups that no generation has taken, and their samples so
+        far."""
         with self._in_flight.suspended(), self._changed:
             queue = self._queue
             each = {n: attempt.scored or attempt for n, attempt in sorted(self._attempts.items())}
@@ -176,7 +178,7 @@ class GroupRunner:
         return groups_saved, samples, {}
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:
-        """Go on, at the first `resume`, with the groups that a checkpoint has samples of."""
+        """Restore the groups of a checkpoint; the first `resume` submits those without scores."""
         asked_at, engines = dict(saved.asked_at), dict(saved.engines)
         with self._changed:
             self._queue.restore(asked_at)
@@ -199,7 +201,7 @@ class GroupRunner:
 
     @property
     def _now(self) -> int:
-        """The generation that the engines' weights are trained on next, or are trained on."""
+        """The generation that is trained on with the weights that the engines have."""
         return self._schedule.cursor(self._policy_version).generation
 
     def _prompt(self, number: int) -> Prompt:
@@ -207,14 +209,14 @@ class GroupRunner:
         return self._batch_of(generation)[position]
 
     def _ask(self) -> None:
-        """Ask the engines for as many groups as there is room for."""
+        """Request as many groups as there is room for."""
         limit = (self._num_generations - self._num_taken) * self._schedule.num_prompts
         for number, attempt in self._new_attempts(self._queue.ask(self._now, limit)):
             self._submit(number, attempt)
 
     def _new_attempts(self, numbers: Sequence[int]) -> Iterator[tuple[int, Attempt]]:
-        """New attempts at groups, by number; images of a few are read at once, so that the first
-        need not wait for all."""
+        """New attempts at groups, by number. Images are read for a few groups at a time, so that
+        the first need not wait for all."""
         for i, number in enumerate(numbers):
             if i % NUM_READ_AT_ONCE == 0:
                 some = numbers[i : i + NUM_READ_AT_ONCE]
@@ -236,7 +238,7 @@ class GroupRunner:
         answered.add_done_callback(partial(self._take_answers, number, attempt))
 
     def _take_answers(self, number: int, attempt: Attempt, answered: Future[None]) -> None:
-        """Have a group scored whose requests are answered; runs in the thread of the engines."""
+        """Score a group whose requests are answered; runs in the thread of `InFlight`."""
         if answered.cancelled():  # dropped
             return
         try:
@@ -245,7 +247,7 @@ class GroupRunner:
             with self._changed:
                 self._lost[number] = attempt
             self._fail(error)
-        except Exception as error:  # of any kind: it must reach who waits for the generation
+        except Exception as error:  # of any kind: `finish` must raise it
             self._fail(error)
         else:
             self._score(number, attempt)
@@ -255,7 +257,7 @@ class GroupRunner:
         made.add_done_callback(partial(self._take_score, number, attempt))
 
     def _take_score(self, number: int, attempt: Attempt, made: Future[ScoredGroup]) -> None:
-        """Complete a group, or another is asked for; runs in the thread that scores."""
+        """Complete or reject a group that is scored; runs in the thread of the scorer."""
         try:
             scored = made.result()
         except Exception as error:  # as above
@@ -281,13 +283,13 @@ class GroupRunner:
             self._changed.notify_all()
 
     def _check_failed(self) -> None:
-        """Raise RewardError if too many samples have no score: before their groups are taken, so
-        that the checkpoint with which the run ends has these."""
+        """Raise RewardError if too many samples have no score. Called before a generation takes
+        their groups, so that the checkpoint at the end of the run holds these."""
         tally = self._tally
         check_failed(tally.num_failed, len(tally.totals) or 1, self._cfg.reward)
 
     def _rejects(self, scored: ScoredGroup) -> bool:
-        """Count a group, and say whether dynamic sampling replaces it."""
+        """Count a scored group; returns whether dynamic sampling replaces it."""
         tally, grpo = self._tally, self._cfg.grpo
         is_equal = not scored.has_reward_variance(grpo.dynamic_sample_reward)
         tally.totals += scored.totals

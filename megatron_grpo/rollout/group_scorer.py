@@ -1,8 +1,8 @@
-"""Scores groups: all completions of one prompt. Rank 0 only.
+"""Scores groups, that is, all completions of one prompt. Rank 0 only.
 
 Reward functions get one group in each call. So the groups of a generation that is made ahead are
-scored as soon as each is complete, while the engines work on others: they have the same scores as
-at its end, and only the order of the calls depends on time.
+scored as soon as each is complete, while the engines work on others. The scores are the same as at
+its end; only the order of the calls differs.
 """
 
 import time
@@ -21,8 +21,7 @@ from megatron_grpo.workers.child_process import COLLECTOR
 Group = Sequence[Sample]
 
 GATHER_SECONDS = 0.05
-"""Completions that end in one step of an engine arrive within this: the first group of them is not
-to be scored alone, as the others would wait for it."""
+"""Groups that end in one step of an engine arrive within this time, and are scored together."""
 
 
 @dataclass(frozen=True)
@@ -30,29 +29,34 @@ class Waiting:
     """A group that is to be scored."""
 
     order: int
-    """Those of lower numbers go first."""
+    """Lower numbers go first."""
     group: Group
     scored: Future[ScoredGroup] = field(default_factory=Future)
 
 
 class GroupScorer:
-    """Scores groups at once, or in a thread of its own, until `close`: there together those that
-    are complete when the ones before them are scored, as many as there can be calls at once. After
-    a failure in the thread, it is raised for all others."""
+    """Scores groups in the calling thread (`score`), or in a thread of its own until `close`
+    (`submit`).
+
+    The thread scores together the groups that have become complete by its next turn, as many as
+    there can be calls at a time. After a failure there, all later groups fail with the same error.
+    """
 
     def __init__(self, cfg: Config, rewards: RewardsBySource, decode: Decode) -> None:
         self._cfg, self._rewards, self._decode = cfg, rewards, decode
         rewards_of = [view.reward for view in cfg.by_source.values()]
         self._most = max(max(each.max_concurrent_calls, each.num_workers) for each in rewards_of)
-        """Groups at a time, so that those of an earlier generation soon have their turn."""
+        """Most groups scored together: few, so that those of an earlier generation soon have their
+        turn."""
         self._waiting: list[Waiting] = []
         self._lock = Lock()
         self._failure: Exception | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
 
     def score(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
-        """The samples of several groups by prompt, with their rewards."""
-        # In a round that only replaces prompts, too, the limit is a share of a whole generation.
+        """The groups of these samples, which are ordered by prompt, with their rewards."""
+        # The limit on failures is a share of a whole generation, also in a round that replaces a
+        # few prompts.
         size = max(self._cfg.grpo.generation_batch_size, len(samples))
         rewards = self._rewards.score(samples, num_completions=size)
         samples = with_steps(samples, rewards, self._decode)
@@ -64,9 +68,10 @@ class GroupScorer:
         ]
 
     def submit(self, groups: Sequence[Group], order: int) -> list[Future[ScoredGroup]]:
-        """Have these scored in the thread, after those of a lower `order`; from any thread.
+        """Score `groups` in the thread, after those of a lower `order`; may be called from any
+        thread.
 
-        One that is cancelled before its turn is not scored.
+        A group whose future is cancelled before its turn is not scored.
         """
         waiting = [Waiting(order, group) for group in groups]
         with self._lock:
@@ -75,7 +80,7 @@ class GroupScorer:
         return [each.scored for each in waiting]
 
     def close(self) -> None:
-        """End the thread, once what was submitted is scored or its scoring cancelled."""
+        """End the thread after all submitted groups are scored or cancelled."""
         self._thread.shutdown()
 
     def _score_waiting(self) -> None:
@@ -85,7 +90,7 @@ class GroupScorer:
                     raise self._failure
                 scored = self.score([sample for each in found for sample in each.group])
                 pairs = [*zip(found, scored, strict=True)]
-            except Exception as error:  # of any kind: it must reach who waits for the groups
+            except Exception as error:  # of any kind: the futures must raise it
                 self._failure = error
                 for each in found:
                     each.scored.set_exception(error)
@@ -94,14 +99,14 @@ class GroupScorer:
                     each.scored.set_result(group)
 
     def _next_groups(self) -> list[Waiting]:
-        """What is scored next; nothing if it was scored with what came before."""
+        """The groups to score next; none if all were scored together with earlier ones."""
         if self._waiting:
             time.sleep(GATHER_SECONDS)
         with self._lock:
             found: dict[int, Waiting] = {}
             left = []
             for each in sorted(self._waiting, key=lambda each: each.order):
-                # Of two generations, those of one prompt would be taken for one group.
+                # Two groups of one prompt, from two generations, would be scored as one.
                 index, is_full = each.group[0].prompt.index, len(found) == self._most
                 if index in found or is_full:
                     left.append(each)
@@ -112,30 +117,30 @@ class GroupScorer:
 
 
 class EarlyScores:
-    """The scores of the groups of one generation, of which some are made before it is complete."""
+    """The scores of one generation, whose groups are scored as soon as each is complete."""
 
     def __init__(self, scorer: GroupScorer, generation: int) -> None:
         self._scorer, self._generation = scorer, generation
         self._groups: dict[int, Future[ScoredGroup]] = {}
-        """By the index of their prompt, those that have begun to be scored."""
+        """By the index of the prompt."""
 
     def begin(self, *groups: Group) -> None:
-        """Begin to score groups that are complete; from any thread."""
+        """Begin to score complete groups; may be called from any thread."""
         futures = self._scorer.submit(groups, self._generation)
         for group, future in zip(groups, futures, strict=True):
             self._groups[group[0].prompt.index] = future
 
     def scored_groups(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
-        """All samples of a round by prompt, with their rewards; raises what scoring raises."""
+        """The scored groups of all samples of a round; raises what scoring raises."""
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.prompt.index, []).append(sample)
-        # Those that a checkpoint had whole, and dialogues.
+        # Groups that a checkpoint held complete but not scored, and dialogues.
         self.begin(*(group for index, group in groups.items() if index not in self._groups))
         return [self._groups[index].result() for index in groups]
 
     def so_far(self) -> dict[int, ScoredGroup]:
-        """The groups that are scored, by the index of their prompt; from any thread."""
+        """The groups scored so far, by the index of their prompt; may be called from any thread."""
         return {
             index: future.result()
             for index, future in self._groups.copy().items()
@@ -143,12 +148,12 @@ class EarlyScores:
         }
 
     def restore(self, groups: Iterable[ScoredGroup]) -> None:
-        """Take over what those of another run had `so_far`."""
+        """Take over the groups that were scored when a checkpoint was saved."""
         for group in groups:
             future = self._groups[group.samples[0].prompt.index] = Future()
             future.set_result(group)
 
     def abandon(self) -> None:
-        """Let no more groups be scored: nobody waits for them."""
+        """Cancel the scoring of all groups that have not had their turn."""
         for future in self._groups.copy().values():
             future.cancel()

@@ -1,13 +1,14 @@
-"""The samples in progress when weights are pushed in flight, as a checkpoint holds them.
+"""Unfinished samples in a checkpoint, for runs that push weights in flight.
 
-With over-sampling, those of the groups that no generation has taken; else, those of the generations
-that are not complete. They are those of an `Experience`, but may be cut: what was sampled until the
-checkpoint. In the run that goes on and in one that resumes, the rest of each is asked for.
+With over-sampling, they are the samples of the groups that no generation has taken; otherwise,
+those of the generations that are not complete. They are stored as an `Experience` and may be cut:
+they have the tokens sampled so far, and the run that continues requests the rest, like one that
+resumes.
 
-Invariants, of a checkpoint and the run that goes on from it: a group has a sample at most once; a
-whole sample is never asked for again. With over-sampling, every sample is of a group among
-`OpenGroups.untaken`; the age of a group counts from when it was first asked for; only a group that
-becomes too old, or that dynamic sampling rejects, loses its samples.
+Invariants of a checkpoint and the run that continues from it: a group has each sample at most once;
+a whole sample is never requested again. With over-sampling, every sample belongs to a group of
+`OpenGroups.untaken`; the age of a group counts from its first request; only a group that becomes
+too old, or that dynamic sampling rejects, loses its samples.
 """
 
 import math
@@ -24,19 +25,19 @@ Unscored = Sequence[Sample]
 
 
 def may_be_saved(cfg: Config) -> bool:
-    """Whether a checkpoint holds samples in progress, and so waits for none.
+    """Whether a checkpoint holds unfinished samples, so that no save waits for them.
 
-    No dialogues, which have environments or agents; and of a generation by itself, not the groups
-    that dynamic sampling has found so far.
+    It cannot hold dialogues, whose environments or agents are processes, nor, without
+    over-sampling, the groups that earlier rounds of dynamic sampling have found.
     """
     one_round = cfg.rollout.over_sampling > 1 or not cfg.grpo.dynamic_sample
     return cfg.rollout.in_flight_updates and one_round and not cfg.has_dialogues
 
 
 def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | None:
-    """The samples of groups by the number of their prompt; None if there are none.
+    """The samples of groups, given by the number of their prompt; None if there are none.
 
-    Those that are not scored have no rewards and the total NaN. There are no advantages yet.
+    Samples without scores have no rewards and the total NaN. There are no advantages yet.
     """
     scored = [
         each if isinstance(each, ScoredGroup) else _without_score(each) for each in groups.values()
@@ -55,7 +56,8 @@ def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | 
 
 
 def groups_of(experience: Experience) -> dict[int, ScoredGroup | Unscored]:
-    """The inverse; a group of which a sample could not be scored is to be scored again."""
+    """The inverse of `experience_of`. A group in which a sample could not be scored comes back
+    without scores, to be scored again."""
     groups: dict[int, ScoredGroup | Unscored] = {}
     for number in experience.group_ids.unique().tolist():
         [rows] = (experience.group_ids == number).nonzero(as_tuple=True)

@@ -31,8 +31,8 @@ another expert. The bounds leave a factor of ten over the average, for deeper mo
 flips. Wrong weights or positions differ by more: stale prefixes alone by 4 to 5.
 """
 QUANTIZED_BOUND = 0.6
-"""The same for quantised engines, with the trainer's weights quantised alike. Tokens of 8 bits send
-more of them to other experts: 0.22 on average with random routers and FP8 per row, where other
+"""The same for quantised engines, with the trainer's weights quantised alike. With 8-bit weights
+more tokens change their experts: 0.22 on average with random routers and FP8 per row, where other
 weights differ by 3 (tests/megatron_grpo/engines/test_vllm_worker.py)."""
 
 
@@ -54,8 +54,8 @@ def probe_logprobs(
 ) -> dict[str, float]:
     """The differences between engines and trainer as metrics, on every rank.
 
-    Collective; rank 0 holds the `experience` of the probe. Of quantised engines, the difference is
-    also measured with the trainer's weights quantised alike: what is left is not by the weights.
+    Collective; rank 0 holds the `experience` of the probe. For quantised engines, the difference is
+    also measured with the trainer's weights quantised alike: what remains has another cause.
 
     Only rank 0 raises ValueError when the mean is beyond `BOUNDS`, or that of quantised engines
     beyond what may stay uncorrected; the other ranks continue and then wait for it.
@@ -64,7 +64,8 @@ def probe_logprobs(
     gap = same = _gap(minibatches, policy, cfg, groups, device)
     metrics = {"probe/logprob_gap_mean": gap.mean, "probe/logprob_gap_max": gap.largest}
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
-    # Engines have the sum with adapters. A policy that is aware has computed so already.
+    # Engines quantise the merged weights, not those below adapters. A policy that is aware of
+    # quantization has computed with quantised weights already.
     if model and policy.adapters is None and not cfg.rollout.quantization_aware:
         with quantized_weights(policy, model, groups):
             same = _gap(minibatches, policy, cfg, groups, device)

@@ -29,7 +29,8 @@ Z = TypeVar("Z")
 T = TypeVar("T")
 
 Runner = GroupRunner | RolloutRunner
-"""Makes the generations: with over-sampling all from one queue of groups, else each by itself."""
+"""How generations are made: with over-sampling all from one queue of groups, otherwise each by
+itself."""
 
 STOPS = (Preempted, NoServingEngine, RolloutAborted)
 """What all ranks raise together when rank 0 does."""
@@ -61,18 +62,19 @@ class RolloutScheduler:
         self.pending: dict[int, RolloutRequest] = {}
         """The generations in progress, by number."""
         self.ready: dict[int, RolloutBatch | None] = {}
-        """The finished generations that training has not begun, by number; only rank 0 has what
-        they contain."""
+        """The finished generations that training has not begun, by number; None on ranks other than
+        0."""
         rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
         self._in_flight, self._saves_open = rollout.in_flight_updates, may_be_saved(cfg)
-        # Of what a push has just interrupted, SGLang cannot tell a checkpoint the experts.
+        # SGLang cannot return the experts of a completion that a push has just interrupted: before
+        # the push of a step that is saved, requests are cut.
         self._cut_interval = self._saves_open and rollout.router_replay and cfg.train.save_interval
         self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self._runner, self._push, self._is_suspended = runner, push, False
 
     def request_ahead(self, step: int) -> None:
-        """In an asynchronous run, request the generations after that of `step`, if training goes
-        that far and they were not requested before."""
+        """In an asynchronous run, request the generations after that of `step` that training will
+        reach and that were not requested before."""
         now = self._schedule.cursor(step).generation
         for generation in range(now + 1, now + 1 + self._max_staleness):
             is_beyond = generation * self._schedule.updates_per_generation >= self._num_steps
@@ -88,9 +90,9 @@ class RolloutScheduler:
         self._finish(generation, step, timer)
 
     def before_push(self, step: int, timer: PhaseTimer, *, cuts: bool = False) -> None:
-        """Wait until the weights after `step` steps may be pushed; with `cuts`, until no request is
-        at the engines. Raises Preempted or RolloutAborted on all ranks, which gives a generation
-        up."""
+        """Wait until the weights after `step` steps may be pushed; with `cuts`, until the engines
+        have given up all requests. If this raises Preempted or RolloutAborted, which it does on all
+        ranks, the generation that failed is no longer `pending`."""
         if not self._in_flight:
             for generation in [*self.pending]:
                 self._finish(generation, step, timer)
@@ -109,16 +111,16 @@ class RolloutScheduler:
             self._runner.resume(step)
 
     def finish_for_save(self, step: int, timer: PhaseTimer) -> None:
-        """Wait before a checkpoint after `step` steps for the generations in progress that were
-        requested from weights that it does not hold: a resumed run could not do that again."""
-        if self._saves_open or self._is_suspended:  # it has their samples; or nothing would finish
+        """Before a checkpoint after `step` steps, wait for the generations that were requested from
+        earlier weights: a resumed run does not have these, and could not request them again."""
+        if self._saves_open or self._is_suspended:  # it has their samples, or none can finish
             return
         for generation, request in [*self.pending.items()]:
             if request.policy_version != step:
                 self._finish(generation, step, timer)
 
     def give_up(self) -> None:
-        """Leave all generations in progress to a resumed run, which requests them again."""
+        """Forget all generations in progress: a resumed run requests them again."""
         self.pending = {}
 
     def _request(self, generation: int, step: int) -> None:
@@ -130,8 +132,8 @@ class RolloutScheduler:
     def _finish(self, generation: int, step: int, timer: PhaseTimer) -> None:
         """Wait for a generation in progress.
 
-        If no engine is left, the current weights, after `step` steps, are pushed, and it goes on
-        from them; one whose samples must have a single version is requested again.
+        If no engine is left, push the current weights, after `step` steps; the generation then
+        continues with them, or is requested again if its samples must have a single version.
         """
         if generation in self.ready:
             return

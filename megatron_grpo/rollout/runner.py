@@ -43,16 +43,17 @@ class Making:
     made: Future[RolloutBatch] | None = None
     """What its thread makes; None without a thread."""
     phases: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
-    """The phases that the thread enters; None when it is done."""
+    """The phases that the thread enters; None when it ends."""
 
     def wait(self, timer: PhaseTimer) -> RolloutBatch:
-        """The result of the thread; the watchdog is told its phases, as each has its own limit."""
+        """The thread's result. Meanwhile `timer` enters the thread's phases, since the watchdog has
+        a limit for each."""
         assert self.made is not None
         phase: str | None = IDLE
         while phase is not None:
             with timer.phase(WAIT, phase):
                 phase = self.phases.get()
-            while not self.phases.empty():  # all but the phase that is going on
+            while not self.phases.empty():  # skip phases that are over
                 phase = self.phases.get()
         return self.made.result()
 
@@ -80,7 +81,7 @@ class RolloutRunner:
         """By generation, until it is begun."""
 
     def begin(self, request: RolloutRequest) -> None:
-        """Begin a generation, or continue it if it is the one that engines were lost in."""
+        """Begin a generation; one whose engines were lost continues if the request is the same."""
         making = self._making.get(request.generation)
         if making is None or making.rollout.request != request:
             if making is not None:
@@ -119,12 +120,13 @@ class RolloutRunner:
             self._rollouter.in_flight.hold(next_version)
 
     def suspend(self) -> None:
-        """Have the engines give up their requests, before a push and an evaluation."""
+        """Have the engines give up their requests before a push and an evaluation."""
         if self._rollouter.in_flight:
             self._rollouter.in_flight.suspend()
 
     def resume(self, policy_version: int) -> None:
-        """Go on with weights of that version, also with what failed because engines were lost."""
+        """Continue with weights of that version; generations that failed for lack of an engine are
+        submitted again."""
         if not self._rollouter.in_flight:
             return
         self._rollouter.in_flight.resume(policy_version)
@@ -134,8 +136,8 @@ class RolloutRunner:
                 self._submit(making)
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """What a checkpoint holds of the generations in progress: none of it if it waits for them;
-        and those that are complete."""
+        """What a checkpoint holds: the groups of unfinished generations, their samples so far, and
+        the finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
         rollouter = self._rollouter
         if isinstance(rollouter, Replay) or not may_be_saved(rollouter.cfg):
             return None, None, {}
