@@ -1,6 +1,6 @@
-"""What a config passes on to an engine: names that the engine knows, as flags of a command.
+"""Engine arguments from the config: which names are allowed, and the flags that set them.
 
-And which of them a plan depends on, as each engine calls them.
+Also each engine's names for the arguments that planning depends on.
 """
 
 import ast

@@ -59,7 +59,8 @@ class Choice(msgspec.Struct):
         return cls([], Logprobs([]), CUT, "", [])
 
     def append(self, chunk: "Choice") -> None:
-        """Go on with the next chunk of the stream, whose `weight_versions` are of all so far."""
+        """Append the next chunk of the stream; its `weight_versions` are those of all tokens so
+        far."""
         self.token_ids += chunk.token_ids
         self.logprobs.content += chunk.logprobs.content
         self.finish_reason = chunk.finish_reason
@@ -89,7 +90,7 @@ class Choice(msgspec.Struct):
         )
 
     def stopped(self, num_tokens: int) -> "Choice":
-        """The first tokens of this completion, whose text ends it there; without their text."""
+        """The first tokens of this completion, where a stop string ends; without their text."""
         known, num_dropped = self.routed_experts, len(self.token_ids) - num_tokens
         return Choice(
             token_ids=self.token_ids[:num_tokens],
@@ -107,10 +108,10 @@ class Choice(msgspec.Struct):
     @property
     def routes(self) -> np.ndarray:
         """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt
-        and completion, but for the last token, when the token behind it was sampled. Another array
-        each time: what is kept of a completion that was cut is the file.
+        and completion, except the last token, when the next one was sampled.
 
-        Raises ValueError if the engine did not return them.
+        Decoded at each access: of a completion that was cut, only the file is kept. Raises
+        ValueError if the engine did not return them.
         """
         if not self.routed_experts:
             raise ValueError("the answer does not have the experts of its tokens")

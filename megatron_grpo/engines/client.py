@@ -91,9 +91,9 @@ class RolloutClient:
         raise Preempted("the generation was given up")
 
     def take_stock(self, check: Callable[[list[EngineReport]], None]) -> None:
-        """Lose engines that have failed, died, hang or leave; find those that join or came back.
+        """Drop engines that have failed, died, hang or leave; take in those that join or came back.
 
-        These take part if `check` accepts the parameters of their workers, that is, does not
+        An engine is taken in if `check` accepts the parameters of its workers, that is, does not
         raise ValueError.
         """
         for url, error in self._failed.items():
@@ -145,8 +145,9 @@ class RolloutClient:
         urls = self._urls
 
         async def open_channels(engine: Engine) -> None:
-            # An earlier run may have let it sleep. Not again: one that is awake would go on with
-            # its requests, which it must hold while a push in flight is repeated.
+            # The first time only: an earlier run may have left it asleep. Waking an engine that is
+            # awake lets it continue with its requests, which it must hold while a push in flight is
+            # repeated.
             if not self._rollout.enable_sleep_mode and engine.url not in self._awake:
                 await engine.wake()
             await engine.open_channels(transfer, urls.index(engine.url), channels)

@@ -1,4 +1,4 @@
-"""Completions that were cut: what is asked for afterwards, and what both parts make together."""
+"""Completions that were cut: the request for the rest, and how both parts are joined."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,15 +10,15 @@ Decode = Callable[[Sequence[int]], str]
 """The text of sampled tokens, without special ones."""
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What the first bytes of a character are decoded to."""
+"""What an incomplete character is decoded to."""
 
 
 def rest_of(request: Json, begun: Choice) -> Json:
     """The request for the rest of a completion, of which `begun` was sampled before it was cut."""
     params, num_tokens = request["sampling_params"], len(begun.token_ids)
     token_ids = [*request["token_ids"], *begun.token_ids]
-    # Those of all tokens but the last are known: those with which the tokens behind them were
-    # sampled. The engine may choose others as it computes these tokens anew.
+    # The experts of all tokens but the last are known, and must stay as they were when the next
+    # tokens were sampled: the engine, which computes these tokens anew, may choose others.
     routes = {ROUTES_START: len(token_ids) - 1} if ROUTES_START in params else {}
     return {
         **request,
@@ -26,7 +26,7 @@ def rest_of(request: Json, begun: Choice) -> Json:
         "sampling_params": {
             **params,
             "max_tokens": params["max_tokens"] - num_tokens,
-            # The same seed would repeat the random numbers that have sampled these tokens.
+            # The same seed would repeat the random numbers that sampled these tokens.
             "seed": seed_after(params["seed"], num_tokens),
             **routes,
         },
@@ -34,21 +34,21 @@ def rest_of(request: Json, begun: Choice) -> Json:
 
 
 def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> Choice:
-    """The completion that was cut after `begun`, and went on with `rest`; it may be cut again.
+    """The completion that was cut after `begun` and continued with `rest`; it may be cut again.
 
-    It ends earlier where one of the strings `stop` lies on both sides of the cut: an engine looks
-    for them in what it samples, and not in its prompt.
+    It ends earlier if one of the strings `stop` spans the cut: an engine looks for them in what it
+    samples, not in its prompt.
     """
     found = begun.followed_by(rest)
     if num_tokens := num_until_stop(begun.token_ids, rest.token_ids, decode, stop):
         found = found.stopped(num_tokens)
     if found.finish_reason == CUT:
         return found
-    # Of a character whose bytes are tokens on both sides, neither part has the text.
+    # A character whose bytes are on both sides of the cut is in the text of neither part.
     has_end_token = found.finish_reason == "stop" and not stop
     found.text = decode(found.token_ids[:-1] if has_end_token else found.token_ids)
     if ends := _ends(found.text, stop):
-        found.text = found.text[: min(ends)]  # its last token may go on
+        found.text = found.text[: min(ends)]  # the last token may have more text
     return found
 
 
@@ -59,7 +59,7 @@ def num_until_stop(
 
     Looks after each token, as an engine does, but no further than such a string can reach.
     """
-    # A character that is not complete yet was not looked at.
+    # The engine has not looked for a stop string in an incomplete character.
     num_seen = len(decode(begun).rstrip(INCOMPLETE)) if stop else 0
     for num_tokens in range(len(begun) + 1, len(begun) + len(rest) + 1) if stop else ():
         text = decode([*begun, *rest][:num_tokens])
@@ -71,6 +71,6 @@ def num_until_stop(
 
 
 def _ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
-    """For each stop string that is found to end after `num_seen` characters, where it ends."""
+    """Where each stop string ends that is found to end after `num_seen` characters."""
     starts = [(text.find(each, max(0, num_seen + 1 - len(each))), len(each)) for each in stop]
     return [start + length for start, length in starts if start >= 0]

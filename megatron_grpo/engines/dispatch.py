@@ -28,9 +28,9 @@ T = TypeVar("T")
 class RequestDispatcher:
     """Queues all open `requests` at the serving engines of the `pool`.
 
-    If it `stays`, it goes on when they are answered, until it is `cut`, and more may be added; it
-    may be held for a push of weights. With `keep`, answers are streamed, and that takes what has
-    arrived of those whose engine is lost. Raises NoServingEngine if none serves.
+    With `stays`, it keeps running when they are answered, until `cut`: more may be added, and it
+    may be held for a push of weights. With `keep`, answers are streamed, and `keep` gets what has
+    arrived of a completion whose engine is lost. Raises NoServingEngine if no engine serves.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RequestDispatcher:
         self._stays, self._keep, self._is_held = stays, keep, False
         self._is_over = asyncio.Event()
         self._left: dict[int, Json] = {}
-        """Requests of engines that were lost, until others have them."""
+        """Unanswered requests of lost engines, until other engines get them."""
         shares = level_shares([*requests.open.items()], [0] * len(serving))
         self._lives: dict[str, tuple[str, int]] = {}
         self._queues: dict[str, EngineQueue] = {}
@@ -59,7 +59,7 @@ class RequestDispatcher:
     async def run(self) -> None:
         """Return when all requests are answered, except those of engines that were lost.
 
-        If it stays: when it is cut, or no engine is left.
+        With `stays`: when it is cut, or no engine is left.
         """
         async with run_with(self._balance()), task_group() as self._group:
             self._tasks = {url: self._group.create_task(self._serve(url)) for url in self._queues}
@@ -73,13 +73,13 @@ class RequestDispatcher:
         await gather_all(queue.hold(next_version) for queue in [*self._queues.values()])
 
     async def resume(self) -> None:
-        """Go on after the push, with the engines that serve now."""
+        """Continue after the push, with the engines that serve now."""
         serving = {url: self._pool.life(url) for url in self._pool.serving}
         gone = [url for url, life in self._lives.items() if serving.get(url) != life]
         tasks = [self._tasks[url] for url in gone]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # none of their answers is taken then
+        await asyncio.gather(*tasks, return_exceptions=True)  # takes no more answers from them
         for queue in self._queues.values():
             queue.resume()
         self._is_held = False
@@ -104,9 +104,9 @@ class RequestDispatcher:
             self._queues.get(url, least).enqueue({number: request})
 
     def add(self, requests: Mapping[int, Json], *, together: bool = False) -> None:
-        """Queue more `requests`, with higher numbers; nothing happens if no engine is left.
+        """Queue more `requests`, with higher numbers; does nothing if no engine is left.
 
-        With `together`, all at the engine that has the fewest.
+        With `together`, all go to the engine that has the fewest.
         """
         if together and self._queues:
             min(self._queues.values(), key=lambda queue: len(queue.open)).append(requests)
@@ -115,7 +115,7 @@ class RequestDispatcher:
             queue.append(share)
 
     def cut(self) -> None:
-        """Have the engines give up their requests, and `run` return when they have."""
+        """Have the engines give up their requests; `run` returns when they have."""
         for queue in self._queues.values():
             queue.cut()
         self._is_over.set()
@@ -134,7 +134,7 @@ class RequestDispatcher:
         self._lives[url] = self._pool.life(url)
 
     def _hand_on(self) -> None:
-        """Have other engines answer what those that were lost have left."""
+        """Queue what lost engines have left at the other engines."""
         if self._queues and not (self._is_held or self._is_over.is_set()):
             left, self._left = self._left, {}
             for queue, share in self._with_shares(left):
@@ -156,7 +156,7 @@ class RequestDispatcher:
         finally:
             queue.has_started_or_failed.set()
             del self._queues[url], self._lives[url], self._tasks[url]
-            if self._stays:  # else who has made the requests asks again
+            if self._stays:  # else the caller dispatches what is open again
                 self._left |= queue.open
         self._hand_on()
 
@@ -200,10 +200,10 @@ def rebalance(
 
 
 def level_shares(items: Sequence[T], loads: Sequence[int]) -> list[Sequence[T]]:
-    """Split `items` into a contiguous part for each of the `loads`, the least one's the largest.
+    """Split `items` into contiguous parts, one for each of `loads`, that level them out.
 
-    With its part, each is as large as another, or has none: 5 items and loads of 3 and 0 yield
-    parts of 1 and 4. So a slow engine, which has more left, gets less.
+    Each load with its part is about as large as any other that gets a part: 5 items and loads of 3
+    and 0 yield parts of 1 and 4. So a slow engine, which has more left, gets less.
     """
     sizes, heap = [0] * len(loads), [(load, part) for part, load in enumerate(loads)]
     heapify(heap)

@@ -1,5 +1,4 @@
-"""Speculative decoding, `rollout.vllm.speculative_config`: what engines draft with, and how many of
-the tokens they take."""
+"""Speculative decoding, `rollout.vllm.speculative_config`: its checks and its metrics."""
 
 import asyncio
 import re
@@ -83,8 +82,8 @@ def check_drafts(cfg: Config, shape: ModelShape) -> None:
 
 
 def draft_counts(page: str) -> Counter[int]:
-    """From an engine's metrics: the drafts since its start, at 0, and how many of them had their
-    n-th token accepted, at n."""
+    """Counts since an engine's start, from its metrics page: of drafts at key 0, and at key n of
+    those whose n-th token was accepted."""
     counts = Counter({0: sum(int(float(count)) for count in _DRAFTS.findall(page))})
     for position, count in _ACCEPTED.findall(page):
         counts[int(position) + 1] += int(float(count))
@@ -92,7 +91,7 @@ def draft_counts(page: str) -> Counter[int]:
 
 
 class DraftMeter:
-    """Compares what engines have counted with what they had when they were asked before."""
+    """Measures drafts between two calls, as engines count them since their start."""
 
     def __init__(self, client: RolloutClient, *, are_new: bool) -> None:
         """`are_new`: the engines were started for this run, and have counted nothing else."""
@@ -100,10 +99,11 @@ class DraftMeter:
         self._before: dict[str, Counter[int]] = {}
 
     def metrics(self) -> dict[str, float]:
-        """By vLLM's names, of the drafts since the last call: the mean acceptance length, in tokens
-        of a draft with the one that the model adds, and the acceptance rate at each position.
+        """By vLLM's names, of the drafts since the last call: the mean acceptance length (accepted
+        tokens of a draft, plus the one that the model adds), and the acceptance rate at each
+        position.
 
-        None without drafts. Engines that do not answer, or that have joined since, are left out.
+        Empty without drafts. Engines that do not answer, or that have joined since, are left out.
         """
         urls = [url for url, _ in self._client.pool.up]
         pages = asyncio.run(gather_all(map(self._page, urls)))
@@ -112,14 +112,14 @@ class DraftMeter:
         return metrics
 
     def compare(self, pages: Mapping[str, str]) -> dict[str, float]:
-        """The same from what engines tell, by address; nothing of one that did not answer."""
+        """`metrics` from the metrics pages of engines, by address; "" if one did not answer."""
         new: Counter[int] = Counter()
         for url, page in pages.items():
             if not page:
                 continue
             counts = draft_counts(page)
             before = self._before.get(url, Counter() if self._are_new else counts)
-            if counts[0] < before[0]:  # it has started again
+            if counts[0] < before[0]:  # the engine was restarted
                 before = Counter()
             new.update({n: count - before[n] for n, count in counts.items()})
             self._before[url] = counts

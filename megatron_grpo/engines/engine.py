@@ -49,10 +49,10 @@ GENERATE = "/inference/v1/generate"
 ROUTES_START = "routed_experts_prompt_start"
 """The sampling parameter that asks for the experts of all tokens from that one on."""
 STREAM_INTERVAL = 256
-"""Tokens in a chunk of an answer that is streamed; fewer are lost of a completion with its engine.
+"""Tokens in a chunk of a streamed answer: at most so many of a completion are lost with its engine.
 
-For each chunk rank 0 takes about as long as for reading a hundred tokens: with fewer in each, its
-one thread would soon be busy with chunks.
+For each chunk rank 0 takes about as long as for reading a hundred tokens, in a single thread: with
+shorter chunks it would soon be busy with nothing else.
 """
 Json = dict[str, Any]
 
@@ -69,7 +69,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of an engine's metrics, over all who use it."""
+    """Numbers from an engine's metrics, over all its clients."""
 
     generated: float = 0.0
     """Tokens since its start."""
@@ -107,8 +107,9 @@ class Engine:
     ) -> Choice:
         """The answer to a request for a completion, made by weights of these `versions`.
 
-        Its `finish_reason` is CUT if the engine gave it up when `is_cut()`. With `begun`, which is
-        empty, the answer is streamed into that: what has arrived is there, too, when this raises.
+        Its `finish_reason` is CUT if the engine gave it up while `is_cut()`. With `begun`, an empty
+        completion, the answer is streamed into that, so that it has what has arrived when this
+        raises.
         """
         # It is answered at its end, after all that wait before it; `watch` notices if all hang.
         usual = self.http.timeout
@@ -141,7 +142,8 @@ class Engine:
     async def _stream(
         self, request: Json, limit: httpx.Timeout, versions: Callable[[], range], begun: Choice
     ) -> Choice:
-        """The answer to a request; an engine that cannot stream it tells it as a whole."""
+        """The answer to a request, streamed into `begun`; an engine that cannot stream sends it
+        whole."""
         params = {**request["sampling_params"], "stream_interval": STREAM_INTERVAL}
         request = {**request, "stream": True, "sampling_params": params}
         answer = answer_to(self.http, self.url, "POST", GENERATE, request, limit)
@@ -318,7 +320,7 @@ class Engine:
 
     async def pause(self) -> None:
         """Hold all requests until /resume, and drop all keys and values; those of requests in
-        progress only if they are to be computed anew. Then sampling goes on."""
+        progress only if they are to be recomputed. Sampling then continues."""
         await self.post("/pause?mode=keep&clear_cache=false")  # the call below reports success
         drop = "false" if self.keeps_caches else "true"
         if not (await self.post(f"/reset_prefix_cache?reset_running_requests={drop}"))["success"]:

@@ -1,4 +1,4 @@
-"""What one engine has of the requests of a `RequestDispatcher`."""
+"""The requests of a `RequestDispatcher` at one engine."""
 
 import asyncio
 import math
@@ -16,7 +16,7 @@ POLL_INTERVAL = 0.05
 RESUME_SECONDS = 2.0
 ABANDONED_SECONDS = 2.0
 RECENT_SECONDS = 3.0
-"""Within which an engine that is well tells its counts again."""
+"""An engine that is well reports its counts at least this often."""
 
 TakeAnswer = Callable[[int, Choice, str], Awaitable[Json | None]]
 """Processes the answer to a request, by number, from the engine at an address; returns a follow-up
@@ -43,20 +43,21 @@ class EngineQueue:
         self.open = dict(requests)
         """Requests that are not answered, or their follow-ups."""
         self._policy_version = self._next_version = policy_version
-        """Of the weights that the engine has, and will have after the push that is next or now."""
+        """Versions of the weights that the engine has, and that it has after the next push."""
         self._take_answer, self._ended, self._keep = take, ended, keep
         self._asks: dict[int, asyncio.Task[None]] = {}
         self._push = ""
-        """The one that the engine has its weights from."""
+        """The push that the weights came with."""
         self._turn = asyncio.Lock()
-        """Of what the engine is asked between pushes."""
+        """Held while the engine is asked which push it holds."""
         self.has_started_or_failed = asyncio.Event()
         self._num_at_engine = self._num_arrived = self._num_answered = 0
         self._is_sending = self._is_cut = self._is_held = False
         self._is_working = False
-        """Whether the engine has started, and has not failed."""
+        """Whether the engine has started and has not failed."""
         self._num_initial = len(requests)
-        """Requests with which it started, less those that were stolen."""
+        """Requests that it started with or got later, without those that were stolen or
+        forgotten."""
         self._has_taken_over = False
         self._first = self._latest = Counts()
         """The engine's counts before it started, and the latest."""
@@ -92,16 +93,16 @@ class EngineQueue:
 
     async def hold(self, next_version: int) -> None:
         """Return when a push of that version may begin, through which the engine keeps its
-        requests. What fails is raised by `answer`."""
+        requests. Errors are raised by `answer`."""
         await self.has_started_or_failed.wait()
         if self._is_working:
             await asyncio.wait([self._in_group(self._check_push)])
         self._next_version, self._is_held = next_version, True
 
     def resume(self) -> None:
-        """Go on after that push. What fails is raised by `answer`.
+        """Continue after that push. Errors are raised by `answer`.
 
-        Nobody waits: the engine answers when it has computed anew what it goes on with.
+        Nobody waits: the engine answers when it has recomputed what it continues with.
         """
         self._policy_version = self._next_version
         self._note_change()
@@ -111,7 +112,7 @@ class EngineQueue:
             self._is_held = False
 
     def _in_group(self, ask: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Ask the engine something, after what it was asked before; what fails ends `answer`."""
+        """Run `ask` in the task group, after earlier ones; an error ends `answer`."""
 
         async def asked() -> None:
             try:
@@ -133,9 +134,9 @@ class EngineQueue:
     def num_unstarted(self) -> int:
         """Number of requests that the engine has not started: those with the highest numbers.
 
-        0 if that is not known, or if requests were enqueued later: these may have lower numbers
-        than some that were started. vLLM's `waiting` includes requests that it has preempted, which
-        would lose their tokens: hence the minimum with requests without a first token.
+        0 if that is not known, or if requests came from other engines: their numbers may be lower
+        than those of started ones. `waiting` alone would include requests that vLLM has preempted,
+        which have tokens to lose.
         """
         if not self._is_working or not self._is_known or self._has_taken_over:
             return 0
@@ -143,14 +144,15 @@ class EngineQueue:
         return max(0, int(min(unstarted, self._latest.waiting, len(self.open))))
 
     def enqueue(self, requests: Mapping[int, Json]) -> None:
-        """Have the engine answer these, too: they come from another engine's queue."""
+        """Queue requests that come from another engine's queue."""
         self._has_taken_over = True
         self.append(requests)
 
     def append(self, requests: Mapping[int, Json]) -> None:
-        """Have the engine answer these, too: their numbers are higher than those that it has.
+        """Queue requests whose numbers are higher than those of all others here.
 
-        One that has not started gets them when it does; one that has failed leaves them `open`.
+        An engine that has not started gets them when it does; one that has failed leaves them
+        `open`.
         """
         self._num_initial += len(requests)
         if self._is_sending:
@@ -182,7 +184,7 @@ class EngineQueue:
         return last
 
     def _progress(self) -> object:
-        if self._is_held:  # a push has limits of its own, and what is computed anew after it
+        if self._is_held:  # a push, and recomputing after it, have limits of their own
             return time.monotonic()
         # An idle engine makes progress as long as its counts can be read.
         is_idle = self._is_working and not self._num_at_engine
@@ -192,7 +194,7 @@ class EngineQueue:
     def _note(self, counts: Counts) -> None:
         self._latest, self._noted_at = counts, time.monotonic()
         self._num_notes += 1
-        if self._is_working and self._is_known and not counts.waiting:  # it has started all it has
+        if self._is_working and self._is_known and not counts.waiting:  # all requests have started
             self._first, self._num_initial, self._has_taken_over = counts, 0, False
 
     def _note_change(self) -> None:
@@ -267,7 +269,7 @@ class EngineQueue:
             ask.add_done_callback(partial(self._forget_ask, number))
 
     def _forget_ask(self, number: int, ask: asyncio.Task[None]) -> None:
-        if self._asks[number] is ask:  # it was not given back meanwhile
+        if self._asks[number] is ask:  # else the request was stolen, came back and is asked again
             del self._asks[number]
 
     async def _ask(self, number: int) -> None:
@@ -283,7 +285,7 @@ class EngineQueue:
                 else:
                     del self.open[number]
         except asyncio.CancelledError:
-            if number in self.open:  # it was not taken back
+            if number in self.open:  # else it was stolen or forgotten
                 raise
         except BaseException:
             self._is_working = self._is_sending = False  # the group takes no more tasks
@@ -301,7 +303,7 @@ class EngineQueue:
                 begun,
             )
         except BaseException:  # also if it is cancelled because the engine is lost
-            # A request that was taken away may be back meanwhile, as one that is asked anew.
+            # A request that was stolen may have come back, and be asked by another task.
             is_own = number in self.open and self._asks.get(number) is asyncio.current_task()
             if is_own and begun and begun.token_ids and begun.finish_reason == CUT:
                 self._keep_begun(number, begun)

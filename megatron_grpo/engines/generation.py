@@ -77,12 +77,12 @@ class Generation:
         features: Mapping[int, Json] | None = None,
     ) -> None:
         """`features` are the `image_features` of the prompts that have images, by index; None: they
-        are made here."""
+        are computed here."""
         self.policy_version = params.policy_version
         self.engines: set[str] = set()
         """Addresses of the engines that have answered."""
         self.begun: dict[int, Choice] = {}
-        """What was sampled of open ones until they were cut."""
+        """What was sampled for open requests before they were cut."""
         self._prompts, self._params, self.stop = prompts, params, params.stop
         self._samples: dict[int, Sample] = {}
         self.take_group: Callable[[list[Sample]], None] | None = None
@@ -145,14 +145,14 @@ class Generation:
         return [sample for _, sample in sorted(self._samples.items())]
 
     def so_far(self) -> list[Sample]:
-        """The samples received, and what was sampled of others until they were cut: their
-        `finish_reason` is CUT. Any thread may ask."""
+        """The samples received, and of cut ones what was sampled so far, with the `finish_reason`
+        CUT. May be called from any thread."""
         begun = self.begun.copy()  # first: one that is answered now is still in here
         parts = {number: self._sample(number, choice) for number, choice in begun.items()}
         return [sample for _, sample in sorted((parts | self._samples).items())]
 
     def restore(self, samples: Iterable[Sample]) -> None:
-        """Take over what another generation of the same prompts had `so_far`."""
+        """Take over the samples that another generation of the same prompts had `so_far`."""
         positions = {prompt.index: position for position, prompt in enumerate(self._prompts)}
         for sample in samples:
             position = positions[sample.prompt.index]
@@ -180,7 +180,7 @@ class Generation:
 
 
 def _choice_of(sample: Sample) -> Choice:
-    """What an engine had answered."""
+    """The answer that was made into a sample."""
     bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
     return Choice(
         token_ids=[*sample.completion_ids],

@@ -18,15 +18,15 @@ EVENTS = "text/event-stream"
 LAST_EVENT = b"[DONE]"
 NUM_POOLS = 32
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=1, keepalive_expiry=2.0)
-"""Of each pool. Engines close a connection after 5 s without a request: it is not used again when
-that is about to happen."""
+"""Limits of each pool. Engines close a connection after 5 s without a request: before that it is
+given up here."""
 
 
 class ManyPools(httpx.AsyncBaseTransport):
-    """Pools of connections that take turns.
+    """Connection pools used in turn.
 
-    httpx goes through all connections of a pool at every request and every answer: in one pool, the
-    time that requests take of the trainer's process grows with the square of their number.
+    httpx goes through all connections of a pool at every request and every answer: with one pool,
+    the time that requests take of the trainer's process would grow with the square of their number.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def is_healthy(url: str, timeout: float = HEALTH_TIMEOUT) -> bool:
 
 
 def post(url: str, token: str, timeout: float) -> None:
-    """Post to a server, and return when it has done that; raises httpx.HTTPError otherwise."""
+    """POST to a server; raises httpx.HTTPError if that fails."""
     httpx.post(
         url, headers=bearer(token), timeout=timeout, trust_env=False, verify=_certificates()
     ).raise_for_status()
@@ -113,7 +113,7 @@ async def answer_to(
 
 
 def failure(url: str, route: str, code: int, message: str) -> "EngineError":
-    """What an answer with that status means."""
+    """The exception for an answer with an error status."""
     if code == httpx.codes.UNAUTHORIZED:
         return EngineDown(  # including an engine that was restarted meanwhile with another token
             f"rollout engine {url} refuses the token in {TOKEN_VARIABLE}: set it to the one that "
