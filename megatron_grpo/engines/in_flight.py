@@ -1,13 +1,13 @@
 """Several generations at the engines at once, through pushes of weights.
 
-Engines keep their requests through a push. They pause for it, drop all keys and values, and compute
-what they have sampled anew with the new weights before they go on: so every token has the
+Engines keep their requests through a push. They pause for it, drop all keys and values, and
+recompute what they have sampled with the new weights before they continue: so every token has the
 probability that the weights of its own version give it after all tokens before it, as in a training
 forward.
 
 For a checkpoint or an evaluation, requests are cut: the engines give them up, the tokens sampled so
-far stay, and the rest of each completion is asked for later, with these tokens as its prompt. An
-engine that is lost has cut them, too: answers are streamed, and what has arrived stays.
+far stay, and the rest of each completion is requested later, with these tokens as its prompt. The
+loss of an engine cuts its requests, too: answers are streamed, and what has arrived stays.
 """
 
 import asyncio
@@ -29,29 +29,30 @@ from megatron_grpo.workers.child_process import COLLECTOR
 from megatron_grpo.workers.tasks import run_with
 
 ALONE = -1
-"""Number of a generation beside which there is no other that is made."""
+"""The number of the generation in a run that makes one at a time."""
 MOST_REQUESTS = 1 << 32
-"""More than a generation has."""
+"""More requests than a generation has. Request n of generation g has number g * MOST_REQUESTS + n
+here."""
 CUT_SECONDS = 5.0
-"""Within which engines hand out what they have sampled when the run is to stop."""
+"""How long a run that is to stop waits for the tokens that engines have sampled."""
 
 
 @dataclass
 class OpenGeneration:
-    """A generation that somebody waits for."""
+    """The requests of a generation, and the future that is done when all are answered."""
 
     requests: SampleRequests
     answered: asyncio.Future[None]
     waits: set[asyncio.Task[None]] = field(default_factory=set)
-    """Those for environments."""
+    """Tasks that wait for environments."""
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` for who waits."""
+        """Let `answered` raise `error`."""
         if not self.answered.done():
             self.answered.set_exception(error)
 
     def end_if_complete(self) -> None:
-        """Tell who waits if all is there."""
+        """Complete `answered` if no request is left."""
         if self.requests.is_complete and not self.answered.done():
             self.answered.set_result(None)
 
@@ -59,8 +60,8 @@ class OpenGeneration:
 class OpenGenerations:
     """The open requests of several generations, as those of one; earlier generations go first.
 
-    The environment of a dialogue takes its time, also through a push: `ask` is called with the
-    number of the next request, the request, and the address of the engine that has had the one
+    The environment of a dialogue may answer at any time, also during a push: then `ask` is called
+    with the number of the next request, the request, and the address of the engine that had the one
     before, if any.
     """
 
@@ -74,7 +75,7 @@ class OpenGenerations:
 
     @property
     def open(self) -> dict[int, Json]:
-        """Unanswered requests for whole completions, or for the rest of those that were cut."""
+        """Unanswered requests for completions, or for the rest of those that were cut."""
         return {
             number: request
             for generation in sorted(self._generations)
@@ -82,7 +83,7 @@ class OpenGenerations:
         }
 
     def open_of(self, generation: int) -> dict[int, Json]:
-        """Those of one generation."""
+        """The unanswered requests of one generation."""
         requests = self._generations[generation].requests
         first, found = generation * MOST_REQUESTS, {}
         for own_number in requests.open:
@@ -95,22 +96,23 @@ class OpenGenerations:
 
     @contextmanager
     def opened(self, generation: int, requests: SampleRequests) -> Iterator[asyncio.Future[None]]:
-        """Have the `requests` of a generation among the open ones; yields what is done when all are
-        answered."""
+        """Add the `requests` of a generation within the block; yields the future that is done when
+        all are answered."""
         answered = asyncio.get_running_loop().create_future()
         self._generations[generation] = opened = OpenGeneration(requests, answered)
         for own_number in requests.waiting:
             self._wait(generation, own_number, "")
-        opened.end_if_complete()  # a checkpoint had all
+        opened.end_if_complete()  # a checkpoint may have had all answers
         try:
             yield answered
         finally:
             for wait in opened.waits:
-                wait.cancel()  # who comes again with these requests waits anew
+                wait.cancel()  # if the requests are opened again, they start anew
             del self._generations[generation]
 
     async def give_up(self, generations: Iterable[int]) -> None:
-        """Cancel those who wait for any of these that is not answered yet."""
+        """Cancel the futures of those generations that are not answered; returns when they are
+        removed."""
         waiting = {number for number in generations if number in self._generations}
         for number in waiting:
             self._generations[number].answered.cancel()
@@ -118,22 +120,21 @@ class OpenGenerations:
             await asyncio.sleep(0)
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` for all who wait; they may come again."""
+        """Let all futures raise `error`; the requests may be opened again."""
         for opened in self._generations.values():
             opened.fail(error)
 
     async def wait_for_environments(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once: `ask` is called when an environment has answered."""
 
     async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
-        """Pass a whole completion on to its generation; keep what was sampled of one until it was
-        cut."""
+        """Pass a complete answer to its generation; of one that was cut, keep what was sampled."""
         self._take(number, choice, url)
         return None
 
     def keep(self, number: int, begun: Choice, url: str) -> Json | None:
-        """Keep what was sampled of a completion until its engine was lost; returns the request for
-        the rest, None if a stop string ends it or nobody waits for it."""
+        """Keep what was sampled of a completion before its engine was lost; returns the request for
+        the rest, None if a stop string ends it or the generation is no longer open."""
         generation, own_number = divmod(number, MOST_REQUESTS)
         opened = self._generations.get(generation)
         if opened is None or own_number not in opened.requests.open:
@@ -169,10 +170,10 @@ class OpenGenerations:
     async def _follow_up(
         self, opened: OpenGeneration, generation: int, own_number: int, url: str
     ) -> None:
-        """Ask for what comes after the environment's answer."""
+        """Queue the next request of a dialogue when its environment has answered."""
         try:
             request = await opened.requests.next_request(own_number)
-        except Exception as error:  # of any kind: it must reach who waits for the generation
+        except Exception as error:  # of any kind: `answered` must raise it
             opened.fail(error)
             return
         number = generation * MOST_REQUESTS + own_number
@@ -185,8 +186,8 @@ class InFlight:
     """Has the engines answer several generations at once, also through pushes.
 
     It begins suspended. A thread of its own talks to the engines; it lasts until `close`, since
-    Linux ends an engine with the thread that has started it. Unless it `streams`, a
-    completion whose engine is lost begins anew.
+    Linux ends an engine with the thread that started it. Unless it `streams`, a completion whose
+    engine is lost starts anew.
     """
 
     def __init__(self, client: RolloutClient, decode: Decode, *, streams: bool = True) -> None:
@@ -195,7 +196,7 @@ class InFlight:
         self._dispatcher: RequestDispatcher | None = None
         self._ended: Exception | None = None
         self._lost: Exception | None = None
-        """Why the engines were asked for nothing more, until the next push."""
+        """Why dispatching ended; raised for new requests until the next push."""
         self._loop = asyncio.new_event_loop()
         self._may_dispatch, self._is_idle = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
@@ -223,35 +224,35 @@ class InFlight:
     def submit(
         self, generation: int, requests: SampleRequests, *, together: bool = False
     ) -> Future[None]:
-        """As `generate`, without waiting: the result is there when all `requests` are answered.
+        """As `generate`, without waiting: the future is done when all `requests` are answered.
 
-        With `together`, one engine gets all of them: they share their prompt.
+        With `together`, one engine gets all of them, as they share their prompt.
         """
         asked = self._generate(generation, requests, together)
         return asyncio.run_coroutine_threadsafe(asked, self._loop)
 
     def give_up(self, generations: Iterable[int]) -> None:
-        """Cancel those of these submissions that are not answered yet, before `resume`."""
+        """Cancel those of these generations that are not answered; to be called before `resume`."""
         given_up = self._generations.give_up(generations)
         asyncio.run_coroutine_threadsafe(given_up, self._loop).result()
 
     def hold(self, next_version: int) -> None:
         """Return when a push of that version may begin, through which the engines keep their
-        requests; they are cut if an engine leaves, so that others go on with its tokens."""
+        requests. If an engine leaves, they are cut, so that others continue with its tokens."""
         asyncio.run_coroutine_threadsafe(self._hold(next_version), self._loop).result()
 
     def suspend(self) -> None:
-        """Cut all requests, before a push: return when none is at any engine. What is submitted
-        from now on waits for `resume`."""
+        """Cut all requests before a push: returns when no engine has any. New ones wait for
+        `resume`."""
         asyncio.run_coroutine_threadsafe(self._suspend(), self._loop).result()
 
     def resume(self, policy_version: int) -> None:
-        """Go on, with weights of that version."""
+        """Continue with weights of that version."""
         asyncio.run_coroutine_threadsafe(self._resume(policy_version), self._loop).result()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """All requests are cut within the block."""
+        """Cut all requests for the time of the block."""
         may_dispatch = self._may_dispatch.is_set()
         asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result()
         yield
@@ -259,7 +260,7 @@ class InFlight:
             self.resume(self._generations.policy_version)
 
     def end(self) -> None:
-        """Cancel the client, and take no notice of engines from now on."""
+        """Cancel the client, and stop dispatching."""
         self._client.cancel()
         self._running.result()
 
@@ -284,7 +285,7 @@ class InFlight:
                 raise
 
     def _ask(self, number: int, request: Json, url: str) -> None:
-        if self._dispatcher:  # else it is among the open ones of the next
+        if self._dispatcher:  # else the next one begins with it
             self._dispatcher.follow_up(number, request, url)
 
     async def _hold(self, next_version: int) -> None:
@@ -350,7 +351,7 @@ class InFlight:
                 keep=generations.keep if self._streams else None,
             )
             await self._dispatcher.run()
-        except Exception as error:  # of any kind: it must reach who waits for the samples
+        except Exception as error:  # of any kind: the futures must raise it
             self._may_dispatch.clear()
             self._lost = error
             generations.fail(error)

@@ -32,7 +32,7 @@ from megatron_grpo.workers.child_process import ChildProcess
 
 FOLDER, JOINED, LEAVING = "engines", ".json", ".leaving"
 OF_EACH_HOST = tuple(names.memory_fraction for names in PLANNED.values())
-"""Arguments in which engines of one run may differ."""
+"""Arguments that may differ between the engines of a run."""
 LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 1.0
 TOUCH_SECONDS = 30.0

@@ -1,4 +1,4 @@
-"""What engines can do with a model, here and at all."""
+"""Whether an engine can serve a model: at all, and with the kernels that it has on this machine."""
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.families import FAMILIES
@@ -7,15 +7,15 @@ from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.sglang.args import full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Those for which vLLM 0.32 has an attention kernel for CPUs."""
+"""Head sizes for which vLLM 0.32 has an attention kernel for CPUs."""
 CPU_EXPERT_SIZE = 32
-"""What the size of a worker's part of an expert of gpt-oss must be a multiple of, on CPUs."""
+"""On CPUs, the size of a worker's part of an expert of gpt-oss must be a multiple of this."""
 NO_ROUTER_ON_CPU = ("minimax_m2",)
-"""Families whose routers it computes on GPUs only: by sigmoids, of all experts as one group."""
+"""Families whose routers vLLM computes on GPUs only: sigmoids over all experts as one group."""
 CPU_LATENT_SIZE = 576
-"""The one size of what is cached of a token with latent attention for which it has one."""
+"""The only size of the cache of a token, with latent attention, for which vLLM has a CPU kernel."""
 SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
-"""Families whose layers have their windows in SGLang 0.5.23; in its others all see all tokens."""
+"""Families whose sliding windows SGLang 0.5.23 computes; in all others it attends to all tokens."""
 WITH_FP8 = (8, 9)
 """Compute capability from which GPUs have units for FP8."""
 WITH_ROUTERS_OF_16_BITS = (9, 10)

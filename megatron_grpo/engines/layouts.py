@@ -70,7 +70,7 @@ class Holdings:
 
     @property
     def all(self) -> list[Layout]:
-        """Everything, by local name."""
+        """Weights and adapters together."""
         if self.adapters is None:
             return self.weights
         return [
@@ -144,8 +144,8 @@ def worker_layouts(
 
 
 def first_worker(shape: ModelShape, rollout: RolloutConfig) -> Layout:
-    """The layout of the first worker of an engine, in a fraction of the time; no other holds
-    more."""
+    """The layout of an engine's first worker, in a fraction of the time of `worker_layouts`; no
+    other worker holds more."""
     layout = first_worker_layout(served_shape(shape, rollout), engine_dims(rollout))
     return _of_sglang(layout, shape, 0) if rollout.engine == "sglang" else layout
 

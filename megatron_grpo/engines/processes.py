@@ -97,9 +97,9 @@ class ServerProcesses:
         return end
 
     def restart(self, url: str) -> None:
-        """Restart a killed server of ours at the same address, from a thread that lasts as the run.
+        """Restart a killed server of ours at the same address; returns before it answers.
 
-        Returns at once, without waiting until the server answers.
+        Call it only from a thread that lasts as long as the run.
         """
         index = self.base_urls.index(url)
         self._engines[index] = self._engines[index].start_again()

@@ -29,8 +29,9 @@ def product_of_blocks(
 
 
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""What the largest value of a token becomes. Weights have 127.5, where a one would not stay one
-in a product with the unit matrix, from which weights for decode steps are made."""
+"""The number that the largest value of a token is scaled to. For weights it is 127.5, with which a
+1 would not stay 1 in a product with the unit matrix, as is computed for the weights of decode
+steps."""
 
 
 def product_of_rows(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -24,7 +24,7 @@ Json = dict[str, Any]
 LOADED_VERSION = 0
 """Version of weights that did not come by a push."""
 LOADED = f"{LOADED_VERSION}-loaded"
-"""Used as the push of weights that the engine loaded from its own folder when it started."""
+"""Stands for the push of weights that the engine loaded from its own folder when it started."""
 
 
 DROPPED = "none, as the weights were dropped"

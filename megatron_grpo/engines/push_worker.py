@@ -1,6 +1,6 @@
-"""A worker of an engine as pushes of weights see it, for engines that are not vLLM's.
+"""The receiving end of pushes in the workers of SGLang and of the transformers engine.
 
-vLLM has classes of its own for that, which vllm/worker.py fills in with the same methods.
+vLLM has its own base classes for this, which vllm/worker.py implements with the same methods.
 """
 
 from abc import ABC, abstractmethod

@@ -20,7 +20,7 @@ from parallel.groups import Groups
 from parallel.views import as_local, as_whole
 
 MAX_ELEMENTS = 1 << 27
-"""Of a temporary copy."""
+"""Most elements of a temporary copy."""
 NOTHING: Mapping[int, WorkerSums] = {}
 
 

@@ -46,10 +46,10 @@ RESERVED = {
 """Names that cannot be in the table `vllm` of the arguments."""
 
 MOST_TOGETHER = 0.95
-"""Of a GPU, for an engine and a reward model: the CUDA context of each, 0.6 to 1.1 GB, is outside
-of its share, and vLLM starts only where its share is free."""
+"""Maximum fraction of a GPU for an engine and a reward model together: the CUDA context of each,
+0.6 to 1.1 GB, is outside of its share, and vLLM starts only where its share is free."""
 MOST_BESIDE_SGLANG = 0.85
-"""The same beside an engine of SGLang, whose share is of weights and cache: activations, CUDA
+"""The same beside an engine of SGLang, whose share is for weights and cache: activations, CUDA
 graphs and buffers come on top."""
 
 
@@ -76,9 +76,9 @@ class RewardModels(ServerProcesses):
         self._models = [function.arguments for function in functions]
         self._is_ready = False
         self._restarted: set[str] = set()
-        """Those that have been started again since completions were last scored."""
+        """Servers that were restarted since completions were last scored."""
         self._sharing: list[str] = []
-        """Those that share GPUs, by address."""
+        """Addresses of the servers that share GPUs."""
         self._asleep: set[str] = set()
         if not functions:
             return
@@ -122,11 +122,12 @@ class RewardModels(ServerProcesses):
         return function.model_copy(update={"arguments": own | address})
 
     def revive(self, show: Show) -> bool:
-        """Wake those that sleep, and start those again that have died; whether any had died.
+        """Wake the servers that sleep, and restart those that have died; returns whether any had
+        died.
 
-        Returns when all answer. Raises EngineError, which names it, for one that dies again before
-        completions are scored, or as it starts. Call it only from a thread that lasts as long as
-        the run.
+        Returns when all answer. Raises EngineError, which names the server, if one dies as it
+        starts, or twice before completions are scored. Call it only from a thread that lasts as
+        long as the run.
         """
         self._tell(self._asleep, "wake_up")
         self._asleep.clear()
@@ -154,7 +155,8 @@ class RewardModels(ServerProcesses):
         self._asleep = {*self._sharing}
 
     def _tell(self, urls: Iterable[str], route: str) -> None:
-        """Have servers sleep or wake, all at once; one that does not is killed, as if it died."""
+        """Have servers sleep or wake, all at once; one that does not is killed and counts as
+        dead."""
 
         def tell(url: str) -> httpx.HTTPError | None:
             try:

@@ -38,7 +38,8 @@ class SamplingParams:
     series: int
     """The generation's number: its seeds differ from those of others with the same `seed`."""
     first_position: int = 0
-    """If prompts are generated in several parts: the position of this part's first in the whole."""
+    """Position of the first prompt, if the prompts of a generation are requested in several
+    parts."""
 
     def request(
         self,
