@@ -1,6 +1,6 @@
 """A push of weights: from the trainer's shards into the engines' workers.
 
-Over channels of its own, or by way of a folder (`WeightFolder`).
+It goes over channels of its own, or through a folder (`WeightFolder`).
 
 A push is a transaction. After each phase, all ranks know whether it succeeded everywhere, and no
 engine serves requests until every worker is verified to hold the same weights as the ranks, by
@@ -154,10 +154,11 @@ class WeightSync:
         return has_changed
 
     def _make_room(self) -> None:
-        """Find out which engines are lost, and make room if one is starting again. Collective.
+        """Find out which engines are lost, and free GPU memory if one is starting again.
+        Collective.
 
-        It may be beside the ranks, and vLLM ends unless all of its share is free. So they give back
-        what they keep unused, and their state leaves as before a generation.
+        That engine may share GPUs with the ranks, and vLLM ends unless all of its share is free. So
+        the ranks release unused memory and move their state away, as before a generation.
         """
         needs_room = torch.tensor(False)
         if self._engines is not None:
@@ -205,7 +206,8 @@ class WeightSync:
         return failure or broken
 
     def _take_caches(self, timer: PhaseTimer) -> None:
-        """Let engines sleep whose caches may be where this rank's weights were. Collective."""
+        """Let engines sleep if this rank's weights were moved away to make room for their caches.
+        Collective."""
         if "weights" not in self._residency.away:
             return
         with timer.phase("sleep"):

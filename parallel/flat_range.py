@@ -1,4 +1,5 @@
-"""A range of a flattened tensor, as boxes of it: what a rank of a distributed optimizer updates."""
+"""A range of a flattened tensor as boxes of it: the part that a rank of a distributed optimizer
+updates."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ class RangeView:
 
     flat: slice
     size: Shape
-    """Of the box of whole rows that the elements `flat` of the range are."""
+    """Shape of the box that the elements `flat` of the range form."""
     inside: tuple[slice, ...]
 
     def of(self, values: Any) -> Any:
@@ -25,8 +26,9 @@ class RangeView:
 def range_overlaps(
     shape: Shape, start: int, stop: int, boxes: Sequence[Box]
 ) -> Iterator[tuple[int, Box, RangeView]]:
-    """What elements `start` to `stop` of a row-major tensor share with the `boxes`: for each part
-    the number of the box, the part in the coordinates of the tensor, and where the range has it."""
+    """The overlaps of elements `start` to `stop` of a row-major tensor with the `boxes`: for each
+    the number of the box, the overlap in the coordinates of the tensor, and where the range has
+    it."""
     offset = 0
     for box in boxes_of_range(shape, start, stop):
         flat = slice(offset, offset + box.num_elements)

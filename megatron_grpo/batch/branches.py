@@ -1,7 +1,8 @@
-"""The sequences that the samples of an optimizer batch are trained on: one each, or its branches.
+"""The training sequences of an optimizer batch: one for each sample, or for each branch of a
+session of an agent.
 
-Sequences have numbers, which a microbatch keeps as `sequence_index`. Those of sample i of n are
-i, n + i, 2 n + i, ...: so every rank knows the sample of a sequence without being told.
+Sequences have numbers, which a microbatch keeps as `sequence_index`. Those of sample i of n are i,
+n + i, 2 n + i, ...: so every rank knows the sample of a sequence without being told.
 """
 
 from collections import defaultdict
@@ -19,7 +20,8 @@ from parallel.shared_prefix import Branched, PromptGroup
 BY_TOKEN = ("advantage", "rollout_logprobs", "response_mask", *CACHED_VALUES)
 """Fields of a sequence with a value for each token of the completion."""
 MOST_PARTS = 8
-"""Of others that a sequence shares: a GPU has a kernel for each power of two."""
+"""Most parts of other sequences that a sequence shares: a GPU kernel is compiled for each power of
+two."""
 
 
 def numbered_sequences(
@@ -36,8 +38,8 @@ def numbered_sequences(
 
 
 def _root(sample: Sample, branch: Branch) -> int | None:
-    """The branch of whose own tokens the last one before this branch is; None: it is a prompt's, or
-    the branch shares too many parts."""
+    """Index of the branch that sampled the token before this one begins; None if it is a token of
+    the prompt, or if the branch shares more than MOST_PARTS parts."""
     if len(branch.context) > MOST_PARTS:
         return None
     _, end = branch.context[-1]
@@ -48,7 +50,8 @@ def _root(sample: Sample, branch: Branch) -> int | None:
 
 
 def prompt_groups(sequences: Mapping[int, TokenSequence]) -> list[PromptGroup]:
-    """Sequences by their prompts, and those that part from others in their midst with these."""
+    """Groups of sequences with the same prompt. A branch that continues after a sampled token is in
+    the group of the sequence that it branches off."""
     places = {number: place for place, number in enumerate(sequences)}
     branches: dict[int, dict[int, Branched]] = defaultdict(dict)
     firsts: list[int] = []

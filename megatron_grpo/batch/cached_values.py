@@ -52,7 +52,7 @@ def _collected(
     values: Callable[[PackedBatch], Tensor | None],
     groups: Groups,
 ) -> list[Tensor] | None:
-    """On rank 0, the `values` of every sample."""
+    """On rank 0, the `values` of each sample of the generation, in order."""
     collected = collect_values(minibatches, values, groups)
     if collected is None or experience is None:
         return None

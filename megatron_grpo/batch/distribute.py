@@ -1,7 +1,8 @@
-"""Divides a generation over the data-parallel ranks, sends them their parts.
+"""Divides a generation over the data-parallel ranks and sends each its part.
 
-A part is sent unpacked: 9 bytes per token instead of 38. Every rank packs its own. The images of a
-prompt are sent once to each data rank that has completions of it: 4.7 kB per token of an image.
+A part is sent unpacked, and every rank packs its own: 9 bytes per token instead of 38, and more if
+the experts of tokens are replayed. The images of a prompt are sent once to each data rank that has
+completions of it: 4.7 kB per token of an image.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,20 +35,19 @@ from parallel.turns import Turn, fixed_turns, numbered, plan_turns
 class DataParallelShard:
     """The sequences of one data rank, and which of them make up each microbatch.
 
-    Tokens and their values lie end to end, in one tensor per field of `TokenSequence`: thousands of
-    small tensors would take seconds to pickle. Of each token 9 bytes are sent (more if the experts
-    of tokens are replayed), where a packed batch has 38, and every rank packs its own.
+    Tokens and their values are concatenated, one tensor per field of `TokenSequence`: thousands of
+    small tensors would take seconds to pickle.
     """
 
     turns: list[Turn]
-    """Their microbatches have numbers of sequences; see `branches`."""
+    """Their microbatches list numbers of sequences; see `branches`."""
     columns: dict[str, list[Any] | Tensor]
-    """For each field its values of all sequences, in the order of the microbatches: a list of
-    them, or tensors joined."""
+    """For each field, the values of all sequences in the order of the microbatches: a list, or
+    tensors concatenated."""
     lengths: dict[str, list[int]]
-    """The lengths of the tensors that were joined."""
+    """Lengths of the tensors that were concatenated, by field."""
     known: list[str]
-    """Those of `CACHED_VALUES` that the optimizer batch has; this shard may have no sequence."""
+    """Which of `CACHED_VALUES` the optimizer batch has: a shard without sequences cannot tell."""
 
     @classmethod
     def of(cls, sequences: Mapping[int, TokenSequence], turns: list[Turn]) -> "DataParallelShard":
@@ -120,15 +120,15 @@ def split_for_data_parallel(
 def _plan(
     sequences: dict[int, TokenSequence], alignment: Alignment, cost: CostModel, cfg: Config
 ) -> list[list[Turn]]:
-    """The turns of each data rank, by places among the sequences."""
+    """The turns of each data rank, whose microbatches list positions in `sequences`."""
     max_tokens, context = cfg.train.max_tokens_per_microbatch, cfg.dims.context
-    if not cfg.grpo.shared_prompts:
-        lengths = [len(sequence.tokens) for sequence in sequences.values()]
-        if cfg.parallel.dynamic_context_parallel:
-            return plan_turns(lengths, max_tokens, cfg.dims, alignment, cost)
-        plan = plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
+    if cfg.grpo.shared_prompts:
+        plan = plan_shared_prompts(prompt_groups(sequences), max_tokens, cfg.dims, alignment, cost)
         return fixed_turns(plan, context)
-    plan = plan_shared_prompts(prompt_groups(sequences), max_tokens, cfg.dims, alignment, cost)
+    lengths = [len(sequence.tokens) for sequence in sequences.values()]
+    if cfg.parallel.dynamic_context_parallel:
+        return plan_turns(lengths, max_tokens, cfg.dims, alignment, cost)
+    plan = plan_microbatches(lengths, max_tokens, cfg.dims, alignment, cost)
     return fixed_turns(plan, context)
 
 
@@ -175,7 +175,8 @@ def _tokens(sample: Sample) -> Tensor:
 
 
 def _routes(samples: list[Sample]) -> list[Tensor | None]:
-    """The experts of the tokens of each sample; of no token, where only other samples have any."""
+    """The experts of the tokens of each sample: None if no sample has any, and of no token for a
+    sample that has none itself."""
     found = [sample.routed_experts for sample in samples]
     nothing = next((routes[:0] for routes in found if routes is not None), None)
     all_or_none = [nothing if routes is None else routes for routes in found]

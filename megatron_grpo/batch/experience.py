@@ -74,8 +74,8 @@ def _compare_steps(
     group_ids: Tensor,
     cfg: Config,
 ) -> Experience:
-    """Compare steps: those of the environment or of a process reward model, and the sum of the
-    other reward functions as one at the end."""
+    """Advantages of each token (process supervision): from the rewards of steps, by the environment
+    or a process reward model, and the sum of the other reward functions at the last token."""
     process_model = cfg.reward.process_model
     weight = process_model.weight if process_model else cfg.environment.weight
     functions = [each for each in cfg.reward.functions if each is not process_model]
@@ -128,9 +128,10 @@ def completion_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dic
 def dialogue_metrics(
     samples: Sequence[Sample], rewards: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Turns of the model, and the fractions of dialogues that reached the most that are allowed, or
-    failed; of an agent, also what it has made of its messages, sequences to train on, and the means
-    of what agents measured. A dialogue is what has a reward of that name in `rewards`.
+    """Metrics of dialogues: turns of the model, and the fractions that reached the maximum of turns
+    or failed; for agents also `branch_metrics`, and the means of the metrics that they report.
+
+    A sample is a dialogue if its `rewards` have the term of an environment or an agent.
     """
     by_term = {
         term: [sample for sample, scores in zip(samples, rewards, strict=True) if term in scores]
@@ -158,8 +159,8 @@ def dialogue_metrics(
 
 
 def branch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Sequences that sessions of agents are trained on, and their lengths: sampled tokens of one,
-    and the tokens that the model read before and between them."""
+    """Number of training sequences per session of an agent, and their lengths: sampled tokens, and
+    tokens that the model read before and between them."""
     num_sequences = [len(sample.sequences) for sample in samples]
     sampled, read = [], []
     for sample in samples:
@@ -181,8 +182,8 @@ def branch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def source_metrics(experience: Experience) -> dict[str, float]:
-    """Of each source of the rows of a generation, its share of the completions, and the means of
-    reward, sampled tokens and turns; a failed reward is left out."""
+    """For each source of the data, its share of the completions, and the means of rewards (without
+    failed ones), sampled tokens and turns."""
     totals = experience.totals.tolist()
     metrics: dict[str, float] = {}
     for name in sorted({sample.prompt.source for sample in experience.samples}):
@@ -201,6 +202,7 @@ def source_metrics(experience: Experience) -> dict[str, float]:
 
 
 def _num_turns(sample: Sample, scores: Mapping[str, float]) -> int:
-    """Of the model; in a single turn, rewards of steps are those of a process reward model."""
+    """Turns of the model. The `step_rewards` of a sample that is no dialogue are those of a process
+    reward model."""
     is_dialogue = bool({AGENT_TERM, ENVIRONMENT_TERM} & scores.keys())
     return max(1, len(sample.step_rewards)) if is_dialogue else 1

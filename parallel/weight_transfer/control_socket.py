@@ -16,7 +16,7 @@ Address = str | tuple[str, int]
 CHECK_SECONDS = 0.2
 END_SECONDS = 1.0
 SIGNAL = b"\1"
-"""Both ends know from the protocol what a signal means at each point."""
+"""The byte of a signal; both ends know from the protocol what it means at each point."""
 
 
 class ChannelError(ConnectionError):

@@ -48,7 +48,7 @@ class _Stream:
         up the addresses takes as long as copying a hundred KB."""
 
     def _clear_if_moved(self, tensors: Mapping[str, Tensor]) -> None:
-        """Prepare copies anew if any of `tensors` has moved in memory."""
+        """Drop the prepared copies if any of `tensors` has moved in memory."""
         places: list[tuple[object, ...]] = [
             (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             for name, tensor in tensors.items()
@@ -91,7 +91,7 @@ class OutStream(_Stream):
         dtype before the buffer is sent.
         """
         sums: list[NamedSum] = []
-        # Tensors that a mapping makes when asked are in other memory each time.
+        # A mapping that computes its tensors on access has them in new memory each time.
         are_repeated = self._device.type == "cpu" and isinstance(tensors, dict)
         if are_repeated:
             self._clear_if_moved(tensors)
