@@ -27,14 +27,16 @@ class Alignment:
     def for_mesh(
         cls, dims: ParallelDims, sequence_parallel: bool, multiple: int = 1
     ) -> "Alignment":
-        """The least with which all ranks of `dims` get equal parts, of a `multiple` of tokens."""
+        """The smallest alignment that gives all ranks of `dims` equal parts, of a `multiple` of
+        tokens."""
         sequence = 2 * dims.context if dims.context > 1 else 1
         parts = dims.context * (dims.tensor if sequence_parallel else 1)
         total = math.lcm(sequence, parts * multiple)
         return cls(sequence=sequence, total=total, context=dims.context)
 
     def for_context(self, size: int) -> "Alignment":
-        """That of microbatches which only `size` of the context ranks split; a divisor of them."""
+        """The alignment of microbatches that only `size` of the context ranks split: a divisor of
+        their number."""
         if size == self.context:
             return self
         sequence = 2 * size if size > 1 else 1

@@ -52,8 +52,9 @@ class Groups:
     def reduce_over_tokens(
         self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM
     ) -> None:
-        """All-reduce, in place, what the last pipeline stage has of its tokens: over the ranks with
-        others, and to all stages. Earlier ones have what changes nothing."""
+        """All-reduce, in place, what the last pipeline stage has computed of its tokens, over the
+        ranks with other tokens and to all stages. Earlier stages pass the neutral element, such as
+        0 to a sum."""
         torch.distributed.all_reduce(tensor, op, group=self.data_context)
         torch.distributed.all_reduce(tensor, op, group=self.pipeline)
 

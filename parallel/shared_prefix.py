@@ -14,14 +14,14 @@ from parallel.pipeline_sim import makespan
 
 
 class Branched(NamedTuple):
-    """A sequence that parts from another one in the midst of its response."""
+    """A sequence that branches off another one within its response."""
 
     root: int
-    """Index of that one."""
+    """Index of the other sequence."""
     shared: int
-    """Tokens that both have."""
+    """Tokens that it shares with the root."""
     own: int
-    """Tokens of the response of its own."""
+    """Tokens of its own response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class PromptGroup:
     responses: dict[int, int]
     """Tokens of each completion, by its index in the batch."""
     branches: Mapping[int, Mapping[int, Branched]] = field(default_factory=dict)
-    """By the index of a completion, what parts from it or from what does, by index; ascending, so
-    that a root comes first."""
+    """By the index of a completion, the sequences that branch off it, or off its branches, by their
+    index; ascending, so that a root comes first."""
 
     def length(self, members: Sequence[int], multiple: int) -> int:
         """Tokens that these completions take in one microbatch, alignment included."""
@@ -42,14 +42,14 @@ class PromptGroup:
         return packed_length(self.num_prompt_tokens, responses, multiple) + branched
 
     def branched_length(self, member: int, multiple: int) -> int:
-        """Of that, what parts from one completion."""
+        """The part of `length` that is of the branches of one completion."""
         return sum(round_up(1 + branch.own, multiple) for branch in self._branches([member]))
 
     def _branches(self, members: Sequence[int]) -> Iterator[Branched]:
         return chain.from_iterable(self.branches[i].values() for i in members if i in self.branches)
 
     def num_tokens(self, members: Sequence[int], multiple: int) -> int:
-        """The same without the tokens that alignment adds."""
+        """`length` without the tokens that alignment adds."""
         prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]
         branched = sum(1 + branch.own for branch in self._branches(members))
         if is_shared(prompt, responses, multiple):
@@ -57,7 +57,8 @@ class PromptGroup:
         return sum(prompt + response for response in responses) + branched
 
     def squares(self, members: Sequence[int], multiple: int) -> int:
-        """Twice the pairs of tokens that attend in one microbatch, in a prompt it shares once."""
+        """Twice the number of pairs of tokens that attend in one microbatch; those within a shared
+        prompt count once."""
         prompt, responses = self.num_prompt_tokens, [self.responses[i] for i in members]
         squares = sum((prompt + response) ** 2 for response in responses)
         if is_shared(prompt, responses, multiple):
@@ -81,10 +82,10 @@ def plan_shared_prompts(
     """Which sequences form which microbatch of which data-parallel rank; see `plan_microbatches`.
 
     An item is some completions of one prompt that take at most `max_tokens` together with it. Large
-    items repeat the prompt less often; small ones can be spread more evenly. So plans are made
-    with items of at most 1, 2, 4, ... completions, and the one whose slowest rank finishes first is
-    taken. Items of 1 give the plan without sharing, so the result is never slower than that. What
-    parts from a completion is with it, if it all fits.
+    items repeat the prompt less often; small ones can be spread more evenly. So plans are made with
+    items of at most 1, 2, 4, ... completions, and the one whose slowest rank finishes first is
+    taken. Items of 1 give the plan without sharing, so the result is never slower than that. The
+    branches of a completion stay with it if they all fit.
 
     Raises ValueError if a sequence does not fit.
     """
@@ -120,8 +121,8 @@ def plan_shared_prompts(
 
 
 def _parts(group: PromptGroup, capacity: int, multiple: int) -> Iterator[PromptGroup]:
-    """The group without branches that do not fit into a microbatch with what they part from; after
-    it, those by where they part."""
+    """The group without the branches that do not fit into a microbatch with their roots; after it,
+    groups of those branches by where they branch off."""
     fits: dict[int, dict[int, Branched]] = {}
     apart: dict[tuple[int, int], dict[int, int]] = {}
     for member, branches in group.branches.items():

@@ -1,10 +1,10 @@
 """Sparse attention over packed sequences (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
 
 For each token an indexer chooses a few tokens of its sequence, up to itself, and attention sees no
-others. Scores of the indexer and of attention are computed for a block of queries at a time, in
-the backward again, so that no tensor has a number for each pair of tokens. Keys are complete and in
-packed order, as in `attention.py`, and queries those of any rank: each is told apart by its packed
-position, and so has the same scores wherever it is computed, but for the order of sums.
+others. Scores of the indexer and of attention are computed for a block of queries at a time, and
+again in the backward, so that no tensor has a number for each pair of tokens. Keys are complete and
+in packed order, as in `attention.py`. Queries may be those of any rank: a query has its packed
+position, so its scores are the same wherever it is computed, but for the order of sums.
 """
 
 from collections.abc import Iterator
@@ -23,33 +23,33 @@ INDEX_BLOCK = 32
 
 @dataclass(frozen=True)
 class Queries:
-    """Which tokens of a packed microbatch queries are of."""
+    """The positions of queries in a packed microbatch."""
 
     places: Tensor
-    """int64 [2, t]: the packed position at which the sequence of each begins, and its own."""
+    """int64 [2, t]: the packed position at which the sequence of each query begins, and its own."""
     places_on_host: Tensor
-    """The same, by which `blocks` are cut without a wait for the device."""
+    """`places` on the host, so that `blocks` does not wait for the device."""
 
     @classmethod
     def of(cls, positions: Tensor, cu_seqlens: Tensor) -> "Queries":
-        """Those at packed `positions` [t]; `cu_seqlens` [n + 1] as in a `PackedBatch`."""
+        """The queries at packed `positions` [t]; `cu_seqlens` [n + 1] as in a `PackedBatch`."""
         sequence = torch.bucketize(positions, cu_seqlens[1:], right=True)
         places = torch.stack([cu_seqlens.long()[sequence], positions])
         return cls(places, places.cpu())
 
     def part(self, rank: int, size: int) -> "Queries":
-        """Share `rank` of `size` equal ones."""
+        """Part `rank` of `size` equal parts."""
         return Queries(
             *(each.chunk(size, dim=1)[rank] for each in (self.places, self.places_on_host))
         )
 
     @property
     def offsets(self) -> Tensor:
-        """[t] position of each in its sequence."""
+        """[t] position of each query in its sequence."""
         return self.places[1] - self.places[0]
 
     def blocks(self, size: int) -> Iterator[tuple[slice, slice]]:
-        """So many queries at a time, and the range of keys that any of them sees."""
+        """Blocks of `size` queries, each with the range of keys that any of them sees."""
         for row in range(0, self.places.shape[1], size):
             first, last = self.places_on_host[:, row : row + size]
             yield slice(row, row + size), slice(int(first.min()), int(last.max()) + 1)
@@ -80,7 +80,8 @@ def choose_tokens(
 
 
 def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-    """[queries, keys]; those of each head are freed here, before others are computed."""
+    """Scores [queries, keys]. Those of single heads are freed on return, before those of the next
+    block."""
     by_head = (query @ key.T).relu_()
     return (weights.unsqueeze(1) @ by_head).squeeze(1)
 
@@ -130,7 +131,7 @@ class _SparseAttention(torch.autograd.Function):
 def _add_gradients(
     block: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, grad: Tensor, sums: list[Tensor]
 ) -> Tensor:
-    """That of the queries of a block; those of its keys and values are added to `sums`."""
+    """Return the gradient of the queries of a block; add those of its keys and values to `sums`."""
     *inputs, chosen = block
     q, k, v = (each.detach().requires_grad_() for each in inputs)
     with torch.enable_grad():
@@ -142,7 +143,7 @@ def _add_gradients(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, chosen: Tensor, scale: float) -> Tensor:
-    """Of a block of queries, to those of its keys that are `chosen` [queries, topk]."""
+    """Attention of a block of queries to those of its keys that are `chosen` [queries, topk]."""
     sees = torch.zeros(len(query), len(key), dtype=torch.bool, device=query.device)
     sees.scatter_(1, chosen.long(), True)
     q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
