@@ -260,17 +260,13 @@ class Proxy:
     """Forwards connections from its own port to the server at `url` until it is cut."""
 
     def __init__(self, url: str) -> None:
-        self.lead_to(url)
+        target = urlsplit(url)
+        self._target = target.hostname, target.port
         self._sockets: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
         self.mend()
-
-    def lead_to(self, url: str) -> None:
-        """Forward new connections to the server at `url`."""
-        target = urlsplit(url)
-        self._target = (target.hostname, target.port)
 
     def mend(self) -> None:
         """Let connections through again."""

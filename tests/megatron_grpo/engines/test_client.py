@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint_convert import read_shape
-from helpers.engines import largest_logprob_error, random_prompts, running_engine
+from helpers.engines import largest_logprob_error, random_prompts
 from helpers.models import EOS_ID, character_tokenizer
 from helpers.pushes import client_of
 from megatron_grpo.config.reward import RewardFunction
@@ -148,26 +148,6 @@ def test_greedy_completions_are_the_same_everywhere(live_engine, transformers_en
         engine.push(tied_model)
         samples = engine.generate(prompts, num_generations=1, temperature=0.0)
         assert [list(s.completion_ids) for s in samples] == expected
-
-
-@pytest.mark.slow
-def test_the_number_of_engines_changes_nothing(tied_model, transformers_engine, tmp_path):
-    # Each of two engines gets whole groups: parts of one are other batches, and round differently.
-    prompts = random_prompts(6)
-    transformers_engine.push(tied_model)
-    one = transformers_engine.generate(prompts)
-    with running_engine("transformers", tied_model, tmp_path, num_engines=2) as two_engines:
-        two_engines.version = transformers_engine.version - 1
-        two_engines.push(tied_model)
-        assert two_engines.generate(prompts) == one
-
-
-def test_what_an_engine_refuses_is_told_with_its_address(live_engine, tied_model):
-    live_engine.push(tied_model)
-    too_long = random_prompts(1, lengths=(600, 601))
-    with pytest.raises(EngineError, match=rf"{live_engine.servers.base_urls[0]} answered .* 400"):
-        live_engine.generate([*random_prompts(3), *too_long])
-    assert live_engine.generate(random_prompts(1))
 
 
 def test_an_unreachable_engine_is_named_within_seconds():

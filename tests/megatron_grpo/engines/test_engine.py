@@ -183,6 +183,7 @@ HALF_PUSHED = {"weight_versions": [{"version": "none", "start": 2, "end": 4}]}
         ({"choices": [BEGUN | HALF_PUSHED]}, EngineError, "from weights of version none, but"),
         ({"choices": [BEGUN | {"text": None}]}, EngineError, "something else than a completion"),
         ({"error": {"message": "m", "code": 400}}, EngineError, "answered .* with 400: m"),
+        ({"error": {"message": "m", "code": 401}}, EngineDown, "refuses the token in MEGATRON_GR"),
         ({"error": {"message": "m", "code": 500}}, EngineDown, "answered .* with 500: m"),
         ({"choices": [BEGUN | {"finish_reason": "abort"}]}, EngineDown, "gave up a sample"),
         ({}, EngineError, "something else than a completion"),

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from helpers.engines import Proxy, largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.trainers import Trainer, as_soon_as, trainer
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
@@ -254,32 +254,6 @@ def test_a_stranger_at_the_address_of_a_lost_engine_ends_nothing(
     assert f"{lost} is lost: {reason}" in capfd.readouterr().err
 
 
-def test_an_engine_that_now_has_another_token_is_lost_and_its_requests_go_to_the_other(
-    pair, undisturbed, tied_model, tmp_path, capfd
-):
-    first, second = pair.servers.base_urls
-    way = Proxy(second)
-    rollout = RolloutConfig(
-        engine="transformers", base_urls=(first, way.url), max_completion_length=16
-    )
-    servers = EngineServers(ModelConfig(path=tied_model), rollout, tmp_path, pair.servers.token)
-    with (
-        reserve_port() as unheard,
-        trainer(tied_model, servers, rollout) as ours,
-        stranger(port := unheard.getsockname()[1], 401),
-    ):
-        ours.push()
-        assert ours.pool.serving == [first, way.url]
-        way.cut()
-        way.lead_to(f"http://127.0.0.1:{port}")
-        way.mend()
-        assert tokens_of(ours.generate(PROMPTS)) == undisturbed
-        assert ours.pool.serving == [first]
-    way.cut()
-    assert f"{way.url} is lost: refuses the token" in capfd.readouterr().err
-    bring_back(pair)
-
-
 @contextmanager
 def stranger(port: int, status: int) -> Iterator[None]:
     """A server that reports to be healthy and refuses everything else."""
@@ -442,21 +416,6 @@ def test_a_vllm_that_answers_probes_and_generates_nothing_is_killed_with_all_its
         (prompt, sample) for prompt in range(300) for sample in range(4)
     ]
     assert largest_logprob_error(tied_model, samples[::100]) < 1e-4
-
-
-@pytest.mark.slow
-def test_of_two_vllm_engines_one_may_be_killed(tied_model, tmp_path):
-    with running_engine("vllm", tied_model, tmp_path, num_engines=2) as engine:
-        first, second = engine.servers.base_urls
-        with trainer(tied_model, engine.servers, engine.rollout) as ours:
-            ours.push()
-            generation = ours.ask(random_prompts(100), num_generations=4)
-            core = engine_core(psutil.Process(ours.pid(second)))
-            with as_soon_as(lambda: generation.engines, core.kill):
-                samples = ours.client.generate(generation)
-            assert len(samples) == 400 and ours.pool.serving == [first]
-            assert largest_logprob_error(tied_model, samples[::40]) < 1e-4
-            bring_back(ours)
 
 
 def engine_core(server: psutil.Process) -> psutil.Process:
