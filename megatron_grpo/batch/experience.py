@@ -61,13 +61,13 @@ def compute_advantages(
         weights = torch.tensor([term.weight for term in terms], dtype=torch.float64)
         advantages = normalized_sum_advantages(scores, weights, group_ids)
     elif cfg.grpo.supervision == "process":
-        return _compare_steps(samples, rewards, totals, group_ids, cfg)
+        return _process_supervision(samples, rewards, totals, group_ids, cfg)
     else:
         advantages = _advantages(totals, group_ids, cfg)
     return Experience(samples, rewards, totals, group_ids, advantages)
 
 
-def _compare_steps(
+def _process_supervision(
     samples: list[Sample],
     rewards: list[dict[str, float]],
     totals: Tensor,

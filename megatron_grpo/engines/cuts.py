@@ -47,7 +47,7 @@ def joined(begun: Choice, rest: Choice, decode: Decode, stop: Sequence[str]) -> 
     # A character whose bytes are on both sides of the cut is in the text of neither part.
     has_end_token = found.finish_reason == "stop" and not stop
     found.text = decode(found.token_ids[:-1] if has_end_token else found.token_ids)
-    if ends := _ends(found.text, stop):
+    if ends := _stop_ends(found.text, stop):
         found.text = found.text[: min(ends)]  # the last token may have more text
     return found
 
@@ -63,14 +63,14 @@ def num_until_stop(
     num_seen = len(decode(begun).rstrip(INCOMPLETE)) if stop else 0
     for num_tokens in range(len(begun) + 1, len(begun) + len(rest) + 1) if stop else ():
         text = decode([*begun, *rest][:num_tokens])
-        if _ends(text, stop, num_seen):
+        if _stop_ends(text, stop, num_seen):
             return num_tokens
         if len(text.rstrip(INCOMPLETE)) >= num_seen + max(map(len, stop)):
             break
     return 0
 
 
-def _ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
+def _stop_ends(text: str, stop: Sequence[str], num_seen: int = 0) -> list[int]:
     """Where each stop string ends that is found to end after `num_seen` characters."""
     starts = [(text.find(each, max(0, num_seen + 1 - len(each))), len(each)) for each in stop]
     return [start + length for start, length in starts if start >= 0]

@@ -88,7 +88,7 @@ class RequestDispatcher:
         for url in serving.keys() - self._queues.keys():
             self._open_queue(url, {})
             self._tasks[url] = self._group.create_task(self._serve(url))
-        self._hand_on()
+        self._redispatch()
 
     def forget(self, numbers: range) -> None:
         """Remove requests, and cancel them at their engines."""
@@ -130,16 +130,16 @@ class RequestDispatcher:
 
     def _open_queue(self, url: str, requests: dict[int, Json]) -> None:
         version, take = self._requests.policy_version, self._requests.take_answer
-        self._queues[url] = EngineQueue(requests, version, take, self._check_over, self._keep)
+        self._queues[url] = EngineQueue(requests, version, take, self._end_if_done, self._keep)
         self._lives[url] = self._pool.life(url)
 
-    def _hand_on(self) -> None:
+    def _redispatch(self) -> None:
         """Queue what lost engines have left at the other engines."""
         if self._queues and not (self._is_held or self._is_over.is_set()):
             left, self._left = self._left, {}
             for queue, share in self._with_shares(left):
                 queue.enqueue(share)
-        self._check_over()
+        self._end_if_done()
 
     async def _serve(self, url: str) -> None:
         """Have an engine answer its queue; mark it stale or dead if it cannot."""
@@ -158,9 +158,9 @@ class RequestDispatcher:
             del self._queues[url], self._lives[url], self._tasks[url]
             if self._stays:  # else the caller dispatches what is open again
                 self._left |= queue.open
-        self._hand_on()
+        self._redispatch()
 
-    def _check_over(self) -> None:
+    def _end_if_done(self) -> None:
         has_work = self._stays or any(queue.open for queue in self._queues.values())
         if not (self._queues and has_work):
             self._is_over.set()
@@ -169,9 +169,9 @@ class RequestDispatcher:
         while True:
             await asyncio.sleep(BALANCE_INTERVAL)
             if self._requests.are_movable and not (self._is_held or self._is_over.is_set()):
-                self._move()
+                self._move_requests()
 
-    def _move(self) -> None:
+    def _move_requests(self) -> None:
         each = self._queues.items()
         takers = [url for url, queue in each if queue.has_room]
         unstarted = {url: num for url, queue in each if (num := queue.num_unstarted)}

@@ -177,7 +177,7 @@ def serve_joined(
     file = folder / f"{parts.hostname}_{parts.port}{JOINED}"
     child = ChildProcess.start(command, environment, sys.stdout.buffer)
     try:
-        _stay(child, file, engine, signals, is_complete)
+        _await_end(child, file, engine, signals, is_complete)
         end = child.end()
     finally:
         file.unlink(missing_ok=True)
@@ -190,7 +190,7 @@ def serve_joined(
     sys.exit(1 if end else 0)
 
 
-def _stay(
+def _await_end(
     child: ChildProcess,
     file: Path,
     engine: JoinedEngine,

@@ -140,14 +140,14 @@ def worker_layouts(
         layouts = quantized_engine_layouts(layouts, shape, dims, model)
     if rollout.engine != "sglang":
         return layouts
-    return [_of_sglang(layout, shape, number) for number, layout in enumerate(layouts)]
+    return [_sglang_layout(layout, shape, number) for number, layout in enumerate(layouts)]
 
 
 def first_worker(shape: ModelShape, rollout: RolloutConfig) -> Layout:
     """The layout of an engine's first worker, in a fraction of the time of `worker_layouts`; no
     other worker holds more."""
     layout = first_worker_layout(served_shape(shape, rollout), engine_dims(rollout))
-    return _of_sglang(layout, shape, 0) if rollout.engine == "sglang" else layout
+    return _sglang_layout(layout, shape, 0) if rollout.engine == "sglang" else layout
 
 
 def worker_dtypes(
@@ -169,7 +169,7 @@ def worker_dtypes(
     return dtypes
 
 
-def _of_sglang(layout: Layout, shape: ModelShape, number: int) -> Layout:
+def _sglang_layout(layout: Layout, shape: ModelShape, number: int) -> Layout:
     """What worker `number` of SGLang holds instead of one of vLLM.
 
     Its layers come from vLLM's: the same parts, fused and padded alike, but for names and for

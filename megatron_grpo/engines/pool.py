@@ -83,17 +83,17 @@ class EnginePool:
     @property
     def serving(self) -> list[str]:
         """Addresses of the engines that serve the current weights."""
-        return self._in(State.SERVING)
+        return self._urls_in(State.SERVING)
 
     @property
     def up(self) -> list[tuple[str, int]]:
         """Address of each healthy engine, and how often it was lost."""
-        return [self.life(url) for url in self._in(State.SERVING, State.STALE)]
+        return [self.life(url) for url in self._urls_in(State.SERVING, State.STALE)]
 
     @property
     def starting(self) -> list[tuple[str, int]]:
         """The same of each engine that was lost, and may be starting again."""
-        down = map(self._records.__getitem__, self._in(State.DOWN))
+        down = map(self._records.__getitem__, self._urls_in(State.DOWN))
         return [self.life(record.url) for record in down if not self._is_late(record)]
 
     def life(self, url: str) -> tuple[str, int]:
@@ -121,18 +121,18 @@ class EnginePool:
         for url, file_changed in joined.items():
             if url not in self._records:
                 self._records[url] = EngineRecord(url, State.DOWN, "has not answered yet")
-                _tell(f"rollout engine {url} joins")
+                _log(f"rollout engine {url} joins")
             if self.has_joined(url):
                 self._records[url].file_changed = file_changed
         for url in self._records.keys() - {*self._servers.base_urls, *joined}:
             del self._records[url]
-            _tell(f"rollout engine {url} has left")
+            _log(f"rollout engine {url} has left")
         for file in leavers:  # only now may the engine end
             file.unlink(missing_ok=True)
 
     def check_engines(self) -> list[str]:
         """Lose engines that have died or hang; returns those that answer again."""
-        able = self._in(State.SERVING, State.STALE, State.DOWN)
+        able = self._urls_in(State.SERVING, State.STALE, State.DOWN)
         asked = [url for url in able if not self._records[url].is_silent]
         with ThreadPoolExecutor(len(asked) or 1) as pool:
             answers = dict(zip(asked, pool.map(self._answers, asked), strict=True))
@@ -151,7 +151,7 @@ class EnginePool:
                     )
                 elif record.file_changed:
                     record.unanswered = record.file_changed
-                    _tell(
+                    _log(
                         f"rollout engine {record.url} does not answer: it is asked again when its "
                         "file in engines/ has changed"
                     )
@@ -185,14 +185,14 @@ class EnginePool:
             record.state, then = State.DOWN, "it is being restarted"
         else:
             record.state, then = State.DOWN, "it is used again once it answers and has new weights"
-        _tell(f"rollout engine {url} is lost: {reason}; {then}")
+        _log(f"rollout engine {url} is lost: {reason}; {then}")
 
     def mark_stale(self, url: str, reason: str) -> None:
         """Let a healthy engine wait for the next push."""
         record = self._records[url]
         record.state, record.is_missed = State.STALE, True
         record.reason = reason.removeprefix(f"rollout engine {url} ")
-        _tell(f"rollout engine {url} is out until the next push: {record.reason}")
+        _log(f"rollout engine {url} is out until the next push: {record.reason}")
 
     def mark_recovered(self, url: str) -> None:
         """Let an engine that answers again wait for the next push."""
@@ -211,7 +211,7 @@ class EnginePool:
             record.state = State.SERVING
             if record.is_missed:
                 record.is_missed = False
-                _tell(f"rollout engine {url} is back")
+                _log(f"rollout engine {url} is back")
 
     def finish_generation(self) -> None:
         """Reset the loss counts of the engines that served a whole generation."""
@@ -220,7 +220,7 @@ class EnginePool:
 
     def raise_if_all_dead(self, deadline: float) -> None:
         """Raise RolloutAborted if no engine can come back, or after `deadline` (monotonic)."""
-        if time.monotonic() > deadline or not self._in(State.STALE, State.DOWN):
+        if time.monotonic() > deadline or not self._urls_in(State.STALE, State.DOWN):
             raise RolloutAborted(f"no rollout engine serves any more:\n{self.status_report()}")
 
     def status_report(self) -> str:
@@ -228,7 +228,7 @@ class EnginePool:
         out = [record for record in self._records.values() if record.state is not State.SERVING]
         return "\n".join(f"rollout engine {record.url} {record.reason}" for record in out)
 
-    def _in(self, *states: State) -> list[str]:
+    def _urls_in(self, *states: State) -> list[str]:
         return [record.url for record in self._records.values() if record.state in states]
 
     def _answers(self, url: str) -> bool:
@@ -239,5 +239,5 @@ class EnginePool:
         return time.monotonic() - record.since > self._startup_timeout
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -34,15 +34,15 @@ def pushed_sender(policy: Policy, sender: Sender, cfg: Config, groups: Groups) -
 
 def pushed_weights(policy: Policy, cfg: Config, groups: Groups) -> Mapping[str, Tensor]:
     """The local tensors of `pushed_sender`; collective over all ranks."""
-    weights = in_engine(policy.served(cfg.lora), policy.shape)
+    weights = with_engine_values(policy.served(cfg.lora), policy.shape)
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
     if model is None:
         return weights
     return quantized_shard(weights, policy.layout, model, groups)
 
 
-def in_engine(weights: Mapping[str, Tensor], shape: ModelShape) -> Mapping[str, Tensor]:
-    """A rank's weights with the values that vLLM computes with where it loads others: `A_LOG`."""
+def with_engine_values(weights: Mapping[str, Tensor], shape: ModelShape) -> Mapping[str, Tensor]:
+    """A rank's weights, with `A_LOG` as vLLM holds it after loading: -exp of it, in float32."""
     if not shape.has_mamba:
         return weights
     wide = {name: weights[name].detach().float() for name in weights if name.endswith(A_LOG)}

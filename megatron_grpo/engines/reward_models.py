@@ -129,7 +129,7 @@ class RewardModels(ServerProcesses):
         starts, or twice before completions are scored. Call it only from a thread that lasts as
         long as the run.
         """
-        self._tell(self._asleep, "wake_up")
+        self._post_to_all(self._asleep, "wake_up")
         self._asleep.clear()
         dead = [url for url in self.base_urls if self.end(url)] if self._is_ready else []
         for url in dead:
@@ -151,10 +151,10 @@ class RewardModels(ServerProcesses):
         Those that share GPUs have given back their memory when this returns.
         """
         self._restarted.clear()
-        self._tell(self._sharing, "sleep?level=1")
+        self._post_to_all(self._sharing, "sleep?level=1")
         self._asleep = {*self._sharing}
 
-    def _tell(self, urls: Iterable[str], route: str) -> None:
+    def _post_to_all(self, urls: Iterable[str], route: str) -> None:
         """Have servers sleep or wake, all at once; one that does not is killed and counts as
         dead."""
 

@@ -122,7 +122,7 @@ class Listener:
     def __init__(self, host: str | None = None) -> None:
         self.address: Address = f"weights-{secrets.token_hex(16)}" if host is None else (host, 0)
         self._socket = _socket_for(self.address)
-        self._socket.bind(_place(self.address))
+        self._socket.bind(_kernel_address(self.address))
         if host is not None:
             self.address = (host, self._socket.getsockname()[1])
         self._socket.listen()
@@ -157,7 +157,7 @@ def connect(address: Address, peer: str, timeout: timedelta) -> ControlSocket:
     connection = _socket_for(address)
     try:
         connection.settimeout(timeout.total_seconds())
-        connection.connect(_place(address))
+        connection.connect(_kernel_address(address))
     except OSError as error:
         connection.close()
         raise ChannelError(f"cannot connect to {peer}: {error}") from error
@@ -170,6 +170,6 @@ def _socket_for(address: Address) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
 
 
-def _place(address: Address) -> str | tuple[str, int]:
+def _kernel_address(address: Address) -> str | tuple[str, int]:
     """`address` as the kernel takes it: a zero byte makes a name abstract."""
     return f"\0{address}" if isinstance(address, str) else (address[0], address[1])

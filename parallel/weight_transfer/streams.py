@@ -42,19 +42,19 @@ class Packing:
 class _Stream:
     def __init__(self, channel: Channel, packing: Packing, device: torch.device) -> None:
         self.channel, self.packing, self._device = channel, packing, device
-        self._places: list[tuple[object, ...]] = []
+        self._addresses: list[tuple[object, ...]] = []
         self._prepared: dict[tuple[int, int], PreparedCopies] = {}
         """On a CPU, the copies of each bucket, by its first box and its buffer's address: looking
         up the addresses takes as long as copying a hundred KB."""
 
     def _clear_if_moved(self, tensors: Mapping[str, Tensor]) -> None:
         """Drop the prepared copies if any of `tensors` has moved in memory."""
-        places: list[tuple[object, ...]] = [
+        addresses: list[tuple[object, ...]] = [
             (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             for name, tensor in tensors.items()
         ]
-        if places != self._places:
-            self._places = places
+        if addresses != self._addresses:
+            self._addresses = addresses
             self._prepared.clear()
 
     def _copy_on_cpu(

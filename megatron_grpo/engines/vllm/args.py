@@ -325,19 +325,6 @@ def platform_arguments(num_workers: int, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def platform_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
-    """Environment variables that differ between CPU and GPU."""
-    if on_gpu:
-        return {}
-    return {
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # vLLM for CPU overrides the executor `uni` unless this is off; the API server is a separate
-        # process all the same.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_workers == 1 else "1",
-    }
-
-
 def vllm_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
     """Variables that an engine needs in addition to the user's environment."""
     return {
@@ -349,12 +336,20 @@ def vllm_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
 
 def server_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
     """Variables that any vLLM of a run needs, be it an engine or that of a reward model."""
-    return {
+    environment = {
         "VLLM_API_KEY": "",  # a key of the user's would lock us out of the routes that it guards
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing that arrives by HTTP is unpickled
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
-        **platform_environment(num_workers, on_gpu),
+    }
+    if on_gpu:
+        return environment
+    return environment | {
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # vLLM for CPU overrides the executor `uni` unless this is off; the API server is a separate
+        # process all the same.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_workers == 1 else "1",
     }
 
 
