@@ -22,11 +22,11 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.arguments import engine_table
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.http import EngineDown, EngineError
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments.dialogues import (
-    DialogueRequests,
     Dialogues,
     EnvironmentDialogues,
 )
@@ -104,7 +104,7 @@ class Agents:
         template = ChatTemplate.of(self._tokenizer, cfg, self._end_tokens)
         return AgentGeneration(prompts, params, self, partial(self._begin, template, cfg.data))
 
-    def generate(self, requests: DialogueRequests) -> list[Sample]:
+    def generate(self, requests: SampleRequests) -> list[Sample]:
         """All samples of `requests`. Turns come one by one, as in flight, but no push does."""
         return self._in_flight.generate_alone(requests)
 

@@ -1,6 +1,5 @@
 """Sessions of agents for each prompt of a generation, as requests for the engines."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,20 +9,21 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.cuts import num_until_stop
 from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from megatron_grpo.agents.agents import Agents
 
 
-class AgentGeneration:
+class AgentGeneration(SampleRequests):
     """Agents act on each prompt, by `params`; to be answered through an `InFlight`.
 
     A session has `MOST_AT_ONCE` numbers, each for one turn at a time, so that an agent may ask for
     several turns at once.
     """
 
-    are_movable = False  # the engine that answered the last turn has the session cached
+    answerer = "agent"
 
     def __init__(
         self,
@@ -33,12 +33,8 @@ class AgentGeneration:
         begin: Callable[[Prompt, int, SamplingParams, int], Session],
     ) -> None:
         """`begin` opens the session of a sample, and starts its agent with a seed."""
-        self.policy_version, self.stop = params.policy_version, params.stop
-        self.engines: set[str] = set()
-        """Addresses of the engines that have answered."""
-        self.begun: dict[int, Choice] = {}
-        """By number, what was sampled of turns in progress until they were cut."""
-        self._params, self._agents = params, agents
+        super().__init__(params)
+        self._agents = agents
         self.sessions = [
             begin(prompt, index, params, self._params.turn_seed(number, turn=-1))
             for number, (prompt, index) in enumerate(self._each(prompts))
@@ -81,20 +77,6 @@ class AgentGeneration:
             for session in self.sessions
             if session.failure
         ]
-
-    def print_failures(self) -> None:
-        """Print the number of sessions that failed, and the first failure, if any."""
-        if failures := self.failures:
-            line = f"the agent failed in {len(failures)} samples, the first of them: "
-            print(line + failures[0], file=sys.stderr)
-
-    async def wait_for_environments(self) -> None:
-        """Nothing to wait for: requests come one by one."""
-
-    async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
-        """Process a turn; returns the next request of the same number, None at the end."""
-        self.take(number, choice, url)
-        return await self.next_request(number)
 
     def take(self, number: int, choice: Choice, url: str) -> None:
         """Give a turn from the engine at `url` to its agent."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
@@ -13,18 +13,16 @@ from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.generation import Generation, SampleRequests
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.sampling_params import SamplingParams
-from megatron_grpo.environments.dialogues import DialogueRequests, Dialogues
+from megatron_grpo.environments.dialogues import Dialogues
 from megatron_grpo.workers.tasks import gather_all
 
 MOST_OF_A_PART = 1 << 24
 """More requests than a generation has of one source."""
 
 
-class MixedGeneration:
+class MixedGeneration(SampleRequests):
     """The requests of several parts as those of one: request n of part k has the number
     `k * MOST_OF_A_PART + n`. `places` are those of a part's prompts in the generation."""
-
-    are_movable = False
 
     def __init__(
         self,
@@ -32,11 +30,7 @@ class MixedGeneration:
         places: Sequence[Sequence[int]],
         params: SamplingParams,
     ) -> None:
-        self.policy_version, self.stop = params.policy_version, params.stop
-        self.engines: set[str] = set()
-        """Addresses of the engines that have answered."""
-        self.begun: dict[int, Choice] = {}
-        """By number, what was sampled of turns in progress until they were cut."""
+        super().__init__(params)
         self._parts, self._places, self._size = parts, places, params.num_generations
 
     @property
@@ -71,11 +65,6 @@ class MixedGeneration:
         """Wait until `open` holds everything that is left to do."""
         await gather_all(part.wait_for_environments() for part in self._parts)
 
-    async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
-        """Take an answer; returns the next request of the same number, None at the end."""
-        self.take(number, choice, url)
-        return await self.next_request(number)
-
     def take(self, number: int, choice: Choice, url: str) -> None:
         """Give an answer from the engine at `url` to its part."""
         self.begun.pop(number, None)
@@ -99,19 +88,13 @@ class MixedGeneration:
 
     def print_failures(self) -> None:
         """Have each part print its failures."""
-        for part in self._dialogues:
+        for part in self._parts:
             part.print_failures()
 
     def abandon(self) -> None:
         """End all dialogues that have not ended."""
-        for part in self._dialogues:
+        for part in self._parts:
             part.abandon()
-
-    @property
-    def _dialogues(self) -> list[DialogueRequests]:
-        return [
-            cast(DialogueRequests, part) for part in self._parts if not isinstance(part, Generation)
-        ]
 
     def _part(self, number: int) -> tuple[SampleRequests, int]:
         k, own = divmod(number, MOST_OF_A_PART)
@@ -171,7 +154,7 @@ class MixedDialogues:
             first += len(own)
         return MixedGeneration(parts, places, params)
 
-    def generate(self, requests: DialogueRequests) -> list[Sample]:
+    def generate(self, requests: SampleRequests) -> list[Sample]:
         """All samples of `requests`, made while no other generation is."""
         return self._in_flight.generate_alone(requests)
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
+from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Engine, Json
 from megatron_grpo.engines.engine_queue import EngineQueue, KeepBegun
-from megatron_grpo.engines.generation import Requests
 from megatron_grpo.engines.http import EngineDown, EngineStale, NoServingEngine
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.workers.tasks import gather_all, run_with, task_group
@@ -23,6 +23,22 @@ from megatron_grpo.workers.tasks import gather_all, run_with, task_group
 BALANCE_INTERVAL = 1.0
 
 T = TypeVar("T")
+
+
+class Requests(Protocol):
+    """What a `RequestDispatcher` has the engines answer: `SampleRequests`, or those of several
+    generations."""
+
+    policy_version: int
+    are_movable: bool
+    """Whether a request that was not started may go to any engine: `take_answer` never waits."""
+
+    @property
+    def open(self) -> Mapping[int, Json]:
+        """Unanswered requests, by number."""
+
+    async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
+        """Process the answer to an open request from the engine at `url`; returns the follow-up."""
 
 
 class RequestDispatcher:

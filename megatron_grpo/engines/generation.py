@@ -1,8 +1,9 @@
 """The requests of one generation; each is answered once, by any engine."""
 
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 from megatron_grpo.data.prompts import Prompt, images_by_prompt
 from megatron_grpo.data.samples import Sample, first_seed
@@ -11,54 +12,82 @@ from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams, image_features
 
 
-class Requests(Protocol):
-    """Requests that a `RolloutClient` has the engines answer."""
+class SampleRequests(ABC):
+    """The requests for the samples of a generation, by number.
 
-    policy_version: int
-    are_movable: bool
-    """Whether a request that was not started may go to any engine: `take_answer` never waits."""
+    A number has one request at a time. In a dialogue, the answer to it goes to an environment or an
+    agent: the number is `waiting` until that asks for the next turn.
+    """
 
-    @property
-    def open(self) -> Mapping[int, Json]:
-        """Unanswered requests, by number."""
+    are_movable = False
+    """Whether an engine may leave a request to another one: not a turn of a dialogue, as the engine
+    that answered the last one has the dialogue cached."""
+    answerer = ""
+    """What the model talks to, in messages about failures."""
 
-    async def wait_for_environments(self) -> None:
-        """Wait until `open` holds everything that is left to do."""
-
-    async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
-        """Process the answer to an open request from the engine at `url`; returns the follow-up."""
-
-
-class SampleRequests(Requests, Protocol):
-    """Requests for the samples of one generation, which engines may cut; see `InFlight`."""
-
-    begun: dict[int, Choice]
-    """What was sampled for open requests before they were cut."""
-    stop: Sequence[str]
-    """The strings that end a completion."""
+    def __init__(self, params: SamplingParams) -> None:
+        self.policy_version, self.stop = params.policy_version, params.stop
+        self.engines: set[str] = set()
+        """Addresses of the engines that have answered."""
+        self.begun: dict[int, Choice] = {}
+        """What was sampled for open requests before they were cut."""
+        self._params = params
 
     @property
-    def is_complete(self) -> bool:
-        """Whether no request is open and none waits for an environment."""
-
-    def samples(self) -> list[Sample]:
-        """All samples, in the order of the prompts, once `is_complete`."""
+    @abstractmethod
+    def open(self) -> dict[int, Json]:
+        """The unanswered requests."""
 
     @property
     def waiting(self) -> Iterable[int]:
-        """Numbers of the samples whose environment has yet to answer."""
+        """The numbers that wait for an environment or agent."""
+        return ()
 
     def is_waiting(self, number: int) -> bool:
         """Whether `number` is in `waiting`."""
+        return False
 
+    @property
+    @abstractmethod
+    def is_complete(self) -> bool:
+        """Whether no number is open or waiting."""
+
+    @property
+    def failures(self) -> list[str]:
+        """One line per dialogue that has failed."""
+        return []
+
+    @abstractmethod
     def take(self, number: int, choice: Choice, url: str) -> None:
-        """Process the answer to an open request, after which the sample may be `waiting`."""
+        """Process the answer of the engine at `url`."""
 
     async def next_request(self, number: int) -> Json | None:
-        """Wait for the sample's environment; returns the next request, None at the end."""
+        """Wait until `number` has its next request, and return it; None at the end."""
+        return None
+
+    async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
+        """`take` an answer; returns the `next_request`."""
+        self.take(number, choice, url)
+        return await self.next_request(number)
+
+    async def wait_for_environments(self) -> None:  # noqa: B027 - where there are any
+        """Wait until `open` holds everything that is left to do."""
+
+    @abstractmethod
+    def samples(self) -> list[Sample]:
+        """All samples, in the order of the prompts, once `is_complete`."""
+
+    def print_failures(self) -> None:
+        """Print the number of dialogues that failed, and the first failure, if any."""
+        if failures := self.failures:
+            line = f"the {self.answerer} failed in {len(failures)} samples, the first of them: "
+            print(line + failures[0], file=sys.stderr)
+
+    def abandon(self) -> None:  # noqa: B027 - where there are any
+        """End all dialogues that have not ended."""
 
 
-class Generation:
+class Generation(SampleRequests):
     """Samples of each prompt by `params`: the open requests and the samples received.
 
     Each sample is a request of its own, so that a long answer does not wait for the others of its
@@ -68,7 +97,6 @@ class Generation:
     """
 
     are_movable = True
-    waiting: Iterable[int] = ()
 
     def __init__(
         self,
@@ -78,17 +106,13 @@ class Generation:
     ) -> None:
         """`features` are the `image_features` of the prompts that have images, by index; None: they
         are computed here."""
-        self.policy_version = params.policy_version
-        self.engines: set[str] = set()
-        """Addresses of the engines that have answered."""
-        self.begun: dict[int, Choice] = {}
-        """What was sampled for open requests before they were cut."""
-        self._prompts, self._params, self.stop = prompts, params, params.stop
+        super().__init__(params)
+        self._prompts = prompts
         self._samples: dict[int, Sample] = {}
         self.take_group: Callable[[list[Sample]], None] | None = None
         """Called with all samples of a prompt when the last of them is answered."""
-        self.open: dict[int, Json] = {}
-        """The unanswered requests, by the number of their sample."""
+        self._open: dict[int, Json] = {}
+        """By the number of the sample."""
         if features is None:
             features = images_by_prompt(prompts, image_features)
         for position, prompt in enumerate(prompts):
@@ -96,7 +120,7 @@ class Generation:
             token_ids = [*prompt.token_ids]
             for index in range(params.num_generations):
                 number = position * params.num_generations + index
-                self.open[number] = params.request(
+                self._open[number] = params.request(
                     token_ids,
                     number=number,
                     seed=first + index,
@@ -105,24 +129,15 @@ class Generation:
                     features=features.get(prompt.index),
                 )
 
-    async def wait_for_environments(self) -> None:
-        """Nothing to wait for."""
+    @property
+    def open(self) -> dict[int, Json]:
+        """The unanswered requests, by the number of their sample."""
+        return self._open
 
     @property
     def is_complete(self) -> bool:
         """Whether every request is answered."""
         return not self.open
-
-    async def take_answer(self, number: int, choice: Choice, url: str) -> None:
-        """`take` it; there is no follow-up request."""
-        self.take(number, choice, url)
-
-    def is_waiting(self, number: int) -> bool:
-        """No: a sample is one request."""
-        return False
-
-    async def next_request(self, number: int) -> None:
-        """None: a sample is one request."""
 
     def take(self, number: int, choice: Choice, url: str) -> None:
         """Turn the answer of the engine at `url` into a sample.
@@ -130,7 +145,7 @@ class Generation:
         The answer itself, over a hundred bytes per token, is not kept.
         """
         self._samples[number] = self._sample(number, choice)
-        del self.open[number]
+        del self._open[number]
         self.begun.pop(number, None)
         self.engines.add(url)
         size = self._params.num_generations
@@ -161,7 +176,7 @@ class Generation:
                 self.begun[number] = _choice_of(sample)
             else:
                 self._samples[number] = sample
-                del self.open[number]
+                del self._open[number]
 
     def _sample(self, number: int, choice: Choice) -> Sample:
         position, sample_index = divmod(number, self._params.num_generations)

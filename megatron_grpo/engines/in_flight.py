@@ -124,9 +124,6 @@ class OpenGenerations:
         for opened in self._generations.values():
             opened.fail(error)
 
-    async def wait_for_environments(self) -> None:
-        """Returns at once: `ask` is called when an environment has answered."""
-
     async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
         """Pass a complete answer to its generation; of one that was cut, keep what was sampled."""
         self._take(number, choice, url)

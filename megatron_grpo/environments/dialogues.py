@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class DialogueRequests(SampleRequests, Protocol):
-    """The requests of dialogues."""
-
-    engines: set[str]
-    """Addresses of the engines that have answered."""
-
-    def print_failures(self) -> None:
-        """Print the number of dialogues that failed, and the first failure, if any."""
-
-    def abandon(self) -> None:
-        """End all that have not ended."""
-
-
 class Dialogues(Protocol):
     """Makes dialogues, until `close`."""
 
@@ -41,10 +28,10 @@ class Dialogues(Protocol):
 
     def generation(
         self, prompts: Sequence[Prompt], params: SamplingParams, cfg: Config
-    ) -> DialogueRequests:
+    ) -> SampleRequests:
         """Dialogues for each prompt, which begin at once; `cfg` may be of an evaluation."""
 
-    def generate(self, requests: DialogueRequests) -> list[Sample]:
+    def generate(self, requests: SampleRequests) -> list[Sample]:
         """All samples, as by `RolloutClient.generate`, while engines do nothing else."""
 
     def close(self) -> None:
@@ -77,6 +64,6 @@ class EnvironmentDialogues:
             max_turns=cfg.environment.max_turns,
         )
 
-    def generate(self, requests: DialogueRequests) -> list[Sample]:
+    def generate(self, requests: SampleRequests) -> list[Sample]:
         """All samples of `requests`."""
         return self._client.generate(requests)

@@ -4,7 +4,6 @@ Observations become tokens between the model's turns, and those do not enter the
 """
 
 import asyncio
-import sys
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
 from megatron_grpo.environments.turns import Turns
@@ -113,7 +113,7 @@ class Dialogue:
         self.spans.append((version, num_tokens))
 
 
-class DialogueGeneration:
+class DialogueGeneration(SampleRequests):
     """Dialogues for each prompt, by `params`; otherwise like a `Generation`.
 
     Each turn is a separate request with all tokens so far; the engine has their prefix cached. If
@@ -122,7 +122,7 @@ class DialogueGeneration:
     they arrive, so sums round differently from run to run and some tokens may differ.
     """
 
-    are_movable = False  # the engine that answered the last turn has the dialogue cached
+    answerer = "environment"
 
     def __init__(
         self,
@@ -133,13 +133,8 @@ class DialogueGeneration:
         turns: Turns,
         max_turns: int,
     ) -> None:
-        self.policy_version = params.policy_version
-        self.engines: set[str] = set()
-        """Addresses of the engines that have answered."""
-        self.begun: dict[int, Choice] = {}
-        """By number, what was sampled of turns in progress until they were cut."""
-        self._params, self._turns, self._max_turns = params, turns, max_turns
-        self.stop = params.stop
+        super().__init__(params)
+        self._turns, self._max_turns = turns, max_turns
         self.dialogues: list[Dialogue] = []
         for prompt in prompts:
             for index in range(params.num_generations):
@@ -183,20 +178,9 @@ class DialogueGeneration:
             if dialogue.failure
         ]
 
-    def print_failures(self) -> None:
-        """Print the number of dialogues whose environment failed, and the first failure, if any."""
-        if failures := self.failures:
-            line = f"the environment failed in {len(failures)} samples, the first of them: "
-            print(line + failures[0], file=sys.stderr)
-
     async def wait_for_environments(self) -> None:
         """Wait for all outstanding answers of environments."""
         await gather_all(map(self._settle, self.dialogues))
-
-    async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
-        """Process a turn from the engine at `url`; returns the next request, None at the end."""
-        self.take(number, choice, url)
-        return await self.next_request(number)
 
     def take(self, number: int, choice: Choice, url: str) -> None:
         """Take a turn from the engine at `url`, for which its environment is asked."""

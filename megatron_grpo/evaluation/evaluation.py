@@ -15,9 +15,9 @@ from megatron_grpo.config.eval import EvalSet, section_of
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import Generation, SampleRequests
 from megatron_grpo.engines.sampling_params import SamplingParams
-from megatron_grpo.environments.dialogues import DialogueRequests, Dialogues
+from megatron_grpo.environments.dialogues import Dialogues
 from megatron_grpo.rewards import (
     RewardError,
     RewardPools,
@@ -145,7 +145,7 @@ class Evaluation:
         self._num_prompts_at_once = max(1, at_once)
         self._samples: list[Sample] = []
         self._scores: list[dict[str, float]] = []
-        self._open: Generation | DialogueRequests | None = None
+        self._open: SampleRequests | None = None
 
     def run(
         self, policy_version: int, timer: PhaseTimer, show: Callable[[int, int], None]
@@ -200,9 +200,9 @@ class Evaluation:
         if self._dialogues is None:
             self._open = requests = self._open or Generation(prompts, params)
             return self._engines.generate(requests)
-        dialogues = self._open or self._dialogues.generation(prompts, params, self._view)
-        assert not isinstance(dialogues, Generation)
-        self._open = dialogues
+        self._open = dialogues = self._open or self._dialogues.generation(
+            prompts, params, self._view
+        )
         samples = self._dialogues.generate(dialogues)
         dialogues.print_failures()
         return samples

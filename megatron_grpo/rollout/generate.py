@@ -19,14 +19,13 @@ from megatron_grpo.data.prompts import end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import Generation, SampleRequests
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.layouts import holdings
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
-from megatron_grpo.environments.dialogues import DialogueRequests
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards import RewardPools, check_failed
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
@@ -159,9 +158,7 @@ class Rollouter:
         """A generation that is to be made."""
         return Rollout(self, request)
 
-    def requests(
-        self, sampler: DynamicSampler, request: RolloutRequest
-    ) -> Generation | DialogueRequests:
+    def requests(self, sampler: DynamicSampler, request: RolloutRequest) -> SampleRequests:
         """The requests of one round of a generation; dialogues begin at once."""
         params = self.sampling_params(request.generation, sampler.round, request.policy_version)
         if self.dialogues is None:
@@ -169,16 +166,11 @@ class Rollouter:
         self.dialogues.wait_ready([prompt.row for prompt in self.stream.prompts])
         return self.dialogues.generation(sampler.prompts, params, self.cfg)
 
-    def answers(
-        self, request: RolloutRequest, requests: Generation | DialogueRequests
-    ) -> list[Sample]:
+    def answers(self, request: RolloutRequest, requests: SampleRequests) -> list[Sample]:
         """All samples of the requests of one round."""
         if self.in_flight:
             return self.in_flight.generate(request.generation, requests)
-        if isinstance(requests, Generation):
-            return self.engines.generate(requests)
-        assert self.dialogues is not None
-        return self.dialogues.generate(requests)
+        return (self.dialogues or self.engines).generate(requests)
 
     def sampling_params(
         self, generation: int, round_number: int, policy_version: int
@@ -230,7 +222,7 @@ class Rollout:
         self.request = request
         self._rollouter, self._cfg = rollouter, rollouter.cfg
         self.sampler = DynamicSampler(rollouter.stream, request.generation, self._cfg.grpo)
-        self.open: Generation | DialogueRequests | None = None
+        self.open: SampleRequests | None = None
         """The requests of this round."""
         early = EarlyScores(rollouter.scorer, request.generation)
         self.early = early if rollouter.threads else None
@@ -247,8 +239,7 @@ class Rollout:
             with timer.phase("generate"):
                 self.open = self.open or self.begin()
                 samples = self._rollouter.answers(self.request, self.open)
-                if not isinstance(self.open, Generation):
-                    self.open.print_failures()
+                self.open.print_failures()
             with timer.phase("score"):
                 early, scorer = self.early, self._rollouter.scorer
                 groups = early.scored_groups(samples) if early else scorer.score(samples)
@@ -258,7 +249,7 @@ class Rollout:
             check_failed(sampler.num_failed, sampler.num_scored, self._cfg.reward)
         return self._batch()
 
-    def begin(self) -> Generation | DialogueRequests:
+    def begin(self) -> SampleRequests:
         """New requests for this round."""
         requests = self._rollouter.requests(self.sampler, self.request)
         if self.early and isinstance(requests, Generation):
@@ -267,7 +258,7 @@ class Rollout:
 
     def abandon(self) -> None:
         """Drop the open requests, and end what they have started."""
-        if not isinstance(self.open, Generation | None):
+        if self.open:
             self.open.abandon()
         if self.early:
             self.early.abandon()

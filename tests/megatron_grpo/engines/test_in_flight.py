@@ -319,12 +319,15 @@ def test_who_waits_is_told_that_environments_are_lost_and_the_others_go_on():
     engine, lost, other = ScriptedEngine(), generation(0, 7, 4), generation(1, 7, 4)
     is_on_fire = threading.Event()
 
-    async def next_request(number):
-        while not is_on_fire.is_set():
-            await asyncio.sleep(0.01)
-        raise EnvironmentsLost("by fire")
+    class Lost(Generation):
+        waiting = (0,)
 
-    lost.waiting, lost.next_request = (0,), next_request
+        async def next_request(self, number):
+            while not is_on_fire.is_set():
+                await asyncio.sleep(0.01)
+            raise EnvironmentsLost("by fire")
+
+    lost.__class__ = Lost
     with scripted(only=engine) as (_, in_flight):
         answered = in_flight.submit(1, other)
         told = in_flight.submit(0, lost)
