@@ -18,7 +18,7 @@ class RangeView:
     """Shape of the box that the elements `flat` of the range form."""
     inside: tuple[slice, ...]
 
-    def of(self, values: Any) -> Any:
+    def select(self, values: Any) -> Any:
         """The box, as a view of the `values` of the range."""
         return values.view(-1)[self.flat].view(self.size)[self.inside]
 

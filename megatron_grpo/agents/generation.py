@@ -78,7 +78,7 @@ class AgentGeneration(SampleRequests):
             if session.failure
         ]
 
-    def take(self, number: int, choice: Choice, url: str) -> None:
+    def add_answer(self, number: int, choice: Choice, url: str) -> None:
         """Give a turn from the engine at `url` to its agent."""
         self.begun.pop(number, None)
         self.engines.add(url)

@@ -65,12 +65,12 @@ class MixedGeneration(SampleRequests):
         """Wait until `open` holds everything that is left to do."""
         await gather_all(part.wait_for_environments() for part in self._parts)
 
-    def take(self, number: int, choice: Choice, url: str) -> None:
+    def add_answer(self, number: int, choice: Choice, url: str) -> None:
         """Give an answer from the engine at `url` to its part."""
         self.begun.pop(number, None)
         self.engines.add(url)
         part, own = self._part(number)
-        part.take(own, choice, url)
+        part.add_answer(own, choice, url)
 
     async def next_request(self, number: int) -> Json | None:
         """Wait for what the number waits for; returns the next request, None at its end."""

@@ -264,7 +264,7 @@ def _states_of(optimizer: Any, parameter: Tensor, sharded: Any) -> Iterator[Stat
                 key=f"optimizer.state.{name}.{part.key}",
                 shape=tuple(part.global_shape),
                 box=_whole_box(part, common.moved(within.start, (0,) * len(within.start))),
-                values=_with_stack(part, view.of(values)),
+                values=_with_stack(part, view.select(values)),
                 # Data ranks hold copies of a weight, but distinct parts of its states.
                 is_replica=not is_main_replica((*part.replica_id[:-1], 0)),
                 is_padded=part.allow_shape_mismatch,

@@ -58,7 +58,7 @@ class SampleRequests(ABC):
         return []
 
     @abstractmethod
-    def take(self, number: int, choice: Choice, url: str) -> None:
+    def add_answer(self, number: int, choice: Choice, url: str) -> None:
         """Process the answer of the engine at `url`."""
 
     async def next_request(self, number: int) -> Json | None:
@@ -66,8 +66,8 @@ class SampleRequests(ABC):
         return None
 
     async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
-        """`take` an answer; returns the `next_request`."""
-        self.take(number, choice, url)
+        """`add_answer`; returns the `next_request`."""
+        self.add_answer(number, choice, url)
         return await self.next_request(number)
 
     async def wait_for_environments(self) -> None:  # noqa: B027 - where there are any
@@ -139,7 +139,7 @@ class Generation(SampleRequests):
         """Whether every request is answered."""
         return not self.open
 
-    def take(self, number: int, choice: Choice, url: str) -> None:
+    def add_answer(self, number: int, choice: Choice, url: str) -> None:
         """Turn the answer of the engine at `url` into a sample.
 
         The answer itself, over a hundred bytes per token, is not kept.

@@ -153,7 +153,7 @@ class OpenGenerations:
         if choice.finish_reason == CUT:
             requests.begun[own_number] = choice
             return
-        requests.take(own_number, choice, url)
+        requests.add_answer(own_number, choice, url)
         if requests.is_waiting(own_number):
             self._wait(generation, own_number, url)
         opened.end_if_complete()

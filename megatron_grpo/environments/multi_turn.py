@@ -180,9 +180,9 @@ class DialogueGeneration(SampleRequests):
 
     async def wait_for_environments(self) -> None:
         """Wait for all outstanding answers of environments."""
-        await gather_all(map(self._settle, self.dialogues))
+        await gather_all(map(self._process_answer, self.dialogues))
 
-    def take(self, number: int, choice: Choice, url: str) -> None:
+    def add_answer(self, number: int, choice: Choice, url: str) -> None:
         """Take a turn from the engine at `url`, for which its environment is asked."""
         dialogue = self.dialogues[number]
         # An engine of a training run returns them to evaluations, too.
@@ -195,7 +195,7 @@ class DialogueGeneration(SampleRequests):
     async def next_request(self, number: int) -> Json | None:
         """Wait for the environment of a dialogue; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
-        await self._settle(dialogue)
+        await self._process_answer(dialogue)
         return None if dialogue.finish_reason else self._request(number, dialogue)
 
     def samples(self) -> list[Sample]:
@@ -224,7 +224,7 @@ class DialogueGeneration(SampleRequests):
             if not dialogue.finish_reason:
                 dialogue.instance.end()
 
-    async def _settle(self, dialogue: Dialogue) -> None:
+    async def _process_answer(self, dialogue: Dialogue) -> None:
         """Wait for the answer of the dialogue's environment and process it.
 
         If this is cancelled while it waits, the answer stays pending for a later call.

@@ -197,14 +197,11 @@ class Evaluation:
         return samples
 
     def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Sample]:
-        if self._dialogues is None:
-            self._open = requests = self._open or Generation(prompts, params)
-            return self._engines.generate(requests)
-        self._open = dialogues = self._open or self._dialogues.generation(
-            prompts, params, self._view
-        )
-        samples = self._dialogues.generate(dialogues)
-        dialogues.print_failures()
+        if self._open is None and self._dialogues:
+            self._open = self._dialogues.generation(prompts, params, self._view)
+        self._open = requests = self._open or Generation(prompts, params)
+        samples = (self._dialogues or self._engines).generate(requests)
+        requests.print_failures()
         return samples
 
 

@@ -97,7 +97,7 @@ class Muon:
             assert shard.grad is not None, "set by `prepare_grads`"
             momentum = state[shard][MOMENTUM].lerp_(shard.grad, 1 - beta)
             shard.grad.lerp_(momentum, beta)  # Nesterov's
-        parts = [view.of(shard.grad) for shard, view in self._places]
+        parts = [view.select(shard.grad) for shard, view in self._places]
         self._whole.apply(self._update, parts)
         for group in self._adam.param_groups:
             for shard in self._shards.intersection(group["params"]):

@@ -39,21 +39,21 @@ class GroupQueue:
         """All numbers below `next_number` that no generation has taken."""
         return sorted([*self._open, *self._complete, *self.again])
 
-    def ask(self, now: int, limit: int) -> list[int]:
-        """The groups to request now, so that `num_wanted`, but at most `limit`, are open or
-        complete.
+    def open_new(self, now: int, limit: int) -> list[int]:
+        """Open groups until `num_wanted`, at most `limit`, are open or complete; returns the new
+        ones.
 
-        More where prompts repeat, so that a generation can always be filled; `limit` is a multiple
-        of `size`.
+        More are opened where prompts repeat, so that a generation can always be filled; `limit` is
+        a multiple of `size`.
         """
-        asked = []
+        new = []
         rows = {self.row_of(number) for number in (*self._open, *self._complete)}
         while limit and (self._num_at_hand < min(limit, self.num_wanted) or len(rows) < self.size):
             number = self.again.pop(0) if self.again else self._new_number()
             self._open[number] = now
             rows.add(self.row_of(number))
-            asked.append(number)
-        return asked
+            new.append(number)
+        return new
 
     def restore(self, asked_at: Mapping[int, int]) -> None:
         """Restore the open groups of a checkpoint, with the generation at which each was
@@ -74,7 +74,7 @@ class GroupQueue:
         """An open group is complete and rejected: no generation takes it."""
         del self._open[number]
 
-    def first(self) -> list[int] | None:
+    def next_generation(self) -> list[int] | None:
         """The groups of the next generation, the oldest complete ones; None if there are too
         few."""
         taken: dict[int, int] = {}
@@ -84,9 +84,9 @@ class GroupQueue:
             return None
         return sorted([*taken.values()][: self.size])
 
-    def take(self) -> list[int] | None:
-        """Remove the `first` groups, and return them."""
-        numbers = self.first()
+    def pop_generation(self) -> list[int] | None:
+        """Remove the groups of the `next_generation`, and return them."""
+        numbers = self.next_generation()
         for number in numbers or ():
             del self._complete[number]
         return numbers

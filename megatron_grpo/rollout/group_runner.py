@@ -118,15 +118,15 @@ class GroupRunner:
             timer.phase(WAIT, "generate"),
             self._changed,
         ):
-            while self._queue.first() is None:
+            while self._queue.next_generation() is None:
                 if self._failure:
                     raise self._failure
                 self._changed.wait()
             self._check_failed()
             self._num_taken += 1
-            numbers = self._queue.take() or []
+            numbers = self._queue.pop_generation() or []
             batch = self._batch(generation, [self._attempts.pop(number) for number in numbers])
-            self._ask()
+            self._request_groups()
         return batch
 
     def hold(self, next_version: int) -> None:
@@ -153,7 +153,7 @@ class GroupRunner:
             for number, attempt in lost.items():
                 if self._attempts.get(number) is attempt:
                     self._submit(number, attempt)
-            self._ask()
+            self._request_groups()
 
     def open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
         """What a checkpoint holds: the groups that no generation has taken, and their samples so
@@ -208,10 +208,10 @@ class GroupRunner:
         generation, position = divmod(number, self._schedule.num_prompts)
         return self._batch_of(generation)[position]
 
-    def _ask(self) -> None:
+    def _request_groups(self) -> None:
         """Request as many groups as there is room for."""
         limit = (self._num_generations - self._num_taken) * self._schedule.num_prompts
-        for number, attempt in self._new_attempts(self._queue.ask(self._now, limit)):
+        for number, attempt in self._new_attempts(self._queue.open_new(self._now, limit)):
             self._submit(number, attempt)
 
     def _new_attempts(self, numbers: Sequence[int]) -> Iterator[tuple[int, Attempt]]:
@@ -271,7 +271,7 @@ class GroupRunner:
                 del self._attempts[number]
                 self._queue.reject(number)
                 self._tally.rejected.append(scored)
-                self._ask()
+                self._request_groups()
             else:
                 self._queue.complete(number)
             self._changed.notify_all()

@@ -104,13 +104,13 @@ class Recorded(AgentGeneration):
         self.record: dict[int, list[tuple[list[int], list[int], list[float]]]] = {}
         super().__init__(*args)
 
-    def take(self, number, choice, url):
+    def add_answer(self, number, choice, url):
         """Take an answer, and keep it with its request."""
         asked, place = self.open.get(number), self._place(number)[0]
         if asked:
             told = self.record.setdefault(self.sessions.index(place), [])
             told.append((asked["token_ids"], choice.token_ids, choice.token_logprobs))
-        super().take(number, choice, url)
+        super().add_answer(number, choice, url)
 
 
 @contextmanager

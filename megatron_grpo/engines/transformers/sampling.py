@@ -38,7 +38,7 @@ class RouteRecorder:
     ) -> None:
         self._of_layers[number] = outputs[2]  # after logits and weights: the chosen experts
 
-    def take(self, num_completions: int, is_prompt: bool) -> Sequence[Tensor]:
+    def last_routes(self, num_completions: int, is_prompt: bool) -> Sequence[Tensor]:
         """[tokens, layers, topk] of the last forward pass, for each of the completions.
 
         The pass had one token of each, or the prompt that they share.
@@ -87,7 +87,7 @@ def sample(
             cache.batch_repeat_interleave(len(seeds))
         if recorder:
             is_prompt = not token_ids[running[0]]
-            for i, part in zip(running, recorder.take(len(running), is_prompt), strict=True):
+            for i, part in zip(running, recorder.last_routes(len(running), is_prompt), strict=True):
                 routes[i].append(part)
         logprobs = cut(torch.log_softmax(logits / (temperature or 1.0), dim=-1), top_p, top_k)
         chosen = [

@@ -33,7 +33,7 @@ def test_parts_share_no_number_or_seed_and_their_samples_are_in_the_order_of_the
     assert len({request["sampling_params"]["seed"] for request in asked.values()}) == len(asked)
     for number, request in asked.items():
         assert not made.is_complete
-        made.take(number, answer(request["token_ids"][0]), "http://engine")
+        made.add_answer(number, answer(request["token_ids"][0]), "http://engine")
     assert made.is_complete
     assert made.open == {}
     samples = made.samples()

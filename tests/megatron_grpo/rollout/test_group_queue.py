@@ -17,47 +17,47 @@ def queue(max_staleness: int = 2, num_wanted: int = 6, **state) -> GroupQueue:
 
 def test_the_first_groups_that_are_complete_make_up_the_generation():
     groups = queue(num_wanted=4)
-    assert groups.ask(now=0, limit=99) == [0, 1, 2, 3]
+    assert groups.open_new(now=0, limit=99) == [0, 1, 2, 3]
     for number in (3, 1):
         groups.complete(number)
-        assert groups.take() is None
+        assert groups.pop_generation() is None
     groups.complete(2)
-    assert groups.take() == [1, 2, 3]
-    assert groups.ask(now=1, limit=99) == [4, 5, 6]  # beside 0
+    assert groups.pop_generation() == [1, 2, 3]
+    assert groups.open_new(now=1, limit=99) == [4, 5, 6]  # beside 0
 
 
 def test_the_oldest_groups_go_first():
     groups = queue(num_wanted=4)
-    groups.ask(now=0, limit=99)
+    groups.open_new(now=0, limit=99)
     for number in (1, 2, 3):
         groups.complete(number)
-    groups.take()
-    for number in [*groups.ask(now=1, limit=99), 0]:
+    groups.pop_generation()
+    for number in [*groups.open_new(now=1, limit=99), 0]:
         groups.complete(number)
-    assert groups.take() == [0, 5, 6]  # 4 has the prompt of 0
+    assert groups.pop_generation() == [0, 5, 6]  # 4 has the prompt of 0
 
 
 def test_no_prompt_is_twice_in_a_generation():
     groups = queue()
-    assert groups.ask(now=0, limit=99) == [0, 1, 2, 3, 4, 5]
+    assert groups.open_new(now=0, limit=99) == [0, 1, 2, 3, 4, 5]
     for number in (0, 1, 4, 5):
         groups.complete(number)
-    assert groups.take() is None
+    assert groups.pop_generation() is None
     groups.complete(2)
-    assert groups.take() == [0, 1, 2]
+    assert groups.pop_generation() == [0, 1, 2]
 
 
 def test_a_group_that_would_be_too_old_is_asked_for_again():
     groups = queue(max_staleness=1)
-    groups.ask(now=0, limit=99)
+    groups.open_new(now=0, limit=99)
     assert groups.drop_stale(now=1) == []
     assert groups.drop_stale(now=2) == [0, 1, 2, 3, 4, 5]
-    assert groups.ask(now=2, limit=99) == [0, 1, 2, 3, 4, 5]
+    assert groups.open_new(now=2, limit=99) == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_last_generations_ask_for_no_more_than_they_need():
     groups = queue(num_wanted=4)
-    assert groups.ask(now=0, limit=SIZE) == [0, 1, 2]
+    assert groups.open_new(now=0, limit=SIZE) == [0, 1, 2]
 
 
 class Schedule:
@@ -87,7 +87,7 @@ class Schedule:
 
     def ask(self) -> None:
         limit = (NUM_GENERATIONS - len(self.taken)) * SIZE
-        for number in self.queue.ask(self.now, limit):
+        for number in self.queue.open_new(self.now, limit):
             self.asked_at[number] = self.now
 
     def complete(self, number: int, is_equal: bool) -> None:
@@ -99,7 +99,7 @@ class Schedule:
             self.queue.complete(number)
 
     def train(self) -> None:
-        if len(self.taken) == NUM_GENERATIONS or (numbers := self.queue.take()) is None:
+        if len(self.taken) == NUM_GENERATIONS or (numbers := self.queue.pop_generation()) is None:
             return
         assert len({number % NUM_ROWS for number in numbers}) == len(numbers) == SIZE
         ages = [len(self.taken) - self.asked_at[number] for number in numbers]
