@@ -14,7 +14,7 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.dispatch import RequestDispatcher
-from megatron_grpo.engines.engine import Engine, Json, Patience
+from megatron_grpo.engines.engine import Engine, Json
 from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.http import EngineDown, EngineError, http_client
 from megatron_grpo.engines.pool import EnginePool
@@ -269,12 +269,11 @@ class RolloutClient:
     async def connect(self, url: str) -> AsyncIterator[Engine]:
         """A connection to an engine."""
         rollout = self._rollout
-        patience = Patience(rollout.health_timeout, rollout.stall_timeout)
         async with http_client(
             url, self.pool.token, rollout.request_timeout, rollout.health_timeout
         ) as http:
             yield Engine(
-                *(url, http, patience),
+                *(url, http, rollout.health_timeout, rollout.stall_timeout),
                 serves_adapter=self._lora.is_served,
                 keeps_caches=not rollout.recompute_kv_cache,
                 keeps_features=self._keeps_features,

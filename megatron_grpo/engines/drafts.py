@@ -131,6 +131,6 @@ class DraftMeter:
     async def _page(self, url: str) -> str:
         try:
             async with self._client.connect(url) as engine:
-                return await engine.metrics(httpx.Timeout(engine.patience.health))
+                return await engine.metrics(httpx.Timeout(engine.health_timeout))
         except (EngineError, TimeoutError):
             return ""

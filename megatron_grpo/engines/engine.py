@@ -58,16 +58,6 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Seconds after which an engine counts as hung."""
-
-    health: float
-    """Without an answer to a health probe."""
-    stall: float
-    """Without a sign of progress."""
-
-
-@dataclass(frozen=True)
 class Counts:
     """Numbers from an engine's metrics, over all its clients."""
 
@@ -90,7 +80,10 @@ class Engine:
 
     url: str
     http: httpx.AsyncClient
-    patience: Patience
+    health_timeout: float
+    """Seconds without an answer to a health probe, after which it counts as hung."""
+    stall_timeout: float
+    """The same without a sign of progress."""
     serves_adapter: bool = False
     """Whether its weights stay as they were loaded, and pushes are of an adapter."""
     keeps_caches: bool = False
@@ -169,12 +162,12 @@ class Engine:
     ) -> NoReturn:
         """Raise EngineDown once the engine hangs; meanwhile, `note` its counts.
 
-        It hangs when a probe stays unanswered for `patience.health` seconds, or when for
-        `patience.stall` seconds it generates no token and `progress()` does not change. A server
-        may be too busy sending answers to respond to a probe: an unanswered probe is ignored if
+        It hangs when a probe stays unanswered for `health_timeout` seconds, or when for
+        `stall_timeout` seconds it generates no token and `progress()` does not change. A server may
+        be too busy sending answers to respond to a probe: an unanswered probe is ignored if
         `progress()` changed meanwhile.
         """
-        health = httpx.Timeout(self.patience.health)
+        health = httpx.Timeout(self.health_timeout)
         seen, since = None, time.monotonic()
         while True:
             await asyncio.sleep(PROBE_INTERVAL)
@@ -186,16 +179,16 @@ class Engine:
                 if progress() == before:
                     raise EngineDown(
                         f"rollout engine {self.url} did not answer within "
-                        f"{self.patience.health:g} s (rollout.health_timeout)"
+                        f"{self.health_timeout:g} s (rollout.health_timeout)"
                     ) from None
                 continue
             note(counts)
             now = progress(), counts.generated
             if now != seen:
                 seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self.patience.stall:
+            elif time.monotonic() - since > self.stall_timeout:
                 raise EngineDown(
-                    f"rollout engine {self.url} made no progress for {self.patience.stall:g} s "
+                    f"rollout engine {self.url} made no progress for {self.stall_timeout:g} s "
                     "(rollout.stall_timeout)"
                 )
 

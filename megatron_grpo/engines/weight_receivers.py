@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,16 +14,6 @@ from megatron_grpo.engines.push_protocol import Json
 from parallel import Layout
 from parallel.checksum import checksums
 from parallel.weight_transfer import TransferInitInfo, WeightReceiver
-
-
-class Receiver(Protocol):
-    """Fills the tensors of a worker, once per push."""
-
-    def receive_weights(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-        """Fill `parameters` in place; returns the checksum of each."""
-
-    def close(self) -> None:
-        """Close what is open."""
 
 
 class FolderReceiver:
@@ -43,6 +32,10 @@ class FolderReceiver:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+Receiver = WeightReceiver | FolderReceiver
+"""Fills the tensors of a worker, once per push."""
 
 
 def open_receiver(

@@ -19,7 +19,7 @@ from helpers.policies import tiny_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.choice import npy_of
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.engine import GENERATE, ROUTES_START, Engine, Patience
+from megatron_grpo.engines.engine import GENERATE, ROUTES_START, Engine
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.pool import EnginePool
@@ -168,7 +168,7 @@ class ScriptedClient(RolloutClient):
     async def connect(self, url: str) -> AsyncIterator[Engine]:
         transport = httpx.MockTransport(self._engines[url].respond)
         async with httpx.AsyncClient(base_url=url, transport=transport) as http:
-            yield Engine(url, http, Patience(health=5.0, stall=60.0))
+            yield Engine(url, http, health_timeout=5.0, stall_timeout=60.0)
 
 
 class Scores:

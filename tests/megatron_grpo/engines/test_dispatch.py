@@ -15,7 +15,7 @@ from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines import engine_queue as queue_module
 from megatron_grpo.engines.dispatch import RequestDispatcher, level_shares
-from megatron_grpo.engines.engine import Engine, Patience
+from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.engine_queue import EngineQueue
 from megatron_grpo.engines.http import EngineDown
 
@@ -51,7 +51,7 @@ async def scene(
     queue = EngineQueue(requests_of(numbers), 7, take, lambda: None)
     transport = httpx.MockTransport(engine.respond)
     async with httpx.AsyncClient(base_url=URL, transport=transport) as http:
-        connected = Engine(URL, http, Patience(health=0.2, stall=stall))
+        connected = Engine(URL, http, health_timeout=0.2, stall_timeout=stall)
         answering = asyncio.create_task(queue.answer(connected, is_over))
         try:
             while len(engine.asked) < len(numbers):
@@ -151,7 +151,7 @@ def test_an_engine_that_answers_probes_but_not_what_starts_it_counts_as_hung(rou
         ) as http:
             with pytest.raises(EngineDown, match=r"made no progress for 0\.5 s"):
                 async with asyncio.timeout(20):
-                    connected = Engine(URL, http, Patience(health=0.2, stall=0.5))
+                    connected = Engine(URL, http, health_timeout=0.2, stall_timeout=0.5)
                     await queue.answer(connected, asyncio.Event())
 
     asyncio.run(run())

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.choice import CUT, Choice
-from megatron_grpo.engines.engine import Engine, Patience
+from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.engine_queue import EngineQueue
 from megatron_grpo.engines.http import EVENTS, EngineDown, EngineError
 
@@ -39,7 +39,7 @@ def engine_of(answer: Callable[[httpx.Request], Any], stall: float = 60.0) -> En
         return httpx.Response(200, text=body) if is_text else httpx.Response(200, json=body)
 
     http = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(respond))
-    return Engine(URL, http, Patience(health=60.0, stall=stall))
+    return Engine(URL, http, health_timeout=60.0, stall_timeout=stall)
 
 
 def generate(
@@ -199,7 +199,7 @@ def test_a_stream_that_is_not_well_ends_with_what_came_before(ended, kind, told)
         async with httpx.AsyncClient(
             base_url=URL, transport=httpx.MockTransport(lambda request: response)
         ) as http:
-            engine = Engine(URL, http, Patience(health=60.0, stall=60.0))
+            engine = Engine(URL, http, health_timeout=60.0, stall_timeout=60.0)
             await engine.complete(
                 {"sampling_params": {"max_tokens": 9}}, lambda: range(7, 8), begun=begun
             )
@@ -226,7 +226,7 @@ def test_a_stream_that_breaks_after_its_last_chunk_is_whole():
 
     async def ask() -> Choice:
         async with httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(respond)) as http:
-            engine = Engine(URL, http, Patience(health=60.0, stall=60.0))
+            engine = Engine(URL, http, health_timeout=60.0, stall_timeout=60.0)
             request = {"sampling_params": {"max_tokens": 9}}
             return await engine.complete(request, lambda: range(7, 8), begun=Choice.empty())
 

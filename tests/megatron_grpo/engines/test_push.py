@@ -150,17 +150,6 @@ def test_after_a_trainer_that_died_between_the_steps_the_next_one_pushes(pair_en
         check_usable(pair_engine, models)
 
 
-@pytest.mark.slow
-def test_steps_of_a_push_that_is_over_change_nothing(pair_engine, models):
-    async def late(engine: Engine) -> None:
-        await engine.ask_workers("receive_push", push="5-late")
-        await engine.ask_workers("finish_push", push="5-late")
-
-    check_usable(pair_engine, models)
-    speak(pair_engine, late)
-    assert largest_logprob_error(models[-1], pair_engine.generate(random_prompts(2))) < 1e-4
-
-
 def test_whoever_began_first_of_two_pushes_is_told(live_engine, models):
     async def begin_first(engine: Engine) -> None:
         await begin_by_hand(engine, f"{LATE}-first")

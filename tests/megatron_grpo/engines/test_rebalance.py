@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from helpers.engines import largest_logprob_error, random_prompts, running_engine, sampling_params
 from megatron_grpo.engines.dispatch import rebalance
-from megatron_grpo.engines.engine import Engine, Patience
+from megatron_grpo.engines.engine import Engine
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import http_client
 
@@ -70,7 +70,7 @@ def generated_tokens(engine):
         total = 0
         for url in engine.servers.base_urls:
             async with http_client(url, engine.servers.token, 5.0, 5.0) as http:
-                total += (await Engine(url, http, Patience(5.0, 5.0)).counts()).generated
+                total += (await Engine(url, http, 5.0, 5.0).counts()).generated
         return total
 
     return asyncio.run(count())
