@@ -148,8 +148,9 @@ class RolloutScheduler:
                 self._request(generation, step)
 
         try:
+            finish = self._runner.finish if self._runner else None
             self.ready[generation] = ask_engines(
-                self._runner, lambda runner: runner.finish(generation, timer), push_and_request
+                finish, lambda finish: finish(generation, timer), push_and_request
             )
         finally:
             del self.pending[generation]
