@@ -154,8 +154,7 @@ class WeightSync:
         return has_changed
 
     def _make_room(self) -> None:
-        """Find out which engines are lost, and free GPU memory if one is starting again.
-        Collective.
+        """Find lost engines, and free GPU memory if one is starting again. Collective.
 
         That engine may share GPUs with the ranks, and vLLM ends unless all of its share is free. So
         the ranks release unused memory and move their state away, as before a generation.
@@ -206,8 +205,7 @@ class WeightSync:
         return failure or broken
 
     def _take_caches(self, timer: PhaseTimer) -> None:
-        """Let engines sleep if this rank's weights were moved away to make room for their caches.
-        Collective."""
+        """Let engines sleep if their caches may be where this rank's weights go. Collective."""
         if "weights" not in self._residency.away:
             return
         with timer.phase("sleep"):

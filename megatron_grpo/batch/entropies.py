@@ -1,4 +1,5 @@
-"""What a recipe makes of the entropies of an optimizer batch: its tokens, and the bonus."""
+"""The entropies of an optimizer batch: those that the objective keeps, and the weights of the
+entropy bonus."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,10 +36,8 @@ def keep_high_entropy(
 
 
 def with_entropy_weights(batches: Sequence[PackedBatch], groups: Groups) -> list[PackedBatch]:
-    """Weight the entropies of the optimizer batch so that they sum to their mean over tokens.
-
-    The mean is over the tokens of the objective, whatever the loss type, as in TRL.
-    """
+    """Weight the entropies of the optimizer batch, for the entropy bonus, so that they sum to their
+    mean over the tokens of the objective: whatever the loss type, as in TRL."""
     chosen = [
         b.loss_mask if b.high_entropy is None else b.loss_mask & ~b.high_entropy.isneginf()
         for b in batches

@@ -35,7 +35,7 @@ def sequence_kl(minibatches: Minibatches, num_samples: int, groups: Groups) -> l
 
 
 def by_sample(found: Sequence[Tensor], indices: Sequence[Sequence[int]]) -> Tensor:
-    """Reorder the values `found` for the samples of each minibatch by sample of the generation.
+    """Reorder the values of each minibatch's samples, `found`, by their index in the generation.
 
     `indices` are the samples of each minibatch. Returns [N] float64 on the CPU.
     """

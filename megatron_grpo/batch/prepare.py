@@ -184,11 +184,11 @@ class Preparation:
     def after_step(
         self, batches: Sequence[PackedBatch], logprobs: Sequence[Tensor], *, is_skipped: bool
     ) -> list[PackedBatch]:
-        """The batches of a step for further steps on them: `with_old_logprobs`.
+        """The batches of a step, for further steps on them: `with_old_logprobs`.
 
-        If the step was skipped, what broke it may have broken its `logprobs`, too. Then a pass
-        computes them, with the same weights. Only the last stage knows whether it had to: all ranks
-        learn it, so that all take part or none.
+        What broke a skipped step may have broken its `logprobs`, too: then a forward pass
+        recomputes them, with the same weights. Only the last stage knows whether they are needed,
+        so it tells all ranks, and all take part or none.
         """
         if not is_skipped:
             return with_old_logprobs(batches, logprobs, self.groups)

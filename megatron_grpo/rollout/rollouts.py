@@ -29,8 +29,7 @@ Z = TypeVar("Z")
 T = TypeVar("T")
 
 Runner = GroupRunner | RolloutRunner
-"""How generations are made: with over-sampling all from one queue of groups, otherwise each by
-itself."""
+"""Makes generations: all from one queue of groups with over-sampling, else each by itself."""
 
 STOPS = (Preempted, NoServingEngine, RolloutAborted)
 """What all ranks raise together when rank 0 does."""
@@ -62,8 +61,7 @@ class RolloutScheduler:
         self.pending: dict[int, RolloutRequest] = {}
         """The generations in progress, by number."""
         self.ready: dict[int, RolloutBatch | None] = {}
-        """The finished generations that training has not begun, by number; None on ranks other than
-        0."""
+        """The finished generations that training has not begun, by number; None but on rank 0."""
         rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
         self._in_flight, self._saves_open = rollout.in_flight_updates, may_be_saved(cfg)
         # SGLang cannot return the experts of a completion that a push has just interrupted: before
@@ -91,8 +89,8 @@ class RolloutScheduler:
 
     def before_push(self, step: int, timer: PhaseTimer, *, cuts: bool = False) -> None:
         """Wait until the weights after `step` steps may be pushed; with `cuts`, until the engines
-        have given up all requests. If this raises Preempted or RolloutAborted, which it does on all
-        ranks, the generation that failed is no longer `pending`."""
+        have given up all requests. Raises Preempted or RolloutAborted on all ranks, and drops the
+        generation that failed."""
         if not self._in_flight:
             for generation in [*self.pending]:
                 self._finish(generation, step, timer)
