@@ -14,7 +14,6 @@ from megatron_grpo.engines.generation import Generation, SampleRequests
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments.dialogues import Dialogues
-from megatron_grpo.workers.tasks import gather_all
 
 MOST_OF_A_PART = 1 << 24
 """More requests than a generation has of one source."""
@@ -61,10 +60,6 @@ class MixedGeneration(SampleRequests):
         """Whether all parts are."""
         return all(part.is_complete for part in self._parts)
 
-    async def wait_for_environments(self) -> None:
-        """Wait until `open` holds everything that is left to do."""
-        await gather_all(part.wait_for_environments() for part in self._parts)
-
     def add_answer(self, number: int, choice: Choice, url: str) -> None:
         """Give an answer from the engine at `url` to its part."""
         self.begun.pop(number, None)
@@ -73,7 +68,7 @@ class MixedGeneration(SampleRequests):
         part.add_answer(own, choice, url)
 
     async def next_request(self, number: int) -> Json | None:
-        """Wait for what the number waits for; returns the next request, None at its end."""
+        """The next request of the number, as its part has it."""
         part, own = self._part(number)
         return await part.next_request(own)
 

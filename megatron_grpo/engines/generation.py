@@ -70,7 +70,7 @@ class SampleRequests(ABC):
         self.add_answer(number, choice, url)
         return await self.next_request(number)
 
-    async def wait_for_environments(self) -> None:  # noqa: B027 - where there are any
+    async def wait_for_environments(self) -> None:  # noqa: B027 - only dialogues do something
         """Wait until `open` holds everything that is left to do."""
 
     @abstractmethod
@@ -83,7 +83,7 @@ class SampleRequests(ABC):
             line = f"the {self.answerer} failed in {len(failures)} samples, the first of them: "
             print(line + failures[0], file=sys.stderr)
 
-    def abandon(self) -> None:  # noqa: B027 - where there are any
+    def abandon(self) -> None:  # noqa: B027 - only dialogues do something
         """End all dialogues that have not ended."""
 
 

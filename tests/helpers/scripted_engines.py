@@ -47,7 +47,8 @@ class ScriptedEngine:
     delays: dict[str, float] = field(default_factory=dict)
     """Seconds before a route is answered."""
     broken_route: str = ""
-    """A route that always fails."""
+    """A route that always fails, with this `fault`."""
+    fault: type[httpx.TransportError] = httpx.ConnectError
     num_per_look: int = 1000
     """How many requests arrive, at most, between two looks at its load."""
     num_cut_tokens: int = 2
@@ -76,7 +77,7 @@ class ScriptedEngine:
         self.is_paused = path == "/pause" or (self.is_paused and not goes_on)
         await asyncio.sleep(self.delays.get(path, 0))
         if path == self.broken_route:
-            raise httpx.ConnectError("it is broken")
+            raise self.fault("it is broken")
         match path:
             case "/metrics" | "/health" if self.is_mute:
                 raise httpx.ReadTimeout("no answer")

@@ -191,9 +191,17 @@ def answered_in_flight(**engines: ScriptedEngine) -> list[int]:
     return sorted(taken)
 
 
-@pytest.mark.parametrize("route", ["/collective_rpc", "/pause"])
-def test_an_engine_that_starts_late_takes_over_what_one_that_is_lost_at_once_leaves(route):
-    lost, late = ScriptedEngine(broken_route=route), ScriptedEngine(delays={route: 0.1})
+@pytest.mark.parametrize(
+    ("route", "fault"),
+    [
+        ("/collective_rpc", httpx.ConnectError),
+        ("/pause", httpx.ConnectError),
+        ("/pause", httpx.ReadTimeout),  # it is healthy, but late with an answer
+    ],
+)
+def test_an_engine_that_starts_late_takes_over_what_one_that_is_lost_at_once_leaves(route, fault):
+    lost = ScriptedEngine(broken_route=route, fault=fault)
+    late = ScriptedEngine(delays={route: 0.1})
     late.answers.set()
     assert answered_in_flight(lost=lost, late=late) == [*range(12)]
 

@@ -31,7 +31,6 @@ from megatron_grpo.engines.engine import GENERATE, Engine
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import EngineError, NoServingEngine
 from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, OpenGenerations
-from megatron_grpo.engines.pool import MAX_COMEBACKS
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 
@@ -381,18 +380,18 @@ def test_nobody_goes_on_with_a_request_that_was_taken_back_when_its_engine_is_lo
         assert over not in asked.begun
 
 
-def test_an_engine_that_serves_from_push_to_push_may_be_lost_any_number_of_times():
+def test_losses_of_an_engine_that_serves_from_push_to_push_do_not_add_up():
     engine = ScriptedEngine()
     engine.answers.set()
     with scripted(only=engine) as (client, in_flight):
         [url] = client.urls
-        for number in range(MAX_COMEBACKS + 2):
-            client.pool.mark_dead(url, "for a test")
-            assert [each for each, _ in client.pool.starting] == [url]
-            client.pool.finish_push([url])
-            in_flight.resume(7)
-            in_flight.submit(number, generation(number, 7, 4)).result(timeout=30)
-            in_flight.suspend()
+        client.pool.mark_dead(url, "for a test")
+        client.pool.finish_push([url])
+        in_flight.resume(7)
+        in_flight.submit(0, generation(0, 7, 4)).result(timeout=30)
+        assert client.pool._records[url].num_recent_losses == 1
+        in_flight.suspend()
+        assert client.pool._records[url].num_recent_losses == 0
 
 
 def test_a_push_decides_which_engines_go_on_with_the_requests():
