@@ -18,9 +18,9 @@ def staleness_metrics(
     begun to be trained on between the weights that sampled a token and its own generation.
 
     It is at most `rollout.max_staleness`; without that there are no metrics. A generation is
-    trained on in `updates` optimizer steps. If weights are pushed in flight, also
-    the share of tokens of each staleness, that of completions of more than one version, and that of
-    tokens which follow some of an older version in theirs.
+    trained on in `updates` optimizer steps. If weights are pushed in flight, also the share of
+    tokens of each staleness, that of completions of more than one version, and that of tokens which
+    follow some of an older version in theirs.
     """
     if not rollout.max_staleness:
         return {}

@@ -19,6 +19,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.reporting.runlog import RunLog
+from megatron_grpo.reporting.staleness import gap_metrics, staleness_metrics
 from parallel import ParallelDims
 
 
