@@ -10,6 +10,9 @@ from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVer
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams, image_features
 
+TakeGroup = Callable[[list[Sample]], None]
+"""Called with all samples of a prompt when the last of them is complete."""
+
 
 class Requests(Protocol):
     """Requests that a `RolloutClient` has the engines answer."""
@@ -61,6 +64,9 @@ class CutRequests(SampleRequests, Protocol):
     async def next_request(self, number: int) -> Json | None:
         """Wait for what it waits for; returns the next request, None at its end."""
 
+    def tell_groups(self, take_group: TakeGroup) -> None:
+        """Have this called for each prompt, but maybe not for those whose agents end last."""
+
 
 class Generation:
     """Samples of each prompt by `params`: the open requests and the samples received.
@@ -89,8 +95,7 @@ class Generation:
         """What was sampled of open ones until they were cut."""
         self._prompts, self._params, self.stop = prompts, params, params.stop
         self._samples: dict[int, Sample] = {}
-        self.take_group: Callable[[list[Sample]], None] | None = None
-        """Called with all samples of a prompt when the last of them is answered."""
+        self._take_group: TakeGroup | None = None
         self.open: dict[int, Json] = {}
         """The unanswered requests, by the number of their sample."""
         if features is None:
@@ -140,8 +145,12 @@ class Generation:
         size = self._params.num_generations
         first = number - number % size
         group = [self._samples[n] for n in range(first, first + size) if n in self._samples]
-        if self.take_group and len(group) == size:
-            self.take_group(group)
+        if self._take_group and len(group) == size:
+            self._take_group(group)
+
+    def tell_groups(self, take_group: TakeGroup) -> None:
+        """Have this called with all samples of a prompt when the last of them is answered."""
+        self._take_group = take_group
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once no request is open."""

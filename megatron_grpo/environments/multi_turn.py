@@ -17,6 +17,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.generation import TakeGroup
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
 from megatron_grpo.environments.turns import Turns
@@ -140,6 +141,7 @@ class DialogueGeneration:
         """By number, what was sampled of turns in progress until they were cut."""
         self._params, self._turns, self._max_turns = params, turns, max_turns
         self.stop = params.stop
+        self._take_group: TakeGroup | None = None
         self.dialogues: list[Dialogue] = []
         for prompt in prompts:
             for index in range(params.num_generations):
@@ -191,7 +193,7 @@ class DialogueGeneration:
 
     async def wait_for_environments(self) -> None:
         """Wait for all outstanding answers of environments."""
-        await gather_all(map(self._settle, self.dialogues))
+        await gather_all(map(self._settle, range(len(self.dialogues))))
 
     async def take_answer(self, number: int, choice: Choice, url: str) -> Json | None:
         """Process a turn from the engine at `url`; returns the next request, None at the end."""
@@ -211,28 +213,17 @@ class DialogueGeneration:
     async def next_request(self, number: int) -> Json | None:
         """Wait for the environment of a dialogue; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
-        await self._settle(dialogue)
+        await self._settle(number)
         return None if dialogue.finish_reason else self._request(number, dialogue)
+
+    def tell_groups(self, take_group: TakeGroup) -> None:
+        """Have this called with all samples of a prompt when the last of its dialogues ends."""
+        self._take_group = take_group
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once every dialogue has ended."""
         assert self.is_complete
-        return [
-            Sample(
-                prompt=dialogue.prompt,
-                sample_index=dialogue.sample_index,
-                completion_ids=dialogue.completion_ids,
-                logprobs=dialogue.logprobs,
-                finish_reason=dialogue.finish_reason,
-                text=dialogue.text,
-                policy_version=dialogue.spans[0][0] if dialogue.spans else self.policy_version,
-                versions=tuple(dialogue.spans) if len(dialogue.spans) > 1 else (),
-                loss_mask=dialogue.loss_mask,
-                routed_experts=self._routes(dialogue),
-                step_rewards=tuple(dialogue.step_rewards),
-            )
-            for dialogue in self.dialogues
-        ]
+        return [self._sample(dialogue) for dialogue in self.dialogues]
 
     def abandon(self) -> None:
         """End the environments of all dialogues that have not ended, even in mid-step."""
@@ -240,11 +231,12 @@ class DialogueGeneration:
             if not dialogue.finish_reason:
                 dialogue.instance.end()
 
-    async def _settle(self, dialogue: Dialogue) -> None:
-        """Wait for the answer of the dialogue's environment and process it.
+    async def _settle(self, number: int) -> None:
+        """Wait for the answer of a dialogue's environment and process it.
 
         If this is cancelled while it waits, the answer stays pending for a later call.
         """
+        dialogue = self.dialogues[number]
         if dialogue.pending is None:
             return
         try:
@@ -258,9 +250,26 @@ class DialogueGeneration:
         dialogue.pending = None
         if dialogue.finish_reason:
             dialogue.instance.end()
+            first = number - number % self._params.num_generations
+            group = self.dialogues[first : first + self._params.num_generations]
+            if self._take_group and all(each.finish_reason for each in group):
+                self._take_group([self._sample(each) for each in group])
 
-    def _routes(self, dialogue: Dialogue) -> np.ndarray | None:
-        return np.concatenate(dialogue.routed_experts) if dialogue.routed_experts else None
+    def _sample(self, dialogue: Dialogue) -> Sample:
+        spans, routes = dialogue.spans, dialogue.routed_experts
+        return Sample(
+            prompt=dialogue.prompt,
+            sample_index=dialogue.sample_index,
+            completion_ids=dialogue.completion_ids,
+            logprobs=dialogue.logprobs,
+            finish_reason=dialogue.finish_reason,
+            text=dialogue.text,
+            policy_version=spans[0][0] if spans else self.policy_version,
+            versions=tuple(spans) if len(spans) > 1 else (),
+            loss_mask=dialogue.loss_mask,
+            routed_experts=np.concatenate(routes) if routes else None,
+            step_rewards=tuple(dialogue.step_rewards),
+        )
 
     def _request(self, number: int, dialogue: Dialogue) -> Json:
         return self._params.request(

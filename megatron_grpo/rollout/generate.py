@@ -260,8 +260,8 @@ class Rollout:
     def begin(self) -> Generation | DialogueRequests:
         """The requests of this round, of which no answer is there yet."""
         requests = self._rollouter.requests(self.sampler, self.request)
-        if self.early and isinstance(requests, Generation):
-            requests.take_group = self.early.begin
+        if self.early:
+            requests.tell_groups(self.early.begin)
         return requests
 
     def abandon(self) -> None:
