@@ -313,7 +313,7 @@ def test_a_turn_that_nobody_waits_for_any_more_is_not_trained_on(engine, tied_mo
 class Acting:
     """Stands for a session, until it is over."""
 
-    is_over, open = False, {}  # noqa: RUF012
+    is_over, open = False, {}
 
     async def next_request(self, place):
         return None
