@@ -39,6 +39,7 @@ from megatron_grpo.checkpoints.trainer_state import (
 )
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
+from megatron_grpo.rollout import rollouts
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
 from megatron_grpo.rollout.rollouts import RolloutScheduler
@@ -111,7 +112,7 @@ def score(samples) -> list[ScoredGroup]:
     groups = [samples[i : i + 4] for i in range(0, len(samples), 4)]
     totals = [[sum(sample.completion_ids) % 7 / 7 for sample in group] for group in groups]
     return [
-        ScoredGroup(group, [{"sums": total} for total in each], each)
+        ScoredGroup(group, [{"share_of_digits": total} for total in each], each)
         for group, each in zip(groups, totals, strict=True)
     ]
 
@@ -202,7 +203,8 @@ def row_of(sample) -> tuple:
 
 
 @pytest.fixture
-def rollouter(tmp_path: Path) -> Iterator[Rollouter]:
+def rollouter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouter]:
+    monkeypatch.setattr(rollouts, "on_rank_0", lambda runner, ask, errors: ask(runner))
     options = (
         f"rollout.max_completion_length={LENGTH}",
         f"rollout.max_staleness={MAX_STALENESS}",
