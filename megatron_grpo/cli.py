@@ -15,6 +15,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
+    check_apart,
     check_host,
     place_engines,
     rank_place,
@@ -253,6 +254,7 @@ def place(
     cfg = load_config(config, overrides or [])
     place_all = place_engines if only_engines else place_job
     placed = place_all(cfg, nodes.split(","), gpus_per_node)
+    check_apart(cfg, placed)
     print(f"run_dir {cfg.train.run_dir}\nranks_per_node {placed.ranks_per_node}")
     print(f"startup_timeout {cfg.rollout.startup_timeout:.0f}")
     for node in placed.trainer_nodes:

@@ -35,6 +35,8 @@ class AgentGeneration(SampleRequests):
         """`begin` opens the session of a sample, and starts its agent with a seed."""
         super().__init__(params)
         self._agents = agents
+        self._told: set[int] = set()
+        """The first session of each group that `_take_group` had."""
         self.sessions = [
             begin(prompt, index, params, self._params.turn_seed(number, turn=-1))
             for number, (prompt, index) in enumerate(self._each(prompts))
@@ -96,8 +98,10 @@ class AgentGeneration(SampleRequests):
     async def next_request(self, number: int) -> Json | None:
         """Wait until the agent asks for a turn; returns the request, None when it has ended."""
         session, place = self._place(number)
-        request = await session.next_request(place)
-        return self._json(number, request) if request else None
+        if request := await session.next_request(place):
+            return self._json(number, request)
+        self._tell_group(number // MOST_AT_ONCE)
+        return None
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once every agent has ended.
@@ -112,6 +116,15 @@ class AgentGeneration(SampleRequests):
         """End all agents, even in mid-turn."""
         for session in self.sessions:
             self._agents.end(session)
+
+    def _tell_group(self, number: int) -> None:
+        """A session is over, which each of its places tells."""
+        first = number - number % self._params.num_generations
+        group = self.sessions[first : first + self._params.num_generations]
+        is_new = first not in self._told and all(session.is_over for session in group)
+        if self._take_group and is_new:
+            self._told.add(first)
+            self._take_group([session.to_sample() for session in group])
 
     def _each(self, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, int]]:
         return ((each, index) for each in prompts for index in range(self._params.num_generations))

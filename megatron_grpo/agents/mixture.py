@@ -10,7 +10,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.generation import Generation, SampleRequests
+from megatron_grpo.engines.generation import Generation, SampleRequests, TakeGroup
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments.dialogues import Dialogues
@@ -71,6 +71,11 @@ class MixedGeneration(SampleRequests):
         """The next request of the number, as its part has it."""
         part, own = self._part(number)
         return await part.next_request(own)
+
+    def tell_groups(self, take_group: TakeGroup) -> None:
+        """Have every part call this."""
+        for part in self._parts:
+            part.tell_groups(take_group)
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once every part is complete."""

@@ -11,6 +11,9 @@ from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVer
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams, image_features
 
+TakeGroup = Callable[[list[Sample]], None]
+"""Called with all samples of a prompt when the last of them is complete."""
+
 
 class SampleRequests(ABC):
     """The requests for the samples of a generation, by number.
@@ -32,6 +35,7 @@ class SampleRequests(ABC):
         self.begun: dict[int, Choice] = {}
         """What was sampled for open requests before they were cut."""
         self._params = params
+        self._take_group: TakeGroup | None = None
 
     @property
     @abstractmethod
@@ -86,6 +90,10 @@ class SampleRequests(ABC):
     def abandon(self) -> None:  # noqa: B027 - only dialogues do something
         """End all dialogues that have not ended."""
 
+    def tell_groups(self, take_group: TakeGroup) -> None:
+        """Have `take_group` called for each prompt, though maybe not if its agents end last."""
+        self._take_group = take_group
+
 
 class Generation(SampleRequests):
     """Samples of each prompt by `params`: the open requests and the samples received.
@@ -109,8 +117,6 @@ class Generation(SampleRequests):
         super().__init__(params)
         self._prompts = prompts
         self._samples: dict[int, Sample] = {}
-        self.take_group: Callable[[list[Sample]], None] | None = None
-        """Called with all samples of a prompt when the last of them is answered."""
         self._open: dict[int, Json] = {}
         """By the number of the sample."""
         if features is None:
@@ -151,8 +157,8 @@ class Generation(SampleRequests):
         size = self._params.num_generations
         first = number - number % size
         group = [self._samples[n] for n in range(first, first + size) if n in self._samples]
-        if self.take_group and len(group) == size:
-            self.take_group(group)
+        if self._take_group and len(group) == size:
+            self._take_group(group)
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once no request is open."""

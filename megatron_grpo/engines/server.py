@@ -110,8 +110,9 @@ def engine_devices(
     """CUDA_VISIBLE_DEVICES of every engine: the GPUs after those of `num_ranks` trainer ranks.
 
     If these are too few, engines share the ranks' GPUs, from the first one on. On a machine without
-    GPUs, None for each engine. Raises ValueError if there are too few GPUs in all, or if vLLM is
-    not told how much of a shared GPU it may take.
+    GPUs, None for each engine. Raises ValueError if there are too few GPUs in all, if generations
+    would be made ahead on GPUs that could be divided, or if vLLM is not told how much of a shared
+    GPU it may take.
     """
     size, num_engines = rollout.gpus_per_engine, rollout.num_engines
     if num_devices == 0:
@@ -126,15 +127,23 @@ def engine_devices(
             f"{num_engines * size} GPUs, but this host has {num_devices}: lower one of them, or "
             "use engines on other hosts with rollout.base_urls"
         )
-    elif (names := PLANNED.get(rollout.engine)) and names.memory_fraction not in engine_table(
-        rollout
-    ):
-        raise ValueError(
+    else:
+        shared = (
             f"{num_ranks} trainer ranks leave {max(0, num_devices - num_ranks)} of {num_devices} "
             f"GPUs, but engines need {num_engines * size}: they would share the ranks' GPUs. "
-            "Set the fraction of a GPU that an engine may use, such as "
-            f"rollout.{rollout.engine}.{names.memory_fraction}=0.4"
         )
+        if rollout.max_staleness and num_devices > 1:
+            raise ValueError(
+                f"{shared}With rollout.max_staleness {rollout.max_staleness} both compute at the "
+                "same time, which is no faster there: have fewer ranks or engines, or set "
+                "rollout.max_staleness=0"
+            )
+        names = PLANNED.get(rollout.engine)
+        if names and names.memory_fraction not in engine_table(rollout):
+            raise ValueError(
+                f"{shared}Set the fraction of a GPU that an engine may use, such as "
+                f"rollout.{rollout.engine}.{names.memory_fraction}=0.4"
+            )
     return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]
 
 

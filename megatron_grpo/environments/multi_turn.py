@@ -180,7 +180,7 @@ class DialogueGeneration(SampleRequests):
 
     async def wait_for_environments(self) -> None:
         """Wait for all outstanding answers of environments."""
-        await gather_all(map(self._process_answer, self.dialogues))
+        await gather_all(map(self._process_answer, range(len(self.dialogues))))
 
     def add_answer(self, number: int, choice: Choice, url: str) -> None:
         """Take a turn from the engine at `url`, for which its environment is asked."""
@@ -195,28 +195,13 @@ class DialogueGeneration(SampleRequests):
     async def next_request(self, number: int) -> Json | None:
         """Wait for the environment of a dialogue; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
-        await self._process_answer(dialogue)
+        await self._process_answer(number)
         return None if dialogue.finish_reason else self._request(number, dialogue)
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once every dialogue has ended."""
         assert self.is_complete
-        return [
-            Sample(
-                prompt=dialogue.prompt,
-                sample_index=dialogue.sample_index,
-                completion_ids=dialogue.completion_ids,
-                logprobs=dialogue.logprobs,
-                finish_reason=dialogue.finish_reason,
-                text=dialogue.text,
-                policy_version=dialogue.spans[0][0] if dialogue.spans else self.policy_version,
-                versions=tuple(dialogue.spans) if len(dialogue.spans) > 1 else (),
-                loss_mask=dialogue.loss_mask,
-                routed_experts=self._routes(dialogue),
-                step_rewards=tuple(dialogue.step_rewards),
-            )
-            for dialogue in self.dialogues
-        ]
+        return [self._sample(dialogue) for dialogue in self.dialogues]
 
     def abandon(self) -> None:
         """End the environments of all dialogues that have not ended, even in mid-step."""
@@ -224,11 +209,12 @@ class DialogueGeneration(SampleRequests):
             if not dialogue.finish_reason:
                 dialogue.instance.end()
 
-    async def _process_answer(self, dialogue: Dialogue) -> None:
-        """Wait for the answer of the dialogue's environment and process it.
+    async def _process_answer(self, number: int) -> None:
+        """Wait for the answer of a dialogue's environment and process it.
 
         If this is cancelled while it waits, the answer stays pending for a later call.
         """
+        dialogue = self.dialogues[number]
         if dialogue.pending is None:
             return
         try:
@@ -242,9 +228,26 @@ class DialogueGeneration(SampleRequests):
         dialogue.pending = None
         if dialogue.finish_reason:
             dialogue.instance.end()
+            first = number - number % self._params.num_generations
+            group = self.dialogues[first : first + self._params.num_generations]
+            if self._take_group and all(each.finish_reason for each in group):
+                self._take_group([self._sample(each) for each in group])
 
-    def _routes(self, dialogue: Dialogue) -> np.ndarray | None:
-        return np.concatenate(dialogue.routed_experts) if dialogue.routed_experts else None
+    def _sample(self, dialogue: Dialogue) -> Sample:
+        spans, routes = dialogue.spans, dialogue.routed_experts
+        return Sample(
+            prompt=dialogue.prompt,
+            sample_index=dialogue.sample_index,
+            completion_ids=dialogue.completion_ids,
+            logprobs=dialogue.logprobs,
+            finish_reason=dialogue.finish_reason,
+            text=dialogue.text,
+            policy_version=spans[0][0] if spans else self.policy_version,
+            versions=tuple(spans) if len(spans) > 1 else (),
+            loss_mask=dialogue.loss_mask,
+            routed_experts=np.concatenate(routes) if routes else None,
+            step_rewards=tuple(dialogue.step_rewards),
+        )
 
     def _request(self, number: int, dialogue: Dialogue) -> Json:
         return self._params.request(

@@ -152,6 +152,15 @@ class Placement:
     ranks_per_node: int
     engines: Sequence[EnginePlace]
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether an engine has GPUs of ranks."""
+        return any(
+            node in self.trainer_nodes and engine.gpus.start < self.ranks_per_node
+            for engine in self.engines
+            for node in engine.nodes
+        )
+
 
 def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     """Put ranks on the first nodes and engines on the remaining GPUs.
@@ -194,6 +203,17 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
             f"nodes of {gpus_per_node}: {fewer if places else f'take {least} nodes or more'}"
         )
     return Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
+
+
+def check_apart(cfg: Config, placed: Placement) -> None:
+    """Raise ValueError if generations would be made ahead on GPUs that a job could divide."""
+    num_ranks, engines = cfg.dims.world_size, cfg.num_engines * cfg.rollout.gpus_per_engine
+    if cfg.rollout.max_staleness and placed.shares_gpus and num_ranks + engines > 2:
+        raise ValueError(
+            f"rollout.max_staleness {cfg.rollout.max_staleness}: {num_ranks} ranks and engines of "
+            f"{engines} GPUs in all would share GPUs, where both compute at the same time, and no "
+            "faster: take more nodes, have fewer ranks or engines, or set rollout.max_staleness=0"
+        )
 
 
 def _beside_reward_models(

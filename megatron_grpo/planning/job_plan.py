@@ -264,13 +264,8 @@ def shares_gpus(cfg: Config, card: GpuSpec, num_gpus: int) -> bool:
         )
     nodes = [str(number) for number in range(-(-num_gpus // card.per_node))]
     placed = place(cfg, nodes, min(num_gpus, card.per_node))
-    is_shared = any(
-        node in placed.trainer_nodes and engine.gpus.start < placed.ranks_per_node
-        for engine in placed.engines
-        for node in engine.nodes
-    )
     # A job may have only part of its last node, which `place` does not take into account.
-    return is_shared or ranks + engines + of_rewards > num_gpus
+    return placed.shares_gpus or ranks + engines + of_rewards > num_gpus
 
 
 def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:

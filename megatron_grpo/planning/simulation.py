@@ -97,9 +97,9 @@ class Engine:
         self.busy = 0.0
         self.left: Counter[int] = Counter()
         """Completions that have not ended, by generation."""
-        self.lag: defaultdict[int, float] = defaultdict(float)
+        self.staleness: defaultdict[int, float] = defaultdict(float)
         """Sum of the staleness of a generation's tokens."""
-        self.max_lag: Counter[int] = Counter()
+        self.max_staleness: Counter[int] = Counter()
         self._loop, self._pass_seconds = loop, cache(loop.pass_seconds)
         self._version, self._slowdown = 0, 1.0
         self._ended: dict[int, float] = {}
@@ -175,10 +175,11 @@ class Engine:
 
     def _count(self, end: float, generation: int, length: int) -> None:
         """Count the staleness of what was sampled of a completion since the latest push."""
-        sampled, lag = self._passes - max(end - length, self._pushed_at), generation - self._version
+        sampled = self._passes - max(end - length, self._pushed_at)
         if sampled > 0:
-            self.lag[generation] += sampled * lag
-            self.max_lag[generation] = max(self.max_lag[generation], lag)
+            staleness = generation - self._version
+            self.staleness[generation] += sampled * staleness
+            self.max_staleness[generation] = max(self.max_staleness[generation], staleness)
 
 
 def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Forecast:
@@ -214,8 +215,8 @@ def simulate(loop: Loop, mode: Mode, num_generations: int | None = None) -> Fore
         tokens_per_second=tokens / took,
         engines_busy=(sum(engine.busy for engine in engines) - busy) / took / loop.num_engines,
         trainer_busy=train_seconds * count / took,
-        staleness_mean=sum(each.lag[i] for each in engines for i in measured) / tokens,
-        staleness_max=max(each.max_lag[i] for each in engines for i in measured),
+        staleness_mean=sum(each.staleness[i] for each in engines for i in measured) / tokens,
+        staleness_max=max(each.max_staleness[i] for each in engines for i in measured),
     )
 
 

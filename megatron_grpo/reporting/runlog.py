@@ -24,9 +24,9 @@ from megatron_grpo.evaluation.evaluation import (
     metric_prefix,
 )
 from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
-from megatron_grpo.reporting.lag import gap_metrics, lag_metrics
 from megatron_grpo.reporting.metrics import StepReport, reward_metrics
 from megatron_grpo.reporting.progress import ProgressBar
+from megatron_grpo.reporting.staleness import gap_metrics, staleness_metrics
 from megatron_grpo.reporting.symptoms import Symptoms
 from megatron_grpo.reporting.trackers import open_trackers
 from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking, write_whole
@@ -87,7 +87,7 @@ class RunLog:
                 [sample.num_sampled for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
-            **lag_metrics(step - 1, samples, updates, self._rollout),
+            **staleness_metrics(cursor.generation, samples, updates, self._rollout),
             **gap_metrics(
                 compared_version, [samples[i] for i in indices], report.tokens, self._rollout
             ),

@@ -252,8 +252,8 @@ class Rollout:
     def begin(self) -> SampleRequests:
         """New requests for this round."""
         requests = self._rollouter.requests(self.sampler, self.request)
-        if self.early and isinstance(requests, Generation):
-            requests.take_group = self.early.begin
+        if self.early:
+            requests.tell_groups(self.early.begin)
         return requests
 
     def abandon(self) -> None:

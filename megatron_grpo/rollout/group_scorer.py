@@ -135,7 +135,7 @@ class EarlyScores:
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.prompt.index, []).append(sample)
-        # Groups that a checkpoint held complete but not scored, and dialogues.
+        # Groups that a checkpoint held complete but not scored, and those whose agents ended last.
         self.begin(*(group for index, group in groups.items() if index not in self._groups))
         return [self._groups[index].result() for index in groups]
 

@@ -147,8 +147,14 @@ def generation_of(agents: Agents, engine, num_prompts: int = 2, **params: Any) -
 
 def act(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> tuple[list[Sample], Any]:
     """The samples of agents, and the generation that they come from."""
-    made = generation_of(agents, engine, num_prompts, **params)
-    return agents.generate(made), made
+    made, told = generation_of(agents, engine, num_prompts, **params), []
+    made.tell_groups(told.append)
+    samples = agents.generate(made)
+    firsts = [samples.index(group[0]) for group in told]
+    assert len({*firsts}) == len(told)  # those that ended last may be missing
+    for first, group in zip(firsts, told, strict=True):
+        assert group == samples[first : first + len(group)]
+    return samples, made
 
 
 @contextmanager

@@ -166,7 +166,7 @@ def metrics(step: int, rows: list[dict], chance: random.Random) -> dict:
         "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": 0.25,
         "rollout/logprob_gap_mean": round(0.02 + 0.004 * chance.random(), 5),
-        "rollout/version_lag_mean": 0.5,
+        "rollout/staleness_mean": 0.5,
         "clip_ratio/high_mean": round(0.01 * chance.random(), 5),
         "time/generate": 8.0,
         "time/train": 5.0,

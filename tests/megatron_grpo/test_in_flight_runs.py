@@ -46,7 +46,7 @@ def test_no_token_is_older_than_allowed_and_pushes_do_not_wait(
     run_dir = in_flight_runs.folder / "whole"
     check_run(run_dir)
     records = read_metrics(run_dir)
-    assert max(record["rollout/version_lag_max"] for record in records) == MAX_STALENESS
+    assert max(record["rollout/staleness_max"] for record in records) == MAX_STALENESS
     assert any(record["rollout/mixed_versions_frac"] > 0 for record in records)
 
 
@@ -254,7 +254,7 @@ def check_many_steps(runs: InFlightRuns) -> None:
     check_run(run_dir, MANY_STEPS, OLDEST)
     records = read_metrics(run_dir)
     assert {1, 2} <= {record["rollout/num_engines"] for record in records}
-    assert max(record["rollout/version_lag_max"] for record in records) > 1
+    assert max(record["rollout/staleness_max"] for record in records) > 1
     dropped = sum(record["rollout/dropped_stale"] for record in records)
     print(f"{dict(what.events)}; {dropped:.0f} groups dropped")
 

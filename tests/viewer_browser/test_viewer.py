@@ -241,10 +241,10 @@ def test_a_step_that_repeats_a_generation_shows_its_completions(page: Browser) -
 @pytest.mark.parametrize("page", ["server"], indirect=True)
 def test_a_metric_is_chosen(page: Browser) -> None:
     page.click("#chooser summary")
-    page.type("#metric-search", "version_lag")
+    page.type("#metric-search", "staleness")
     page.click("#metric-groups label:not([hidden]) input")
     page.wait_for(
-        "document.querySelector('[data-metric=\"rollout/version_lag_mean\"] .scatterlayer')"
+        "document.querySelector('[data-metric=\"rollout/staleness_mean\"] .scatterlayer')"
     )
     traces = "document.querySelector('[data-metric=reward] .plot').data"
     assert page.run(f"{traces}.map((trace) => trace.name)") == ["math", "faster"]

@@ -17,11 +17,20 @@ from openai import OpenAI
 from transformers import AutoTokenizer
 
 from helpers.agents import act, as_plain, generation_of, running_agents, waiting_agents
-from helpers.engines import reference_logprobs, running_engine, served_model, wait_until
+from helpers.engines import (
+    random_prompts,
+    reference_logprobs,
+    running_engine,
+    sampling_params,
+    served_model,
+    wait_until,
+)
 from helpers.environments import sleepers
 from helpers.models import EOS_ID, tiny_model
 from helpers.runs import TINY_CONFIG
 from megatron_grpo.agents.chat import BadRequest
+from megatron_grpo.agents.generation import AgentGeneration
+from megatron_grpo.agents.session import MOST_AT_ONCE
 from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.choice import Choice, Logprobs
 
@@ -299,6 +308,29 @@ def test_a_turn_that_nobody_waits_for_any_more_is_not_trained_on(engine, tied_mo
         assert wait_until(lambda: len(made.record[0]) == 2, 60)
         [branch] = made.sessions[0].tree.branches
         assert sum(branch.loss_mask) == 3
+
+
+class Acting:
+    """Stands for a session, until it is over."""
+
+    is_over, open = False, {}
+
+    async def next_request(self, place):
+        return None
+
+    def to_sample(self):
+        return self
+
+
+def test_a_group_is_told_once_as_soon_as_the_last_of_its_agents_has_ended():
+    params = sampling_params(num_generations=2)
+    made = AgentGeneration(random_prompts(2), params, None, lambda *args: Acting())
+    made.tell_groups((told := []).append)
+    for number, expected in ((3, []), (0, []), (2, [[2, 3]]), (1, [[2, 3], [0, 1]])):
+        made.sessions[number].is_over = True
+        for place in range(2):  # all of a session's places are told that it is over
+            assert asyncio.run(made.next_request(number * MOST_AT_ONCE + place)) is None
+        assert [[made.sessions.index(each) for each in group] for group in told] == expected
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ def test_parts_share_no_number_or_seed_and_their_samples_are_in_the_order_of_the
     ]
     dialogues = MixedDialogues(CONFIG, lambda view: None, in_flight=None, is_own=False)
     made = dialogues.generation(prompts, sampling_params(first_position=3), CONFIG)
+    made.tell_groups((told := []).append)
     asked = made.open
     assert len(asked) == 2 * len(prompts)
     assert len({request["sampling_params"]["seed"] for request in asked.values()}) == len(asked)
@@ -40,6 +41,8 @@ def test_parts_share_no_number_or_seed_and_their_samples_are_in_the_order_of_the
     assert [(s.prompt.index, s.sample_index) for s in samples] == [
         (index, number) for index in range(len(prompts)) for number in range(2)
     ]
+    by_prompt = sorted(told, key=lambda group: group[0].prompt.index)
+    assert [sample for group in by_prompt for sample in group] == samples
     # Each has the answer to its own request.
     assert all(s.completion_ids[0] == s.prompt.token_ids[0] for s in samples)
 

@@ -1,11 +1,14 @@
 """Dialogues of real engines with real environments, token by token."""
 
+import asyncio
 import itertools
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.engines.engine import PROBE_INTERVAL
 from megatron_grpo.engines.http import NoServingEngine, is_healthy
 from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.environments import EnvironmentFailed
 from megatron_grpo.environments.multi_turn import Dialogue, DialogueGeneration
 from megatron_grpo.environments.turns import Turns
 from megatron_grpo.launch.process import Preempted
@@ -72,8 +76,12 @@ def generation_of(engine, environments, prompts: list[Prompt], max_turns=3, **se
 def converse(engine, folder: Path, name: str, prompts: list[Prompt], pool=None, **settings):
     """The samples of dialogues with environments of the class `name`, and their generation."""
     with environment_pool(folder, name, **(pool or {})) as environments:
-        generation = generation_of(engine, environments, prompts, **settings)
-        return engine.client().generate(generation), generation
+        generation, told = generation_of(engine, environments, prompts, **settings), []
+        generation.tell_groups(told.append)
+        samples = engine.client().generate(generation)
+    by_prompt = sorted(told, key=lambda group: group[0].prompt.index)
+    assert [*itertools.chain(*by_prompt)] == samples
+    return samples, generation
 
 
 @pytest.fixture
@@ -211,6 +219,29 @@ def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
         # This engine answers with routes to all; an evaluation keeps none.
         _, generation = converse(engine, tmp_path, "Echo", prompts[:1])
         assert not any(dialogue.routed_experts for dialogue in generation.dialogues)
+
+
+class Unborn:
+    """Stands for an environment, and fails when it is told to."""
+
+    def reset(self, *args):
+        self.began = Future()
+        return self.began
+
+    def end(self):
+        pass
+
+
+def test_a_group_is_told_as_soon_as_the_last_of_its_dialogues_ends():
+    environments, params = SimpleNamespace(new_instance=Unborn), sampling_params(num_generations=2)
+    made = DialogueGeneration(
+        prompts_with(2), params, environments=environments, turns=turns(), max_turns=1
+    )
+    made.tell_groups((told := []).append)
+    for number, expected in ((3, []), (0, []), (2, [2, 3]), (1, [2, 3, 0, 1])):
+        made.dialogues[number].instance.began.set_exception(EnvironmentFailed("at birth"))
+        assert asyncio.run(made.next_request(number)) is None
+        assert [2 * s.prompt.index + s.sample_index for group in told for s in group] == expected
 
 
 class Heard:

@@ -192,6 +192,11 @@ def test_command_prints_the_placement():
     ]
     said = CliRunner().invoke(cli.app, [*arguments, "rollout.tensor_parallel_size=8"])
     assert said.output.splitlines()[-1] == "engine a,b 0,1,2,3"
+    ahead = ["rollout.max_staleness=1", "grpo.old_logprobs=rollout"]
+    said = CliRunner().invoke(cli.app, [*arguments, *ahead])
+    assert "8 ranks and engines of 1 GPUs in all would share GPUs" in str(said.exception)
+    said = CliRunner().invoke(cli.app, [*arguments, *ahead, "--nodes", "a,b,c"])
+    assert said.output.splitlines()[-1] == "engine c 0"
 
 
 def test_a_job_of_engines_only_is_filled_with_them():

@@ -112,8 +112,8 @@ def test_tokens_are_as_old_as_the_pushes_between_say():
         engine.run(engine.clock + 0.8)
         engine.push(engine.clock, version)
     engine.finish(3)
-    assert engine.max_lag[3] == 3
-    assert engine.lag[3] == pytest.approx(80 * 3 + 80 * 2 + 80 * 1 + 60 * 0)
+    assert engine.max_staleness[3] == 3
+    assert engine.staleness[3] == pytest.approx(80 * 3 + 80 * 2 + 80 * 1 + 60 * 0)
 
 
 def test_with_a_heavy_tail_no_bound_is_slower_than_a_smaller_one():

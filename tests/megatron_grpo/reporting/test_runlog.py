@@ -18,8 +18,8 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.reporting.lag import gap_metrics, lag_metrics
 from megatron_grpo.reporting.runlog import RunLog
+from megatron_grpo.reporting.staleness import gap_metrics, staleness_metrics
 from parallel import ParallelDims
 
 
@@ -88,13 +88,13 @@ def test_a_full_disk_leaves_the_config_that_a_run_was_started_with(
 
 
 def test_the_age_of_tokens_is_told_as_shares_of_generations():
-    """At the second of two steps of generation 2; completions began at generations 0 and 1."""
+    """Of generation 2, of two steps each; completions began at generations 0 and 1."""
     rollout = RolloutConfig(max_completion_length=8, max_staleness=2, in_flight_updates=True)
     cut = sample(versions=((0, 1), (2, 2), (4, 3)))
-    found = lag_metrics(5, [cut, sample(versions=()), sample(versions=())], 2, rollout)
+    found = staleness_metrics(2, [cut, sample(versions=()), sample(versions=())], 2, rollout)
     assert found == {
-        "rollout/version_lag_mean": pytest.approx((5 + 2 * 3 + 3 * 1 + 12 * 3) / 18),
-        "rollout/version_lag_max": 5,
+        "rollout/staleness_mean": pytest.approx((1 * 2 + 14 * 1 + 3 * 0) / 18),
+        "rollout/staleness_max": 2,
         "rollout/mixed_versions_frac": pytest.approx(1 / 3),
         "rollout/mixed_versions_token_frac": pytest.approx(5 / 18),
         "rollout/staleness_frac/0": pytest.approx(3 / 18),

@@ -11,31 +11,36 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.samples import Sample
 
 
-def lag_metrics(
-    policy_version: int, samples: Sequence[Sample], updates: int, rollout: RolloutConfig
+def staleness_metrics(
+    generation: int, samples: Sequence[Sample], updates: int, rollout: RolloutConfig
 ) -> dict[str, float]:
-    """Optimizer steps between the weights that sampled a token and those that are trained.
+    """Mean and largest staleness of the tokens of `generation`, in generations: how many were
+    begun to be trained on between the weights that sampled a token and its own generation.
 
-    If weights are pushed in flight, also the share of completions of more than one version, that of
-    tokens which follow some of an older version in theirs, and for each age the share of tokens:
-    how many generations, of `updates` steps each, were begun since the weights that sampled them.
+    It is at most `rollout.max_staleness`; without that there are no metrics. A generation is
+    trained on in `updates` optimizer steps. If weights are pushed in flight, also the share of
+    tokens of each staleness, that of completions of more than one version, and that of tokens which
+    follow some of an older version in theirs.
     """
-    spans = [(policy_version - version, n) for sample in samples for version, n in sample.spans]
-    num_tokens = sum(n for _, n in spans)
-    mean = sum(lag * n for lag, n in spans) / num_tokens
+    if not rollout.max_staleness:
+        return {}
+    counts = Counter[int]()
+    for sample in samples:
+        for version, n in sample.spans:
+            counts[generation - version // updates] += n
+    num_tokens = counts.total()
+    metrics: dict[str, float] = {
+        "rollout/staleness_mean": sum(age * n for age, n in counts.items()) / num_tokens,
+        "rollout/staleness_max": max(counts),
+    }
     if not rollout.in_flight_updates:
-        return {"rollout/version_lag_mean": mean}
-    ages = Counter[int]()
-    for lag, n in spans:
-        ages[lag // updates] += n
-    return {
-        "rollout/version_lag_mean": mean,
-        "rollout/version_lag_max": max(lag for lag, _ in spans),
+        return metrics
+    return metrics | {
         "rollout/mixed_versions_frac": sum(bool(s.versions) for s in samples) / len(samples),
         "rollout/mixed_versions_token_frac": sum(n for s in samples for _, n in s.spans[1:])
         / num_tokens,
         **{
-            f"rollout/staleness_frac/{age}": ages[age] / num_tokens
+            f"rollout/staleness_frac/{age}": counts[age] / num_tokens
             for age in range(rollout.max_staleness + 1)
         },
     }
