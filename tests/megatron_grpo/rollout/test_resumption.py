@@ -140,7 +140,7 @@ class Process:
         scheduler, engine = self.scheduler, self.engine
         while self.step < num_steps:
             engine.trained = self.step
-            scheduler.take(self.step, self.step, TIMER)
+            scheduler.await_generation(self.step, self.step, TIMER)
             batch = self.batches[self.step] = scheduler.ready.pop(self.step)
             scheduler.request_ahead(self.step)
             self._learn(batch.experience)
