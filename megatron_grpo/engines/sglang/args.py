@@ -182,11 +182,6 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
             f"rollout.sglang.load_format {chosen} does not go with {told[0]}, as engines convert "
             "what they load: leave it out"
         )
-    if family == "qwen3_vl_moe":
-        raise ValueError(
-            f"{path}: SGLang does not read the stacks of experts of a {family}, and "
-            "would start with others: use rollout.engine=vllm"
-        )
     if family in IN_DTYPE_OF_FILE and stored not in (None, model.dtype):
         raise ValueError(
             f"{path}: dtype is {stored}, in which SGLang makes some layers of a {family} whatever "
