@@ -316,7 +316,7 @@ def _installed(python: str) -> Path:
     read = (folder / "arg_groups" / "fields", folder / PARSERS)
     if not found.stdout.strip() or not all(path.exists() for path in read):
         raise ValueError(
-            f"SGLang 0.5.23 is not installed for {python}: run `make setup-sglang` and set "
-            "rollout.python=.venv-sglang/bin/python"
+            f"SGLang 0.5.23 is not installed for {python}: run `make setup-sglang` (with GPUs "
+            "`make setup-sglang-gpu`) and set rollout.python=.venv-sglang/bin/python"
         )
     return folder
