@@ -31,7 +31,7 @@ ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py 
 	engines/test_push.py engines/test_joining.py engines/test_pool.py engines/test_sleep.py \
 	environments/test_multi_turn.py \
 	agents/test_agents.py agents/test_agent_runs.py test_weight_sync.py test_learning.py test_environment_runs.py \
-	test_faults.py test_in_flight_runs.py)
+	test_faults.py test_in_flight_runs.py test_cli.py::test_serve_is_an_engine_for_runs_that_name_its_address)
 APART := tests/sglang tests/slurm tests/viewer_browser
 TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/setup.stamp
