@@ -31,13 +31,13 @@ ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py 
 	engines/test_push.py engines/test_joining.py engines/test_pool.py engines/test_sleep.py \
 	environments/test_multi_turn.py \
 	agents/test_agents.py agents/test_agent_runs.py test_weight_sync.py test_learning.py test_environment_runs.py \
-	test_faults.py test_in_flight_runs.py)
+	test_faults.py test_in_flight_runs.py test_cli.py::test_serve_is_an_engine_for_runs_that_name_its_address)
 APART := tests/sglang tests/slurm tests/viewer_browser
 TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
+.PHONY: setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
 
 # A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 setup: $(STAMP)
@@ -64,6 +64,11 @@ $(SGLANG)/setup.stamp: requirements/torch.txt requirements/sglang.txt $(wildcard
 	$(SGLANG)/bin/python -m pip install --no-deps -r requirements/sglang.txt
 	$(SGLANG)/bin/python -m pip install --quiet --no-deps --no-build-isolation requirements/sgl_kernel -e .
 	touch $@
+
+# The same for NVIDIA GPUs, with all that SGLang asks for and no stand-ins.
+setup-sglang-gpu:
+	@requirements/make_venv.sh $(SGLANG) $(PYTHON)
+	$(SGLANG)/bin/python -m pip install -e '.[sglang]'
 
 demo-data: setup
 	$(BIN)/python demo/model.py models/SmolLM2-135M-Instruct

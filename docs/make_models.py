@@ -156,7 +156,6 @@ def row(folder: Path) -> list[str]:
     sglang = "on GPUs" if shape.linear else sglang
     if has_other_towers(folder):
         schemes, sglang = [], sglang.removesuffix(", fp8")
-        sglang = "no: stacks of experts" if "VL" in folder.name and shape.moe else sglang
     if not is_accepted(check_attention, "sglang", shape):
         sglang = "no: sparse attention" if shape.indexer else "no: windows"
         sglang = "no: Mamba-2" if shape.linear else sglang

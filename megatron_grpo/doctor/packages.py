@@ -35,10 +35,6 @@ class Wanted:
 FOR_GPUS = "bash requirements/gpu.sh"
 SGLANG = "0.5.23"
 """The release whose processes our code is written for."""
-SGLANG_FOR_GPUS = (
-    f"python3.12 -m venv .venv-sglang && .venv-sglang/bin/pip install sglang=={SGLANG} && "
-    ".venv-sglang/bin/pip install --no-deps -e ."
-)
 TRANSFORMER_ENGINE = "transformer-engine"
 TRACKERS = {
     "wandb": ("wandb.project", "pip install -e '.[wandb]'"),
@@ -130,7 +126,7 @@ def check_packages(
     if wanted.vllm:
         yield _check_vllm(declared, versions, on_gpu)
     if wanted.sglang is not None:
-        yield _check_sglang(wanted.sglang, SGLANG_FOR_GPUS if on_gpu else "make setup-sglang")
+        yield _check_sglang(wanted.sglang, f"make setup-sglang{'-gpu' if on_gpu else ''}")
     needed = {*wanted.trackers}
     if on_gpu and wanted.transformer_engine:
         needed.add(TRANSFORMER_ENGINE)

@@ -5,21 +5,26 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import uuid
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from helpers.cpu_time import seconds_of_a_million_numbers
 from helpers.engines import random_prompts, sampling_params, wait_until
 from helpers.pushes import client_of, push_folder
-from helpers.runs import TINY_CONFIG, finish_run
+from helpers.runs import RUN_MARK, TINY_CONFIG, finish_run, marked_processes
 from megatron_grpo.cli import app
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
+from megatron_grpo.workers.child_process import log_tail
 
 TOKEN = "0123456789abcdef"
 MILLIONS = 200
@@ -114,13 +119,14 @@ def test_check_says_that_a_config_can_start_and_starts_nothing(
     assert not run_dir.exists()
 
 
-def serve(tied_model: Path, token: str, *options: str) -> subprocess.Popen[str]:
+def serve(
+    tied_model: Path, token: str, *options: str, output: Any = subprocess.PIPE, **variables: str
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megatron_grpo.cli", "serve", str(TINY_CONFIG)]
-    overrides = [f"model.path={tied_model}", "rollout.engine=transformers"]
     return subprocess.Popen(
-        [*command, *overrides, *options],
-        env=os.environ | {TOKEN_VARIABLE: token},
-        stderr=subprocess.PIPE,
+        [*command, f"model.path={tied_model}", *options],
+        env=os.environ | variables | {TOKEN_VARIABLE: token},
+        stderr=output,
         text=True,
     )
 
@@ -147,22 +153,36 @@ def test_serve_wants_a_token_one_address_and_one_host(
 
 
 @pytest.mark.long
-def test_serve_is_an_engine_for_runs_that_name_its_address(tied_model: Path) -> None:
-    reserved = reserve_port()
-    port = reserved.getsockname()[1]
-    engine = serve(tied_model, TOKEN, "--host=127.0.0.2", f"--port={port}")
-    try:
-        url = f"http://127.0.0.2:{port}"
-        assert wait_until(lambda: is_healthy(url), seconds=240)
-        assert not is_healthy(f"http://127.0.0.1:{port}")
-        rollout = RolloutConfig(engine="transformers", max_completion_length=4)
-        push_folder(tied_model, rollout, [url], TOKEN, version=1)
-        client = client_of([url], TOKEN)
-        client.pool.finish_push([url])
-        params = sampling_params(policy_version=1, max_completion_length=4)
-        samples = client.generate(Generation(random_prompts(1), params))
-        assert len(samples) == 2
-    finally:
-        engine.kill()
-        engine.communicate()
-        reserved.close()
+def test_serve_is_an_engine_for_runs_that_name_its_address(
+    tied_model: Path, tmp_path: Path, engine_kind: dict[str, Any]
+) -> None:
+    """Until it is told to end: then it leaves no process behind, and no file but vLLM's sockets."""
+    options = [f"rollout.{key}={value}" for key, value in engine_kind.items() if value]
+    rollout, mark = RolloutConfig(**engine_kind, max_completion_length=4), uuid.uuid4().hex
+    with (
+        reserve_port() as reserved,
+        tempfile.TemporaryDirectory() as own,  # short enough for an engine's sockets
+        (tmp_path / "log").open("w") as log,
+    ):
+        port = reserved.getsockname()[1]
+        url, options = f"http://127.0.0.2:{port}", [*options, f"--port={port}"]
+        variables = {RUN_MARK: mark, "TMPDIR": own}
+        engine = serve(tied_model, TOKEN, "--host=127.0.0.2", *options, output=log, **variables)
+        try:
+            assert wait_until(lambda: engine.poll() is not None or is_healthy(url), seconds=240)
+            assert engine.poll() is None, log_tail(tmp_path / "log", 0)
+            assert not is_healthy(f"http://127.0.0.1:{port}")
+            push_folder(tied_model, rollout, [url], TOKEN, version=1)
+            client = client_of([url], TOKEN)
+            client.pool.finish_push([url])
+            params = sampling_params(policy_version=1, max_completion_length=4)
+            samples = client.generate(Generation(random_prompts(1), params))
+            assert len(samples) == 2
+            assert httpx.post(f"{url}/inference/v1/generate", json={}).status_code == 401
+            engine.terminate()
+            assert wait_until(lambda: not marked_processes(mark), 30), marked_processes(mark)
+            assert rollout.engine == "vllm" or [*Path(own).iterdir()] == []
+        finally:
+            for process in marked_processes(mark):
+                process.kill()
+            engine.wait()

@@ -39,7 +39,8 @@ from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
 
 FILE = "model.safetensors"
-WIDTHS: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 128}
+DENSE_WIDTH: dict[str, Any] = {"intermediate_size": 128}
+WIDTHS: dict[str, Any] = DENSE_WIDTH | {"moe_intermediate_size": 128}
 ONE_ROPE = {"rope_type": "default", "rope_theta": 5e3}
 OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 YARN = {
@@ -71,6 +72,7 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         }
     },
+    "qwen2": {"tied": True},
     "qwen3": {"rope_parameters": YARN},
     "olmo3": {
         "hidden_size": 128,
@@ -139,7 +141,9 @@ def tells_all(monkeypatch) -> None:
         ("qwen3_moe", 2, EP2),
         ("deepseek_v3", 2, TP2_PP2),
         pytest.param("llama", 2, TP2_PP2, marks=pytest.mark.slow),
+        pytest.param("llama", 1, ParallelDims(tensor=2), marks=pytest.mark.slow),
         pytest.param("qwen3", 1, TP2_PP2, marks=pytest.mark.slow),
+        pytest.param("qwen3", 2, ParallelDims(), marks=pytest.mark.slow),
         pytest.param("qwen2", 2, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("glm4_moe", 2, EP2, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 1, ParallelDims(tensor=2), marks=pytest.mark.slow),
@@ -153,6 +157,7 @@ def tells_all(monkeypatch) -> None:
         pytest.param("mistral3", 1, ParallelDims(tensor=2), marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", 1, TP2_PP2, marks=pytest.mark.slow),
         pytest.param("qwen3_vl", 2, TP2_PP2, marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", 2, EP2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -179,7 +184,7 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, siz
 def model(folder: Path, family: str, seed: int) -> Path:
     """A model whose layers SGLang does not pad for one or two workers."""
     if family in towers.CONFIGS:
-        sizes = {"intermediate_size": 128} | (OF_EXPERTS if family.endswith("moe") else {})
+        sizes = {"qwen3_5_moe": OF_EXPERTS, "qwen3_vl_moe": WIDTHS}.get(family, DENSE_WIDTH)
         tied = family == "gemma3"
         apart = towers.tiny_multimodal(folder, family, tied=tied, seed=seed, **sizes)
         if family != "qwen3_5_moe":
@@ -187,7 +192,7 @@ def model(folder: Path, family: str, seed: int) -> Path:
         return stacked_experts(apart, folder.with_suffix(".stacked"))  # as published
     if family == WHOLE_QUERIES:
         return servable_model(folder, "deepseek_v3", seed=seed, q_lora_rank=None, **WIDTHS)
-    widths = {"intermediate_size": 128} if family in DENSE else WIDTHS
+    widths = DENSE_WIDTH if family in DENSE else WIDTHS
     folder = servable_model(folder, family, seed=seed, **widths | OF_SGLANG.get(family, {}))
     if family == "gpt_oss":  # of which SGLang has sinks in bfloat16 alone
         weights = load_file(folder / FILE)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.engines import SGLANG_PYTHON
 from helpers.runs import TINY_CONFIG
 from helpers.slurm_cluster import NODE_MEGABYTES, PACKAGES, REPOSITORY, Job, is_installed
 from helpers.slurm_jobs import TRANSFORMERS, VENV, submitter
@@ -20,6 +21,11 @@ pytestmark = [
 ]
 
 
+SGLANG = ["rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"]
+OF_SGLANG = [
+    pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="`make setup-sglang` makes it"),
+    pytest.mark.timeout(600),
+]
 KILLS_RANK_0 = """
 import psutil
 def reward(completions, **_):
@@ -104,8 +110,13 @@ def test_an_engine_that_ends_is_told_while_another_hangs(submit):
     assert run.await_silence() == []
 
 
-def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit):
-    run = submit(TRANSFORMERS, "train.num_steps=6", ranks_per_node=2)
+@pytest.mark.parametrize(
+    "engine",
+    [[TRANSFORMERS], pytest.param(SGLANG, marks=[*OF_SGLANG, pytest.mark.slow])],
+    ids=["transformers", "sglang"],
+)
+def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit, engine):
+    run = submit(*engine, "train.num_steps=6", ranks_per_node=2)
     run.await_step(2)
     run.job.signal("USR1")
     run.await_end()

@@ -182,11 +182,6 @@ def check_folder_loaded(model: ModelConfig, rollout: RolloutConfig) -> None:
             f"rollout.sglang.load_format {chosen} does not go with {told[0]}, as engines convert "
             "what they load: leave it out"
         )
-    if family == "qwen3_vl_moe":
-        raise ValueError(
-            f"{path}: SGLang does not read the stacks of experts of a {family}, and "
-            "would start with others: use rollout.engine=vllm"
-        )
     if family in IN_DTYPE_OF_FILE and stored not in (None, model.dtype):
         raise ValueError(
             f"{path}: dtype is {stored}, in which SGLang makes some layers of a {family} whatever "
@@ -321,7 +316,7 @@ def _installed(python: str) -> Path:
     read = (folder / "arg_groups" / "fields", folder / PARSERS)
     if not found.stdout.strip() or not all(path.exists() for path in read):
         raise ValueError(
-            f"SGLang 0.5.23 is not installed for {python}: run `make setup-sglang` and set "
-            "rollout.python=.venv-sglang/bin/python"
+            f"SGLang 0.5.23 is not installed for {python}: run `make setup-sglang` (with GPUs "
+            "`make setup-sglang-gpu`) and set rollout.python=.venv-sglang/bin/python"
         )
     return folder

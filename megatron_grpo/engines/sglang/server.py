@@ -7,15 +7,17 @@ as well, all behind the token.
 """
 
 import asyncio
+import atexit
 import base64
 import json
 import math
 import os
+import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import msgspec
@@ -35,6 +37,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils import kill_process_tree
 
 from megatron_grpo.engines.access import TokenGuard
 from megatron_grpo.engines.choice import CUT, NOT_FINITE, npy_of
@@ -247,13 +250,8 @@ async def derender(request: Request) -> Json:
     ids = turn["token_ids"]
     # Marks of calls and of reasoning may be special tokens.
     plain = not asked.tools and chat.reasoning_parser is None
-    meta = {
-        "id": "turn",
-        "finish_reason": {"type": turn["finish_reason"]},
-        "prompt_tokens": 0,
-        "completion_tokens": len(ids),
-        "weight_version": "",
-    }
+    meta = {"id": "turn", "prompt_tokens": 0, "completion_tokens": len(ids), "weight_version": ""}
+    meta["finish_reason"] = {"type": turn["finish_reason"]}
     text = manager().tokenizer.decode(ids, skip_special_tokens=plain)
     answer = chat._build_chat_response(
         asked, [{"text": text, "output_ids": ids, "meta_info": meta}], created=0
@@ -382,14 +380,17 @@ async def ask_workers(method: str, arguments: Json) -> list[Json]:
 
 
 def main() -> None:
-    """Serve until killed. The token comes by the environment."""
+    """Serve until told to end, and leave no file behind. The token comes by the environment."""
     ours = {route.path for route in router.routes}
     routes = http_server.app.router.routes
     routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)
-    with TemporaryDirectory() as own:
-        os.environ |= VARIABLES | {RENDEZVOUS_VARIABLE: f"file://{own}/workers"}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # uvicorn may raise it again
+    atexit.register(kill_process_tree, os.getpid(), include_parent=False)  # or they are waited for
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        tempfile.tempdir = own  # SGLang leaves its sockets behind
+        os.environ |= VARIABLES | {RENDEZVOUS_VARIABLE: f"file://{own}/workers", "TMPDIR": own}
         arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own, "model")))
         http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
 

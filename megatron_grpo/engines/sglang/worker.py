@@ -37,6 +37,8 @@ from sglang.srt.utils.weight_versions import compute_weight_version_spans
 from torch import Tensor
 from torch.nn import Module
 
+from checkpoint_convert import read_shape
+from checkpoint_convert.megatron import file_layout
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
@@ -46,7 +48,9 @@ from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
 from megatron_grpo.engines.weight_receivers import Receiver
+from parallel import ShardMapping
 from parallel.checksum import checksums
+from parallel.views import as_whole
 
 Weights = Iterator[tuple[str, Tensor]]
 FAILED = "failed"
@@ -118,9 +122,26 @@ def load_from(folder: Path) -> None:
     """From now on, load the weights of text of that folder, dequantised."""
 
     def tensors(self: DefaultModelLoader, model_config: ModelConfig, model: Module) -> Weights:
-        return whole_tensors(folder)
+        moe = read_shape(folder).moe
+        is_transposed = moe is not None and moe.stacks == "transposed"
+        return tensors_apart(folder) if is_transposed else whole_tensors(folder)
 
     DefaultModelLoader._get_all_weights = tensors
+
+
+def tensors_apart(folder: Path) -> Weights:
+    """Name and values of every tensor of a folder, each expert of a stack by itself.
+
+    So SGLang's class of text reads those of Qwen3-VL, which publishes stacks of transposes.
+    """
+    layout = file_layout(read_shape(folder))
+    pieces: dict[str, list[ShardMapping]] = {}
+    for piece in layout.pieces:
+        pieces.setdefault(piece.local, []).append(piece)
+    for name, values in whole_tensors(folder):
+        stack = values.view(layout.shapes[name])
+        for piece in pieces[name]:
+            yield piece.tensor, as_whole(stack[piece.local_box.slices], piece.axes)
 
 
 def quantize_loaded(scheme: str) -> None:

@@ -103,12 +103,6 @@ def test_families_with_layers_in_the_dtype_of_config_json_are_served_in_no_other
         check_folder_loaded(ModelConfig(path=folder, dtype="bfloat16"), rollout())
 
 
-def test_stacks_of_experts_that_sglang_does_not_read_are_refused(tmp_path):
-    folder = tiny_multimodal(tmp_path, "qwen3_vl_moe")
-    with pytest.raises(ValueError, match="does not read the stacks of experts of a qwen3_vl_moe"):
-        check_folder_loaded(ModelConfig(path=folder), rollout())
-
-
 def test_sglang_is_told_of_a_text_tower_by_a_class_that_it_has(tmp_path, monkeypatch):
     monkeypatch.setenv(WEIGHTS_VARIABLE, "")
     model = tiny_multimodal(tmp_path / "model", "kimi_k25")
