@@ -296,7 +296,8 @@ def _check_model(cfg: Config) -> ModelShape:
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
     sidecar_files(folder)  # the files that every checkpoint and export copies
-    if model := quantized_model(cfg.train.export_quantization, shape, NAMES[cfg.model.dtype]):
+    exported, ignore = cfg.train.export_quantization, cfg.rollout.quantization_ignore
+    if model := quantized_model(exported, shape, NAMES[cfg.model.dtype], ignore):
         check_ranks(shape, cfg.dims, model)
     if has_other_towers(folder):
         check_text_tower(cfg)

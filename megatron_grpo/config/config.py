@@ -191,11 +191,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _pushes_are_quantized(self) -> Self:
-        name = self.rollout.quantization
-        if self.rollout.quantization_aware and (self.lora.r or self.model.megatron.get("fp8")):
+        name, exported = self.rollout.quantization, self.train.export_quantization
+        if self.rollout.quantization_ignore and name == exported == "none":
             raise ValueError(
-                "rollout.quantization_aware true goes neither with lora.r nor with "
-                "model.megatron.fp8 yet: leave out one of the two"
+                "rollout.quantization_ignore does nothing without rollout.quantization or "
+                "train.export_quantization: leave it out"
+            )
+        if self.rollout.quantization_aware and self.model.megatron.get("fp8"):
+            raise ValueError(
+                "rollout.quantization_aware true does not go with model.megatron.fp8 yet: leave "
+                "out one of the two"
             )
         if name == "none" or self.train.replay is not None:
             return self

@@ -64,8 +64,7 @@ def probe_logprobs(
     gap = same = _gap(minibatches, policy, cfg, groups, device)
     metrics = {"probe/logprob_gap_mean": gap.mean, "probe/logprob_gap_max": gap.largest}
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
-    # Engines have the sum with adapters. A policy that is aware has computed so already.
-    if model and policy.adapters is None and not cfg.rollout.quantization_aware:
+    if model and not cfg.rollout.quantization_aware:  # else the policy has computed so already
         with quantized_weights(policy, model, groups):
             same = _gap(minibatches, policy, cfg, groups, device)
         metrics["probe/quantized_logprob_gap_mean"] = same.mean
