@@ -157,8 +157,8 @@ def export_checkpoint(
     `hf_config` is a folder with config.json, tokenizer and generation config; None uses those that
     the checkpoint holds. `dtype` (a safetensors name such as "BF16") converts all weights; None
     keeps the dtype of each. `quantization`, if one of `SCHEMES`, quantises the weights of linear
-    layers but for those to `ignore`, as rounded to the main dtype of the others. `out` appears only when it is complete.
-    Raises ValueError if any argument is invalid.
+    layers but for those to `ignore`, as rounded to the main dtype of the others. `out` appears only
+    when it is complete. Raises ValueError if any argument is invalid.
     """
     if not is_torch_dist(megatron):
         raise ValueError(

@@ -54,7 +54,9 @@ def quantized_engine_layouts(
     layouts: Sequence[Layout], shape: ModelShape, dims: EngineDims, model: QuantizedModel
 ) -> list[Layout]:
     """What the workers hold that have the `engine_layouts` of the model before it is quantised."""
-    parameters = [_scales(each, model) for each in engine_parameters(shape) if model.quantizes(each)]
+    parameters = [
+        _scales(each, model) for each in engine_parameters(shape) if model.quantizes(each)
+    ]
     scales = [worker_layout(parameters, shape, dims, rank) for rank in range(dims.num_workers)]
     return [
         Layout({**a.shapes, **b.shapes}, (*a.pieces, *b.pieces), a.zeros)

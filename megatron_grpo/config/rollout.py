@@ -95,7 +95,7 @@ class RolloutConfig(Section):
     quantization: EngineQuantization = "none"
     """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
     128 x 128), `fp8_channel` or `int8` (a scale per row; not SGLang); `none`: in model.dtype."""
-    quantization_ignore: list[str] = []
+    quantization_ignore: list[str] = Field(default=[])
     """Modules whose weights stay in model.dtype, also in `train.export_quantization`, by their
     names in the weight files or by what these begin with as a regular expression after `re:`
     (compressed-tensors' `ignore`), such as `re:model.layers.0.`."""
