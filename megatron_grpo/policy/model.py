@@ -105,10 +105,8 @@ class Policy(Model):
 
     def served(self, lora: LoraConfig) -> Mapping[str, Tensor]:
         """What pushes carry: adapters, or `parameters` with them merged; collective like those."""
-        return self.adapters.scaled() if self.adapters and lora.is_served else self.merged()
-
-    def merged(self) -> Mapping[str, Tensor]:
-        """`parameters` with adapters merged, if there are any; collective like those."""
+        if self.adapters and lora.is_served:
+            return self.adapters.scaled()
         weights = self.parameters()
         return Merged(weights, self.adapters) if self.adapters else weights
 

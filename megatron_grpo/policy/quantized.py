@@ -13,6 +13,7 @@ from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_layout, quantized_model
 from checkpoint_convert.quantized_shard import Maxima, QuantizedShard
 from megatron_grpo.config.config import Config
+from megatron_grpo.policy.lora import Merged
 from megatron_grpo.policy.model import Policy, build_policy
 from parallel import Layout, Sender
 from parallel.groups import Groups
@@ -39,7 +40,8 @@ def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> 
     rest is their weight meanwhile. Collective over the ranks that split a weight. The weights
     themselves wait in host memory.
     """
-    weights, merged = policy.parameters(), policy.merged()
+    weights = policy.parameters()
+    merged = Merged(weights, policy.adapters) if policy.adapters else weights
     shard = quantized_shard(merged, policy.layout, model, groups)
     kept = {name: weights[name].detach().to("cpu", copy=True) for name in shard.quantized}
     try:

@@ -31,6 +31,7 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.quantized import QuantizedPolicy
@@ -252,7 +253,7 @@ def with_adapters(rank: int, folder: Path, case: Case) -> dict[str, Any]:
     policy = aware(case, folder, groups, *adapters.options("qwen3_moe"))
     adapters.set_b(policy)
     share = pack_all(LENGTHS, groups.dims)[groups.coordinates.data :: groups.dims.data]
-    merged = policy.merged()
+    merged = policy.served(LoraConfig(sync="merged"))
     found: dict[str, Any] = {"logprobs": logprobs_of(policy, groups, share)}
     found["merged"] = [
         (piece.tensor, piece.box, merged[piece.local].detach()[piece.local_box.slices].clone())
