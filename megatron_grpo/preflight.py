@@ -296,8 +296,8 @@ def _check_model(cfg: Config) -> ModelShape:
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
     sidecar_files(folder)  # the files that every checkpoint and export copies
-    exported, ignore = cfg.train.export_quantization, cfg.rollout.quantization_ignore
-    if model := quantized_model(exported, shape, NAMES[cfg.model.dtype], ignore):
+    quantization, ignore = cfg.train.export_quantization, cfg.rollout.quantization_ignore
+    if model := quantized_model(quantization, shape, NAMES[cfg.model.dtype], ignore):
         check_ranks(shape, cfg.dims, model)
     if has_other_towers(folder):
         check_text_tower(cfg)

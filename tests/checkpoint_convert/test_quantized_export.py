@@ -21,7 +21,7 @@ from checkpoint_convert.quantized_shard import QuantizedShard, quantized_tensors
 from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
 from checkpoint_convert.transfer import transfer
 from checkpoint_convert.verify import verify_weights
-from checkpoint_convert.weights import read_weights
+from checkpoint_convert.weights import read_weights, whole_tensors
 from helpers.conversions import assert_same, weights_of
 from helpers.models import tiny_model
 from helpers.quantized import NVFP4, is_quantized, nvfp4_weights
@@ -116,7 +116,25 @@ def test_an_export_is_the_model_quantised_and_says_so(checkpoints, exports, fami
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_compressed_tensors_reads_the_config_and_transformers_the_weights(exports, scheme):
+def test_transformers_computes_with_what_the_numbers_stand_for(exports, scheme):
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    folder = exports["phi3" if scheme == "nvfp4" else "qwen3", scheme]
+    how = (
+        {}
+        if scheme == "fp8"
+        else {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
+    )
+    found = AutoModelForCausalLM.from_pretrained(folder, **how).state_dict()
+    # Scales per row become bfloat16 before it multiplies by them.
+    error = 2**-7 if scheme in ("fp8_channel", "int8") else 0.0
+    for name, expected in whole_tensors(folder):
+        assert found[name].dtype == torch.bfloat16
+        torch.testing.assert_close(found[name], expected.bfloat16(), rtol=error, atol=0.0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compressed_tensors_reads_the_config(exports, scheme):
     from compressed_tensors.quantization import QuantizationConfig
     from transformers import AutoConfig
 
