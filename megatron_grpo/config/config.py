@@ -140,6 +140,7 @@ class Config(Section):
             engines_sleep=self.rollout.enable_sleep_mode,
             is_optimizer_on_host=self.optimizer.optimizer_cpu_offload,
             has_reference=self.grpo.beta > 0,
+            pushes_quantized=self.rollout.quantization != "none",
         )
         return self
 

@@ -423,6 +423,7 @@ REFUSED = [
     ),
     ("rollout.weight_transport=disk + lora.r=4", "without rollout.weight_transport=disk"),
     ("rollout.quantization=int8 + model.dtype=bfloat16 + lora.r=4", "set lora.sync=merged"),
+    (f"{OFFLOADS}=all + rollout.quantization=int8", "set train.offload=optimizer"),
     ("rollout.quantization_aware=true", "rollout.quantization is none: set it to fp8"),
     (
         "rollout.quantization=int8 + rollout.quantization_aware=true + model.megatron={fp8: e4m3}",
