@@ -143,12 +143,12 @@ def spread(scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Te
     return scales.float()[rows][:, columns]
 
 
-def rounded_copy(model: Path, folder: Path, scheme: str) -> Path:
+def rounded_copy(model: Path, folder: Path, scheme: str, ignore: Sequence[str] = ()) -> Path:
     """Copy `model` with the numbers that its weights stand for once a run has quantised them."""
     shutil.copytree(model, folder)
-    how = quantized_model(scheme, read_shape(model), "BF16")
+    how = quantized_model(scheme, read_shape(model), "BF16", ignore)
     assert how is not None
-    weights = dict(quantized_tensors(model, scheme))
+    weights = dict(quantized_tensors(model, scheme, ignore))
     for name, size in how.matrices.items():
         scales = weights.pop(how.scale_name(name))
         product = dequantized(weights[name], scales, how.scheme.block_in(size), (0, 0))
