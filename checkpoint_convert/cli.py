@@ -68,6 +68,14 @@ Quantized = Annotated[
         "with a scale per row, or to NVFP4, 4 bits in blocks of 16 (compressed-tensors)."
     ),
 ]
+Ignored = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore",
+        help="A module that is not quantised, or re: and a regular expression of what names begin "
+        "with (compressed-tensors' ignore); may be repeated.",
+    ),
+]
 Workers = Annotated[int, _size("--workers", "Number of worker processes.")]
 TensorSize = Annotated[int, _size("--tp", "Tensor parallel size.")]
 PipelineSize = Annotated[int, _size("--pp", "Pipeline parallel size.")]
@@ -139,6 +147,7 @@ def export(
     max_shard_size: MaxShardSize = "5GB",
     dtype: Dtype = None,
     quantization: Quantized = "none",
+    ignore: Ignored = None,
     workers: Workers = NUM_WORKERS,
 ) -> None:
     """Convert a Megatron checkpoint to a Hugging Face folder.
@@ -158,6 +167,7 @@ def export(
             hf_config=hf_config,
             dtype=DTYPES[dtype],
             quantization=quantization,
+            ignore=ignore or (),
             max_shard_bytes=max_shard_bytes,
             num_workers=workers,
             progress=progress,

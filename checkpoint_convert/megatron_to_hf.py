@@ -4,7 +4,7 @@ The folder is made complete but for the values of its weights, which several pro
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from math import prod
 from pathlib import Path
@@ -147,6 +147,7 @@ def export_checkpoint(
     hf_config: Path | None = None,
     dtype: str | None = None,
     quantization: str = "none",
+    ignore: Sequence[str] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
     num_workers: int = 1,
     progress: Progress = lambda done, total: None,
@@ -156,8 +157,8 @@ def export_checkpoint(
     `hf_config` is a folder with config.json, tokenizer and generation config; None uses those that
     the checkpoint holds. `dtype` (a safetensors name such as "BF16") converts all weights; None
     keeps the dtype of each. `quantization`, if one of `SCHEMES`, quantises the weights of linear
-    layers, as rounded to the main dtype of the others. `out` appears only when it is complete.
-    Raises ValueError if any argument is invalid.
+    layers but for those to `ignore`, as rounded to the main dtype of the others. `out` appears only
+    when it is complete. Raises ValueError if any argument is invalid.
     """
     if not is_torch_dist(megatron):
         raise ValueError(
@@ -168,7 +169,7 @@ def export_checkpoint(
     with closing(open_weights(megatron, read_shape(config))) as weights:
         shape, shapes = weights.shape, hf_tensors(weights.shape)
         dtypes = weights.dtypes if dtype is None else hf_dtypes(shape, dtype, "F32")
-        quantized = quantized_model(quantization, shape, main_dtype(shapes, dtypes))
+        quantized = quantized_model(quantization, shape, main_dtype(shapes, dtypes), ignore)
         num_bytes = num_bytes_of(stored_tensors(shape, dtypes, quantized))
         with new_folder(out, num_bytes) as folder:
             create_folder(folder, config, shape, dtypes, max_shard_bytes, quantized)

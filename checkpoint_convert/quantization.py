@@ -15,6 +15,9 @@ from parallel import Shape
 MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt says how weights are quantised, in folders whose config.json does not."""
 CONFIG_KEYS = ("quantization_config", "compression_config")
+REGEX = "re:"
+"""What begins the name of a module that is a regular expression."""
+DEEPSEEK_SUFFIX = "_scale_inv"
 SCALE_DTYPES = ("F32", "BF16", "F16")
 
 # The extents of a block; None: all of that dimension.
@@ -56,6 +59,8 @@ class Scheme:
     there is none."""
     divides: bool = True
     """Whether scales of blocks are divided by that one; otherwise they are multiplied."""
+    is_either: bool = False
+    """Whether scales may also be named as in DeepSeek's files."""
 
     @property
     def per_byte(self) -> int:
@@ -81,7 +86,8 @@ class Scheme:
     def stored_names(self, names: Collection[str]) -> set[str]:
         """The names in the files of tensors with these names, and of their scales."""
         scales = (scale for name in names for scale in self.scale_names(name))
-        return {*names, *(name + self.numbers for name in names), *scales}
+        others = (name + DEEPSEEK_SUFFIX for name in names if self.is_either)
+        return {*names, *(name + self.numbers for name in names), *scales, *others}
 
     def stored(self, name: str, shape: Shape) -> dict[str, tuple[str, Shape]]:
         """Dtype and shape of each tensor that files have in place of a matrix."""
@@ -147,6 +153,12 @@ def quantization_config(name: str, ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def ignored_modules(config: Mapping[str, Any]) -> list[str]:
+    """Those of `quantization_config`."""
+    ignored: list[str] = config["ignore" if "ignore" in config else "modules_to_not_convert"]
+    return ignored
+
+
 def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
     """The scheme that `table` describes: quantization_config, in the file `path`.
 
@@ -154,9 +166,11 @@ def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:
     naming the setting, for one that is not supported.
     """
     match table.get("quant_method"):
+        case "fp8" if table.get("weight_block_size") is None:
+            return Scheme("F8_E4M3", _STRATEGIES["tensor"], "_scale", read_as, is_either=True)
         case "fp8":
             block = _block(path, table, "weight_block_size")
-            return Scheme("F8_E4M3", block, "_scale_inv", read_as)
+            return Scheme("F8_E4M3", block, DEEPSEEK_SUFFIX, read_as)
         case "compressed-tensors":
             dtype, block = _compressed(path, table)
             if dtype == "U8":

@@ -3,7 +3,8 @@
 Embedding, head, norms, biases and routers stay as they are.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from checkpoint_convert.families.description import Parameter
 from checkpoint_convert.families.ffn import ROUTER
 from checkpoint_convert.megatron import megatron_layout
 from checkpoint_convert.peft import WEIGHT
-from checkpoint_convert.quantization import Scheme, quantization_config, scheme_of
+from checkpoint_convert.quantization import REGEX, Scheme, quantization_config, scheme_of
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.vllm import engine_parameters
 from parallel import Box, Layout, ParallelDims, Shape, ShardMapping
 
+HEAD = "lm_head"
 _NUM_SHOWN = 8
 
 
@@ -59,12 +61,20 @@ class QuantizedModel:
         """That of the agreed scales."""
         return (1,) if self.scheme.whole else self.scheme.grid(self.matrices[weight])
 
+    def quantizes(self, parameter: Parameter) -> bool:
+        """Whether an engine has this parameter quantised."""
+        return parameter.sources[0].name in self.matrices
 
-def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> QuantizedModel | None:
+
+def quantized_model(
+    quantization: str, shape: ModelShape, dtype: str, ignore: Sequence[str] = ()
+) -> QuantizedModel | None:
     """A model of `shape` quantised by one of `SCHEMES`; what is not quantised has `dtype`.
 
-    `dtype` is as safetensors names it. None if `quantization` is ``none``. Raises ValueError,
-    naming the weights, if engines could not load them.
+    `dtype` is as safetensors names it. `ignore` are modules that are not quantised, by their names
+    in the weight files, or `re:` and what these begin with, as compressed-tensors has it. None if
+    `quantization` is ``none``. Raises ValueError, naming the weights, if engines could not load
+    them.
     """
     if quantization == "none":
         return None
@@ -79,9 +89,10 @@ def quantized_model(quantization: str, shape: ModelShape, dtype: str) -> Quantiz
             "attention: leave it out"
         )
     parameters = [*engine_parameters(shape)]
-    linear = [each for each in parameters if is_quantized(each)]
+    others = _ignored(parameters, ignore)
+    linear = [p for p in parameters if _is_matrix(p) and p.sources[0].name not in others]
     routers = [each.sources[0].name for each in parameters if each.name == ROUTER]
-    ignored = [name.removesuffix(WEIGHT) for name in (*routers, "lm_head.weight")]
+    ignored = [*(name.removesuffix(WEIGHT) for name in (*routers, *others)), HEAD]
     config = quantization_config(quantization, ignored)
     scheme = scheme_of(Path(quantization), config, dtype)
     _check_fits(linear, scheme)
@@ -101,10 +112,43 @@ def _fused(linear: list[Parameter]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in together.values() for name in names}
 
 
-def is_quantized(parameter: Parameter) -> bool:
-    """Whether an engine's parameter is a weight that is quantised: that of a linear layer."""
+def _is_matrix(parameter: Parameter) -> bool:
+    """Whether an engine's parameter is the weight of a linear layer."""
     is_of_layer = ".layers." in parameter.sources[0].name
     return len(parameter.shape) == 2 and is_of_layer and parameter.name != ROUTER
+
+
+def _ignored(parameters: Sequence[Parameter], ignore: Sequence[str]) -> dict[str, None]:
+    """The weights of linear layers that are not to be quantised: see `quantized_model`.
+
+    Raises ValueError for a name that is no module's, and if there are others that engines have in
+    the same matrix or, of experts, in the same layer.
+    """
+    if not ignore:
+        return {}
+    modules = {source.name.removesuffix(WEIGHT) for each in parameters for source in each.sources}
+    known, named = {*modules, HEAD}, set[str]()
+    for name in ignore:
+        found = {name} & known
+        if name.startswith(REGEX):
+            found = set(filter(re.compile(name.removeprefix(REGEX)).match, known))
+        if not found:
+            raise ValueError(f"quantization_ignore: the model has no module {name!r}")
+        named |= found
+    together: dict[str, list[str]] = {}
+    for each in filter(_is_matrix, parameters):
+        name = each.engine_name or each.sources[0].name
+        key = name.rpartition(".")[0] if each.is_expert else name
+        together.setdefault(key, []).extend(source.name for source in each.sources)
+    for names in together.values():
+        rest = [name for name in names if name.removesuffix(WEIGHT) not in named]
+        if rest and len(rest) < len(names):
+            raise ValueError(
+                f"quantization_ignore lacks {_shown(rest)}, which engines quantise together with "
+                "others that it names: name all of them or none"
+            )
+    linear = dict.fromkeys(name for names in together.values() for name in names)
+    return {name: None for name in linear if name.removesuffix(WEIGHT) in named}
 
 
 def _check_fits(linear: list[Parameter], scheme: Scheme) -> None:

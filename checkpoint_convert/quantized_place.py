@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpoint_convert.formats.safetensors_file import TensorPlace
-from checkpoint_convert.quantization import Scheme
+from checkpoint_convert.quantization import DEEPSEEK_SUFFIX, Scheme
 from parallel import Box, Shape
 
 # What engines need beside the weights: they quantise activations, and keys and values.
 _OF_ACTIVATIONS = (
-    *(".input_scale", ".output_scale", ".k_scale", ".v_scale"),
+    *(".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
     *(".input_zero_point", ".output_zero_point", ".input_global_scale"),
 )
 _ZERO_POINT = ".weight_zero_point"
@@ -71,6 +71,8 @@ def with_scales(
 
     Quantised weights, whose scales are right, become `QuantizedPlace`.
     """
+    if scheme.is_either:
+        places = {_with_suffix(name, scheme): place for name, place in places.items()}
     found = {n: place for n, place in places.items() if not n.endswith(_OF_ACTIVATIONS)}
     faults = []
     for name, place in places.items():
@@ -97,6 +99,11 @@ def with_scales(
             except ValueError as error:
                 faults.append(str(error))
     return found, faults
+
+
+def _with_suffix(name: str, scheme: Scheme) -> str:
+    weight = name.removesuffix(DEEPSEEK_SUFFIX)
+    return name if weight == name else weight + scheme.suffix
 
 
 def _with_scales(

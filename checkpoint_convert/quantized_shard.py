@@ -5,7 +5,7 @@ the same scales of a whole weight, as they hold the same norms. Of NVFP4 that is
 whole matrix: no rank holds a part of a block.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import local
 from typing import NamedTuple
@@ -172,12 +172,14 @@ class QuantizedShard(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
-def quantized_tensors(folder: Path, quantization: str) -> Iterator[tuple[str, Tensor]]:
+def quantized_tensors(
+    folder: Path, quantization: str, ignore: Sequence[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """Name and values of every tensor of the model in a folder, quantised as by `ENGINE_SCHEMES`.
 
-    One at a time, each before its scales.
+    One at a time, each before its scales. `ignore` is as of `quantized_model`.
     """
-    model = quantized_model(quantization, read_shape(folder), "BF16")
+    model = quantized_model(quantization, read_shape(folder), "BF16", ignore)
     assert model is not None, "the scheme is not none"
     dtype = STORED_DTYPES[model.scheme.dtype]
     for name, values in whole_tensors(folder):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from checkpoint_convert.families.description import Parameter, Tensor
 from checkpoint_convert.formats.safetensors_file import QUANTIZED_TORCH_NAMES
-from checkpoint_convert.quantized_model import QuantizedModel, is_quantized
+from checkpoint_convert.quantized_model import QuantizedModel
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.vllm import EngineDims, engine_parameters, part_of, worker_layout
 from parallel import Layout
@@ -23,7 +23,7 @@ def check_quantized_served(
 ) -> None:
     """Raise ValueError if engines could not take the weights of a quantised model as they are."""
     cut = []
-    for parameter in filter(is_quantized, engine_parameters(shape)):
+    for parameter in filter(model.quantizes, engine_parameters(shape)):
         split = parameter.split
         _, size = part_of(parameter, shape, dims, rank=0)
         if split is None:
@@ -54,7 +54,9 @@ def quantized_engine_layouts(
     layouts: Sequence[Layout], shape: ModelShape, dims: EngineDims, model: QuantizedModel
 ) -> list[Layout]:
     """What the workers hold that have the `engine_layouts` of the model before it is quantised."""
-    parameters = [_scales(each, model) for each in engine_parameters(shape) if is_quantized(each)]
+    parameters = [
+        _scales(each, model) for each in engine_parameters(shape) if model.quantizes(each)
+    ]
     scales = [worker_layout(parameters, shape, dims, rank) for rank in range(dims.num_workers)]
     return [
         Layout({**a.shapes, **b.shapes}, (*a.pieces, *b.pieces), a.zeros)
@@ -68,7 +70,7 @@ def quantized_engine_dtypes(
     """The dtype of every parameter of an engine, from those before the model is quantised."""
     found = dict(dtypes)
     for parameter in engine_parameters(shape):
-        if is_quantized(parameter):
+        if model.quantizes(parameter):
             name = _name(parameter)
             found[name] = QUANTIZED_TORCH_NAMES[model.scheme.dtype]
             found[name + model.scheme.suffix] = "float32"

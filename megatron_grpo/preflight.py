@@ -283,9 +283,8 @@ def _check_same_model(kept: Path, folder: Path, but_for: Collection[str] = ()) -
 
 
 def _check_model(cfg: Config) -> ModelShape:
-    folder = cfg.model.path
+    folder, run_dir = cfg.model.path, cfg.train.run_dir
     cfg.model.check_folder()
-    run_dir = cfg.train.run_dir
     for exported in [run_dir / "hf", *run_dir.glob("hf_step_*")]:
         if folder.resolve().is_relative_to(exported.resolve()):
             raise ValueError(
@@ -296,7 +295,8 @@ def _check_model(cfg: Config) -> ModelShape:
     check_divisible(shape, cfg.dims)
     check_weights(folder, shape)
     sidecar_files(folder)  # the files that every checkpoint and export copies
-    if model := quantized_model(cfg.train.export_quantization, shape, NAMES[cfg.model.dtype]):
+    of_model = shape, NAMES[cfg.model.dtype], cfg.rollout.quantization_ignore
+    if model := quantized_model(cfg.train.export_quantization, *of_model):
         check_ranks(shape, cfg.dims, model)
     if has_other_towers(folder):
         check_text_tower(cfg)

@@ -140,6 +140,7 @@ class Config(Section):
             engines_sleep=self.rollout.enable_sleep_mode,
             is_optimizer_on_host=self.optimizer.optimizer_cpu_offload,
             has_reference=self.grpo.beta > 0,
+            pushes_quantized=self.rollout.quantization != "none",
         )
         return self
 
@@ -191,11 +192,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _pushes_are_quantized(self) -> Self:
-        name = self.rollout.quantization
-        if self.rollout.quantization_aware and (self.lora.r or self.model.megatron.get("fp8")):
+        name, exported = self.rollout.quantization, self.train.export_quantization
+        if self.rollout.quantization_ignore and name == exported == "none":
             raise ValueError(
-                "rollout.quantization_aware true goes neither with lora.r nor with "
-                "model.megatron.fp8 yet: leave out one of the two"
+                "rollout.quantization_ignore does nothing without rollout.quantization or "
+                "train.export_quantization: leave it out"
+            )
+        if self.rollout.quantization_aware and self.model.megatron.get("fp8"):
+            raise ValueError(
+                "rollout.quantization_aware true does not go with model.megatron.fp8 yet: leave "
+                "out one of the two"
             )
         if name == "none" or self.train.replay is not None:
             return self

@@ -96,6 +96,7 @@ def check_offload(
     engines_sleep: bool,
     is_optimizer_on_host: bool,
     has_reference: bool,
+    pushes_quantized: bool,
 ) -> None:
     """Raise ValueError if `train.offload` makes no room, or what it should move is not there."""
     moved, told = parts_moved(offload), words(offload)
@@ -114,6 +115,11 @@ def check_offload(
     if offload != "all" and "reference" in moved and not has_reference:
         raise ValueError(
             f"train.offload {told} has reference, and grpo.beta 0 loads none: leave it out"
+        )
+    if "weights" in moved and pushes_quantized:
+        raise ValueError(
+            f"train.offload {told} moves the weights, of which rollout.quantization needs the "
+            "maxima before each push: set train.offload=optimizer"
         )
     if with_communicators and "weights" not in moved:
         raise ValueError(

@@ -1,5 +1,6 @@
 """The rollout engines: the keys of `rollout`."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from checkpoint_convert.quantization import EngineQuantization
+from checkpoint_convert.quantization import REGEX, EngineQuantization
 from megatron_grpo.config.section import Section
 
 MIN_TEMPERATURE = 0.01
@@ -94,6 +95,10 @@ class RolloutConfig(Section):
     quantization: EngineQuantization = "none"
     """Weights of linear layers in engines, which the ranks quantise for each push: `fp8` (blocks of
     128 x 128), `fp8_channel` or `int8` (a scale per row; not SGLang); `none`: in model.dtype."""
+    quantization_ignore: list[str] = Field(default=[])
+    """Modules whose weights stay in model.dtype, also in `train.export_quantization`, by their
+    names in the weight files or by what these begin with as a regular expression after `re:`
+    (compressed-tensors' `ignore`), such as `re:model.layers.0.`."""
     quantization_aware: bool = False
     """Train with the numbers that quantised engines have for weights; the gradient of these is
     applied to the weights themselves (quantisation-aware training)."""
@@ -290,6 +295,16 @@ class RolloutConfig(Section):
             )
         return value
 
+    @field_validator("quantization_ignore")
+    @classmethod
+    def _can_be_matched(cls, names: list[str]) -> list[str]:
+        for name in names:
+            try:
+                re.compile(name.removeprefix(REGEX))
+            except re.error as error:
+                raise ValueError(f"{name!r} is no regular expression: {error}") from None
+        return names
+
     @model_validator(mode="after")
     def _is_aware_of_something(self) -> Self:
         if self.quantization_aware and self.quantization == "none":
@@ -303,7 +318,9 @@ class RolloutConfig(Section):
     def _takes_quantized_weights(self) -> Self:
         others = {
             "rollout.engine transformers": self.engine == "transformers",
-            "rollout.enable_sleep_mode true": self.enable_sleep_mode,
+            # Its memory saver would lose the scales of keys and values, which no push brings.
+            "rollout.enable_sleep_mode true with rollout.engine sglang": self.enable_sleep_mode
+            and self.engine == "sglang",
             "rollout.router_replay true": self.router_replay,
             "rollout.vllm.speculative_config": self.vllm.get("speculative_config"),
             "rollout.weight_transport disk": self.weight_transport == "disk",

@@ -63,6 +63,7 @@ def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) ->
         "rollout.data_parallel_size": rollout.data_parallel_size,
         "rollout.router_replay": rollout.router_replay,
         "rollout.quantization": rollout.quantization,
+        "rollout.quantization_ignore": rollout.quantization_ignore,
         f"rollout.{rollout.engine}": arguments,
         "lora": lora.model_dump(mode="json") if lora.is_served else None,
     }

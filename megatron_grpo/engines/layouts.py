@@ -98,7 +98,8 @@ def quantized_engine(
 
     Raises ValueError if they could not.
     """
-    model = quantized_model(rollout.quantization, shape, NAMES[dtype])
+    ignore = rollout.quantization_ignore
+    model = quantized_model(rollout.quantization, shape, NAMES[dtype], ignore)
     if model is not None:
         if rollout.engine == "sglang" and shape.family in WITHOUT_SCALES:
             raise ValueError(

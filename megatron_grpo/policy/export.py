@@ -65,7 +65,10 @@ def _write_model(
 ) -> None:
     """Fill the folder `partial`, which rank 0 has removed; collective over all ranks."""
     layout = policy.layout
-    model = quantized_model(cfg.train.export_quantization, policy.shape, NAMES[cfg.model.dtype])
+    model = quantized_model(
+        cfg.train.export_quantization,
+        *(policy.shape, NAMES[cfg.model.dtype], cfg.rollout.quantization_ignore),
+    )
     if model is not None:
         weights = quantized_shard(weights, layout, model, groups)
         layout = rank_layout(layout, model, groups)

@@ -13,6 +13,7 @@ from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_layout, quantized_model
 from checkpoint_convert.quantized_shard import Maxima, QuantizedShard
 from megatron_grpo.config.config import Config
+from megatron_grpo.policy.lora import Merged
 from megatron_grpo.policy.model import Policy, build_policy
 from parallel import Layout, Sender
 from parallel.groups import Groups
@@ -35,15 +36,21 @@ def quantized_shard(
 def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> Iterator[None]:
     """Within the block, the policy computes with its weights as quantised engines have them.
 
-    Collective over the ranks that split a weight. The weights themselves wait in host memory.
+    Those are W + s B A where it has adapters, which go on adding s B A: of that sum, quantised, the
+    rest is their weight meanwhile. Collective over the ranks that split a weight. The weights
+    themselves wait in host memory.
     """
     weights = policy.parameters()
-    shard = quantized_shard(weights, policy.layout, model, groups)
+    merged = Merged(weights, policy.adapters) if policy.adapters else weights
+    shard = quantized_shard(merged, policy.layout, model, groups)
     kept = {name: weights[name].detach().to("cpu", copy=True) for name in shard.quantized}
     try:
         with torch.no_grad():
             for name in kept:
-                weights[name].copy_(shard.as_read(name))
+                values = shard.as_read(name)
+                if policy.adapters:
+                    values -= merged[name] - weights[name]
+                weights[name].copy_(values)
         yield
     finally:
         with torch.no_grad():
@@ -70,8 +77,11 @@ class QuantizedPolicy(Policy):
 def policy_of(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     """The policy of a run, see `build_policy`: it may be aware of how engines quantise it."""
     policy = build_policy(cfg, shape, groups)
-    model = quantized_model(cfg.rollout.quantization, shape, NAMES[cfg.model.dtype])
-    if model is None or not cfg.rollout.quantization_aware:
+    rollout = cfg.rollout
+    model = quantized_model(
+        rollout.quantization, shape, NAMES[cfg.model.dtype], rollout.quantization_ignore
+    )
+    if model is None or not rollout.quantization_aware:
         return policy
     return QuantizedPolicy(**vars(policy), quantized=model, groups=groups)
 

@@ -64,9 +64,8 @@ def probe_logprobs(
     gap = same = _gap(minibatches, policy, cfg, groups, device)
     metrics = {"probe/logprob_gap_mean": gap.mean, "probe/logprob_gap_max": gap.largest}
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
-    # Engines quantise the merged weights, not those below adapters. A policy that is aware of
-    # quantization has computed with quantised weights already.
-    if model and policy.adapters is None and not cfg.rollout.quantization_aware:
+    # A policy that is aware of quantization has computed with quantised weights already.
+    if model and not cfg.rollout.quantization_aware:
         with quantized_weights(policy, model, groups):
             same = _gap(minibatches, policy, cfg, groups, device)
         metrics["probe/quantized_logprob_gap_mean"] = same.mean

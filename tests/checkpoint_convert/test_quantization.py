@@ -73,11 +73,12 @@ def test_ranks_read_what_they_would_of_the_dequantised_copy(folders, family, for
             assert_same(found, wanted)
 
 
-def test_whole_blocks_are_dequantised_as_by_transformers():
+@pytest.mark.parametrize("size", [(3, 2), ()], ids=["blocks", "tensor"])
+def test_whole_blocks_are_dequantised_as_by_transformers(size):
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     values = torch.randn(384, 256).to(E4M3)
-    scales = torch.rand(3, 2) + 0.01
+    scales = torch.rand(size) + 0.01
     expected = Fp8Dequantize(None)._dequantize_one(values, scales, torch.bfloat16)
     product = values.float() * spread(scales, (384, 256), (128, 128))
     assert torch.equal(product.bfloat16(), expected)
@@ -250,9 +251,12 @@ def test_a_scale_that_is_no_number_above_0_is_refused_with_its_file(folders, tmp
 
 REFUSED = [
     ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq', supported: 'fp8' and"),
+    ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
+    ({"quant_method": "fbgemm_fp8"}, "quant_method 'fbgemm_fp8'"),
     ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
     ({"quant_method": ["fp8"]}, "quant_method ['fp8']"),
-    ({"quant_method": "fp8"}, "weight_block_size is None; it must be the rows and columns"),
+    ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size is 128; it must be the"),
     ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size is [128, 0]"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ', supported"),
     (

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.hf_export import create_export, write_weights
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.quantization import SCHEMES
+from checkpoint_convert.quantization import SCHEMES, ignored_modules
 from checkpoint_convert.quantized_model import quantized_layout, quantized_model
-from checkpoint_convert.quantized_shard import QuantizedShard
+from checkpoint_convert.quantized_shard import QuantizedShard, quantized_tensors
 from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
 from checkpoint_convert.transfer import transfer
 from checkpoint_convert.verify import verify_weights
-from checkpoint_convert.weights import read_weights
+from checkpoint_convert.weights import read_weights, whole_tensors
 from helpers.conversions import assert_same, weights_of
 from helpers.models import tiny_model
 from helpers.quantized import NVFP4, is_quantized, nvfp4_weights
@@ -80,8 +81,10 @@ def exports(checkpoints, tmp_path_factory):
     return found
 
 
-def quantized_at_once(plain: dict[str, Tensor], scheme: str) -> dict[str, Tensor]:
-    """What the folder must hold, from whole tensors."""
+def quantized_at_once(
+    plain: dict[str, Tensor], scheme: str, ignored: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """What the folder must hold, from whole tensors; those of `ignored` stay as they are."""
     if scheme == "nvfp4":
         return nvfp4_weights(plain)
     dtype = torch.int8 if scheme == "int8" else torch.float8_e4m3fn
@@ -89,7 +92,7 @@ def quantized_at_once(plain: dict[str, Tensor], scheme: str) -> dict[str, Tensor
     found = {}
     for name, value in plain.items():
         found[name] = value
-        if is_quantized(name, value):
+        if is_quantized(name, value) and name not in ignored:
             block = (128, 128) if scheme == "fp8" else (1, value.shape[1])
             scales = scales_of(block_maxima(value, block), dtype)
             found[name] = quantized(value, scales, dtype, block)
@@ -113,7 +116,25 @@ def test_an_export_is_the_model_quantised_and_says_so(checkpoints, exports, fami
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_compressed_tensors_reads_the_config_and_transformers_the_weights(exports, scheme):
+def test_transformers_computes_with_what_the_numbers_stand_for(exports, scheme):
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    folder = exports["phi3" if scheme == "nvfp4" else "qwen3", scheme]
+    how = (
+        {}
+        if scheme == "fp8"
+        else {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
+    )
+    found = AutoModelForCausalLM.from_pretrained(folder, **how).state_dict()
+    # Scales per row become bfloat16 before it multiplies by them.
+    error = 2**-7 if scheme in ("fp8_channel", "int8") else 0.0
+    for name, expected in whole_tensors(folder):
+        assert found[name].dtype == torch.bfloat16
+        torch.testing.assert_close(found[name], expected.bfloat16(), rtol=error, atol=0.0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compressed_tensors_reads_the_config(exports, scheme):
     from compressed_tensors.quantization import QuantizationConfig
     from transformers import AutoConfig
 
@@ -134,6 +155,45 @@ def test_compressed_tensors_reads_the_config_and_transformers_the_weights(export
             "token",
             True,
         )
+
+
+IGNORED = ["re:model.layers.0.self_attn.", "model.layers.1.mlp.shared_experts.down_proj"]
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_modules_that_are_named_stay_as_they_are(checkpoints, tmp_path, scheme):
+    _, checkpoint, plain = checkpoints["deepseek_v3"]
+    export_checkpoint(checkpoint, tmp_path / "out", quantization=scheme, ignore=IGNORED)
+    weights = weights_of(plain)
+    matching = re.compile("model.layers.0.self_attn.|" + IGNORED[1])
+    names = [n for n in weights if matching.match(n) and is_quantized(n, weights[n])]
+    assert len(names) == 6
+    assert_same(weights_of(tmp_path / "out"), quantized_at_once(weights, scheme, names))
+    table = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert {name.removesuffix(".weight") for name in names} < {*ignored_modules(table)}
+    # What an engine is told by this config, it quantises alike.
+    again = dict(quantized_tensors(plain, scheme, ignored_modules(table)))
+    assert_same(again, weights_of(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "model.layers.0.self_attn.qkv_proj",
+            "the model has no module 'model.layers.0.self_attn.q",
+        ),
+        (
+            "re:.*q_proj$",
+            "lacks model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v",
+        ),
+        ("re:.*experts.0.", "lacks model.layers.0.mlp.experts.1.gate_proj.weight, "),
+    ],
+)
+def test_a_part_of_what_engines_quantise_together_is_refused(checkpoints, name, told):
+    model, _, _ = checkpoints["qwen3_moe"]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        quantized_model("int8", read_shape(model), "BF16", [name])
 
 
 def shards(plain, model, dims):

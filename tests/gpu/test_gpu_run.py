@@ -199,6 +199,11 @@ def test_an_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
     )
 
 
+def test_so_does_one_that_sleeps_between_generations(arguments: list[str], tmp_path: Path) -> None:
+    overrides = ("rollout.quantization=fp8", "rollout.enable_sleep_mode=true")
+    check_run_of_8_bits(*arguments, *overrides, run_dir=tmp_path / "run")
+
+
 OF_SGLANG = (
     "rollout.engine=sglang",
     f"rollout.python={SGLANG_PYTHON}",

@@ -1,6 +1,8 @@
 """Policies with adapters, and the same computed plainly in float64 on a model of transformers."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ TARGETS = {
     "deepseek_v32": LATENTS,
     "qwen3_5_text": "lora.target_modules=all-linear",
 }
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 STEPS = ("optimizer.lr=1e-2", "optimizer.adam_eps=1e-3", "optimizer.lr_warmup_steps=0")
 
 
@@ -92,9 +95,12 @@ def whole(boxes: list[Boxes]) -> dict[str, Tensor]:
 
 
 def oracle(
-    folder: Path, values: dict[str, Tensor], scale: float
+    folder: Path, values: dict[str, Tensor], scale: float, rounded: Mapping[str, Tensor] = NOTHING
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Log-probabilities with and without adapters, gradients, and merged weights, in float64."""
+    """Log-probabilities with and without adapters, gradients, and merged weights, in float64.
+
+    Some merged weights are `rounded` to these, through which gradients go straight.
+    """
     model = load_oracle(folder)
     leaves = {name: each.double().requires_grad_() for name, each in values.items()}
     merged = {}
@@ -103,6 +109,9 @@ def oracle(
             weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
             b = leaves[name.replace("lora_A", "lora_B")]
             merged[weight] = model.get_parameter(weight) + scale * b @ leaves[name]
+    for name, each in rounded.items():
+        exact = merged.get(name, model.get_parameter(name))
+        merged[name] = exact + (each.double() - exact).detach()
     sequences = random_sequences(LENGTHS)
     prompts = [s.tokens[: s.num_prompt_tokens].tolist() for s in sequences]
     completions = [s.tokens[s.num_prompt_tokens :].tolist() for s in sequences]

@@ -68,6 +68,7 @@ def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[
     return [
         f"model.dtype={'float32' if rollout.quantization == 'none' else 'bfloat16'}",
         f"rollout.quantization={rollout.quantization}",
+        f"rollout.quantization_ignore={rollout.quantization_ignore}",
         f"rollout.engine={rollout.engine}",
         f"rollout.base_urls=[{', '.join(base_urls)}]",
         f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}",
@@ -123,9 +124,15 @@ def push_policy(
     return push(rank, folder, dims, token, overrides, sender, weights, version)
 
 
-def export_quantized(rank: int, folder: Path, dims: ParallelDims, scheme: str, out: Path) -> None:
+def export_quantized(
+    rank: int, folder: Path, dims: ParallelDims, scheme: str, out: Path, ignore: Sequence[str] = ()
+) -> None:
     """Export a policy with the weights in `folder` as a quantised folder, from one of its ranks."""
-    overrides = "model.dtype=bfloat16", f"train.export_quantization={scheme}"
+    overrides = (
+        "model.dtype=bfloat16",
+        f"train.export_quantization={scheme}",
+        f"rollout.quantization_ignore={[*ignore]}",
+    )
     policy, groups = start_policy(rank, folder, dims, *overrides)
     export_model(out, policy, tiny_config(folder, dims, *overrides), groups)
 

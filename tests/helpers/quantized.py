@@ -39,6 +39,8 @@ class Format:
     block: tuple[int, int] = (1, 1)
     suffix: str = "_scale"
     scales: torch.dtype = torch.float32
+    activations: str = ""
+    """The name of a scale of activations beside each weight, if there is any."""
     in_own_file: bool = False
     """Whether the config is ModelOpt's own file, not config.json."""
 
@@ -76,7 +78,12 @@ FORMATS = {
     "ModelOpt FP8": Format(
         {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
         *(E4M3, "tensor"),
+        activations="input_scale",
         in_own_file=True,
+    ),
+    "FP8 of Mistral": Format(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        *(E4M3, "tensor", (1, 1), "_scale_inv", torch.bfloat16, "activation_scale"),
     ),
 }
 
@@ -94,8 +101,8 @@ def quantized_copy(model: Path, folder: Path, form: Format, dtype: str = "bfloat
             steps = steps.round().clamp(-128, 127) if form.stored == torch.int8 else steps
             weights[name] = steps.to(form.stored)
             weights[name + form.suffix] = scales
-            if form.in_own_file:
-                weights[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.1)
+            if form.activations:
+                weights[name.removesuffix("weight") + form.activations] = torch.tensor(0.1)
     save_file(weights, folder / "model.safetensors")
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     config = json.loads((model / "config.json").read_text()) | {"dtype": dtype}
@@ -136,12 +143,12 @@ def spread(scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Te
     return scales.float()[rows][:, columns]
 
 
-def rounded_copy(model: Path, folder: Path, scheme: str) -> Path:
+def rounded_copy(model: Path, folder: Path, scheme: str, ignore: Sequence[str] = ()) -> Path:
     """Copy `model` with the numbers that its weights stand for once a run has quantised them."""
     shutil.copytree(model, folder)
-    how = quantized_model(scheme, read_shape(model), "BF16")
+    how = quantized_model(scheme, read_shape(model), "BF16", ignore)
     assert how is not None
-    weights = dict(quantized_tensors(model, scheme))
+    weights = dict(quantized_tensors(model, scheme, ignore))
     for name, size in how.matrices.items():
         scales = weights.pop(how.scale_name(name))
         product = dequantized(weights[name], scales, how.scheme.block_in(size), (0, 0))
@@ -164,7 +171,7 @@ def dequantized_copy(folder: Path, out: Path, form: Format, dtype: str = "bfloat
         else:
             product = dequantize(values, scales)
         weights[name] = product.to(getattr(torch, dtype))
-        weights.pop(name.removesuffix("weight") + "input_scale", None)
+        weights.pop(name.removesuffix("weight") + form.activations, None)
     save_file(weights, out / "model.safetensors")
     config = json.loads((out / "config.json").read_text())
     config.pop("quantization_config", None)

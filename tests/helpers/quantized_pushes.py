@@ -39,6 +39,8 @@ class Case:
     folder: Path
     engine: EngineDims
     quantization: str
+    ignored: str = ""
+    """Modules that are not, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def config_of(case: Case, dims: ParallelDims, client: WorkerClient) -> Config:
         f"rollout.vllm.enable_expert_parallel={str(case.engine.expert_parallel).lower()}",
         f"rollout.quantization={case.quantization}",
         f"train.export_quantization={case.quantization}",
+        *([f"rollout.quantization_ignore=['{case.ignored}']"] if case.ignored else []),
         "rollout.update_weights_bucket_megabytes=3",  # several buckets for each channel
     )
 

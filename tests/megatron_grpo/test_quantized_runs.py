@@ -43,7 +43,13 @@ def run(model: Path, folder: Path, *arguments: str) -> None:
 
 
 def test_a_run_learns_with_int8_engines_and_exports_what_they_hold(tied_model, tmp_path):
-    run(tied_model, tmp_path, "train.num_steps=40", "train.export_quantization=int8")
+    """They sleep between generations."""
+    run(
+        tied_model,
+        tmp_path,
+        *("train.num_steps=40", "train.export_quantization=int8"),
+        *("rollout.enable_sleep_mode=true", "train.offload=optimizer"),
+    )
     curve = rewards(tmp_path / "run")
     assert curve[0] < CHANCE
     assert sum(curve[-5:]) / 5 > LEARNT

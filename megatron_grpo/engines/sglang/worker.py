@@ -39,6 +39,7 @@ from torch.nn import Module
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.megatron import file_layout
+from checkpoint_convert.quantization import CONFIG_KEYS, ignored_modules
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
@@ -150,7 +151,8 @@ def quantize_loaded(scheme: str) -> None:
 
     def tensors(self: DefaultModelLoader, model_config: ModelConfig, model: Module) -> Weights:
         folder = os.environ.get(WEIGHTS_VARIABLE, model_config.model_path)
-        return quantized_tensors(Path(folder), scheme)
+        ignored = ignored_modules(getattr(model_config.hf_config, CONFIG_KEYS[0]))
+        return quantized_tensors(Path(folder), scheme, ignored)
 
     def loaded(self: DefaultModelLoader, **arguments: Any) -> Module:
         model: Module = load_model(self, **arguments)

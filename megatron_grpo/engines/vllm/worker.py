@@ -36,7 +36,7 @@ from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.output_processor import RequestState
 
 from checkpoint_convert.families import FAMILIES
-from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES
+from checkpoint_convert.quantization import CONFIG_KEYS, ENGINE_SCHEMES, ignored_modules
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
@@ -109,7 +109,8 @@ class QuantizingLoader(DefaultModelLoader):
         """Each tensor of the folder, quantised, and its scales."""
         self.counter_before_loading_weights = time.perf_counter()
         scheme = str(self.load_config.load_format).removeprefix(QUANTIZED)
-        return quantized_tensors(Path(model_config.model), scheme)
+        ignored = ignored_modules(getattr(model_config.hf_config, CONFIG_KEYS[0]))
+        return quantized_tensors(Path(model_config.model), scheme, ignored)
 
 
 def number_of_worker() -> int:

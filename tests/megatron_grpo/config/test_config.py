@@ -414,8 +414,8 @@ REFUSED = [
     ("rollout.quantization=int8 + model.dtype=float32", "set model.dtype=bfloat16"),
     ("rollout.quantization=int8 + rollout.engine=transformers", "rollout.engine transformers does"),
     (
-        "rollout.quantization=fp8 + rollout.enable_sleep_mode=true",
-        "enable_sleep_mode true does not",
+        "rollout.quantization=fp8 + rollout.enable_sleep_mode=true + rollout.engine=sglang",
+        "enable_sleep_mode true with rollout.engine sglang does not",
     ),
     (
         "rollout.weight_transport=disk + rollout.quantization=fp8",
@@ -423,11 +423,14 @@ REFUSED = [
     ),
     ("rollout.weight_transport=disk + lora.r=4", "without rollout.weight_transport=disk"),
     ("rollout.quantization=int8 + model.dtype=bfloat16 + lora.r=4", "set lora.sync=merged"),
+    (f"{OFFLOADS}=all + rollout.quantization=int8", "set train.offload=optimizer"),
     ("rollout.quantization_aware=true", "rollout.quantization is none: set it to fp8"),
     (
-        "rollout.quantization=int8 + rollout.quantization_aware=true + lora.r=4",
-        "rollout.quantization_aware true goes neither with lora.r",
+        "rollout.quantization=int8 + rollout.quantization_aware=true + model.megatron={fp8: e4m3}",
+        "rollout.quantization_aware true does not go with model.megatron.fp8",
     ),
+    ("rollout.quantization_ignore=[lm_head]", "rollout.quantization_ignore does nothing without"),
+    ("rollout.quantization=int8 + rollout.quantization_ignore=['re:(']", "no regular expression"),
     ("model.megatron={fp8: e4m3} + lora.r=4", "model.megatron.fp8 does not go with adapters yet"),
     ("train.export_quantization=int8 + lora.r=4", "train.export_quantization does not go"),
     ("grpo.kl_target=0.1", "grpo.beta above 0"),

@@ -38,6 +38,13 @@ def test_half_of_the_weights_leaves_room_for_more_tokens(tmp_path, quantization)
     assert half.cached_tokens > 1.1 * whole.cached_tokens
 
 
+def test_what_is_left_out_is_counted_in_16_bits(tmp_path):
+    left_out = "rollout.quantization_ignore=['re:.*down_proj']"
+    model = tmp_path, "Llama-3.3-70B"
+    found, half = (engine(*model, "fp8", "70b", *each).weights for each in ([left_out], []))
+    assert found - half == 80 * 8_192 * 28_672 // 8
+
+
 def test_experts_are_counted_in_8_bits_and_latents_twice(tmp_path):
     """The first five layers of DeepSeek-V3 on engines of 16 workers."""
     model = tmp_path, "DeepSeek-V3"

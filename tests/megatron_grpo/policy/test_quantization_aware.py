@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.quantized_model import quantized_model
+from helpers import adapters
 from helpers.adapters import Boxes, whole
 from helpers.conversions import weights_of
 from helpers.models import tiny_model
@@ -19,17 +20,20 @@ from helpers.policies import (
     LENGTHS,
     Numbers,
     OracleCase,
+    accumulate,
     checkpoints_of,
     layout_name,
     load_oracle,
+    logprobs_of,
     numbers_of,
     pack_all,
     save_checkpoint,
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.model import build_policy
-from megatron_grpo.policy.optimizer import apply_gradient
+from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.quantized import QuantizedPolicy
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
@@ -121,10 +125,10 @@ def oracle_of(case: Case, folder: Path, out: Path) -> OracleCase:
     return OracleCase.of(out)
 
 
-def aware(case: Case, folder: Path, groups: Groups) -> QuantizedPolicy:
+def aware(case: Case, folder: Path, groups: Groups, *overrides: str) -> QuantizedPolicy:
     model = quantized_model(case.scheme, read_shape(folder), "F32")
     assert model is not None
-    cfg = tiny_config(folder, case.dims, "optimizer.lr_warmup_steps=0")
+    cfg = tiny_config(folder, case.dims, "optimizer.lr_warmup_steps=0", *overrides)
     plain = build_policy(cfg, read_shape(folder), groups)
     return QuantizedPolicy(**vars(plain), quantized=model, groups=groups)
 
@@ -240,3 +244,40 @@ def test_a_run_resumes_at_another_layout_bit_for_bit(folders, tmp_path):
         expected, found = whole([*before]), whole([*after])
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def with_adapters(rank: int, folder: Path, case: Case) -> dict[str, Any]:
+    """Log-probabilities by sequence; gradients and values of adapters, and the merged weights."""
+    setup_device(rank)
+    groups = init_groups(case.dims)
+    policy = aware(case, folder, groups, *adapters.options("qwen3_moe"))
+    adapters.set_b(policy)
+    share = pack_all(LENGTHS, groups.dims)[groups.coordinates.data :: groups.dims.data]
+    merged = policy.served(LoraConfig(sync="merged"))
+    found: dict[str, Any] = {"logprobs": logprobs_of(policy, groups, share)}
+    found["merged"] = [
+        (piece.tensor, piece.box, merged[piece.local].detach()[piece.local_box.slices].clone())
+        for piece in policy.layout.pieces
+        if not piece.is_replica
+    ]
+    accumulate(policy, groups, share)
+    gradient_norm(policy.optimizer)
+    found["gradients"] = adapters.boxes_of(policy, adapters.gathered_gradients(policy))
+    found["values"] = adapters.boxes_of(policy, policy.adapters.parameters())
+    return found
+
+
+def test_with_adapters_it_is_their_sum_with_the_weights_that_is_quantised(folders):
+    """Those of attention; the other layers have none."""
+    case = CASES[0]
+    ranks = run_ranks(2, with_adapters, folders[case.model], case)
+    merged, values, found = (
+        whole([rank[key] for rank in ranks]) for key in ("merged", "values", "gradients")
+    )
+    numbers = {n: rounded(each, case.scheme) for n, each in merged.items() if is_quantized(n)}
+    expected, _, gradients, _ = adapters.oracle(folders[case.model], values, 2.0, numbers)
+    for index, logprobs in (each for rank in ranks for each in rank["logprobs"].items()):
+        torch.testing.assert_close(logprobs.double(), expected[index], atol=1e-5, rtol=0)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-5, name
