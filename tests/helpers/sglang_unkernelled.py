@@ -1,5 +1,6 @@
-"""An SGLang engine for CPUs whose linear attention has no kernels: it loads weights and takes
-pushes, and computes nothing. All of its processes import this file, as it is their main module."""
+"""An SGLang engine for CPUs whose linear or sparse attention has no kernels: it loads weights, takes
+pushes and tells checksums as in `sglang_bits`, and computes nothing. All of its processes import
+this file, as it is their main module."""
 
 import sys
 from types import ModuleType
@@ -20,7 +21,7 @@ OPERATORS = (
 
 
 def missing(*args: object, **kwargs: object) -> NoReturn:
-    raise NotImplementedError("linear attention needs a GPU")
+    raise NotImplementedError("its attention needs a GPU")
 
 
 for name in OPERATORS:
@@ -28,8 +29,10 @@ for name in OPERATORS:
 mamba = ModuleType("sgl_kernel.mamba")
 mamba.__getattr__ = sgl_kernel.__getattr__  # type: ignore[method-assign]
 sys.modules["sgl_kernel.mamba"] = mamba
+# Asked for where attention is sparse, to choose its kernels.
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+
+from helpers.sglang_bits import main  # noqa: E402
 
 if __name__ == "__main__":
-    from megatron_grpo.engines.sglang.server import main
-
     main()

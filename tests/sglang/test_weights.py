@@ -21,6 +21,7 @@ from helpers.engines import (
     running_engine,
 )
 from helpers.models import (
+    INDEXED,
     mixture_of_blocks,
     renamed,
     servable_model,
@@ -206,10 +207,12 @@ def model(folder: Path, family: str, seed: int) -> Path:
         ("qwen3_5_moe_text", 2, EP2),
         ("qwen3_5", 1, TP2_PP2),
         ("qwen3_5_moe", 2, EP2),
+        ("deepseek_v32", 2, TP2_PP2),
+        ("glm_moe_dsa", 1, EP2),
     ],
     ids=str,
 )
-def test_so_does_one_with_linear_attention_which_only_gpus_compute(
+def test_so_does_one_with_linear_or_sparse_attention_which_only_gpus_compute(
     monkeypatch, tmp_path, family, size, dims
 ):
     monkeypatch.setattr(args, "SERVER", "helpers.sglang_unkernelled")
@@ -219,9 +222,11 @@ def test_so_does_one_with_linear_attention_which_only_gpus_compute(
     table = {"mamba_radix_cache_strategy": "no_buffer", "max_mamba_cache_size": 64}
     table["disable_overlap_schedule"] = True
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "sglang": table}
+    own = ".indexer.weights_proj.weight" if family in INDEXED else "gemma_weight"
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
         loaded = own_checksums(engine)
-        assert any(name.endswith("gemma_weight") for name in loaded[0])
+        assert any(name.endswith(own) for name in loaded[0])
+        assert tells_matrices_of_latents(loaded, folder)
         assert push(engine, others, dims) == ""
         assert all_differ(loaded, own_checksums(engine))
         assert push(engine, folder, dims) == ""
