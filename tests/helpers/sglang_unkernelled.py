@@ -1,6 +1,8 @@
-"""An SGLang engine for CPUs whose linear or sparse attention has no kernels: it loads weights, takes
-pushes and tells checksums as in `sglang_bits`, and computes nothing. All of its processes import
-this file, as it is their main module."""
+"""An SGLang engine for CPUs whose linear or sparse attention has no kernels: it loads weights,
+takes pushes and tells checksums as in `sglang_bits`. It computes nothing with linear attention, and
+with sparse attention lets all tokens see all before them, as they do in short sequences. All of its
+processes import this file, as it is their main module.
+"""
 
 import sys
 from types import ModuleType
@@ -21,7 +23,7 @@ OPERATORS = (
 
 
 def missing(*args: object, **kwargs: object) -> NoReturn:
-    raise NotImplementedError("its attention needs a GPU")
+    raise NotImplementedError("linear attention needs a GPU")
 
 
 for name in OPERATORS:
@@ -32,7 +34,13 @@ sys.modules["sgl_kernel.mamba"] = mamba
 # Asked for where attention is sparse, to choose its kernels.
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
+from sglang.srt.arg_groups import model_hook  # noqa: E402
+from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer  # noqa: E402
+
 from helpers.sglang_bits import main  # noqa: E402
+
+model_hook._dsa_kv_cache_dtype_default = lambda view: {}  # else none has 32 bits
+Indexer.forward_native = lambda self, *args, **kwargs: None
 
 if __name__ == "__main__":
     main()
