@@ -75,10 +75,10 @@ as they were read, in training, pushes and exports. DeepSeek trains them by a lo
 (`rollout.quantization`, `model.megatron.fp8`), speculative decoding and
 `rollout.recompute_kv_cache: false` are refused, and so are models whose layers share what one
 indexer chose. vLLM and SGLang serve sparse attention on GPUs only, where none of this has been run:
-what their workers load is compared on a CPU, without kernels for it, and a generation was made by
-`rollout.engine: transformers`. SGLang has an indexer's weights of heads in bfloat16 in an engine of
-any dtype, and caches keys and values in bfloat16 unless `rollout.sglang.kv_cache_dtype` says
-otherwise.
+what their workers load is compared on a CPU, without kernels for it, SGLang's log-probabilities
+where all tokens are chosen, too, and a generation was made by `rollout.engine: transformers`.
+SGLang has an indexer's weights of heads in bfloat16 in an engine of any dtype, and caches keys and
+values in bfloat16 unless `rollout.sglang.kv_cache_dtype` says otherwise.
 
 Engines score in 8 bits and the trainer in float32, so they may choose other tokens where two scores
 are close. Of at most `index_topk` tokens all are chosen, and nothing differs. Of more,
