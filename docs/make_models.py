@@ -74,16 +74,38 @@ as they were read, in training, pushes and exports. DeepSeek trains them by a lo
 (arXiv 2512.02556, section 2.1), which is not here. `grpo.shared_prompts`, 8 bits
 (`rollout.quantization`, `model.megatron.fp8`), speculative decoding and
 `rollout.recompute_kv_cache: false` are refused, and so are models whose layers share what one
-indexer chose. vLLM serves sparse attention on GPUs only, where none of this has been run: what
-its workers load is compared on a CPU, with kernels of another attention in their place, and a
-generation was made by `rollout.engine: transformers`. vLLM's indexers score in 8 bits and the
-trainer's in float32, so they may choose other tokens, and vLLM returns no choices to train with.
+indexer chose. vLLM and SGLang serve sparse attention on GPUs only, where none of this has been run:
+what their workers load is compared on a CPU, without kernels for it, SGLang's log-probabilities
+where all tokens are chosen, too, and a generation was made by `rollout.engine: transformers`.
+SGLang has an indexer's weights of heads in bfloat16 in an engine of any dtype, and caches keys and
+values in bfloat16 unless `rollout.sglang.kv_cache_dtype` says otherwise.
+
+Engines score in 8 bits and the trainer in float32, so they may choose other tokens where two scores
+are close. Of at most `index_topk` tokens all are chosen, and nothing differs. Of more,
+`rollout/logprob_gap_mean` tells what it does to log-probabilities, for which
+`grpo.rollout_importance_sampling_mode` corrects. The engine's choices are not trained with, as its
+[routes](recipes.md#mixtures-of-experts) are:
+
+- vLLM 0.32 returns none. SGLang 0.5.23 does (`enable_return_indexer_topk`): `index_topk` numbers
+  for each token and layer, padded with -1. But only on CUDA and Ascend, and only if each worker has
+  all heads of attention; else it ends at its start. Here workers split the heads, so this would be
+  an engine of one GPU, which holds no model of this size. Larger ones need its data-parallel
+  attention (`enable_dp_attention`), for which there are no pushes.
+- The numbers are places in its cache, or in the batch with which a prompt was read; positions in
+  the sequence only with `SGLANG_DSA_FUSE_TOPK=0`. For tokens of a prompt that it reads with dense
+  attention, as all before them are chosen, it returns what an earlier batch left in its buffer.
+- Choices of DeepSeek-V3.2 take 500 kB for each token of prompt and completion (2,048 numbers of 4
+  bytes in 61 layers; of GLM-5 640 kB), where routes take 488 bytes. As one bit for each token
+  before it they take 125 kB at 16,384 tokens. SGLang keeps them in page-locked memory for every
+  token of its cache (500 GB for a million), and in 4 GB of a GPU for 8,192 tokens of prompts that
+  are read at a time. All completions pass through rank 0 with their routes: 512 of 16,384 tokens
+  would bring 4.2 TB of choices, or 1 TB as bits.
 """
 SIZES = range(1, 17)
 RUN_WITH_SGLANG = (
     *("deepseek_v3", "gemma3_text", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "llama"),
     *("mistral", "olmo3", "qwen2", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
-    "qwen3_next",
+    *("deepseek_v32", "glm_moe_dsa", "qwen3_next"),
 )
 """Families of which tests/sglang compares pushed weights with loaded ones."""
 RUN_IN_FP8 = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3", "qwen3_moe")
@@ -153,12 +175,11 @@ def row(folder: Path) -> list[str]:
     served_in_fp8 = is_accepted(quantized_engine, in_fp8, shape, "bfloat16")
     sglang = "yes, fp8" if served_in_fp8 and shape.family in RUN_IN_FP8 else "yes"
     sglang = sglang if shape.family in RUN_WITH_SGLANG else "not tried"
-    sglang = "on GPUs" if shape.linear else sglang
+    sglang = "on GPUs" if shape.linear or shape.indexer else sglang
     if has_other_towers(folder):
         schemes, sglang = [], sglang.removesuffix(", fp8")
     if not is_accepted(check_attention, "sglang", shape):
-        sglang = "no: sparse attention" if shape.indexer else "no: windows"
-        sglang = "no: Mamba-2" if shape.linear else sglang
+        sglang = "no: Mamba-2" if shape.linear else "no: windows"
     return [
         folder.name,
         f"`{shape.family}`",

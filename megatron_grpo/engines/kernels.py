@@ -8,6 +8,8 @@ from megatron_grpo.engines.sglang.args import full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM 0.32 has an attention kernel for CPUs."""
+SGLANG_KEY_SIZE = 128
+"""The one size of an indexer's keys that SGLang 0.5.23 caches."""
 CPU_EXPERT_SIZE = 32
 """On CPUs, the size of a worker's part of an expert of gpt-oss must be a multiple of this."""
 NO_ROUTER_ON_CPU = ("minimax_m2",)
@@ -76,6 +78,11 @@ def check_attention(engine: str, shape: ModelShape) -> None:
             "vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim is "
             f"{shape.indexer.head_dim}: use rollout.engine=transformers"
         )
+    if engine == "sglang" and shape.indexer and shape.indexer.head_dim != SGLANG_KEY_SIZE:
+        raise ValueError(
+            f"SGLang caches keys of an indexer of {SGLANG_KEY_SIZE} elements, and index_head_dim "
+            f"is {shape.indexer.head_dim}: use rollout.engine=transformers"
+        )
     windows = FAMILIES[shape.family].windows
     if shape.window is None or windows is None:
         return
@@ -90,8 +97,6 @@ def check_attention(engine: str, shape: ModelShape) -> None:
 
 def _obstacle_of_sglang(shape: ModelShape) -> str | None:
     """Why SGLang does not serve a model on any machine."""
-    if shape.indexer is not None:
-        return "which has sparse attention"
     if shape.window is not None and shape.family not in SGLANG_WINDOWS:
         return f"as SGLang leaves out the windows of its attention ({shape.window} tokens)"
     if shape.family == "olmo3" and shape.window_rope_theta not in (None, shape.rope_theta):
@@ -119,10 +124,11 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None
             check_routers(rollout, shape, dtype, capability)
     elif rollout.engine == "vllm":
         _check_cpu_kernels(rollout, shape)
-    elif rollout.engine == "sglang" and shape.linear is not None:
+    elif rollout.engine == "sglang" and (shape.linear or shape.indexer):
+        kind, other = ("linear", "vllm") if shape.linear else ("sparse", "transformers")
         raise ValueError(
-            "rollout.engine sglang without a GPU has no kernels for the linear attention of a "
-            f"{shape.family}: set rollout.engine=vllm"
+            f"rollout.engine sglang without a GPU has no kernels for the {kind} attention of a "
+            f"{shape.family}: set rollout.engine={other}"
         )
 
 

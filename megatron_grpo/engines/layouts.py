@@ -45,8 +45,14 @@ SGLANG_NAMES_OF = {
     "qwen3_next": {".self_attn.": "."},
 }
 """The same for families that differ in more of them."""
-SGLANG_DTYPES = {".sinks": "bfloat16", "_weight_bias": "float32"}
+SGLANG_DTYPES = {
+    ".sinks": "bfloat16",
+    "_weight_bias": "float32",
+    ".indexer.weights_proj.weight": "bfloat16",
+}
 """Dtypes of parameters in engines of SGLang of any dtype, by the ends of their names."""
+IN_ONE_MATRIX = (".indexer.wk_weights_proj.", (".indexer.wk.", ".indexer.weights_proj."))
+"""Part of vLLM's name of a parameter, and of the two that SGLang has for it."""
 WITH_WHOLE_EMBEDDING = ("gemma3_text",)
 """Families of which each worker of SGLang has the whole embedding, without padding."""
 EMBEDDING = "model.embed_tokens.weight"
@@ -165,17 +171,18 @@ def worker_dtypes(
     if model is not None:
         dtypes = quantized_engine_dtypes(dtypes, shape, model)
     if rollout.engine == "sglang":
-        names = {name: _sglang_name(name, shape.family) for name in dtypes}
-        return {names[name]: _sglang_dtype(names[name], dtypes[name]) for name in dtypes}
+        own = {name: _sglang_names(name, shape.family) for name in dtypes}
+        return {each: _sglang_dtype(each, dtypes[name]) for name in dtypes for each in own[name]}
     return dtypes
 
 
 def _sglang_layout(layout: Layout, shape: ModelShape, number: int) -> Layout:
     """What worker `number` of SGLang holds instead of one of vLLM.
 
-    Its layers come from vLLM's: the same parts, fused and padded alike, but for names and for
-    `WITH_WHOLE_EMBEDDING`.
+    Its layers come from vLLM's: the same parts, fused and padded alike, but for names, for
+    `IN_ONE_MATRIX` and for `WITH_WHOLE_EMBEDDING`.
     """
+    layout = _in_own_matrices(layout)
     names = {name: _sglang_name(name, shape.family) for name in layout.shapes}
     shapes = {names[name]: size for name, size in layout.shapes.items()}
     pieces = tuple(replace(piece, local=names[piece.local]) for piece in layout.pieces)
@@ -187,6 +194,24 @@ def _sglang_layout(layout: Layout, shape: ModelShape, number: int) -> Layout:
         pieces = (own, *(piece for piece in pieces if piece.local != EMBEDDING))
         zeros = tuple((name, box) for name, box in zeros if name != EMBEDDING)
     return Layout(shapes, pieces, zeros)
+
+
+def _in_own_matrices(layout: Layout) -> Layout:
+    """The same with each part of `IN_ONE_MATRIX` under the name that weight files have for it."""
+    fused, _ = IN_ONE_MATRIX
+    shapes = {name: size for name, size in layout.shapes.items() if fused not in name}
+    pieces = tuple(
+        replace(each, local=each.tensor, local_box=each.box) if fused in each.local else each
+        for each in layout.pieces
+    )
+    own = {each.local: each.box.size for each in pieces if each.local not in shapes}
+    return Layout(shapes | own, pieces, layout.zeros)
+
+
+def _sglang_names(name: str, family: str) -> list[str]:
+    fused, own = IN_ONE_MATRIX
+    names = [name.replace(fused, each) for each in own] if fused in name else [name]
+    return [_sglang_name(each, family) for each in names]
 
 
 def _sglang_name(name: str, family: str) -> str:

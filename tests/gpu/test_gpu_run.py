@@ -15,7 +15,7 @@ from demo.make_squares import write
 from demo.make_sums import sums as all_sums
 from helpers.engines import SGLANG_PYTHON, wait_until
 from helpers.images import tiny_vision_model
-from helpers.models import mixture_of_blocks, tiny_model
+from helpers.models import INDEXED, mixture_of_blocks, tiny_model
 from helpers.runs import (
     TINY_CONFIG,
     finish_run,
@@ -236,7 +236,20 @@ def of_mixture(folder: Path, family: str) -> list[str]:
 
 
 LINEAR = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+SPARSE = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 128,
+    "moe_intermediate_size": 128,
+    **LATENTS,
+}
+"""Sizes that kernels of sparse attention have; it sees less than half of the longest sequences."""
 SERVED_BY_SGLANG = {
+    "deepseek_v32": SPARSE,
+    "glm_moe_dsa": SPARSE,
     "gemma3_text": {"tied": True},
     "gpt_oss": {"intermediate_size": 256},
     "olmo3": {
@@ -248,12 +261,12 @@ SERVED_BY_SGLANG = {
     "qwen3_5_text": LINEAR,
     "qwen3_next": LINEAR,
 }
-"""Families with windows, sinks or linear attention, and what their models must have."""
+"""Families with windows, sinks, linear or sparse attention, and what their models must have."""
 
 
 @with_sglang
 @pytest.mark.parametrize("family", SERVED_BY_SGLANG)
-def test_sglang_computes_windows_sinks_and_linear_attention(
+def test_sglang_computes_windows_sinks_linear_and_sparse_attention(
     arguments: list[str], tmp_path: Path, family: str
 ) -> None:
     sizes = {"hidden_size": 256, "head_dim": 64} | SERVED_BY_SGLANG[family]
@@ -261,10 +274,10 @@ def test_sglang_computes_windows_sinks_and_linear_attention(
     # Some layers of SGLang have the dtype that config.json names, whatever model.dtype is.
     config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    model = f"model.path={folder}"
-    run = finish_run(
-        *arguments, *OF_SGLANG, model, "optimizer.lr=1e-3", "train.num_steps=3", timeout=800
-    )
+    options = [f"model.path={folder}", "optimizer.lr=1e-3", "train.num_steps=3"]
+    if family in INDEXED:
+        options.append("rollout.max_completion_length=300")
+    run = finish_run(*arguments, *OF_SGLANG, *options, timeout=800)
     assert run.exit_code == 0, run.output
     for record in read_metrics(tmp_path / "run"):
         assert record["rollout/logprob_gap_mean"] < MOST_GAP_OF_KINDS  # also after a push

@@ -1,5 +1,8 @@
-"""An SGLang engine for CPUs whose linear attention has no kernels: it loads weights and takes
-pushes, and computes nothing. All of its processes import this file, as it is their main module."""
+"""An SGLang engine for CPUs whose linear or sparse attention has no kernels: it loads weights,
+takes pushes and tells checksums as in `sglang_bits`. It computes nothing with linear attention, and
+with sparse attention lets all tokens see all before them, as they do in short sequences. All of its
+processes import this file, as it is their main module.
+"""
 
 import sys
 from types import ModuleType
@@ -28,8 +31,16 @@ for name in OPERATORS:
 mamba = ModuleType("sgl_kernel.mamba")
 mamba.__getattr__ = sgl_kernel.__getattr__  # type: ignore[method-assign]
 sys.modules["sgl_kernel.mamba"] = mamba
+# Asked for where attention is sparse, to choose its kernels.
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+
+from sglang.srt.arg_groups import model_hook  # noqa: E402
+from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer  # noqa: E402
+
+from helpers.sglang_bits import main  # noqa: E402
+
+model_hook._dsa_kv_cache_dtype_default = lambda view: {}  # else none has 32 bits
+Indexer.forward_native = lambda self, *args, **kwargs: None
 
 if __name__ == "__main__":
-    from megatron_grpo.engines.sglang.server import main
-
     main()

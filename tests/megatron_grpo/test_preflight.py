@@ -28,7 +28,12 @@ from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.engines import kernels
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.kernels import check_attention, check_kernels, check_routers
+from megatron_grpo.engines.kernels import (
+    check_attention,
+    check_kernels,
+    check_routers,
+    check_served,
+)
 from megatron_grpo.policy.lora_targets import check_lora
 from megatron_grpo.preflight import check_same_run, check_start, preflight
 
@@ -427,10 +432,18 @@ def test_an_environment_in_which_nccl_gives_no_memory_back_is_refused(config, se
     assert f"with {setting}" in refused and "train.offload_communicators=false" in refused
 
 
-def test_engines_refuse_sparse_attention_by_name(config, tmp_path):
+def test_engines_refuse_sparse_attention_by_name(config, tmp_path, monkeypatch):
     shape = read_shape(tiny_model(tmp_path / "sparse", "glm_moe_dsa"))
-    with pytest.raises(ValueError, match=r"sglang is not supported for the glm_moe_dsa .* sparse"):
+    with pytest.raises(ValueError, match=r"keys of an indexer of 128 .* index_head_dim is 12: use"):
         check_attention("sglang", shape)
+    served = read_shape(servable_model(tmp_path / "served", "glm_moe_dsa"))
+    rollout = config("rollout.engine=sglang", "rollout.vllm={}").rollout
+    check_served(rollout, served)
+    monkeypatch.setattr(kernels, "num_gpus", lambda: 0)
+    with pytest.raises(
+        ValueError, match=r"no kernels for the sparse .*: set rollout\.engine=trans"
+    ):
+        check_kernels(rollout, served, "bfloat16")
     with pytest.raises(ValueError, match="fp8 is not supported for glm_moe_dsa, which has sparse"):
         quantized_model("fp8", shape, "BF16")
     drafts = "rollout.vllm.speculative_config={method: ngram, num_speculative_tokens: 2}"

@@ -21,6 +21,7 @@ from helpers.engines import (
     running_engine,
 )
 from helpers.models import (
+    INDEXED,
     mixture_of_blocks,
     renamed,
     servable_model,
@@ -50,9 +51,13 @@ YARN = {
     "original_max_position_embeddings": 128,
     "attention_factor": 1.5,
 }
+OF_INDEXERS = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+"""The defaults of DeepSeek-V3.2."""
 OF_SGLANG: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": OF_EXPERTS,
     "qwen3_next": OF_EXPERTS,
+    "deepseek_v32": OF_INDEXERS,
+    "glm_moe_dsa": OF_INDEXERS | {"index_n_heads": 32},  # those of GLM-5
     "gemma3_text": {
         "tied": True,
         "rope_parameters": {
@@ -194,6 +199,10 @@ def model(folder: Path, family: str, seed: int) -> Path:
         return servable_model(folder, "deepseek_v3", seed=seed, q_lora_rank=None, **WIDTHS)
     widths = DENSE_WIDTH if family in DENSE else WIDTHS
     folder = servable_model(folder, family, seed=seed, **widths | OF_SGLANG.get(family, {}))
+    if family in INDEXED:  # of which it has no defaults
+        config = json.loads((folder / "config.json").read_text())
+        kept = {key: config[key] for key in config if key not in OF_INDEXERS}
+        (folder / "config.json").write_text(json.dumps(kept))
     if family == "gpt_oss":  # of which SGLang has sinks in bfloat16 alone
         weights = load_file(folder / FILE)
         sinks = {name: weights[name] for name in weights if name.endswith("sinks")}
@@ -211,10 +220,12 @@ def model(folder: Path, family: str, seed: int) -> Path:
         ("qwen3_5_moe_text", 2, EP2),
         ("qwen3_5", 1, TP2_PP2),
         ("qwen3_5_moe", 2, EP2),
+        ("deepseek_v32", 2, TP2_PP2),
+        ("glm_moe_dsa", 1, EP2),
     ],
     ids=str,
 )
-def test_so_does_one_with_linear_attention_which_only_gpus_compute(
+def test_so_does_one_with_linear_or_sparse_attention_which_only_gpus_compute(
     monkeypatch, tmp_path, family, size, dims
 ):
     monkeypatch.setattr(args, "SERVER", "helpers.sglang_unkernelled")
@@ -222,15 +233,19 @@ def test_so_does_one_with_linear_attention_which_only_gpus_compute(
     folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
     # Its defaults are for GPUs, too, and as large a cache as fits.
     table = {"mamba_radix_cache_strategy": "no_buffer", "max_mamba_cache_size": 64}
-    table["disable_overlap_schedule"] = True
+    table |= {"disable_overlap_schedule": True, "kv_cache_dtype": "auto"}
     options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "sglang": table}
+    own = ".indexer.weights_proj.weight" if family in INDEXED else "gemma_weight"
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
         loaded = own_checksums(engine)
-        assert any(name.endswith("gemma_weight") for name in loaded[0])
+        assert any(name.endswith(own) for name in loaded[0])
+        assert tells_matrices_of_latents(loaded, folder)
         assert push(engine, others, dims) == ""
         assert all_differ(loaded, own_checksums(engine))
         assert push(engine, folder, dims) == ""
         assert own_checksums(engine) == loaded
+        samples = engine.generate(random_prompts(4)) if family in INDEXED else []
+    assert family not in INDEXED or largest_logprob_error(folder, samples) < 1e-4
 
 
 def model_of_blocks(folder: Path, family: str, seed: int) -> Path:

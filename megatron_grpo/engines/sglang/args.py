@@ -13,6 +13,7 @@ from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS
+from checkpoint_convert.shape import IndexerShape
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import (
@@ -49,6 +50,8 @@ VARIABLES = {
     # /health would generate a token, which a paused engine does not.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     "SGLANG_FORCE_STREAM_INTERVAL": str(TOLD_TOKENS),
+    # On GPUs it would have two matrices of some indexers as one.
+    "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
 }
 """Of the environment of every engine, likewise."""
 RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
@@ -94,6 +97,7 @@ RESERVED = {
     "enable_lora": "set lora.sync=merged",
     "enable_memory_saver": "set rollout.enable_sleep_mode",
     "enable_return_routed_experts": "set rollout.router_replay",
+    "enable_return_indexer_topk": "choices of indexers are not trained with (docs/models.md)",
     "tool_call_parser": "set rollout.tool_call_parser",
     "speculative_algorithm": "the weights of a draft model are not pushed",
     "enable_hierarchical_cache": "keys and values outside the cache would outlive a push",
@@ -194,10 +198,12 @@ def _of_config(shape: ModelShape) -> dict[str, Any]:
     """Values that SGLang looks for in config.json under other keys than those of transformers 5.
 
     The frequency of layers of experts with latent attention; RoPE of OLMo-3 and of linear
-    attention, and the interval of full attention beside that; YaRN's factor of attention.
+    attention, and the interval of full attention beside that; YaRN's factor of attention. And those
+    of indexers: it has no defaults, and without them attention would not be sparse.
     """
     if shape.latent is not None:
-        return {"moe_layer_freq": 1}  # no family here has another value
+        frequency = {"moe_layer_freq": 1}  # no family here has another value
+        return frequency | (_of_indexer(shape.indexer) if shape.indexer else {})
     rope = _yarn_factor(shape)
     if shape.family != "olmo3" and shape.linear is None:
         return {"rope_parameters": rope} if rope else {}
@@ -207,6 +213,14 @@ def _of_config(shape: ModelShape) -> dict[str, Any]:
         "rope_parameters": {"rope_theta": shape.rope_theta, **rope},
     }
     return found | ({"full_attention_interval": full_interval(shape)} if shape.linear else {})
+
+
+def _of_indexer(indexer: IndexerShape) -> dict[str, Any]:
+    return {
+        "index_topk": indexer.topk,
+        "index_n_heads": indexer.num_heads,
+        "index_head_dim": indexer.head_dim,
+    }
 
 
 def _yarn_factor(shape: ModelShape) -> dict[str, Any]:
@@ -242,9 +256,11 @@ def _of_platform(on_gpu: bool) -> dict[str, Any]:
 
 
 def _of_attention(shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
-    """What sinks and linear attention need."""
+    """What sinks, linear and sparse attention need."""
     if shape.linear is not None:  # what heads remember, as the trainer computes it
         return {"mamba_ssm_dtype": "float32"}
+    if shape.indexer is not None:  # the default of some cards is 8 bits
+        return {"kv_cache_dtype": "bfloat16"}
     if not shape.has_sinks:
         return {}
     if on_gpu:  # the default of some cards, trtllm_mha, keeps sinks in float32

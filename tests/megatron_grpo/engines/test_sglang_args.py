@@ -70,6 +70,8 @@ def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on(tmp_p
         ("gpt_oss", True, "--attention-backend=triton"),
         ("gpt_oss", False, "--attention-backend=intel_amx"),
         ("qwen3_next", True, "--mamba-ssm-dtype=float32"),
+        ("deepseek_v32", True, "--kv-cache-dtype=bfloat16"),
+        ("glm_moe_dsa", True, '"index_topk": 5, "index_n_heads": 16, "index_head_dim": 12}'),
         ("qwen3_next", True, '"full_attention_interval": 3}'),
         ("olmo3", True, '{"rope_theta": 10000.0, "rope_type": "default"}}'),
     ],

@@ -59,13 +59,19 @@ def test_experts_are_counted_in_8_bits_and_latents_twice(tmp_path):
     assert half.weights == half.pushed + made
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
 @pytest.mark.parametrize(
-    ("published", "config", "copied"),
-    [("Qwen3-235B-A22B", "235b_a22b", 0), ("DeepSeek-V3", "671b_a37b", 512 * 128 * (128 + 128))],
+    ("published", "quantization", "config", "copied"),
+    [
+        ("Qwen3-235B-A22B", "none", "235b_a22b", 0),
+        ("Qwen3-235B-A22B", "fp8", "235b_a22b", 0),
+        ("DeepSeek-V3", "none", "671b_a37b", 512 * 128 * (128 + 128)),
+        ("DeepSeek-V3", "fp8", "671b_a37b", 512 * 128 * (128 + 128)),
+        # Of whose indexers it has two matrices, where vLLM has one.
+        ("DeepSeek-V3.2", "none", "671b_a37b", 512 * 128 * (128 + 128)),
+    ],
 )
 def test_an_engine_of_sglang_is_counted_as_one_of_vllm(
-    tmp_path, quantization, published, config, copied
+    tmp_path, published, quantization, config, copied
 ):
     """But that it always copies what projects latents up."""
     size = "rollout.tensor_parallel_size=4"
