@@ -87,7 +87,8 @@ def test_the_options_of_a_published_method_stand_together(method):
 
 
 def test_the_options_for_generations_ahead_stand_together():
-    text = (ROOT / "docs" / "recipes.md").read_text().partition("### Several generations ahead")[2]
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    text = text.partition("## Generating beside the training")[2]
     found = []
     for row in re.findall(r"^\| (\d) \|(.*?)\|(.*?)\|", text, re.MULTILINE):
         found.append(int(row[0]))
