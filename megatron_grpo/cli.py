@@ -13,6 +13,7 @@ import typer
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
+from megatron_grpo.config.files import check_files, check_held_out
 from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
     check_host,
@@ -109,6 +110,7 @@ def train(
     exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
     if place is None:
         with exit_when_preempted():
+            check_files(cfg)
             _check_host(cfg)
             cfg, _ = _preflight(cfg, token)
         start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
@@ -135,7 +137,6 @@ def _check_host(cfg: Config) -> None:
     from megatron_grpo.engines.kernels import num_gpus
     from megatron_grpo.planning.card import ITEMSIZE
 
-    cfg.model.check_folder()
     sizes = [prod(shape) for shape in hf_tensors(trained_shape(cfg)).values()]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     check_host(cfg, sum(sizes) * ITEMSIZE[cfg.model.dtype], num_gpus(), memory)
@@ -169,6 +170,7 @@ def check(
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
+    check_files(cfg)
     print(_preflight(cfg, take_token(os.environ), starts_here=False)[1])
     print(f"{config} can start: no mistakes in settings, model, run directory, data or rewards")
 
@@ -206,6 +208,7 @@ def evaluate(
     allow_open_files()
     take_token(os.environ)  # nothing that is started here needs it
     cfg = load_config(config, overrides or [])
+    check_held_out(cfg)
     exit_when_interrupted(lambda: "interrupted, stopping the engines")
     silence_libraries()
     from rich.console import Console
