@@ -64,6 +64,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # markup would swallow the brackets of our examples
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -80,7 +81,10 @@ def options(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """GRPO training of language models: Megatron-Core trains, vLLM or SGLang rolls out."""
+    """GRPO training of language models: Megatron-Core trains, vLLM or SGLang rolls out.
+
+    The command checkpoint-convert converts checkpoints, and shows what they hold.
+    """
 
 
 @app.command()
@@ -202,8 +206,7 @@ def evaluate(
     \b
     Example:
       megatron-grpo eval CONFIG model.path=runs/math/hf \\
-          eval.data.path=data/test.jsonl eval.num_generations=8 \\
-          eval.temperature=0.6 eval.top_p=0.95
+          eval.data.path=data/test.jsonl eval.num_generations=8 eval.top_p=0.95
     """
     allow_open_files()
     take_token(os.environ)  # nothing that is started here needs it
