@@ -250,8 +250,8 @@ def inspect(
 
     Prints the sizes of the model, by the names of config.json, and dtypes. Of the checkpoint of a
     training run, also its step, the completions trained on, the layout that saved it, bytes, and
-    the keys of its config that name model, data and method. Only headers are read, except for a tied model that also stores
-    its head: then the embedding and the head are read and compared.
+    the keys of its config that name model, data and method. Only headers are read, except for a
+    tied model that also stores its head: then the embedding and the head are read and compared.
 
     The exit code is 2 when the model is not supported, when it cannot be split over the given
     sizes, or when a tensor is missing, unexpected or does not have the shape config.json implies.

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpoint_convert.folder import read_json
-
 from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
 from checkpoint_convert.hf_config import read_shape
