@@ -101,7 +101,8 @@ def _fields_of_model(shape: ModelShape) -> Iterator[tuple[str, Any]]:
         *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
         *("rope_theta", "rope_scaling"),
     ):
-        yield name, getattr(shape, name)
+        if (value := getattr(shape, name)) is not None:
+            yield name, value
     if shape.window is not None:
         yield "sliding_window", f"{shape.window:,} in {len(shape.windowed_layers)} layers"
     if latent := shape.latent:

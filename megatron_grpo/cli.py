@@ -363,10 +363,9 @@ def doctor(
 
     Takes a few seconds and checks packages, GPUs, network, limits, Slurm, the container, and the
     file system of the run directory (without CONFIG: of the working directory), where it writes
-    about 60 MB and deletes it again. Problems come first, each with the command that fixes it; what
-    is well is one line per section. Under srun or torchrun it examines every host and compares
-    their clocks, and rank 0 prints one table for all. The exit code is 1 if something is missing
-    that training needs, else 0.
+    about 60 MB and deletes it again. Problems come first, each with the command that fixes it.
+    Under srun or torchrun it examines every host and compares their clocks, and rank 0 prints one
+    table for all. The exit code is 1 if something is missing that training needs, else 0.
 
     \b
     Example, with MASTER_ADDR (the first node's name) and MASTER_PORT (a free
@@ -391,8 +390,9 @@ def main() -> None:
     """
     try:
         app()
-    except (ValueError, OSError) as error:
-        print(f"megatron-grpo: {error}", file=sys.stderr)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        advice = "; see megatron-grpo doctor" if isinstance(error, ModuleNotFoundError) else ""
+        print(f"megatron-grpo: {error}{advice}", file=sys.stderr)
         sys.exit(2 if is_user_error(error) else 1)
 
 

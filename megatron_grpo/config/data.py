@@ -42,7 +42,8 @@ class WeightedPath(Section):
 
 ONE, SEVERAL = KINDS_OF_PATH = ("one", "several")
 FILE_SUFFIXES = (".jsonl", ".parquet")
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+HUB_NAME = re.compile(r"(?!data/)[\w-][\w.-]*(/[\w.-]+)?")
+"""NAME or OWNER/NAME; the shipped configs have their data in `data`."""
 
 
 class DataConfig(Section):
