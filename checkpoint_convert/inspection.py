@@ -21,7 +21,7 @@ from checkpoint_convert.sidecar import model_config
 from checkpoint_convert.weights import Weights, open_weights
 from parallel import Coordinates, ParallelDims, Shape, divisors
 
-RUN_STATE, RUN_CONFIG = "trainer.json", "config.yaml"
+RUN_STATE, RUN_CONFIG, RUN_MANIFEST = "trainer.json", "config.yaml", "manifest.json"
 """What a training run writes into its checkpoints about itself."""
 SIZES_OF_RANKS = ("tensor", "pipeline", "context", "data")
 
@@ -41,6 +41,7 @@ def print_inspection(
             shape = weights.shape
     if is_torch_dist(path) and (path / RUN_STATE).is_file():
         console.print(_table(_fields_of_run(path)))
+        _check_sizes(path)
     console.print(_table(_fields_of_model(shape)))
     check_divisible(shape, dims)
     console.print(_stage_table(shape, dims))
@@ -80,6 +81,15 @@ def _fields_of_run(path: Path) -> Iterator[tuple[str, Any]]:
     yield "on disk", f"{num_bytes / 1e9:,.3f} GB in {len(files)} files, with the optimizer's state"
     yield "saved with", ", ".join(f"{name} {found}" for name, found in record["versions"].items())
     yield "whole config", path / RUN_CONFIG
+
+
+def _check_sizes(path: Path) -> None:
+    """Raise ValueError for a file of a run's checkpoint that is missing or cut off."""
+    for name, wanted in read_json(path / RUN_MANIFEST)["files"].items():
+        file, num_bytes = path / name, wanted["num_bytes"]
+        found = file.stat().st_size if file.is_file() else 0
+        if found != num_bytes:
+            raise ValueError(f"{path} is not whole: {name} has {found:,} of {num_bytes:,} bytes")
 
 
 def _samples(cursor: Mapping[str, int], step: int, grpo: Mapping[str, Any]) -> str:
