@@ -37,10 +37,11 @@ TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/setup.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
+.PHONY: help setup demo demo-data learning-curves agent-curve test test-main test-fast test-long test-ends test-older test-slow test-faults test-slurm test-view test-trackers setup-sglang setup-sglang-gpu test-sglang check bench bench-async bench-convert bench-reshard bench-peers mutants
 
-# A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
+# Makes .venv and installs all that runs, tests and checks need.
 setup: $(STAMP)
+# A PYTHON that is set is compared with that of .venv even if nothing else is to be done.
 	@$(if $(PYTHON),requirements/make_venv.sh $(VENV) $(PYTHON))
 
 # pip 25.1 is the first that shows its progress while it installs.
@@ -70,10 +71,17 @@ setup-sglang-gpu:
 	@requirements/make_venv.sh $(SGLANG) $(PYTHON)
 	$(SGLANG)/bin/python -m pip install -e '.[sglang]'
 
+# Lists these commands.
+help:
+	@awk '/^# / { if (!text) text = substr($$0, 3); next } /^[a-z][a-z-]*:/ && text { \
+	  sub(/:.*/, ""); sub(/\. .*/, "", text); printf "make %-16s %s\n", $$0, text } { text = "" }' Makefile
+
+# Fetches the demo's model and makes its data.
 demo-data: setup
 	$(BIN)/python demo/model.py models/SmolLM2-135M-Instruct
 	$(BIN)/python demo/make_sums.py data/sums.jsonl
 
+# SmolLM2-135M-Instruct learns to add; ARGS="key.sub=value" overrides keys of its config, STEPS their number.
 demo: demo-data
 	dtype=$$($(BIN)/python -m demo.dtype) && \
 	$(BIN)/megatron-grpo train configs/demo_smollm2_135m.yaml $$dtype train.num_steps=$(STEPS) $(ARGS)
@@ -87,6 +95,7 @@ learning-curves: setup
 agent-curve: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m demo.calculator_curve $(ARGS)
 
+# Format, lint, types and layers of imports.
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -123,8 +132,8 @@ test-ends: setup
 test-fast: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(FAST)
 
-# The older set, Python 3.11 with megatron-core 0.16.1: what touches Megatron-Core, and runs that go
-# on with the other set.
+# The older set, Python 3.11 with megatron-core 0.16.1: what touches Megatron-Core. Runs also go on
+# with the other set.
 test-older: setup
 	$(MAKE) setup VENV=$(OLDER) PYTHON=3.11
 	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile -m "not slow" $(MEGATRON)
@@ -157,16 +166,19 @@ test-trackers: setup
 	$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/trackers -r requirements/trackers.txt
 	PYTHONPATH=$(VENV)/trackers $(BIN)/pytest tests/megatron_grpo/reporting/test_trackers.py
 
+# Times the demo; ARGS are those of benchmarks/bench_demo.py.
 bench: demo-data
 	$(BIN)/python benchmarks/bench_demo.py $(ARGS)
 
+# Times conversions of checkpoints.
 bench-convert: setup
 	$(BIN)/python benchmarks/bench_convert.py $(ARGS)
 
-# One thread per process, as torchrun has it.
+# Times pushes of weights between layouts. One thread per process, as torchrun has it.
 bench-reshard: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python benchmarks/bench_reshard.py $(ARGS)
 
+# Times generating beside the training.
 bench-async: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python benchmarks/bench_async.py $(ARGS)
 
@@ -176,6 +188,6 @@ bench-async: setup
 bench-peers: setup
 	PYTHONPATH=.:tests $(BIN)/python benchmarks/bench_peers.py $(ARGS)
 
-# Half an hour.
+# Breaks the code in many places, and says which tests see it: half an hour.
 mutants: setup
 	$(BIN)/python benchmarks/mutants.py $(ARGS)

@@ -36,6 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # as of megatron-grpo: the same style for both programs
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Convert weights between Hugging Face folders and Megatron-Core checkpoints.
 
     No tensor is gathered: processes copy boxes of tensors from file to file, 4 MiB at a time.
@@ -257,14 +258,17 @@ def inspect(
 ) -> None:
     """Show what PATH holds, and how its tensors are split.
 
-    Prints family, sizes and dtypes. Only headers are read, except for a tied model that also stores
-    its head: then the embedding and the head are read and compared.
+    Prints the sizes of the model, by the names of config.json, and dtypes. Of the checkpoint of a
+    training run, also its step, the completions trained on, the layout that saved it, bytes, and
+    the keys of its config that name model, data and method. Only headers are read, except for a
+    tied model that also stores its head: then the embedding and the head are read and compared.
 
     The exit code is 2 when the model is not supported, when it cannot be split over the given
     sizes, or when a tensor is missing, unexpected or does not have the shape config.json implies.
 
     \b
     Example:
+      checkpoint-convert inspect runs/math/checkpoints/step_100
       checkpoint-convert inspect Qwen3-8B --tp 8
     """
     print_inspection(Console(), path, hf_config, _dims(tp, pp, vpp, ep, etp))

@@ -1,27 +1,36 @@
 """Describes a set of weights from file headers: `checkpoint-convert inspect`."""
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from math import prod
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
+from checkpoint_convert.folder import read_json
 from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TORCH_NAMES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors, megatron_layout
-from checkpoint_convert.shape import ModelShape, check_divisible, named_fields, tensor_sizes
+from checkpoint_convert.shape import ModelShape, check_divisible, tensor_sizes
 from checkpoint_convert.sidecar import model_config
 from checkpoint_convert.weights import Weights, open_weights
 from parallel import Coordinates, ParallelDims, Shape, divisors
+
+RUN_STATE, RUN_CONFIG, RUN_MANIFEST = "trainer.json", "config.yaml", "manifest.json"
+"""What a training run writes into its checkpoints about itself."""
+SIZES_OF_RANKS = ("tensor", "pipeline", "context", "data")
 
 
 def print_inspection(
     console: Console, path: Path, hf_config: Path | None, dims: ParallelDims
 ) -> None:
-    """Print the shape of the model, what a rank of `dims` would hold, and what the files hold.
+    """Print the run that saved them, if one did; the model; what a rank of `dims` would hold; and
+    what the files hold.
 
     Raises ValueError when the model is not supported, when `dims` cannot split it, or when the
     files do not hold exactly its weights.
@@ -30,7 +39,10 @@ def print_inspection(
     if is_torch_dist(path):  # only its tensors say which further parts of the model were trained
         with closing(open_weights(path, shape)) as weights:
             shape = weights.shape
-    console.print(_shape_table(shape))
+    if is_torch_dist(path) and (path / RUN_STATE).is_file():
+        console.print(_table(_fields_of_run(path)))
+        _check_sizes(path)
+    console.print(_table(_fields_of_model(shape)))
     check_divisible(shape, dims)
     console.print(_stage_table(shape, dims))
     with closing(open_weights(path, shape)) as weights:
@@ -43,17 +55,85 @@ def print_inspection(
         )
 
 
-def _shape_table(shape: ModelShape) -> Table:
+def _table(fields: Iterator[tuple[str, Any]]) -> Table:
     table = Table("field", "value", show_header=False, box=None)
-    fields = named_fields(shape)
-    if tower := fields.pop("vision"):
-        fields["vision"] = f"{len(tower)} tensors"
-    fields["possible --tp"] = tensor_sizes(shape)
-    if shape.moe is not None:
-        fields["possible --ep"] = divisors(shape.moe.num_experts)
-    for name, value in fields.items():
+    for name, value in fields:
         table.add_row(name, f"{value:,}" if type(value) is int else str(value))
     return table
+
+
+def _fields_of_run(path: Path) -> Iterator[tuple[str, Any]]:
+    """What the checkpoint of a training run says of it, by the keys of the run's config."""
+    record, cfg = read_json(path / RUN_STATE), yaml.safe_load((path / RUN_CONFIG).read_text())
+    step, grpo, sizes = record["state"]["step"], cfg["grpo"], cfg["parallel"]
+    yield "optimizer steps", f"{step:,} of train.num_steps {cfg['train']['num_steps']:,}"
+    yield "trained on", _samples(record["cursor"], step, grpo)
+    for key in ("model.path", "model.dtype", "data.path", "optimizer.optimizer", "grpo.loss_type"):
+        section, _, name = key.partition(".")
+        yield key, cfg[section][name]
+    num_ranks = prod(sizes[f"{axis}_parallel_size"] for axis in SIZES_OF_RANKS)
+    yield "saved by ranks", num_ranks
+    for name, size in sizes.items():
+        if name.endswith("_parallel_size") and size > 1:
+            yield f"parallel.{name}", size
+    files = [file for file in path.rglob("*") if file.is_file()]
+    num_bytes = sum(file.stat().st_size for file in files)
+    yield "on disk", f"{num_bytes / 1e9:,.3f} GB in {len(files)} files, with the optimizer's state"
+    yield "saved with", ", ".join(f"{name} {found}" for name, found in record["versions"].items())
+    yield "whole config", path / RUN_CONFIG
+
+
+def _check_sizes(path: Path) -> None:
+    """Raise ValueError for a file of a run's checkpoint that is missing or cut off."""
+    for name, wanted in read_json(path / RUN_MANIFEST)["files"].items():
+        file, num_bytes = path / name, wanted["num_bytes"]
+        found = file.stat().st_size if file.is_file() else 0
+        if found != num_bytes:
+            raise ValueError(f"{path} is not whole: {name} has {found:,} of {num_bytes:,} bytes")
+
+
+def _samples(cursor: Mapping[str, int], step: int, grpo: Mapping[str, Any]) -> str:
+    """How many completions the steps so far have trained on; `cursor` is where the next one is."""
+    batch = grpo["generation_batch_size"]
+    of_step = batch // grpo["steps_per_generation"]
+    begun = batch if cursor["iteration"] else cursor["minibatch"] * of_step
+    different = cursor["generation"] * batch + begun
+    again = f", {step * of_step:,} with repetitions" if grpo["num_iterations"] > 1 else ""
+    return f"{different:,} completions{again}, {grpo['num_generations']:,} for each prompt"
+
+
+def _fields_of_model(shape: ModelShape) -> Iterator[tuple[str, Any]]:
+    """The model's sizes, by the names of config.json, and how it can be split."""
+    yield "model_type", shape.family
+    yield "num_hidden_layers", shape.num_layers
+    for name in (
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+        *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
+        *("rope_theta", "rope_scaling"),
+    ):
+        if (value := getattr(shape, name)) is not None:
+            yield name, value
+    if shape.window is not None:
+        yield "sliding_window", f"{shape.window:,} in {len(shape.windowed_layers)} layers"
+    if latent := shape.latent:
+        yield "q_lora_rank", latent.query_rank
+        yield "kv_lora_rank", latent.rank
+        yield "v_head_dim", latent.value_dim
+    if shape.indexer is not None:
+        yield "index_topk", shape.indexer.topk
+    if shape.linear_layers:
+        yield "linear attention", f"in {len(shape.linear_layers)} layers"
+    if moe := shape.moe:
+        yield "num_experts", moe.num_experts
+        yield "num_experts_per_tok", moe.experts_per_token
+        yield "moe_intermediate_size", moe.intermediate_size
+        if moe.shared_intermediate_size:
+            yield "shared_expert_intermediate_size", moe.shared_intermediate_size
+    if shape.vision:
+        yield "vision", f"{len(shape.vision)} tensors"
+    yield "possible --tp", tensor_sizes(shape)
+    if shape.moe is not None:
+        yield "possible --ep", divisors(shape.moe.num_experts)
 
 
 def _stage_table(shape: ModelShape, dims: ParallelDims) -> Table:

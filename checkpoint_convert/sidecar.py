@@ -64,10 +64,11 @@ def own_shape(path: Path) -> ModelShape | None:
 
 
 def _check_is_one(path: Path) -> None:
-    if any((path / name).is_file() for name in _POINTERS):
-        folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
-        found = [folder.name for folder in folders if is_torch_dist(folder)]
-        raise ValueError(f"{path} is a folder of checkpoints; give the path of one: {found}")
+    for folder in (path, path / "checkpoints"):
+        if any((folder / name).is_file() for name in _POINTERS):
+            inner = sorted(each for each in folder.iterdir() if each.is_dir())
+            found = [each.name for each in inner if is_torch_dist(each)]
+            raise ValueError(f"{folder} is a folder of checkpoints; give the path of one: {found}")
 
 
 def _check_same_model(path: Path, given: Path) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
+from megatron_grpo.config.files import check_files, check_held_out
 from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
     check_apart,
@@ -64,6 +65,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # markup would swallow the brackets of our examples
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -80,7 +82,10 @@ def options(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """GRPO training of language models: Megatron-Core trains, vLLM or SGLang rolls out."""
+    """GRPO training of language models: Megatron-Core trains, vLLM or SGLang rolls out.
+
+    The command checkpoint-convert converts checkpoints, and shows what they hold.
+    """
 
 
 @app.command()
@@ -110,6 +115,7 @@ def train(
     exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
     if place is None:
         with exit_when_preempted():
+            check_files(cfg)
             _check_host(cfg)
             cfg, _ = _preflight(cfg, token)
         start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
@@ -136,7 +142,6 @@ def _check_host(cfg: Config) -> None:
     from megatron_grpo.engines.kernels import num_gpus
     from megatron_grpo.planning.card import ITEMSIZE
 
-    cfg.model.check_folder()
     sizes = [prod(shape) for shape in hf_tensors(trained_shape(cfg)).values()]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     check_host(cfg, sum(sizes) * ITEMSIZE[cfg.model.dtype], num_gpus(), memory)
@@ -170,6 +175,7 @@ def check(
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
+    check_files(cfg)
     print(_preflight(cfg, take_token(os.environ), starts_here=False)[1])
     print(f"{config} can start: no mistakes in settings, model, run directory, data or rewards")
 
@@ -201,12 +207,12 @@ def evaluate(
     \b
     Example:
       megatron-grpo eval CONFIG model.path=runs/math/hf \\
-          eval.data.path=data/test.jsonl eval.num_generations=8 \\
-          eval.temperature=0.6 eval.top_p=0.95
+          eval.data.path=data/test.jsonl eval.num_generations=8 eval.top_p=0.95
     """
     allow_open_files()
     take_token(os.environ)  # nothing that is started here needs it
     cfg = load_config(config, overrides or [])
+    check_held_out(cfg)
     exit_when_interrupted(lambda: "interrupted, stopping the engines")
     silence_libraries()
     from rich.console import Console
@@ -359,10 +365,9 @@ def doctor(
 
     Takes a few seconds and checks packages, GPUs, network, limits, Slurm, the container, and the
     file system of the run directory (without CONFIG: of the working directory), where it writes
-    about 60 MB and deletes it again. Problems come first, each with the command that fixes it; what
-    is well is one line per section. Under srun or torchrun it examines every host and compares
-    their clocks, and rank 0 prints one table for all. The exit code is 1 if something is missing
-    that training needs, else 0.
+    about 60 MB and deletes it again. Problems come first, each with the command that fixes it.
+    Under srun or torchrun it examines every host and compares their clocks, and rank 0 prints one
+    table for all. The exit code is 1 if something is missing that training needs, else 0.
 
     \b
     Example, with MASTER_ADDR (the first node's name) and MASTER_PORT (a free
@@ -387,8 +392,9 @@ def main() -> None:
     """
     try:
         app()
-    except (ValueError, OSError) as error:
-        print(f"megatron-grpo: {error}", file=sys.stderr)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        advice = "; see megatron-grpo doctor" if isinstance(error, ModuleNotFoundError) else ""
+        print(f"megatron-grpo: {error}{advice}", file=sys.stderr)
         sys.exit(2 if is_user_error(error) else 1)
 
 

@@ -34,7 +34,7 @@ from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments
 from megatron_grpo.engines.sglang.args import check_folder_loaded
 from megatron_grpo.engines.vllm.args import check_adapters
-from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_folder, check_token
+from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_run_dir, check_token
 from megatron_grpo.reporting.tracking import last_step
 
 HEALTH_TIMEOUT_SECONDS = 5.0
@@ -111,6 +111,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     people, as the model will see it.
     """
     BatchSchedule.of(cfg.grpo)
+    check_run_dir(cfg.train.run_dir, starts_here=starts_here)
     shape = _check_model(cfg)
     if cfg.train.replay is None:
         check_engines(cfg, shape, token)
@@ -122,8 +123,6 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
         _warn_of_slow_dtype(cfg.model.dtype)
         if cfg.train.offload_communicators:
             _check_nccl(os.environ)
-    else:
-        check_folder(cfg.train.run_dir)
     check_same_run(cfg)
     check_start(cfg)
     for package in cfg.trackers:

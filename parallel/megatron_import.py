@@ -34,6 +34,11 @@ def import_megatron() -> None:
     # OSError: a library that does not fit torch's; the last two: packages of Transformer Engine
     # that do not fit each other.
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "megatron":
+            raise ValueError(
+                "Megatron-Core is not installed: run `make setup` (on GPUs: `bash "
+                "requirements/gpu.sh`)"
+            ) from None
         raise ValueError(
             f"Megatron-Core cannot be imported: {error}. Where Transformer Engine is installed, "
             "`python -c 'import torch, transformer_engine.pytorch'` must work: install it as "

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 
@@ -48,6 +49,22 @@ def test_the_config_that_the_readme_shows_can_be_used(tmp_path):
     BatchSchedule.of(load_config(file).grpo)
 
 
+SHOWN = [
+    (page.name, number, shown)
+    for page in sorted(ROOT.glob("docs/*.md"))
+    for number, shown in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize(("page", "number", "shown"), SHOWN, ids=lambda value: str(value)[:12])
+def test_the_sections_that_a_page_shows_are_legal(page, number, shown):
+    sections = yaml.safe_load(shown).items()
+    options = [
+        f"{name}.{key}={json.dumps(x)}" for name, keys in sections for key, x in keys.items()
+    ]
+    load_config(ROOT / "configs" / "tiny_cpu.yaml", options)
+
+
 def test_the_table_of_faults_names_tests_that_are_there():
     text = (ROOT / "docs/faults.md").read_text()
     named = re.findall(r"`([a-z_/]*test_[a-z_]+\.py)`((?:[:,] `[a-z_0-9]+`)*)", text)
@@ -87,7 +104,8 @@ def test_the_options_of_a_published_method_stand_together(method):
 
 
 def test_the_options_for_generations_ahead_stand_together():
-    text = (ROOT / "docs" / "recipes.md").read_text().partition("### Several generations ahead")[2]
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    text = text.partition("## Generating beside the training")[2]
     found = []
     for row in re.findall(r"^\| (\d) \|(.*?)\|(.*?)\|", text, re.MULTILINE):
         found.append(int(row[0]))

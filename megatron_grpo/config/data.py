@@ -1,5 +1,7 @@
 """Prompts: the keys of `data`, and of `eval.data`."""
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
@@ -39,6 +41,9 @@ class WeightedPath(Section):
 
 
 ONE, SEVERAL = KINDS_OF_PATH = ("one", "several")
+FILE_SUFFIXES = (".jsonl", ".parquet")
+HUB_NAME = re.compile(r"(?!data/)[\w-][\w.-]*(/[\w.-]+)?")
+"""NAME or OWNER/NAME; the shipped configs have their data in `data`."""
 
 
 class DataConfig(Section):
@@ -84,6 +89,13 @@ class DataConfig(Section):
         if isinstance(self.path, str):
             return (WeightedPath(path=self.path, weight=1),)
         return self.path
+
+    def check_exists(self) -> None:
+        """Raise ValueError for a path that is not there and no name of a Hugging Face data set."""
+        for name in (each.path for each in self.paths):
+            is_file = name.endswith(FILE_SUFFIXES) or not HUB_NAME.fullmatch(name)
+            if is_file and not Path(name).exists():
+                raise ValueError(f"data.path {name} does not exist")
 
     @model_validator(mode="after")
     def _there_is_a_path(self) -> Self:

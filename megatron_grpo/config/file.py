@@ -137,7 +137,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         )
     if not path.is_file():
         raise ValueError(f"config file {path} does not exist")
-    table = _parse_yaml(path.read_text(), str(path))
+    try:
+        table = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8: {error}") from None
     if not isinstance(table, dict):
         held = "is empty" if table is None else f"holds {type(table).__name__}, no sections"
         needed = [name for name, field in Config.model_fields.items() if field.is_required()]
@@ -219,7 +222,8 @@ def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{source} is not valid YAML: {error}") from None
+        advice = "\n(YAML is indented with spaces, not tabs)" if r"'\t'" in str(error) else ""
+        raise ValueError(f"{source} is not valid YAML: {error}{advice}") from None
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from megatron_grpo.config.data import DataConfig
+from megatron_grpo.config.data import FILE_SUFFIXES, DataConfig
 
 Row = dict[str, Any]
 """One example: its columns by name."""
@@ -102,13 +102,11 @@ class InvalidRows:
         return "".join(f"\n  {line}" for line in lines)
 
 
-FILE_SUFFIXES = (".jsonl", ".parquet")
 DEFAULT_SPLIT = DataConfig.model_fields["split"].default
 SPLITS = frozenset({DEFAULT_SPLIT, "validation", "valid", "val", "dev", "test", "eval"})
 """Names of splits by which files of a folder can be named."""
 NUM_NAMED = 10
 """Most files of a folder that an error message lists."""
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 Numbered = tuple[int, Row | Fault]
 """A row with its number in its file: lines count from 1, rows of a table from 0."""
 
@@ -241,8 +239,7 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Fault]:
 
 
 def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
-    if name.endswith(FILE_SUFFIXES) or not HUB_NAME.fullmatch(name):
-        raise ValueError(f"data.path {name} does not exist")
+    data.check_exists()
     # Imported here because it takes a second, and local files do not need it.
     import datasets  # noqa: PLC0415
 

@@ -93,7 +93,7 @@ def is_user_error(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError):
         return error.errno not in TRANSIENT_ERRORS
-    return isinstance(error, ValueError)
+    return isinstance(error, (ValueError, ModuleNotFoundError))
 
 
 STDOUT, STDERR = 1, 2

@@ -89,8 +89,15 @@ def make_folder(folder: Path) -> None:
         ) from None
 
 
-def check_folder(folder: Path) -> None:
-    """Raise ValueError if `make_folder` would; what had to be made for that is removed."""
+def check_run_dir(run_dir: Path, *, starts_here: bool) -> None:
+    """Raise ValueError if the run directory and its logs cannot be made.
+
+    What had to be made for that is removed. `starts_here`: also if another process trains there.
+    """
+    if starts_here and (run_dir / "lock").exists():
+        with run_lock(run_dir):
+            pass
+    folder = run_dir / "logs"
     missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     make_folder(folder)
     for path in missing:

@@ -39,9 +39,12 @@ class HostMemory:
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
             return cls(descriptor, num_bytes)
-        except Exception:
+        except Exception as error:
             os.close(descriptor)
-            raise
+            if not isinstance(error, OSError):
+                raise
+            what = f"{num_bytes:,} bytes of shared memory for weights cannot be had"
+            raise OSError(error.errno, f"{what}: {error.strerror}") from error
 
     @classmethod
     def receive(cls, control: ControlSocket, num_bytes: int) -> "HostMemory":

@@ -1,6 +1,7 @@
 """`checkpoint-convert inspect`: contents and problems of a folder, from headers alone."""
 
 import io
+import json
 import re
 import shutil
 
@@ -49,7 +50,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_told_with_its_shape_and_dtypes(model, tmp_path, name):
     text = inspect(FORMATS[name](model, tmp_path / "model"))
-    assert " family qwen3 \n num_layers 2 \n hidden_size 64 \n" in text
+    assert " model_type qwen3 \n num_hidden_layers 2 \n hidden_size 64 \n" in text
     assert " possible --tp [1, 2, 4] \n" in text
     assert "vision" not in text
     assert f"\n{name}: " in text
@@ -69,7 +70,7 @@ def test_mixed_dtypes_are_counted_apart(model, tmp_path):
 
 def test_what_a_rank_would_hold_is_told_for_every_stage(mixture):
     text = inspect(mixture, tensor=2, pipeline=2, expert=2, data=2)
-    assert " moe.num_experts 4 \n moe.experts_per_token 2 \n" in text
+    assert " num_experts 4 \n num_experts_per_tok 2 \n" in text
     assert " possible --ep [1, 2, 4] \n" in text
     stages = re.findall(r"^ ([01]) (\d) ([\d,]+) 0\.000 GB $", text, re.MULTILINE)
     table = 125 * 64
@@ -101,3 +102,48 @@ def test_a_config_alone_tells_the_shape_before_the_weights_are_missed(model, tmp
         inspect(tmp_path, output=output, tensor=2)
     assert "num_attention_heads" in output.getvalue()
     assert "parameters of a rank" in output.getvalue()
+
+
+def test_a_checkpoint_of_a_run_tells_it_by_the_keys_of_its_config_and_must_be_whole(
+    model, tmp_path
+):
+    checkpoint = as_checkpoint(model, tmp_path / "step_6")
+    cursor = {"generation": 1, "iteration": 1, "minibatch": 0}
+    record = {"state": {"step": 6}, "cursor": cursor, "versions": {"torch": "2.13.0"}}
+    grpo = {"num_generations": 4, "generation_batch_size": 16, "steps_per_generation": 2}
+    cfg = {
+        "model": {"path": "models/tiny", "dtype": "float32"},
+        "data": {"path": "rows.jsonl"},
+        "train": {"num_steps": 40},
+        "optimizer": {"optimizer": "adam"},
+        "grpo": {**grpo, "num_iterations": 2, "loss_type": "dapo"},
+        "parallel": {
+            f"{axis}_parallel_size": 2 if axis == "tensor" else 1
+            for axis in ("tensor", "pipeline", "context", "data", "expert")
+        },
+    }
+    (checkpoint / "trainer.json").write_text(json.dumps(record))
+    (checkpoint / "config.yaml").write_text(json.dumps(cfg))
+    files = {file.name: {"num_bytes": file.stat().st_size} for file in checkpoint.glob("*.distcp")}
+    (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
+    text = inspect(checkpoint)
+    for told in (
+        "optimizer steps 6 of train.num_steps 40",
+        "trained on 32 completions, 48 with repetitions, 4 for each prompt",
+        "model.path models/tiny",
+        "saved by ranks 2 \n parallel.tensor_parallel_size 2 \n on disk 0.000 GB in ",
+        "saved with torch 2.13.0",
+    ):
+        assert told in text
+    name = next(iter(files))
+    with (checkpoint / name).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(
+        ValueError, match=rf"step_6 is not whole: {name} has [\d,]+ of [\d,]+ bytes"
+    ):
+        inspect(checkpoint)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    checkpoint.rename(tmp_path / "run" / "checkpoints" / "step_6")
+    (tmp_path / "run" / "checkpoints" / "LATEST").write_text("step_6")
+    with pytest.raises(ValueError, match=r"is a folder of checkpoints; .*\['step_6'\]"):
+        inspect(tmp_path / "run")

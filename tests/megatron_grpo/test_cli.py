@@ -76,6 +76,35 @@ def test_sizes_and_addresses_are_checked_and_jobs_planned_without_torch() -> Non
     assert result.stdout == "set()\n"
 
 
+REFUSAL = """
+import sys
+from megatron_grpo.cli import app
+try:
+    app(sys.argv[1:], standalone_mode=False)
+except ValueError as error:
+    print(error, "torch" in sys.modules, sep="; ")
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.path=/nowhere", "data.path /nowhere does not exist"),
+        ("data.path=rows.jsonl", "data.path rows.jsonl does not exist"),
+        ("eval.data.path=rows.jsonl", "eval: data.path rows.jsonl does not exist"),
+        ("reward.functions=[no.py:score]", "file of reward functions no.py does not exist"),
+        ("environment.name=no.py:Game", "file of an environment no.py does not exist"),
+    ],
+)
+def test_files_that_do_not_exist_are_told_before_torch_is_imported(
+    override: str, message: str, tied_model: Path, sums: Path
+) -> None:
+    given = [f"model.path={tied_model}", f"data.path={sums}", override]
+    command = [sys.executable, "-c", REFUSAL, "train", str(TINY_CONFIG), *given]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout == f"{message}; False\n"
+
+
 COMMANDS = {each.name or each.callback.__name__: each.callback for each in app.registered_commands}
 
 

@@ -73,7 +73,7 @@ def refusal(cfg: Config, token: str | None = TOKEN, kind: type[Exception] = Valu
 
 
 def test_a_check_refuses_a_run_directory_that_cannot_be_made(config):
-    with pytest.raises(ValueError, match=r"train\.run_dir: the folder /proc/x cannot be made"):
+    with pytest.raises(ValueError, match=r"train\.run_dir: the folder /proc/x/logs cannot be made"):
         preflight(config("train.run_dir=/proc/x"), None, starts_here=False)
 
 

@@ -205,14 +205,16 @@ def test_unknown_keys_of_the_file_are_told_all_at_once(tmp_path):
         ("- model\n", "holds list, no sections: a config needs the sections model, data, "),
         ("model:\n  path: a\n  dtype: b\n  path: c\n", "'path' is given twice"),
         ("model: [1", "not valid YAML"),
+        ("model:\n\tpath: a\n", "is indented with spaces, not tabs"),
+        (b"model: {path: mod\xe8le}\n", "config.yaml is not in UTF-8"),
         (None, "does not exist"),
     ],
-    ids=["empty", "a list", "a key given twice", "no YAML", "missing"],
+    ids=["empty", "a list", "a key given twice", "no YAML", "tabs", "Latin-1", "missing"],
 )
 def test_a_file_that_is_no_config_is_refused_with_the_reason(text, told, tmp_path):
     path = tmp_path / "config.yaml"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert told in refusal(path=path)
 
 

@@ -24,6 +24,7 @@ from megatron_grpo.launch.process import is_user_error
         (OSError(errno.ETIMEDOUT, "of a file"), False),
         (ConnectionRefusedError(errno.ECONNREFUSED, "of a hub"), False),
         (EngineError("rollout engine http://a refuses"), False),
+        (ModuleNotFoundError("No module named 'transformers'"), True),
         (RuntimeError("of ours"), False),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from megatron_grpo.launch import run_dir
 from megatron_grpo.launch.run_dir import (
     Mount,
-    check_folder,
+    check_run_dir,
     check_token,
     interrupted_text,
     make_folder,
@@ -42,6 +42,9 @@ def test_run_directory_is_for_one_process_until_that_is_killed(tmp_path):
         expected = f"another process trains in {tmp_path} {who}"
         with pytest.raises(ValueError, match=expected), run_lock(tmp_path):
             pass
+        with pytest.raises(ValueError, match=expected):
+            check_run_dir(tmp_path, starts_here=True)
+        check_run_dir(tmp_path, starts_here=False)
     finally:
         holder.kill()
         holder.communicate()
@@ -56,12 +59,11 @@ def test_a_run_directory_that_cannot_be_made_is_named_with_its_key():
 
 
 def test_a_run_directory_that_can_be_made_is_not_there_after_a_check(tmp_path):
-    check_folder(tmp_path / "runs" / "first")
+    check_run_dir(tmp_path / "runs" / "first", starts_here=True)
+    check_run_dir(tmp_path, starts_here=True)
     assert not [*tmp_path.iterdir()]
-    check_folder(tmp_path)
-    assert tmp_path.is_dir()
-    with pytest.raises(ValueError, match=r"the folder /proc/x cannot be made"):
-        check_folder(Path("/proc/x"))
+    with pytest.raises(ValueError, match=r"the folder /proc/x/logs cannot be made"):
+        check_run_dir(Path("/proc/x"), starts_here=True)
 
 
 def test_an_interrupted_run_says_where_the_same_command_resumes_it(tmp_path):
