@@ -31,7 +31,7 @@ ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py 
 	engines/test_push.py engines/test_joining.py engines/test_pool.py engines/test_sleep.py \
 	environments/test_multi_turn.py \
 	agents/test_agents.py agents/test_agent_runs.py test_weight_sync.py test_learning.py test_environment_runs.py \
-	test_faults.py test_in_flight_runs.py test_cli.py::test_serve_is_an_engine_for_runs_that_name_its_address)
+	test_faults.py test_in_flight_runs.py test_cli.py::test_serve_is_an_engine_for_runs_that_name_its_address[sglang])
 APART := tests/sglang tests/slurm tests/viewer_browser
 TWO = $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/setup.stamp
@@ -60,6 +60,8 @@ setup-sglang: $(SGLANG)/setup.stamp
 
 $(SGLANG)/setup.stamp: requirements/torch.txt requirements/sglang.txt $(wildcard requirements/sgl_kernel/*/*.py) | setup
 	@requirements/make_venv.sh $(SGLANG) $(PYTHON)
+	@! $(SGLANG)/bin/python -m pip show -q sglang-kernel 2>/dev/null || \
+		{ echo '$(SGLANG) is that of make setup-sglang-gpu: remove it (rm -r $(SGLANG))'; exit 1; }
 	$(SGLANG)/bin/python -m pip install --quiet 'pip>=25.1'
 	$(SGLANG)/bin/python -m pip install -c requirements/sglang.txt -r requirements/torch.txt
 	$(SGLANG)/bin/python -m pip install --no-deps -r requirements/sglang.txt
@@ -69,6 +71,8 @@ $(SGLANG)/setup.stamp: requirements/torch.txt requirements/sglang.txt $(wildcard
 # The same for NVIDIA GPUs, with all that SGLang asks for and no stand-ins.
 setup-sglang-gpu:
 	@requirements/make_venv.sh $(SGLANG) $(PYTHON)
+	@! $(SGLANG)/bin/python -m pip show -q sgl-kernel-stand-in 2>/dev/null || \
+		{ echo '$(SGLANG) is that of make setup-sglang: remove it (rm -r $(SGLANG))'; exit 1; }
 	$(SGLANG)/bin/python -m pip install -e '.[sglang]'
 
 # Lists these commands.

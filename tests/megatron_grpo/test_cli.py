@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.cpu_time import seconds_of_a_million_numbers
-from helpers.engines import random_prompts, sampling_params, wait_until
+from helpers.engines import SGLANG_PYTHON, random_prompts, sampling_params, wait_until
 from helpers.pushes import client_of, push_folder
 from helpers.runs import RUN_MARK, TINY_CONFIG, finish_run, marked_processes
 from megatron_grpo.cli import app
@@ -181,37 +183,67 @@ def test_serve_wants_a_token_one_address_and_one_host(
     assert "Traceback" not in errors
 
 
-@pytest.mark.long
-def test_serve_is_an_engine_for_runs_that_name_its_address(
-    tied_model: Path, tmp_path: Path, engine_kind: dict[str, Any]
-) -> None:
-    """Until it is told to end: then it leaves no process behind, and no file but vLLM's sockets."""
-    options = [f"rollout.{key}={value}" for key, value in engine_kind.items() if value]
-    rollout, mark = RolloutConfig(**engine_kind, max_completion_length=4), uuid.uuid4().hex
+@contextmanager
+def served(tied_model: Path, log: Path, **rollout: Any) -> Iterator[str]:
+    """The address of a ready engine, which is told to end at last: then it leaves no process
+    behind, and no file but vLLM's sockets."""
+    given, mark = [f"rollout.{key}={value}" for key, value in rollout.items()], uuid.uuid4().hex
     with (
         reserve_port() as reserved,
         tempfile.TemporaryDirectory() as own,  # short enough for an engine's sockets
-        (tmp_path / "log").open("w") as log,
+        log.open("w") as output,
     ):
         port = reserved.getsockname()[1]
-        url, options = f"http://127.0.0.2:{port}", [*options, f"--port={port}"]
+        url, given = f"http://127.0.0.2:{port}", [*given, "--host=127.0.0.2", f"--port={port}"]
         variables = {RUN_MARK: mark, "TMPDIR": own}
-        engine = serve(tied_model, TOKEN, "--host=127.0.0.2", *options, output=log, **variables)
+        engine = serve(tied_model, TOKEN, *given, output=output, **variables)
         try:
             assert wait_until(lambda: engine.poll() is not None or is_healthy(url), seconds=240)
-            assert engine.poll() is None, log_tail(tmp_path / "log", 0)
-            assert not is_healthy(f"http://127.0.0.1:{port}")
-            push_folder(tied_model, rollout, [url], TOKEN, version=1)
-            client = client_of([url], TOKEN)
-            client.pool.finish_push([url])
-            params = sampling_params(policy_version=1, max_completion_length=4)
-            samples = client.generate(Generation(random_prompts(1), params))
-            assert len(samples) == 2
-            assert httpx.post(f"{url}/inference/v1/generate", json={}).status_code == 401
+            assert engine.poll() is None, log_tail(log, 0)
+            yield url
             engine.terminate()
-            assert wait_until(lambda: not marked_processes(mark), 30), marked_processes(mark)
-            assert rollout.engine == "vllm" or [*Path(own).iterdir()] == []
+            assert wait_until(lambda: not marked_processes(mark), 60), marked_processes(mark)
+            assert rollout["engine"] == "vllm" or [*Path(own).iterdir()] == []
         finally:
             for process in marked_processes(mark):
                 process.kill()
             engine.wait()
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("transformers", marks=pytest.mark.long),
+        pytest.param("vllm", marks=pytest.mark.slow),
+        pytest.param("sglang", marks=pytest.mark.long),
+    ],
+)
+def test_serve_is_an_engine_for_runs_that_name_its_address(
+    tied_model: Path, tmp_path: Path, engine: str, engine_kind: dict[str, Any]
+) -> None:
+    kind = {"engine": engine}
+    if engine == "sglang":
+        kind = engine_kind if engine_kind["engine"] == engine else pytest.skip("no --engine sglang")
+    rollout = RolloutConfig(**kind, max_completion_length=4)
+    with served(tied_model, tmp_path / "log", **kind) as url:
+        assert not is_healthy(url.replace("127.0.0.2", "127.0.0.1"))
+        push_folder(tied_model, rollout, [url], TOKEN, version=1)
+        client = client_of([url], TOKEN)
+        client.pool.finish_push([url])
+        params = sampling_params(policy_version=1, max_completion_length=4)
+        samples = client.generate(Generation(random_prompts(1), params))
+        assert len(samples) == 2
+        assert httpx.post(f"{url}/inference/v1/generate", json={}).status_code == 401
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="`make setup-sglang` makes it")
+def test_an_unused_sglang_that_is_told_to_end_leaves_no_shared_memory(
+    tied_model: Path, tmp_path: Path
+) -> None:
+    shared_memory, kind = Path("/dev/shm"), {"engine": "sglang", "python": SGLANG_PYTHON}
+    before = {*shared_memory.glob("sgl_shm_mq_*")}
+    with served(tied_model, tmp_path / "log", **kind, tensor_parallel_size=2):
+        queues = {*shared_memory.glob("sgl_shm_mq_*")} - before
+        assert queues
+    assert not [each for each in queues if each.exists()]

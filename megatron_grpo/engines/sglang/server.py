@@ -7,7 +7,6 @@ as well, all behind the token.
 """
 
 import asyncio
-import atexit
 import base64
 import json
 import math
@@ -17,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -216,14 +216,11 @@ def choice_of(answer: Json, start: int | None = None) -> Json:
     if start is None and not meta.get("weight_versions"):
         span = {"version": meta["weight_version"], "start": 0, "end": len(answer["output_ids"])}
         meta["weight_versions"] = [span]
+    told = (logprob for logprob, *_ in meta["output_token_logprobs"][start:])
+    logprobs = [logprob if math.isfinite(logprob) else NOT_FINITE for logprob in told]
     return {
         "token_ids": answer["output_ids"][start:],
-        "logprobs": {
-            "content": [
-                {"logprob": logprob if math.isfinite(logprob) else NOT_FINITE}
-                for logprob, *_ in meta["output_token_logprobs"][start:]
-            ]
-        },
+        "logprobs": {"content": [{"logprob": each} for each in logprobs]},
         "finish_reason": end and end["type"],
         "text": answer["text"] if end else "",  # SGLang's is of all tokens so far
         "weight_versions": meta["weight_versions"],
@@ -253,9 +250,8 @@ async def derender(request: Request) -> Json:
     meta = {"id": "turn", "prompt_tokens": 0, "completion_tokens": len(ids), "weight_version": ""}
     meta["finish_reason"] = {"type": turn["finish_reason"]}
     text = manager().tokenizer.decode(ids, skip_special_tokens=plain)
-    answer = chat._build_chat_response(
-        asked, [{"text": text, "output_ids": ids, "meta_info": meta}], created=0
-    )
+    made = {"text": text, "output_ids": ids, "meta_info": meta}
+    answer = chat._build_chat_response(asked, [made], created=0)
     message = json.loads(answer.model_dump_json())["choices"][0]["message"]
     return {"choices": [{"message": message | {"reasoning": message.pop("reasoning_content")}}]}
 
@@ -387,12 +383,19 @@ def main() -> None:
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # uvicorn may raise it again
-    atexit.register(kill_process_tree, os.getpid(), include_parent=False)  # or they are waited for
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         tempfile.tempdir = own  # SGLang leaves its sockets behind
         os.environ |= VARIABLES | {RENDEZVOUS_VARIABLE: f"file://{own}/workers", "TMPDIR": own}
         arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own, "model")))
-        http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
+        try:
+            http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
+        finally:
+            signal.signal(
+                signal.SIGQUIT, signal.SIG_IGN
+            )  # or SGLang kills this process, as workers end
+            # Python's own child unlinks the shared memory that the others leave behind.
+            tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+            kill_process_tree(os.getpid(), include_parent=False, skip_pid=tracker)
 
 
 if __name__ == "__main__":
