@@ -390,9 +390,7 @@ def main() -> None:
         try:
             http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
         finally:
-            signal.signal(
-                signal.SIGQUIT, signal.SIG_IGN
-            )  # or SGLang kills this process, as workers end
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # else the end of a worker kills us
             # Python's own child unlinks the shared memory that the others leave behind.
             tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
             kill_process_tree(os.getpid(), include_parent=False, skip_pid=tracker)
