@@ -9,8 +9,8 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.arguments import PLANNED, engine_number
-from megatron_grpo.engines.layouts import first_worker
-from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
+from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
+from megatron_grpo.planning.engine_weights import worker_tensors
 from megatron_grpo.planning.linear_attention import rule_flops
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.simulation import Loop, Mode
@@ -173,14 +173,11 @@ def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:
     An untied embedding is looked up, not read.
     """
     dense = experts = 0
-    itemsizes = worker_itemsizes(cfg, shape)
-    shape = replace(shape, trains_mtp=False)  # as without drafts
-    for piece in first_worker(shape, cfg.rollout).pieces:
-        num_bytes = piece.box.num_elements * itemsizes[piece.local]
-        if ".experts." in piece.tensor:
-            experts += num_bytes
-        elif shape.tie_word_embeddings or ".embed_tokens." not in piece.tensor:
-            dense += num_bytes
+    for each in worker_tensors(cfg, replace(shape, trains_mtp=False)):  # as without drafts
+        if ".experts." in each.source:
+            experts += each.count * each.num_bytes
+        elif shape.tie_word_embeddings or ".embed_tokens." not in each.source:
+            dense += each.count * each.num_bytes
     return dense, experts
 
 

@@ -252,6 +252,8 @@ def _fitting(
     colocated: EngineBytes | None,
 ) -> list[Suggestion]:
     """`cfg` with the least recomputation with which it fits; empty if it does not fit at all."""
+    if max(state.total for state in states) > memory_limit(card):  # all of it, in a backward
+        return []
     for settings in _recomputations(cfg):
         model = cfg.model.model_copy(update={"megatron": settings})
         cfg = cfg.model_copy(update={"model": model})
