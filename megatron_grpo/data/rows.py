@@ -108,6 +108,8 @@ SPLITS = frozenset({DEFAULT_SPLIT, "validation", "valid", "val", "dev", "test", 
 """Names of splits by which files of a folder can be named."""
 NUM_NAMED = 10
 """Most files of a folder that an error message lists."""
+HUB_SECONDS = 10.0
+"""In which the hub must have answered."""
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 Numbered = tuple[int, Row | Fault]
 """A row with its number in its file: lines count from 1, rows of a table from 0."""
@@ -245,7 +247,11 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
         raise ValueError(f"data.path {name} does not exist")
     # Imported here because it takes a second, and local files do not need it.
     import datasets  # noqa: PLC0415
+    import huggingface_hub  # noqa: PLC0415
 
+    if not _answers_for(name):
+        # Their cache is left. Else each asks the hub six times, for up to 80 seconds.
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         yield from _undecoded(datasets.load_dataset(name, data.subset, split=data.split))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -255,6 +261,19 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
             f"that name ({subset}split {data.split}) cannot be loaded: {error}. A host without "
             "internet access needs a file or a folder"
         ) from error
+
+
+def _answers_for(name: str) -> bool:
+    """Whether the hub says anything about a data set within seconds, if only that there is none."""
+    import huggingface_hub  # noqa: PLC0415  # see above
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=HUB_SECONDS)
+    except huggingface_hub.errors.HfHubHTTPError:
+        return True
+    except Exception:  # of the library's own HTTP client, whose name differs by version
+        return False
+    return True
 
 
 def _undecoded(found: Any) -> Iterable[Row]:
