@@ -21,8 +21,8 @@ class WorkerTensor(NamedTuple):
     padded_bytes: int
     num_bytes: int
     """Without padding."""
-    count: int
-    """Number of layers that have it; 1 outside of layers."""
+    num_layers: int
+    """How many have it; 1 outside of layers."""
 
 
 def worker_tensors(cfg: Config, shape: ModelShape) -> Iterator[WorkerTensor]:
@@ -46,5 +46,5 @@ def worker_tensors(cfg: Config, shape: ModelShape) -> Iterator[WorkerTensor]:
             source=source,
             padded_bytes=prod(layout.shapes[name]) * itemsize,
             num_bytes=filled[name] * itemsize,
-            count=count[0] if count else 1,
+            num_layers=count[0] if count else 1,
         )

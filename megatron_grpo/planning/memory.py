@@ -150,7 +150,7 @@ def _push_buffers(cfg: Config) -> int:
 
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
-    loaded = sum(each.count * each.padded_bytes for each in worker_tensors(cfg, shape))
+    loaded = sum(each.num_layers * each.padded_bytes for each in worker_tensors(cfg, shape))
     beside = _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
     return loaded + beside
 
@@ -182,7 +182,7 @@ def _asleep_bytes(cfg: Config, shape: ModelShape) -> int:
     """Host memory of a worker that sleeps with its weights: vLLM's level 1."""
     if not (cfg.lora.is_served and cfg.rollout.enable_sleep_mode):
         return 0
-    weights = sum(x.count * page_locked(x.padded_bytes) for x in worker_tensors(cfg, shape))
+    weights = sum(x.num_layers * page_locked(x.padded_bytes) for x in worker_tensors(cfg, shape))
     return weights + sum(map(page_locked, _adapter_sizes(cfg, shape)))
 
 

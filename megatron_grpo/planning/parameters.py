@@ -79,8 +79,8 @@ def rank_buffers(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iter
         yield Buffer(chunk=chunk, parameters=others)
         yield Buffer(chunk=chunk, is_expert=True, parameters=experts)
     if shape.trains_mtp and chunks[-1].stop == shape.num_layers:
-        layer, expert = _mtp_layer(shape, *of_tensor)
-        yield Buffer(chunk=OF_MTP, parameters=layer)
+        own, expert = _mtp_layer(shape, *of_tensor)
+        yield Buffer(chunk=OF_MTP, parameters=own)
         yield Buffer(chunk=OF_MTP, is_expert=True, parameters=num_experts * [*expert])
 
 

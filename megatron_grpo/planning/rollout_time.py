@@ -176,9 +176,9 @@ def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:
     dense = experts = 0
     for each in worker_tensors(cfg, replace(shape, trains_mtp=False)):  # as without drafts
         if ".experts." in each.source:
-            experts += each.count * each.num_bytes
+            experts += each.num_layers * each.num_bytes
         elif shape.tie_word_embeddings or ".embed_tokens." not in each.source:
-            dense += each.count * each.num_bytes
+            dense += each.num_layers * each.num_bytes
     return dense, experts
 
 

@@ -98,7 +98,7 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     """What a rank holds from the first step to the last."""
     weights = frozen = expert_weights = gradients = 0
     at = cfg.dims.coordinates(rank)
-    buffers = rank_buffers(shape, cfg.dims, at)
+    buffers = list(rank_buffers(shape, cfg.dims, at))
     biases, buffers = _split_off(buffers, lambda each: each.name.endswith(FLOAT32))
     if cfg.lora.r:
         frozen = sum(each.size for buffer in buffers for each in buffer.parameters)
@@ -219,7 +219,7 @@ class _Bucket:
         first, last = self.shard * size, (self.shard + 1) * size
         ends = self._starts + self._sizes
         owned = np.minimum(ends, last) - np.maximum(self._starts, first)
-        return np.maximum(owned, 0).tolist()  # type: ignore[no-any-return]
+        return np.maximum(owned, 0).tolist()
 
 
 def _buckets(
