@@ -272,7 +272,7 @@ def _silence_of_hub(name: str) -> Exception | None:
     try:
         huggingface_hub.HfApi().dataset_info(name, timeout=HUB_SECONDS)
     except (OSError, ValueError):  # refused by the hub, HF_HUB_OFFLINE, or not a name for it
-        return None  # `datasets` meets the same at once, and says more
+        return None  # `datasets` meets the same, and says more
     except huggingface_hub.utils.httpx.RequestError as error:
         return error
     return None

@@ -138,7 +138,7 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     )
 
 
-def stage_states(cfg: Config, shape: ModelShape) -> list[StateBytes]:
+def stage_states(cfg: Config, shape: ModelShape) -> Iterator[StateBytes]:
     """`state_bytes` of the first rank of every stage; the others differ at most by some padding.
 
     Stages with layers of the same kinds in the same order are alike, except for the first and the
@@ -146,14 +146,12 @@ def stage_states(cfg: Config, shape: ModelShape) -> list[StateBytes]:
     """
     kind_of = kind_of_layers(layer_kinds(shape))
     known: dict[tuple[object, ...], StateBytes] = {}
-    states = []
     for stage, chunks in enumerate(pipeline_layers(shape.num_layers, cfg.dims)):
         ends = int(chunks[0].start == 0), int(chunks[-1].stop == shape.num_layers)
         role = *ends, *(tuple(kind_of[layer] for layer in chunk) for chunk in chunks)
         if role not in known:
             known[role] = state_bytes(cfg, shape, stage * cfg.dims.stage_size)
-        states.append(known[role])
-    return states
+        yield known[role]
 
 
 def _split_off(

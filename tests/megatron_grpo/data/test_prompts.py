@@ -305,7 +305,7 @@ def test_name_of_a_data_set_is_refused_in_seconds_if_no_hub_answers(monkeypatch)
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", endpoint)
     began = monotonic()
     message = refusal(config("nobody/no-such-data-set", "data.subset=main"))
-    assert monotonic() - began < 20  # 80 with all requests of `datasets`
+    assert monotonic() - began < 20  # half a minute and more with every request of `datasets`
     assert "nobody/no-such-data-set is not a local file or folder" in message
     assert "subset main, split train" in message
     assert "Connection refused" in message
