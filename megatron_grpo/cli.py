@@ -242,7 +242,7 @@ def place(
         str, typer.Option(help="Node names of the job, separated by commas.")
     ] = "localhost",
     gpus_per_node: Annotated[
-        int, typer.Option(help="GPUs per node; without GPUs, ranks per node.")
+        int, typer.Option(min=1, help="GPUs per node; without GPUs, ranks per node.")
     ] = 8,
     only_engines: Annotated[
         bool,
@@ -277,7 +277,8 @@ def plan(
         str | None, typer.Option(help="GPU model: a100, h100 (the default), h200 or b200.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="Number of GPUs. Default: as few whole nodes as needed.")
+        int | None,
+        typer.Option(min=1, help="Number of GPUs. Default: as few whole nodes as needed."),
     ] = None,
     lengths: Lengths = None,
     suggest: Annotated[

@@ -15,13 +15,12 @@ from megatron_grpo.engines.kernels import check_card, check_routers
 from megatron_grpo.engines.layouts import (
     copies_latents,
     engine_dims,
-    first_worker,
     served_shape,
-    shard_bytes,
 )
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
-from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
+from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
+from megatron_grpo.planning.engine_weights import worker_tensors
 from megatron_grpo.planning.linear_attention import sequence_elements
 from megatron_grpo.planning.mtp import mtp_activations, mtp_embedding
 from megatron_grpo.planning.optimizer_bytes import page_locked
@@ -151,8 +150,7 @@ def _push_buffers(cfg: Config) -> int:
 
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
-    first = first_worker(shape, cfg.rollout)
-    loaded = shard_bytes([first], worker_itemsizes(cfg, shape))
+    loaded = sum(each.num_layers * each.padded_bytes for each in worker_tensors(cfg, shape))
     beside = _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
     return loaded + beside
 
@@ -184,10 +182,8 @@ def _asleep_bytes(cfg: Config, shape: ModelShape) -> int:
     """Host memory of a worker that sleeps with its weights: vLLM's level 1."""
     if not (cfg.lora.is_served and cfg.rollout.enable_sleep_mode):
         return 0
-    itemsizes = worker_itemsizes(cfg, shape)
-    first = first_worker(shape, cfg.rollout)
-    weights = [prod(size) * itemsizes[name] for name, size in first.shapes.items()]
-    return sum(map(page_locked, [*weights, *_adapter_sizes(cfg, shape)]))
+    weights = sum(x.num_layers * page_locked(x.padded_bytes) for x in worker_tensors(cfg, shape))
+    return weights + sum(map(page_locked, _adapter_sizes(cfg, shape)))
 
 
 def _token_bytes(cfg: Config, shape: ModelShape) -> int:
