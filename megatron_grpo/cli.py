@@ -96,9 +96,8 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train CONFIG. Run the same command again to resume from its run directory.
 
     Started alone, it launches all ranks on this host with torchrun; under torchrun or srun it runs
-    as one rank. The exit code is 0 only when all steps are done and the model is exported, 1 after
-    a failure, 2 for a mistake found before the first step, and 75 after SIGTERM or SIGUSR1, on
-    which the run saves and stops.
+    as one rank. Exit code: 0 when all steps are done and the model is exported, 1 after a failure,
+    2 for a mistake found before the first step, 75 after SIGTERM or SIGUSR1: it saves and stops.
 
     \b
     Example:
