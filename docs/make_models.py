@@ -80,8 +80,8 @@ where all tokens are chosen, too, and a generation was made by `rollout.engine: 
 Both serve it in bfloat16 and on GPUs of compute capability 9.0 or more, SGLang with an `index_topk`
 of 2,048 and an `index_head_dim` of 128: other models, dtypes and GPUs are refused, and so are
 SGLang's `attention_backend` (also `prefill_` and `decode_attention_backend`), with which its
-attention would be dense, and `enable_deterministic_inference`. SGLang caches keys and values in bfloat16 unless
-`rollout.sglang.kv_cache_dtype` says otherwise.
+attention would be dense, and `enable_deterministic_inference`. SGLang caches keys and values in
+bfloat16 unless `rollout.sglang.kv_cache_dtype` says otherwise.
 
 Engines score in 8 bits and the trainer in float32, so they may choose other tokens where two scores
 are close. Of at most `index_topk` tokens all are chosen, and nothing differs. Of more,
