@@ -11,7 +11,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
-from megatron_grpo.engines.kernels import check_card, check_routers
+from megatron_grpo.engines.kernels import check_card, check_routers, check_sparse
 from megatron_grpo.engines.layouts import (
     copies_latents,
     engine_dims,
@@ -123,6 +123,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
     if not cfg.rollout.base_urls:
         check_card(cfg.rollout, card.capability)
         check_routers(cfg.rollout, shape, cfg.model.dtype, card.capability)
+        check_sparse(cfg.rollout, shape, cfg.model.dtype, card.capability)
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
     not_pushed = _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
     if card.memory - weights < per_token:
@@ -191,7 +192,8 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
 
     At least one key-value head, however many workers there are. Of latent attention it is the
     latent and the rotated part of keys, which have no heads: every worker has both whole. So it has
-    the key of an indexer, in 8 bits with a float32 scale for 128 elements.
+    the key of an indexer, in 8 bits with a float32 scale for 128 elements; then latents in 8 bits
+    have such scales, too, and the rotated part 16 bits (kernels of Blackwell have 8, without them).
     """
     if shape.latent is not None:
         elements = shape.latent.rank + shape.latent.rotary_dim
@@ -201,6 +203,9 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
     num_bytes = elements * _cache_itemsize(cfg)
     if shape.indexer is not None:
         num_bytes += shape.indexer.head_dim + shape.indexer.head_dim // 128 * ITEMSIZE["float32"]
+        if _cache_itemsize(cfg) == 1:
+            assert shape.latent is not None, "indexers have a latent of queries"
+            num_bytes += shape.latent.rank // 128 * ITEMSIZE["float32"] + shape.latent.rotary_dim
     num_layers = shape.num_attending_layers + served_shape(shape, cfg.rollout).trains_mtp
     return num_layers * num_bytes
 

@@ -185,6 +185,14 @@ def test_of_linear_attention_an_engine_caches_a_memory_per_sequence_and_no_token
     assert engine.sequence_bytes == 3 * 36 * ((3 + 2) * 8192 * 2 + 32 * 128 * 128 * 4) // 4
 
 
+def test_latents_beside_an_indexer_are_cached_in_8_bits_with_scales(tmp_path):
+    # 61 layers of 512 + 64 elements, in 8 bits with a scale for 128 and the 64 in 16 bits.
+    for kind, latent in (("auto", 2 * (512 + 64)), ("fp8_e4m3", 512 + 4 * 4 + 2 * 64)):
+        options = ["engine=sglang", "vllm={}", f"sglang.kv_cache_dtype={kind}"]
+        engine = engine_of(tmp_path, "DeepSeek-V3.2", *options, tensor=32)
+        assert engine.token_bytes == 61 * (latent + 128 + 4)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "given", "message"),
     [
