@@ -246,10 +246,13 @@ def _num_quantized(model: QuantizedModel, ending: str) -> int:
 def num_copied_latents(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> int:
     """In how many layers workers have the weights that project latents up once more, for decode
     steps. In vLLM these are views of weights that are not quantised."""
-    if shape.latent is None or rollout.engine != "vllm":
-        return 0 if shape.latent is None else shape.num_layers
+    if shape.latent is None or (rollout.engine, rollout.quantization) == ("vllm", "none"):
+        return 0
+    if rollout.engine != "vllm" or not rollout.quantization_ignore:
+        return shape.num_layers
     model = quantized_engine(rollout, shape, dtype)
-    return 0 if model is None else _num_quantized(model, ".kv_b_proj.weight")
+    assert model is not None, "rollout.quantization is not none"
+    return _num_quantized(model, ".kv_b_proj.weight")
 
 
 def shard_bytes(workers: Sequence[Layout], itemsizes: Mapping[str, int]) -> int:
