@@ -43,6 +43,8 @@ def test_what_is_left_out_is_counted_in_16_bits(tmp_path):
     model = tmp_path, "Llama-3.3-70B"
     found, half = (engine(*model, "fp8", "70b", *each).weights for each in ([left_out], []))
     assert found - half == 80 * 8_192 * 28_672 // 8
+    left_out = "rollout.quantization_ignore=['re:model\\.layers\\.7\\..*\\.down_proj']"
+    assert engine(*model, "fp8", "70b", left_out).weights - half == 8_192 * 28_672 // 8
 
 
 def test_experts_are_counted_in_8_bits_and_latents_twice(tmp_path):
