@@ -165,6 +165,8 @@ def export_checkpoint(
             f"{megatron} has no .metadata: give the folder of one torch_dist checkpoint, such as "
             "checkpoints/step_100 of a run"
         )
+    if ignore and quantization == "none":
+        raise ValueError(f"{ignore[0]} to ignore, and no quantization: give --quantization, too")
     config = model_config(megatron, hf_config)
     with closing(open_weights(megatron, read_shape(config))) as weights:
         shape, shapes = weights.shape, hf_tensors(weights.shape)

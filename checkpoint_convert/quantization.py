@@ -5,6 +5,7 @@ of NVFP4 are FP8 numbers themselves, relative to a scale of the whole matrix. Ne
 `formats/dequantized.py` computes.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ _COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
     "int-quantized": ("I8", {**_8_BITS, "type": "int"}),
     "nvfp4-pack-quantized": ("U8", {**_4_BITS, "type": "float"}),
 }
+_LATER_EXPERT = re.compile(r"\.experts\.[1-9]")
 _INSTEAD = "convert the weights to bfloat16 first, and take the key out"
 
 
@@ -153,10 +155,27 @@ def quantization_config(name: str, ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def engine_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `quantization_config` for a command line, of which an argument has at most 128 KiB.
+
+    Of a layer's experts, which are ignored all or none, it names the first: vLLM and SGLang ask for
+    that one's name, or for one that has the layer's in it.
+    """
+    key = _ignoring(config)
+    return {**config, key: [name for name in config[key] if not _LATER_EXPERT.search(name)]}
+
+
 def ignored_modules(config: Mapping[str, Any]) -> list[str]:
-    """Those of `quantization_config`."""
-    ignored: list[str] = config["ignore" if "ignore" in config else "modules_to_not_convert"]
-    return ignored
+    """Those of `quantization_config` as `quantized_model` takes them, also if it is an engine's."""
+    first, any_expert = ".experts.0.", r"\.experts\.\d+\."
+    return [
+        f"{REGEX}{any_expert.join(map(re.escape, name.split(first)))}$" if first in name else name
+        for name in config[_ignoring(config)]
+    ]
+
+
+def _ignoring(config: Mapping[str, Any]) -> str:
+    return "ignore" if "ignore" in config else "modules_to_not_convert"
 
 
 def scheme_of(path: Path, table: Mapping[str, Any], read_as: str) -> Scheme:

@@ -19,6 +19,10 @@ from checkpoint_convert.vllm import engine_parameters
 from parallel import Box, Layout, ParallelDims, Shape, ShardMapping
 
 HEAD = "lm_head"
+_IGNORE = "rollout.quantization_ignore (--ignore of checkpoint-convert)"
+EXPERTS_ASKED_ELSEWHERE = ("minimax_m2",)
+"""Families of whose experts vLLM 0.32 asks by `mlp.experts`, whatever the files have: see the
+prefix of its block_sparse_moe in models/minimax_m2.py."""
 _NUM_SHOWN = 8
 
 
@@ -89,7 +93,7 @@ def quantized_model(
             "attention: leave it out"
         )
     parameters = [*engine_parameters(shape)]
-    others = _ignored(parameters, ignore)
+    others = _ignored(parameters, ignore, shape.family)
     linear = [p for p in parameters if _is_matrix(p) and p.sources[0].name not in others]
     routers = [each.sources[0].name for each in parameters if each.name == ROUTER]
     ignored = [*(name.removesuffix(WEIGHT) for name in (*routers, *others)), HEAD]
@@ -97,6 +101,11 @@ def quantized_model(
     scheme = scheme_of(Path(quantization), config, dtype)
     _check_fits(linear, scheme)
     matrices = {source.name: source.whole_shape for each in linear for source in each.sources}
+    if not matrices:
+        raise ValueError(
+            f"{_IGNORE} names all linear layers, so that quantization {quantization} has none: "
+            "leave out one of the two"
+        )
     fused = _fused(linear)
     of_experts = [source.name for each in linear if each.is_expert for source in each.sources]
     return QuantizedModel(scheme, config, matrices, fused, frozenset(of_experts))
@@ -118,7 +127,9 @@ def _is_matrix(parameter: Parameter) -> bool:
     return len(parameter.shape) == 2 and is_of_layer and parameter.name != ROUTER
 
 
-def _ignored(parameters: Sequence[Parameter], ignore: Sequence[str]) -> dict[str, None]:
+def _ignored(
+    parameters: Sequence[Parameter], ignore: Sequence[str], family: str
+) -> dict[str, None]:
     """The weights of linear layers that are not to be quantised: see `quantized_model`.
 
     Raises ValueError for a name that is no module's, and if there are others that engines have in
@@ -131,9 +142,9 @@ def _ignored(parameters: Sequence[Parameter], ignore: Sequence[str]) -> dict[str
     for name in ignore:
         found = {name} & known
         if name.startswith(REGEX):
-            found = set(filter(re.compile(name.removeprefix(REGEX)).match, known))
+            found = set(filter(_pattern(name).match, known))
         if not found:
-            raise ValueError(f"quantization_ignore: the model has no module {name!r}")
+            raise ValueError(f"{_IGNORE}: the model has no module {name!r}")
         named |= found
     together: dict[str, list[str]] = {}
     for each in filter(_is_matrix, parameters):
@@ -144,11 +155,25 @@ def _ignored(parameters: Sequence[Parameter], ignore: Sequence[str]) -> dict[str
         rest = [name for name in names if name.removesuffix(WEIGHT) not in named]
         if rest and len(rest) < len(names):
             raise ValueError(
-                f"quantization_ignore lacks {_shown(rest)}, which engines quantise together with "
-                "others that it names: name all of them or none"
+                f"{_IGNORE} lacks {_shown(rest)}, which engines quantise together with others that "
+                "it names: name all of them or none"
             )
+    experts = (each.sources[0].name for each in parameters if each.is_expert)
+    found = {name for name in experts if name.removesuffix(WEIGHT) in named}
+    if found and family in EXPERTS_ASKED_ELSEWHERE:
+        raise ValueError(
+            f"{_IGNORE} has {_shown(sorted(found))}: in {family}, vLLM looks for experts under "
+            "another name than that of the weight files, and would quantise them: leave them out"
+        )
     linear = dict.fromkeys(name for names in together.values() for name in names)
     return {name: None for name in linear if name.removesuffix(WEIGHT) in named}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    try:
+        return re.compile(name.removeprefix(REGEX))
+    except re.error as error:
+        raise ValueError(f"{_IGNORE}: {name!r} is no regular expression: {error}") from None
 
 
 def _check_fits(linear: list[Parameter], scheme: Scheme) -> None:

@@ -71,8 +71,6 @@ def with_scales(
 
     Quantised weights, whose scales are right, become `QuantizedPlace`.
     """
-    if scheme.is_either:
-        places = {_with_suffix(name, scheme): place for name, place in places.items()}
     found = {n: place for n, place in places.items() if not n.endswith(_OF_ACTIVATIONS)}
     faults = []
     for name, place in places.items():
@@ -84,7 +82,8 @@ def with_scales(
             weight = name.removesuffix(scheme.numbers)
             *outer, columns = numbers.shape or (1,)
             found[weight] = replace(numbers, shape=(*outer, columns * scheme.per_byte))
-            scales = {n: found.pop(n) for n in scheme.scale_names(weight) if n in found}
+            names = dict.fromkeys([*scheme.scale_names(weight), weight + DEEPSEEK_SUFFIX])
+            scales = {n: found.pop(n) for n in names if n in found}
             try:
                 if not name.endswith(scheme.numbers):
                     raise ValueError(
@@ -101,14 +100,14 @@ def with_scales(
     return found, faults
 
 
-def _with_suffix(name: str, scheme: Scheme) -> str:
-    weight = name.removesuffix(DEEPSEEK_SUFFIX)
-    return name if weight == name else weight + scheme.suffix
-
-
 def _with_scales(
     name: str, place: TensorPlace, scales: Mapping[str, TensorPlace], scheme: Scheme
 ) -> QuantizedPlace:
+    if scheme.is_either and name + DEEPSEEK_SUFFIX in scales:
+        scheme = replace(scheme, suffix=DEEPSEEK_SUFFIX)
+    if len(scales) > len(scheme.scale_names(name)):
+        named = " and ".join(scales)
+        raise ValueError(f"{name} in {place.file.name} has scales twice: {named}")
     for scale_name in scheme.scale_names(name):
         if scale_name not in scales:
             raise ValueError(

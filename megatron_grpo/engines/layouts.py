@@ -28,6 +28,9 @@ from parallel import Box, Layout, ShardMapping
 WITHOUT_SCALES = ("llama", "ministral3", "mistral", "phi3")
 """Families of which SGLang 0.5.23 drops the scales of blocks that it loads: the class that these
 share (LlamaForCausalLM in its models/llama.py) gives `weight_scale_inv` another name."""
+WITH_QUANTIZED_LATENTS = ("glm4_moe_lite",)
+"""Families whose down-projections of latents SGLang 0.5.23 always quantises: its class does not say
+of which names in `modules_to_not_convert` it makes one matrix."""
 SGLANG_NAMES = {
     ".experts.routed_experts.": ".experts.",
     ".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.",
@@ -112,6 +115,17 @@ def quantized_engine(
                 f"rollout.quantization {rollout.quantization} with rollout.engine sglang is not "
                 f"supported for {shape.family}, whose scales SGLang drops: leave it out, or use "
                 "rollout.engine=vllm"
+            )
+        down = ".kv_a_proj_with_mqa.weight"
+        if (
+            rollout.engine == "sglang"
+            and shape.family in WITH_QUANTIZED_LATENTS
+            and _num_quantized(model, down) < shape.num_layers
+        ):
+            raise ValueError(
+                f"rollout.quantization_ignore names {down.removesuffix('.weight')[1:]}, which "
+                f"SGLang quantises in {shape.family} all the same: leave it and q_a_proj out, or "
+                "use rollout.engine=vllm"
             )
         check_quantized_served(shape, engine_dims(rollout), model, rollout.engine)
     return model
@@ -225,12 +239,20 @@ def _sglang_dtype(name: str, dtype: str) -> str:
     return own[0] if own else dtype
 
 
-def copies_latents(rollout: RolloutConfig) -> bool:
-    """Whether workers have the weights that project latents up once more, for decode steps.
+def _num_quantized(model: QuantizedModel, ending: str) -> int:
+    return sum(name.endswith(ending) for name in model.matrices)
 
-    In vLLM these are views of weights that are not quantised.
-    """
-    return rollout.engine != "vllm" or rollout.quantization != "none"
+
+def num_copied_latents(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> int:
+    """In how many layers workers have the weights that project latents up once more, for decode
+    steps. In vLLM these are views of weights that are not quantised."""
+    if shape.latent is None or (rollout.engine, rollout.quantization) == ("vllm", "none"):
+        return 0
+    if rollout.engine != "vllm" or not rollout.quantization_ignore:
+        return shape.num_layers
+    model = quantized_engine(rollout, shape, dtype)
+    assert model is not None, "rollout.quantization is not none"
+    return _num_quantized(model, ".kv_b_proj.weight")
 
 
 def shard_bytes(workers: Sequence[Layout], itemsizes: Mapping[str, int]) -> int:

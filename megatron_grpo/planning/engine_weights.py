@@ -31,6 +31,8 @@ def worker_tensors(cfg: Config, shape: ModelShape) -> Iterator[WorkerTensor]:
     Raises ValueError if an engine cannot split the model, or not if its weights are quantised.
     """
     few, counts = one_of_each_kind(shape)
+    if cfg.rollout.quantization_ignore:  # its names tell layers of a kind apart
+        few, counts = shape, [1] * shape.num_layers
     layout = first_worker(few, cfg.rollout)
     quantized_engine(cfg.rollout, shape, cfg.model.dtype)  # a refusal names weights of all layers
     itemsizes = worker_itemsizes(cfg, few)

@@ -13,8 +13,8 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
 from megatron_grpo.engines.kernels import check_card, check_routers, check_sparse
 from megatron_grpo.engines.layouts import (
-    copies_latents,
     engine_dims,
+    num_copied_latents,
     served_shape,
 )
 from megatron_grpo.engines.vllm.args import check_adapters
@@ -159,11 +159,12 @@ def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
 def _absorbed_bytes(cfg: Config, shape: ModelShape) -> int:
     """Bytes of copies of the weights that project latents up, for decode steps."""
     latent, tensor = shape.latent, cfg.rollout.tensor_parallel_size
-    if latent is None or not copies_latents(cfg.rollout):
+    if latent is None:
         return 0
+    copied = num_copied_latents(cfg.rollout, shape, cfg.model.dtype)
     width = shape.head_dim - latent.rotary_dim + latent.value_dim
     columns = shape.num_attention_heads // tensor * width
-    return shape.num_layers * latent.rank * columns * ITEMSIZE[cfg.model.dtype]
+    return copied * latent.rank * columns * ITEMSIZE[cfg.model.dtype]
 
 
 def _adapter_bytes(cfg: Config, shape: ModelShape) -> int:

@@ -48,7 +48,7 @@ def quantized_weights(policy: Policy, model: QuantizedModel, groups: Groups) -> 
         with torch.no_grad():
             for name in kept:
                 values = shard.as_read(name)
-                if policy.adapters:
+                if policy.adapters and name in policy.adapters.modules:
                     values -= merged[name] - weights[name]
                 weights[name].copy_(values)
         yield

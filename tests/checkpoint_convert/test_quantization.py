@@ -216,8 +216,13 @@ def edited(folders, tmp_path, form, edit):
         ("DeepSeek", UP, torch.ones(96, 32).byte(), f"{UP} has shape [96, 32]"),
         ("FP8 per channel", f"{UP}_scale", torch.ones(64, 1), "has shape [64, 1]; blocks of [1, 6"),
         ("INT8 per channel", f"{UP}_zero_point", torch.ones(96, 1).char(), "only symmetric quant"),
+        ("FP8 of Mistral", f"{UP}_scale_inv", torch.ones(4, 2), f"{UP}_scale_inv in model.safeten"),
+        ("FP8 of Mistral", f"{UP}_scale", torch.ones(()), f"twice: {UP}_scale and {UP}_scale_inv"),
     ],
-    ids=["missing", "shape", "dtype", "weight of 16 bit", "packed 4 bit", "channels", "zero point"],
+    ids=[
+        *("missing", "shape", "dtype", "weight of 16 bit", "packed 4 bit", "channels"),
+        *("zero point", "blocks without a key", "both names of scales"),
+    ],
 )
 def test_a_folder_whose_scales_do_not_fit_is_refused_in_one_line(
     folders, tmp_path, form, name, value, message

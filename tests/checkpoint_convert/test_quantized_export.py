@@ -15,7 +15,7 @@ from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.hf_export import create_export, write_weights
 from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.megatron_to_hf import export_checkpoint
-from checkpoint_convert.quantization import SCHEMES, ignored_modules
+from checkpoint_convert.quantization import SCHEMES, engine_config, ignored_modules
 from checkpoint_convert.quantized_model import quantized_layout, quantized_model
 from checkpoint_convert.quantized_shard import QuantizedShard, quantized_tensors
 from checkpoint_convert.quantizer import block_maxima, quantized, scales_of
@@ -24,6 +24,7 @@ from checkpoint_convert.verify import verify_weights
 from checkpoint_convert.weights import read_weights, whole_tensors
 from helpers.conversions import assert_same, weights_of
 from helpers.models import tiny_model
+from helpers.published_models import write_config
 from helpers.quantized import NVFP4, is_quantized, nvfp4_weights
 from parallel import ParallelDims
 
@@ -157,7 +158,7 @@ def test_compressed_tensors_reads_the_config(exports, scheme):
         )
 
 
-IGNORED = ["re:model.layers.0.self_attn.", "model.layers.1.mlp.shared_experts.down_proj"]
+IGNORED = [r"re:model\.layers\.0\.self_attn\.", "model.layers.1.mlp.shared_experts.down_proj"]
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
@@ -165,7 +166,7 @@ def test_modules_that_are_named_stay_as_they_are(checkpoints, tmp_path, scheme):
     _, checkpoint, plain = checkpoints["deepseek_v3"]
     export_checkpoint(checkpoint, tmp_path / "out", quantization=scheme, ignore=IGNORED)
     weights = weights_of(plain)
-    matching = re.compile("model.layers.0.self_attn.|" + IGNORED[1])
+    matching = re.compile(r"model\.layers\.0\.self_attn\.|" + re.escape(IGNORED[1]))
     names = [n for n in weights if matching.match(n) and is_quantized(n, weights[n])]
     assert len(names) == 6
     assert_same(weights_of(tmp_path / "out"), quantized_at_once(weights, scheme, names))
@@ -188,12 +189,39 @@ def test_modules_that_are_named_stay_as_they_are(checkpoints, tmp_path, scheme):
             "lacks model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.v",
         ),
         ("re:.*experts.0.", "lacks model.layers.0.mlp.experts.1.gate_proj.weight, "),
+        ("re:.*", "names all linear layers, so that quantization int8 has none"),
+        ("re:(", "'re:(' is no regular expression: missing )"),
     ],
 )
-def test_a_part_of_what_engines_quantise_together_is_refused(checkpoints, name, told):
+def test_names_that_would_leave_an_engine_with_other_weights_are_refused(checkpoints, name, told):
     model, _, _ = checkpoints["qwen3_moe"]
     with pytest.raises(ValueError, match=re.escape(told)):
         quantized_model("int8", read_shape(model), "BF16", [name])
+
+
+def test_experts_that_vllm_looks_for_by_another_name_are_refused(tmp_path):
+    shape = read_shape(tiny_model(tmp_path, "minimax_m2"))
+    assert quantized_model("int8", shape, "BF16", [r"re:model\.layers\.0\.self_attn\."])
+    with pytest.raises(
+        ValueError, match=r"block_sparse_moe\.experts\..* in minimax_m2, vLLM looks"
+    ):
+        quantized_model("int8", shape, "BF16", [r"re:model\.layers\.0\."])
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_experts_that_are_ignored_fit_into_an_argument_of_a_command(tmp_path, scheme):
+    folder = write_config(tmp_path / "model", "DeepSeek-V3", num_hidden_layers=8)
+    given = (scheme, read_shape(folder), "BF16")
+    model = quantized_model(*given, [r"re:model\.layers\.[3-6]\."])
+    told = engine_config(model.config)
+    assert len(json.dumps(model.config)) > 131_072 > 4 * len(json.dumps(told))
+    assert quantized_model(*given, ignored_modules(told)) == model
+
+
+def test_modules_are_ignored_only_where_others_are_quantised(checkpoints, tmp_path):
+    _, checkpoint, _ = checkpoints["qwen3"]
+    with pytest.raises(ValueError, match="lm_head to ignore, and no quantization"):
+        export_checkpoint(checkpoint, tmp_path / "out", ignore=["lm_head"])
 
 
 def shards(plain, model, dims):

@@ -203,9 +203,19 @@ def test_an_engine_of_8_bits_multiplies_by_what_the_ranks_quantised(
     )
 
 
-def test_so_does_one_that_sleeps_between_generations(arguments: list[str], tmp_path: Path) -> None:
-    overrides = ("rollout.quantization=fp8", "rollout.enable_sleep_mode=true")
-    check_run_of_8_bits(*arguments, *overrides, run_dir=tmp_path / "run")
+@pytest.mark.parametrize(
+    ("family", "quantization"), [("qwen3", "fp8"), ("qwen3", "int8"), ("deepseek_v3", "fp8")]
+)
+def test_so_does_one_that_sleeps_between_generations(
+    arguments: list[str], tmp_path: Path, family: str, quantization: str
+) -> None:
+    check_run_of_8_bits(
+        *arguments,
+        *of_mixture(tmp_path / "mixture", family),
+        f"rollout.quantization={quantization}",
+        "rollout.enable_sleep_mode=true",
+        run_dir=tmp_path / "run",
+    )
 
 
 OF_SGLANG = (

@@ -1,5 +1,6 @@
 """Pushes weights into running engines, as the ranks of a trainer do."""
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -68,7 +69,7 @@ def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[
     return [
         f"model.dtype={'float32' if rollout.quantization == 'none' else 'bfloat16'}",
         f"rollout.quantization={rollout.quantization}",
-        f"rollout.quantization_ignore={rollout.quantization_ignore}",
+        f"rollout.quantization_ignore={json.dumps(rollout.quantization_ignore)}",
         f"rollout.engine={rollout.engine}",
         f"rollout.base_urls=[{', '.join(base_urls)}]",
         f"rollout.tensor_parallel_size={rollout.tensor_parallel_size}",
@@ -131,7 +132,7 @@ def export_quantized(
     overrides = (
         "model.dtype=bfloat16",
         f"train.export_quantization={scheme}",
-        f"rollout.quantization_ignore={[*ignore]}",
+        f"rollout.quantization_ignore={json.dumps([*ignore])}",
     )
     policy, groups = start_policy(rank, folder, dims, *overrides)
     export_model(out, policy, tiny_config(folder, dims, *overrides), groups)

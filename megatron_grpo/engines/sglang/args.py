@@ -12,7 +12,7 @@ from typing import Any
 from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
-from checkpoint_convert.quantization import CONFIG_KEYS
+from checkpoint_convert.quantization import CONFIG_KEYS, engine_config
 from checkpoint_convert.shape import IndexerShape
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
@@ -157,7 +157,7 @@ def sglang_command(
         quantized = quantized_engine(rollout, shape, model.dtype)
         assert quantized is not None, "rollout.quantization is not none"
         # Makes SGLang build the model quantised; the worker then quantises what it loads.
-        overrides |= {CONFIG_KEYS[0]: quantized.config}
+        overrides |= {CONFIG_KEYS[0]: engine_config(quantized.config)}
         # Keeps weights and scales as they were loaded on any card with units for FP8 (see
         # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
         arguments["fp8_gemm_backend"] = "triton" if on_gpu else None

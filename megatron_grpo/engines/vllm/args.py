@@ -18,7 +18,7 @@ from checkpoint_convert.hf_config import (
     may_have_linear_attention,
     read_scheme,
 )
-from checkpoint_convert.quantization import CONFIG_KEYS
+from checkpoint_convert.quantization import CONFIG_KEYS, engine_config
 from checkpoint_convert.vllm_lora import adapted_modules, check_adapters_served, max_rank_for
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
@@ -279,7 +279,7 @@ def quantizing_arguments(
     quantized = quantized_engine(rollout, read_shape(model.path), model.dtype)
     assert quantized is not None, "rollout.quantization is not none"
     _check_load_format(rollout.vllm, "weights of another dtype than engines have")
-    config = dict.fromkeys(CONFIG_KEYS) | {CONFIG_KEYS[0]: quantized.config}
+    config = dict.fromkeys(CONFIG_KEYS) | {CONFIG_KEYS[0]: engine_config(quantized.config)}
     arguments = {
         "load_format": QUANTIZED + rollout.quantization,
         "hf_overrides": {**hf_overrides, **config},

@@ -435,7 +435,6 @@ REFUSED = [
         "rollout.quantization_aware true does not go with model.megatron.fp8",
     ),
     ("rollout.quantization_ignore=[lm_head]", "rollout.quantization_ignore does nothing without"),
-    ("rollout.quantization=int8 + rollout.quantization_ignore=['re:(']", "no regular expression"),
     ("model.megatron={fp8: e4m3} + lora.r=4", "model.megatron.fp8 does not go with adapters yet"),
     ("train.export_quantization=int8 + lora.r=4", "train.export_quantization does not go"),
     ("grpo.kl_target=0.1", "grpo.beta above 0"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint_convert.folder import read_json
-from helpers.models import tiny_model
+from helpers.models import mixture_of_blocks, tiny_model
 from helpers.mxfp4 import mxfp4_copies
 from helpers.towers import tiny_multimodal
 from megatron_grpo.config.rollout import RolloutConfig
@@ -145,3 +145,10 @@ def test_families_whose_scales_sglang_drops_are_refused(tmp_path, family):
     model = ModelConfig(path=tiny_model(tmp_path, family, **OF_BLOCKS), dtype="bfloat16")
     with pytest.raises(ValueError, match=f"for {family}, whose scales SGLang drops: leave it out"):
         sglang_command(model, rollout(quantization="fp8"), "10.0.0.7", 8000, on_gpu=True)
+
+
+def test_modules_that_sglang_quantises_though_they_are_ignored_are_refused(tmp_path):
+    model = ModelConfig(path=mixture_of_blocks(tmp_path, "glm4_moe_lite"), dtype="bfloat16")
+    config = rollout(quantization="fp8", quantization_ignore=[r"re:model\.layers\.0\.self_attn\."])
+    with pytest.raises(ValueError, match="kv_a_proj_with_mqa, which SGLang quantises in glm4_moe_"):
+        sglang_command(model, config, "10.0.0.7", 8000, on_gpu=True)

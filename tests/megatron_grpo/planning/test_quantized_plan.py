@@ -39,10 +39,12 @@ def test_half_of_the_weights_leaves_room_for_more_tokens(tmp_path, quantization)
 
 
 def test_what_is_left_out_is_counted_in_16_bits(tmp_path):
-    left_out = "rollout.quantization_ignore=['re:.*down_proj']"
+    left_out = "rollout.quantization_ignore=['re:.*\\.down_proj']"
     model = tmp_path, "Llama-3.3-70B"
     found, half = (engine(*model, "fp8", "70b", *each).weights for each in ([left_out], []))
     assert found - half == 80 * 8_192 * 28_672 // 8
+    left_out = "rollout.quantization_ignore=['re:model\\.layers\\.7\\..*\\.down_proj']"
+    assert engine(*model, "fp8", "70b", left_out).weights - half == 8_192 * 28_672 // 8
 
 
 def test_experts_are_counted_in_8_bits_and_latents_twice(tmp_path):
@@ -57,6 +59,9 @@ def test_experts_are_counted_in_8_bits_and_latents_twice(tmp_path):
     assert half.pushed == pytest.approx(halved / 2 + head_and_embedding + routers, rel=2e-3)
     made = 2 * 5 * 512 * 128 * (128 + 128) // 16
     assert half.weights == half.pushed + made
+    views = "rollout.quantization_ignore=['re:.*\\.kv_b_proj']"
+    left_out = engine(*model, "fp8", "671b_a37b", views, num_hidden_layers=5)
+    assert left_out.weights == left_out.pushed
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.model import build_policy
 from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
 from megatron_grpo.policy.quantized import QuantizedPolicy
+from megatron_grpo.policy.reference import reference_of
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
@@ -247,14 +248,18 @@ def test_a_run_resumes_at_another_layout_bit_for_bit(folders, tmp_path):
 
 
 def with_adapters(rank: int, folder: Path, case: Case) -> dict[str, Any]:
-    """Log-probabilities by sequence; gradients and values of adapters, and the merged weights."""
+    """Log-probabilities by sequence, and then those of the reference; gradients and values of
+    adapters, and the merged weights."""
     setup_device(rank)
     groups = init_groups(case.dims)
-    policy = aware(case, folder, groups, *adapters.options("qwen3_moe"))
+    options = adapters.options("deepseek_v3" if case.model == "deepseek_v3" else "qwen3_moe")
+    policy = aware(case, folder, groups, *options)
     adapters.set_b(policy)
     share = pack_all(LENGTHS, groups.dims)[groups.coordinates.data :: groups.dims.data]
     merged = policy.served(LoraConfig(sync="merged"))
     found: dict[str, Any] = {"logprobs": logprobs_of(policy, groups, share)}
+    reference = reference_of(policy, tiny_config(folder, case.dims, *options), groups)
+    found["reference"] = logprobs_of(reference, groups, share)
     found["merged"] = [
         (piece.tensor, piece.box, merged[piece.local].detach()[piece.local_box.slices].clone())
         for piece in policy.layout.pieces
@@ -267,17 +272,21 @@ def with_adapters(rank: int, folder: Path, case: Case) -> dict[str, Any]:
     return found
 
 
-def test_with_adapters_it_is_their_sum_with_the_weights_that_is_quantised(folders):
-    """Those of attention; the other layers have none."""
-    case = CASES[0]
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=str)
+def test_with_adapters_it_is_their_sum_with_the_weights_that_is_quantised(folders, tmp_path, case):
+    """Some layers have none. The reference computes with neither."""
+    plain = OracleCase.of(folders[case.model]).logprobs
+    oracle_of(case, folders[case.model], tmp_path / "quantised")
     ranks = run_ranks(2, with_adapters, folders[case.model], case)
     merged, values, found = (
         whole([rank[key] for rank in ranks]) for key in ("merged", "values", "gradients")
     )
-    numbers = {n: rounded(each, case.scheme) for n, each in merged.items() if is_quantized(n)}
-    expected, _, gradients, _ = adapters.oracle(folders[case.model], values, 2.0, numbers)
-    for index, logprobs in (each for rank in ranks for each in rank["logprobs"].items()):
-        torch.testing.assert_close(logprobs.double(), expected[index], atol=1e-5, rtol=0)
+    adapted = {name.removeprefix("base_model.model.").replace(".lora_A", "") for name in values}
+    numbers = {n: rounded(each, case.scheme) for n, each in merged.items() if n in adapted}
+    expected, _, gradients, _ = adapters.oracle(tmp_path / "quantised", values, 2.0, numbers)
+    for key, of_oracle in (("logprobs", expected), ("reference", plain)):
+        for index, logprobs in (each for rank in ranks for each in rank[key].items()):
+            torch.testing.assert_close(logprobs.double(), of_oracle[index], atol=1e-5, rtol=0)
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-5, name
