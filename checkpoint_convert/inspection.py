@@ -35,13 +35,15 @@ def print_inspection(
     Raises ValueError when the model is not supported, when `dims` cannot split it, or when the
     files do not hold exactly its weights.
     """
+    is_of_run = is_torch_dist(path) and (path / RUN_MANIFEST).is_file()
+    if is_of_run:
+        _check_sizes(path)
     shape = read_shape(model_config(path, hf_config))
     if is_torch_dist(path):  # only its tensors say which further parts of the model were trained
         with closing(open_weights(path, shape)) as weights:
             shape = weights.shape
-    if is_torch_dist(path) and (path / RUN_STATE).is_file():
+    if is_of_run:
         console.print(_table(_fields_of_run(path)))
-        _check_sizes(path)
     console.print(_table(_fields_of_model(shape)))
     check_divisible(shape, dims)
     console.print(_stage_table(shape, dims))
@@ -129,6 +131,11 @@ def _fields_of_model(shape: ModelShape) -> Iterator[tuple[str, Any]]:
         yield "moe_intermediate_size", moe.intermediate_size
         if moe.shared_intermediate_size:
             yield "shared_expert_intermediate_size", moe.shared_intermediate_size
+        if moe.num_dense_layers:
+            yield "first_k_dense_replace", moe.num_dense_layers
+    if shape.num_mtp_layers:
+        trained = ", trained" if shape.trains_mtp else ""
+        yield "num_nextn_predict_layers", f"{shape.num_mtp_layers}{trained}"
     if shape.vision:
         yield "vision", f"{len(shape.vision)} tensors"
     yield "possible --tp", tensor_sizes(shape)

@@ -1,7 +1,7 @@
 """The numbers that define a decoder-only model of any family."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from parallel import ParallelDims, Shape, divisors, pipeline_layers
@@ -156,7 +156,7 @@ class ModelShape:
     qk_norm: bool
     """Whether every query and key head has an RMS norm over `head_dim`."""
     rope_theta: float
-    rope_scaling: Mapping[str, Any] | None
+    rope_scaling: Mapping[str, Any] | None = field(hash=False)
     """`rope_type` and parameters of a scaled RoPE, named as in config.json; None: not scaled."""
     rms_norm_eps: float
     max_position_embeddings: int

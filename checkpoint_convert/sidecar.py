@@ -29,6 +29,9 @@ _SIDECAR = re.compile(
 )
 NOTHING: Mapping[str, Any] = {}
 _TEMPLATES = "additional_chat_templates"
+JSON_FILE, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
+# The last is byte-level BPE's in two files, the format in which Qwen2 was published.
+TOKENIZER_FILES = (JSON_FILE, SENTENCEPIECE_FILE, "vocab.json")
 # Files that Megatron-LM and our training runs write next to the checkpoint folders.
 _POINTERS = ("latest_checkpointed_iteration.txt", "LATEST")
 
@@ -105,6 +108,14 @@ def sidecar_files(folder: Path) -> list[Path]:
     for file in files:
         _check_link(folder, file)
     return files
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """The first of TOKENIZER_FILES that is in `folder`; ValueError if none is."""
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise ValueError(f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
 
 
 def copy_sidecar_files(

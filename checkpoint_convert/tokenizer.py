@@ -18,10 +18,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
-JSON_FILE = "tokenizer.json"
-SENTENCEPIECE_FILE = "tokenizer.model"
-# Byte-level BPE in two files, the format in which Qwen2 was published.
-_VOCABULARY_FILE = "vocab.json"
+from checkpoint_convert.sidecar import JSON_FILE, SENTENCEPIECE_FILE, tokenizer_file
+
 _SPACE = "\u2581"  # sentencepiece's character for a space
 
 
@@ -32,14 +30,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     tokens and chat template come from the other files of the folder. Raises ValueError if none
     exists or if the file, which the message names, is malformed.
     """
-    folder = Path(folder)
-    files = [folder / name for name in (JSON_FILE, SENTENCEPIECE_FILE, _VOCABULARY_FILE)]
-    file = next(filter(Path.is_file, files), None)
-    if file is None:
-        raise ValueError(
-            f"{folder} has no tokenizer: none of {JSON_FILE}, {SENTENCEPIECE_FILE} and "
-            f"{_VOCABULARY_FILE} is there"
-        )
+    file = tokenizer_file(Path(folder))
     try:
         # Without False, `AutoTokenizer` asks on the terminal whether to run code from the folder.
         return _class_for(file.name).from_pretrained(

@@ -77,8 +77,11 @@ as they were read, in training, pushes and exports. DeepSeek trains them by a lo
 indexer chose. vLLM and SGLang serve sparse attention on GPUs only, where none of this has been run:
 what their workers load is compared on a CPU, without kernels for it, SGLang's log-probabilities
 where all tokens are chosen, too, and a generation was made by `rollout.engine: transformers`.
-SGLang has an indexer's weights of heads in bfloat16 in an engine of any dtype, and caches keys and
-values in bfloat16 unless `rollout.sglang.kv_cache_dtype` says otherwise.
+Both serve it in bfloat16 and on GPUs of compute capability 9.0 or more, SGLang with an `index_topk`
+of 2,048 and an `index_head_dim` of 128: other models, dtypes and GPUs are refused, and so are
+SGLang's `attention_backend` (also `prefill_` and `decode_attention_backend`), with which its
+attention would be dense, and `enable_deterministic_inference`. SGLang caches keys and values in
+bfloat16 unless `rollout.sglang.kv_cache_dtype` says otherwise.
 
 Engines score in 8 bits and the trainer in float32, so they may choose other tokens where two scores
 are close. Of at most `index_topk` tokens all are chosen, and nothing differs. Of more,
@@ -90,10 +93,12 @@ are close. Of at most `index_topk` tokens all are chosen, and nothing differs. O
   for each token and layer, padded with -1. But only on CUDA and Ascend, and only if each worker has
   all heads of attention; else it ends at its start. Here workers split the heads, so this would be
   an engine of one GPU, which holds no model of this size. Larger ones need its data-parallel
-  attention (`enable_dp_attention`), for which there are no pushes.
-- The numbers are places in its cache, or in the batch with which a prompt was read; positions in
-  the sequence only with `SGLANG_DSA_FUSE_TOPK=0`. For tokens of a prompt that it reads with dense
-  attention, as all before them are chosen, it returns what an earlier batch left in its buffer.
+  attention (`enable_dp_attention`) or its context parallelism (`enable_prefill_cp`), for which
+  there are no pushes.
+- The numbers are places in its cache, or, with a cache in 8 bits, in the batch with which a prompt
+  was read; positions in the sequence only with `SGLANG_DSA_FUSE_TOPK=0`. For tokens of a prompt
+  that it reads with dense attention, as all before them are chosen, it returns what an earlier
+  batch left in its buffer.
 - Choices of DeepSeek-V3.2 take 500 kB for each token of prompt and completion (2,048 numbers of 4
   bytes in 61 layers; of GLM-5 640 kB), where routes take 488 bytes. As one bit for each token
   before it they take 125 kB at 16,384 tokens. SGLang keeps them in page-locked memory for every

@@ -37,6 +37,9 @@ from megatron_grpo.reporting.commands import report, show
 from megatron_grpo.serve_command import serve
 from megatron_grpo.viewer.command import view
 
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ for complete examples.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -89,19 +92,12 @@ def options(
 
 
 @app.command()
-def train(
-    config: Annotated[
-        Path,
-        typer.Argument(metavar="CONFIG", help="YAML file; see configs/ for complete examples."),
-    ],
-    overrides: Overrides = None,
-) -> None:
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train CONFIG. Run the same command again to resume from its run directory.
 
     Started alone, it launches all ranks on this host with torchrun; under torchrun or srun it runs
-    as one rank. The exit code is 0 only when all steps are done and the model is exported, 1 after
-    a failure, 2 for a mistake found before the first step, and 75 after SIGTERM or SIGUSR1, on
-    which the run saves and stops.
+    as one rank. Exit code: 0 when all steps are done and the model is exported, 1 after a failure,
+    2 for a mistake found before the first step, 75 after SIGTERM or SIGUSR1: it saves and stops.
 
     \b
     Example:
@@ -122,8 +118,9 @@ def train(
     tie_to_launcher(os.environ)
     outlive_readers()
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
-        with exit_when_preempted():
-            cfg, _ = _preflight(cfg, token)  # started by torchrun or srun, so not done yet
+        with exit_when_preempted():  # started by torchrun or srun, so not done yet
+            check_files(cfg)
+            cfg, _ = _preflight(cfg, token)
     silence_libraries()
     # Not above: torch and Megatron take seconds, and `--help` or a bad config should not wait.
     from parallel.megatron_import import import_megatron
@@ -158,10 +155,7 @@ def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> tupl
 
 
 @app.command()
-def check(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
-    overrides: Overrides = None,
-) -> None:
+def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check that CONFIG can start, without starting it.
 
     Runs the checks that train runs before it starts a rank: of the model's folder and headers of
@@ -236,13 +230,13 @@ app.command()(serve)
 
 @app.command()
 def place(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
+    config: ConfigFile,
     overrides: Overrides = None,
     nodes: Annotated[
         str, typer.Option(help="Node names of the job, separated by commas.")
     ] = "localhost",
     gpus_per_node: Annotated[
-        int, typer.Option(help="GPUs per node; without GPUs, ranks per node.")
+        int, typer.Option(min=1, help="GPUs per node; without GPUs, ranks per node.")
     ] = 8,
     only_engines: Annotated[
         bool,
@@ -251,7 +245,8 @@ def place(
 ) -> None:
     """Show which node of a job runs which ranks and engines.
 
-    Prints one line for each, in the format that the job scripts read.
+    Prints one line for each, in the format that the job scripts read. Then it looks for the files
+    that CONFIG names, as rank 0 runs on the first node; the exit code is 2 if one is missing.
 
     \b
     Example:
@@ -268,17 +263,20 @@ def place(
         print(f"trainer {node}")
     for engine in placed.engines:
         print(f"engine {','.join(engine.nodes)} {','.join(map(str, engine.gpus))}")
+    if not only_engines:
+        check_files(cfg)
 
 
 @app.command()
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")],
+    config: ConfigFile,
     overrides: Overrides = None,
     gpu: Annotated[
         str | None, typer.Option(help="GPU model: a100, h100 (the default), h200 or b200.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="Number of GPUs. Default: as few whole nodes as needed.")
+        int | None,
+        typer.Option(min=1, help="Number of GPUs. Default: as few whole nodes as needed."),
     ] = None,
     lengths: Lengths = None,
     suggest: Annotated[

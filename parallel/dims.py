@@ -1,6 +1,8 @@
 """Sizes of the device mesh, and conversion between ranks and mesh coordinates. Integers only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 
 
@@ -143,7 +145,8 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def pipeline_layers(num_layers: int, dims: ParallelDims) -> list[list[range]]:
+@cache
+def pipeline_layers(num_layers: int, dims: ParallelDims) -> Sequence[Sequence[range]]:
     """Global layer indices of every model chunk, as ``[pipeline rank][virtual stage]``.
 
     Chunks follow the interleaved order: virtual stage v of rank p is the (v * pipeline + p)-th

@@ -21,7 +21,7 @@ class Branched(NamedTuple):
     shared: int
     """Tokens that it shares with the root."""
     own: int
-    """Tokens of its own response."""
+    """Tokens that it does not share."""
 
 
 @dataclass(frozen=True, kw_only=True)

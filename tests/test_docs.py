@@ -40,6 +40,7 @@ def test_links_and_commands_exist(document):
         assert (ROOT / config).exists(), config
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert set(re.findall(r"megatron-grpo (?=[a-z])(\w+)", text)) <= commands
+    assert not re.search(r"^\s*\+ ", text, re.MULTILINE), "Markdown takes it for a bullet"
 
 
 def test_the_config_that_the_readme_shows_can_be_used(tmp_path):

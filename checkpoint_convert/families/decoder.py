@@ -31,6 +31,11 @@ def _stored(shape: ModelShape, name: str) -> str:
     return FAMILIES[shape.family].file_names.get(name, name)
 
 
+def layer_prefix(shape: ModelShape, index: int) -> str:
+    """With which the names of a layer's tensors begin in weight files."""
+    return f"{_stored(shape, LAYERS)}.{index}."
+
+
 def embedding(shape: ModelShape, padded_vocab: int) -> list[Parameter]:
     """Parameters of the first pipeline stage only; the embedding has `padded_vocab` rows."""
     table = Tensor(f"{_stored(shape, EMBEDDING)}.weight", (shape.vocab_size, shape.hidden_size))
@@ -74,7 +79,7 @@ def layer(
     read the normalized states: before experts and their router, and before latent attention.
     Checkpoints use Transformer Engine's norm names.
     """
-    source = source or f"{_stored(shape, LAYERS)}.{index}."
+    source = source or layer_prefix(shape, index)
     if shape.block_types:
         return _block(shape, index, experts, source, transformer_engine=transformer_engine)
 

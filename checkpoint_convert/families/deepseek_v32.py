@@ -18,7 +18,7 @@ DEEPSEEK_V32 = replace(
         "index_head_dim": 128,
         "index_n_heads": 64,
     },
-    # Only vLLM reads the last three, and transformers the first of them for GLM-5.
+    # vLLM and SGLang read the last three, and transformers the first of them for GLM-5.
     required={
         **{key: value for key, value in DEEPSEEK_V3.required.items() if key != "index_topk"},
         "mlp_bias": False,

@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from checkpoint_convert.sidecar import tokenizer_file
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
 
 
 def check_files(cfg: Config) -> None:
-    """Raise ValueError for a model, data or a Python file of the user's that does not exist."""
+    """Raise ValueError for a model, tokenizer, data or Python file of the user's that does not
+    exist."""
     cfg.model.check_folder()
+    tokenizer_file(cfg.model.path)
     cfg.data.check_exists()
     check_held_out(cfg)
     for kind, name in _user_code(cfg):
@@ -34,4 +37,6 @@ def _user_code(cfg: Config) -> Iterator[tuple[str, str]]:
     for view in cfg.by_source.values():
         if view.environment.name is not None:
             yield "file of an environment", view.environment.name
+        if view.agent.function is not None:
+            yield "file of an agent", view.agent.function
         yield from (("file of a tool", name) for name in view.agent.tools if ":" in name)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -148,6 +149,12 @@ class TrainConfig(Section):
         return self
 
 
+@cache
+def _mesh(**sizes: Any) -> ParallelDims:
+    """Made once: a plan asks for it a million times."""
+    return ParallelDims(**sizes)
+
+
 class ParallelConfig(Section):
     """Sizes of the trainer's mesh; ranks = tensor * pipeline * context * data."""
 
@@ -219,7 +226,7 @@ class ParallelConfig(Section):
     @property
     def dims(self) -> ParallelDims:
         """The mesh; raises ValueError when the sizes are incompatible."""
-        return ParallelDims(
+        return _mesh(
             tensor=self.tensor_parallel_size,
             pipeline=self.pipeline_parallel_size,
             virtual_pipeline=self.virtual_pipeline_parallel_size,

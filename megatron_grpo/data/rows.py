@@ -107,6 +107,8 @@ SPLITS = frozenset({DEFAULT_SPLIT, "validation", "valid", "val", "dev", "test", 
 """Names of splits by which files of a folder can be named."""
 NUM_NAMED = 10
 """Most files of a folder that an error message lists."""
+HUB_SECONDS = 10.0
+"""In which the hub must have answered."""
 Numbered = tuple[int, Row | Fault]
 """A row with its number in its file: lines count from 1, rows of a table from 0."""
 
@@ -243,15 +245,46 @@ def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
     # Imported here because it takes a second, and local files do not need it.
     import datasets  # noqa: PLC0415
 
+    silence = _silence_of_hub(name)
     try:
-        yield from _undecoded(datasets.load_dataset(name, data.subset, split=data.split))
+        yield from _undecoded(_loaded(data, name, from_cache=silence is not None))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         subset = f"subset {data.subset}, " if data.subset else ""
+        reason = f"{silence}; {error}" if silence else error
         raise ValueError(
             f"data.path {name} is not a local file or folder, and the Hugging Face data set of "
-            f"that name ({subset}split {data.split}) cannot be loaded: {error}. A host without "
+            f"that name ({subset}split {data.split}) cannot be loaded: {reason}. A host without "
             "internet access needs a file or a folder"
         ) from error
+
+
+def _silence_of_hub(name: str) -> Exception | None:
+    """Why one request about a data set has no answer; None if it has any, or is not allowed.
+
+    `datasets` makes each of its requests six times, for up to 80 seconds, before it turns to its
+    cache.
+    """
+    import huggingface_hub  # noqa: PLC0415  # see above
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=HUB_SECONDS)
+    except (OSError, ValueError):  # refused by the hub, HF_HUB_OFFLINE, or not a name for it
+        return None  # `datasets` meets the same, and says more
+    except huggingface_hub.utils.httpx.RequestError as error:
+        return error
+    return None
+
+
+def _loaded(data: DataConfig, name: str, *, from_cache: bool) -> Any:
+    """A data set of the hub, or the newest that `datasets` has in its cache, of which it warns."""
+    import datasets  # noqa: PLC0415  # see above
+
+    is_offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = is_offline or from_cache
+    try:
+        return datasets.load_dataset(name, data.subset, split=data.split)
+    finally:
+        datasets.config.HF_HUB_OFFLINE = is_offline
 
 
 def _undecoded(found: Any) -> Iterable[Row]:

@@ -66,15 +66,19 @@ class RolloutClient:
         answered its predecessor. Requests that a lost engine left unanswered are dispatched to the
         remaining engines when those have finished their own. Raises NoServingEngine when no engine
         is left; calling again with the same `generation` keeps the answers received so far. Raises
-        Preempted once `cancel` was called.
+        Preempted once `cancel` was called. Not for agents: a number of theirs may wait until
+        another one is answered.
         """
+
+        async def wait_for_environments() -> None:
+            await gather_all(map(generation.next_request, generation.waiting))
 
         async def until_answered() -> None:
             async with run_with(self.raise_when_cancelled()):
-                await generation.wait_for_environments()
+                await wait_for_environments()
                 while generation.open:
                     await RequestDispatcher(self.pool, self.connect, generation).run()
-                    await generation.wait_for_environments()
+                    await wait_for_environments()
 
         asyncio.run(until_answered())
         self.pool.finish_generation()

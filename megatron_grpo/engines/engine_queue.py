@@ -56,11 +56,10 @@ class EngineQueue:
         self._is_working = False
         """Whether the engine has started and has not failed."""
         self._num_initial = len(requests)
-        """Requests that it started with or got later, without those that were stolen or
-        forgotten."""
+        """Requests received since `_first`, without those stolen or forgotten."""
         self._has_taken_over = False
         self._first = self._latest = Counts()
-        """The engine's counts before it started, and the latest."""
+        """The engine's counts when it last had no unstarted requests, and the latest."""
         self._noted_at = -math.inf
         self._num_notes = 0
         self._change = 0, 0.0
@@ -134,9 +133,9 @@ class EngineQueue:
     def num_unstarted(self) -> int:
         """Number of requests that the engine has not started: those with the highest numbers.
 
-        0 if that is not known, or if requests came from other engines: their numbers may be lower
-        than those of started ones. `waiting` alone would include requests that vLLM has preempted,
-        which have tokens to lose.
+        0 if that is not known, or if requests came that may have lower numbers than started ones:
+        from other engines, or next turns of dialogues. `waiting` alone would include requests that
+        vLLM has preempted, which have tokens to lose.
         """
         if not self._is_working or not self._is_known or self._has_taken_over:
             return 0
@@ -144,7 +143,7 @@ class EngineQueue:
         return max(0, int(min(unstarted, self._latest.waiting, len(self.open))))
 
     def enqueue(self, requests: Mapping[int, Json]) -> None:
-        """Queue requests that come from another engine's queue."""
+        """Queue requests from another engine's queue, or next turns of dialogues."""
         self._has_taken_over = True
         self.append(requests)
 

@@ -78,9 +78,6 @@ class SampleRequests(ABC):
         self.add_answer(number, choice, url)
         return await self.next_request(number)
 
-    async def wait_for_environments(self) -> None:  # noqa: B027 - only dialogues do something
-        """Wait until `open` holds everything that is left to do."""
-
     @abstractmethod
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once `is_complete`."""

@@ -8,8 +8,15 @@ from megatron_grpo.engines.sglang.args import full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM 0.32 has an attention kernel for CPUs."""
-SGLANG_KEY_SIZE = 128
-"""The one size of an indexer's keys that SGLang 0.5.23 caches."""
+SGLANG_INDEXER = {"index_head_dim": 128, "index_topk": 2048}
+"""The one size of an indexer's keys that SGLang 0.5.23 caches, and the one number of chosen tokens:
+its kernels for prompts assert it, and up to 2,048 tokens it reads them with dense attention."""
+SGLANG_DENSE = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+"""Arguments with which SGLang no longer takes its sparse attention by itself."""
+SGLANG_DETERMINISTIC = ("enable_deterministic_inference", "rl_on_policy_target")
+"""Arguments with which SGLang ends at its start, if attention is sparse."""
+WITH_SPARSE = (9, 0)
+"""Compute capability from which vLLM and SGLang have sparse attention."""
 CPU_EXPERT_SIZE = 32
 """On CPUs, the size of a worker's part of an expert of gpt-oss must be a multiple of this."""
 NO_ROUTER_ON_CPU = ("minimax_m2",)
@@ -42,6 +49,8 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
     check_attention(rollout.engine, shape)
     if shape.has_mamba:
         _check_mamba(rollout, shape)
+    if shape.indexer is not None:
+        _check_sparse(rollout, shape)
     kind = "linear" if shape.linear else "sparse" if shape.indexer else None
     if kind and not rollout.recompute_kv_cache:
         raise ValueError(
@@ -61,6 +70,20 @@ def _check_mamba(rollout: RolloutConfig, shape: ModelShape) -> None:
         raise ValueError(f"{told[0]} is not supported for a {shape.family}: leave it out")
 
 
+def _check_sparse(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError for arguments that would make SGLang's attention dense, or end it."""
+    reasons = dict.fromkeys(SGLANG_DENSE, "SGLang chooses `dsa` only if it is left out")
+    reasons |= dict.fromkeys(
+        SGLANG_DETERMINISTIC, "SGLang's `dsa` has no such kernels: leave it out"
+    )
+    for name, reason in reasons.items():
+        if value := rollout.sglang.get(name):
+            raise ValueError(
+                f"rollout.sglang.{name} {value} is not supported for the sparse attention of a "
+                f"{shape.family}: {reason}"
+            )
+
+
 def check_attention(engine: str, shape: ModelShape) -> None:
     """Raise ValueError if an engine would leave out windows, or not compute attention."""
     if engine == "sglang" and (why := _obstacle_of_sglang(shape)):
@@ -78,11 +101,14 @@ def check_attention(engine: str, shape: ModelShape) -> None:
             "vLLM quantises keys of an indexer in blocks of 128 elements, and index_head_dim is "
             f"{shape.indexer.head_dim}: use rollout.engine=transformers"
         )
-    if engine == "sglang" and shape.indexer and shape.indexer.head_dim != SGLANG_KEY_SIZE:
-        raise ValueError(
-            f"SGLang caches keys of an indexer of {SGLANG_KEY_SIZE} elements, and index_head_dim "
-            f"is {shape.indexer.head_dim}: use rollout.engine=transformers"
-        )
+    if engine == "sglang" and shape.indexer is not None:
+        sizes = {"index_head_dim": shape.indexer.head_dim, "index_topk": shape.indexer.topk}
+        for key, needed in SGLANG_INDEXER.items():
+            if sizes[key] != needed:
+                raise ValueError(
+                    f"SGLang has kernels for indexers with {key} {needed}, and it is {sizes[key]}: "
+                    "use rollout.engine=transformers"
+                )
     windows = FAMILIES[shape.family].windows
     if shape.window is None or windows is None:
         return
@@ -116,12 +142,14 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None
     if rollout.base_urls:
         return
     if num_gpus():
-        if rollout.quantization != "none" or shape.has_mamba:  # else CUDA is not initialized here
+        # Else CUDA is not initialized here.
+        if rollout.quantization != "none" or shape.has_mamba or shape.indexer:
             import torch  # see above
 
             capability = torch.cuda.get_device_capability()
             check_card(rollout, capability)
             check_routers(rollout, shape, dtype, capability)
+            check_sparse(rollout, shape, dtype, capability)
     elif rollout.engine == "vllm":
         _check_cpu_kernels(rollout, shape)
     elif rollout.engine == "sglang" and (shape.linear or shape.indexer):
@@ -157,6 +185,21 @@ def check_routers(
             f"rollout.engine vllm has the routers of a {shape.family} in float32 on GPUs of "
             f"compute capability {'.'.join(map(str, capability))}, and pushes bring them in "
             f"{dtype}: use GPUs of 9.0 or 10.x, or set model.dtype=float32"
+        )
+
+
+def check_sparse(
+    rollout: RolloutConfig, shape: ModelShape, dtype: str, capability: tuple[int, int]
+) -> None:
+    """Raise ValueError if an engine has no sparse attention in `dtype` or on such GPUs."""
+    if rollout.engine == "transformers" or shape.indexer is None:
+        return
+    if dtype != "bfloat16" or capability < WITH_SPARSE:
+        raise ValueError(
+            f"rollout.engine {rollout.engine} serves sparse attention in bfloat16 and on GPUs of "
+            f"compute capability {'.'.join(map(str, WITH_SPARSE))} or more, not in {dtype} on "
+            f"{'.'.join(map(str, capability))}: set model.dtype=bfloat16, use such GPUs, or set "
+            "rollout.engine=transformers"
         )
 
 

@@ -20,7 +20,6 @@ from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
 from megatron_grpo.environments.turns import Turns
-from megatron_grpo.workers.tasks import gather_all
 
 
 @dataclass
@@ -185,10 +184,6 @@ class DialogueGeneration(SampleRequests):
             for dialogue in self.dialogues
             if dialogue.failure
         ]
-
-    async def wait_for_environments(self) -> None:
-        """Wait for all outstanding answers of environments."""
-        await gather_all(map(self._process_answer, range(len(self.dialogues))))
 
     def add_answer(self, number: int, choice: Choice, url: str) -> None:
         """Take a turn from the engine at `url`, for which its environment is asked."""

@@ -12,7 +12,7 @@ import re
 import secrets
 import socket
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def make_folder(folder: Path) -> None:
 def check_run_dir(run_dir: Path, *, starts_here: bool) -> None:
     """Raise ValueError if the run directory and its logs cannot be made.
 
-    What had to be made for that is removed. `starts_here`: also if another process trains there.
+    `starts_here`: also if another process trains there. If not, what was made is removed again.
     """
     if starts_here and (run_dir / "lock").exists():
         with run_lock(run_dir):
@@ -100,8 +100,10 @@ def check_run_dir(run_dir: Path, *, starts_here: bool) -> None:
     folder = run_dir / "logs"
     missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     make_folder(folder)
-    for path in missing:
-        path.rmdir()
+    if not starts_here:
+        with suppress(OSError):  # another process has put something there, or removed it
+            for path in missing:
+                path.rmdir()
 
 
 @contextmanager

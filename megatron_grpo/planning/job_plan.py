@@ -154,7 +154,7 @@ def plan_job(
         check_shared(cfg.rollout, cfg.dims.world_size, num_gpus)
     colocated = engine if is_shared else None
     in_node = num_gpus <= card.per_node
-    work, states = workload(cfg, shape, lengths), stage_states(cfg, shape)
+    work, states = workload(cfg, shape, lengths), list(stage_states(cfg, shape))
     time = step_time(cfg, shape, states, work, card)
     push = push_link(engine.pushed, card, in_node=in_node) if engine else None
     stages = stages_memory(cfg, shape, states, work.microbatches, colocated)

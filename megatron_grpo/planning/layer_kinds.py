@@ -1,6 +1,8 @@
 """The layers of a model by what modules they have: planning counts those of a kind once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.shape import Module
@@ -20,7 +22,8 @@ class LayerKind:
         return sum(len(self.layers.intersection(chunk)) for chunk in chunks)
 
 
-def layer_kinds(shape: ModelShape) -> list[LayerKind]:
+@cache
+def layer_kinds(shape: ModelShape) -> Sequence[LayerKind]:
     """The kinds of layers of a model, in the order of their first ones."""
     kinds: dict[tuple[Module, ...], list[int]] = {}
     for layer in range(shape.num_layers):
@@ -29,6 +32,26 @@ def layer_kinds(shape: ModelShape) -> list[LayerKind]:
         LayerKind(layers=frozenset(layers), shape=_of_one_kind(shape, kind))
         for kind, layers in kinds.items()
     ]
+
+
+def kind_of_layers(kinds: Sequence[LayerKind]) -> dict[int, int]:
+    """The index of each layer's kind."""
+    return {layer: index for index, kind in enumerate(kinds) for layer in kind.layers}
+
+
+def one_of_each_kind(shape: ModelShape) -> tuple[ModelShape, Sequence[int]]:
+    """A model with one layer of each kind, in their order, and how many of each `shape` has."""
+    kinds = layer_kinds(shape)
+    modules = [kind.shape.modules(0) for kind in kinds]
+    num_dense = sum("mlp" in each for each in modules)
+    few = replace(
+        shape,
+        num_layers=len(kinds),
+        moe=replace(shape.moe, num_dense_layers=num_dense) if shape.moe else None,
+        linear_layers=tuple(layer for layer, each in enumerate(modules) if "linear" in each),
+        block_types=tuple(each for (each,) in modules) if shape.block_types else (),
+    )
+    return few, [len(kind.layers) for kind in kinds]
 
 
 def mtp_kind(shape: ModelShape) -> ModelShape:

@@ -11,17 +11,16 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
-from megatron_grpo.engines.kernels import check_card, check_routers
+from megatron_grpo.engines.kernels import check_card, check_routers, check_sparse
 from megatron_grpo.engines.layouts import (
     copies_latents,
     engine_dims,
-    first_worker,
     served_shape,
-    shard_bytes,
 )
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
-from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
+from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
+from megatron_grpo.planning.engine_weights import worker_tensors
 from megatron_grpo.planning.linear_attention import sequence_elements
 from megatron_grpo.planning.mtp import mtp_activations, mtp_embedding
 from megatron_grpo.planning.optimizer_bytes import page_locked
@@ -124,6 +123,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
     if not cfg.rollout.base_urls:
         check_card(cfg.rollout, card.capability)
         check_routers(cfg.rollout, shape, cfg.model.dtype, card.capability)
+        check_sparse(cfg.rollout, shape, cfg.model.dtype, card.capability)
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
     not_pushed = _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
     if card.memory - weights < per_token:
@@ -151,8 +151,7 @@ def _push_buffers(cfg: Config) -> int:
 
 
 def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
-    first = first_worker(shape, cfg.rollout)
-    loaded = shard_bytes([first], worker_itemsizes(cfg, shape))
+    loaded = sum(each.num_layers * each.padded_bytes for each in worker_tensors(cfg, shape))
     beside = _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
     return loaded + beside
 
@@ -184,10 +183,8 @@ def _asleep_bytes(cfg: Config, shape: ModelShape) -> int:
     """Host memory of a worker that sleeps with its weights: vLLM's level 1."""
     if not (cfg.lora.is_served and cfg.rollout.enable_sleep_mode):
         return 0
-    itemsizes = worker_itemsizes(cfg, shape)
-    first = first_worker(shape, cfg.rollout)
-    weights = [prod(size) * itemsizes[name] for name, size in first.shapes.items()]
-    return sum(map(page_locked, [*weights, *_adapter_sizes(cfg, shape)]))
+    weights = sum(x.num_layers * page_locked(x.padded_bytes) for x in worker_tensors(cfg, shape))
+    return weights + sum(map(page_locked, _adapter_sizes(cfg, shape)))
 
 
 def _token_bytes(cfg: Config, shape: ModelShape) -> int:
@@ -195,7 +192,8 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
 
     At least one key-value head, however many workers there are. Of latent attention it is the
     latent and the rotated part of keys, which have no heads: every worker has both whole. So it has
-    the key of an indexer, in 8 bits with a float32 scale for 128 elements.
+    the key of an indexer, in 8 bits with a float32 scale for 128 elements; then latents in 8 bits
+    have such scales, too, and the rotated part 16 bits (kernels of Blackwell have 8, without them).
     """
     if shape.latent is not None:
         elements = shape.latent.rank + shape.latent.rotary_dim
@@ -205,6 +203,9 @@ def _token_bytes(cfg: Config, shape: ModelShape) -> int:
     num_bytes = elements * _cache_itemsize(cfg)
     if shape.indexer is not None:
         num_bytes += shape.indexer.head_dim + shape.indexer.head_dim // 128 * ITEMSIZE["float32"]
+        if _cache_itemsize(cfg) == 1:
+            assert shape.latent is not None, "indexers have a latent of queries"
+            num_bytes += shape.latent.rank // 128 * ITEMSIZE["float32"] + shape.latent.rotary_dim
     num_layers = shape.num_attending_layers + served_shape(shape, cfg.rollout).trains_mtp
     return num_layers * num_bytes
 

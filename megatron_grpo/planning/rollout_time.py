@@ -9,13 +9,14 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.arguments import PLANNED, engine_number
-from megatron_grpo.engines.layouts import first_worker
-from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
+from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
+from megatron_grpo.planning.engine_weights import worker_tensors
 from megatron_grpo.planning.linear_attention import rule_flops
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.simulation import Loop, Mode
 from megatron_grpo.planning.step_time import StepTime, active_weights
-from megatron_grpo.planning.traffic import LinkUse
+from megatron_grpo.planning.traffic import LinkUse, reached_share
 from megatron_grpo.planning.workload import spread
 
 
@@ -173,14 +174,11 @@ def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:
     An untied embedding is looked up, not read.
     """
     dense = experts = 0
-    itemsizes = worker_itemsizes(cfg, shape)
-    shape = replace(shape, trains_mtp=False)  # as without drafts
-    for piece in first_worker(shape, cfg.rollout).pieces:
-        num_bytes = piece.box.num_elements * itemsizes[piece.local]
-        if ".experts." in piece.tensor:
-            experts += num_bytes
-        elif shape.tie_word_embeddings or ".embed_tokens." not in piece.tensor:
-            dense += num_bytes
+    for each in worker_tensors(cfg, replace(shape, trains_mtp=False)):  # as without drafts
+        if ".experts." in each.source:
+            experts += each.num_layers * each.num_bytes
+        elif shape.tie_word_embeddings or ".embed_tokens." not in each.source:
+            dense += each.num_layers * each.num_bytes
     return dense, experts
 
 
@@ -212,24 +210,29 @@ def _reached(shape: ModelShape, running: int) -> float:
 def _sent_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> float:
     """Bytes of a token that each node of an engine at least sends, and receives; 0 on one node.
 
-    After every module of a layer the workers of a group add up hidden states.
-    Whatever the algorithm, and even if switches add, a node's own sum leaves it once. Left out: the
-    embedding's sum, and logits, which one worker gathers.
+    After every module of a layer the workers of a group on several nodes add up hidden states of
+    its own tokens. Whatever the algorithm, and even if switches add, a node's own sum leaves it
+    once. Left out: the embedding's sum, and logits, which one worker gathers.
 
-    Groups within a node, of which each node has as many tokens, send a token once to each other
-    node that holds one of its experts, and have it back once: to as many as k experts on n nodes at
-    random are on, (n - 1) (1 - (1 - 1 / n)^k).
+    Groups share experts instead, and each node has as many of their tokens. It sends one once to
+    each other node with one of its experts, if these are whole, or else to all, and has it back
+    once. Of a group on several nodes the others need it, too.
     """
-    rollout = cfg.rollout
+    rollout, size = cfg.rollout, shape.hidden_size * ITEMSIZE[cfg.model.dtype]
+    nodes, groups = rollout.gpus_per_engine // card.per_node, rollout.data_parallel_size
     if rollout.gpus_per_engine <= card.per_node:
         return 0.0
-    size = shape.hidden_size * ITEMSIZE[cfg.model.dtype]
+    modules = (1.0 if shape.block_types else 2.0) * shape.num_layers
+    mixtures = shape.num_layers_with("moe") if groups > 1 else 0
+    sent = 0.0
     if rollout.tensor_parallel_size > card.per_node:
-        return (1.0 if shape.block_types else 2.0) * shape.num_layers * size
-    assert shape.moe is not None, "an engine of several groups shares experts"
-    nodes = rollout.gpus_per_engine // card.per_node
-    others = (nodes - 1) * (1 - (1 - 1 / nodes) ** shape.moe.experts_per_token)
-    return 2.0 * shape.num_layers_with("moe") * size * others / nodes
+        sent += (modules - mixtures) / groups + mixtures / nodes
+    if mixtures:
+        assert shape.moe is not None
+        is_whole = engine_dims(rollout).expert_parallel
+        others = (nodes - 1) * (reached_share(shape.moe, nodes) if is_whole else 1.0)
+        sent += 2.0 * mixtures * others / nodes
+    return sent * size
 
 
 def _flops(shape: ModelShape, tokens: int, prompt_tokens: float, read: float) -> float:

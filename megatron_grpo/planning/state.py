@@ -3,23 +3,30 @@
 An optimizer that is partly on the host is the exception: see `optimizer_bytes.py`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf, lcm, prod
-from typing import NamedTuple
+from functools import cached_property
+from math import inf, lcm
 
-from checkpoint_convert import ModelShape, hf_tensors, megatron_layout
-from checkpoint_convert.families.decoder import MTP_LAYER
+import numpy as np
+
+from checkpoint_convert import ModelShape
 from checkpoint_convert.families.ffn import EXPERT_BIAS
 from checkpoint_convert.families.mla import INDEXER, KEY_NORM
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Part
 from megatron_grpo.planning.card import ITEMSIZE
-from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds, mtp_kind
+from megatron_grpo.planning.layer_kinds import kind_of_layers, layer_kinds
 from megatron_grpo.planning.optimizer_bytes import OwnedMatrix, shard_bytes
-from megatron_grpo.policy.lora_targets import planned_adapters
-from megatron_grpo.policy.matrices import EMBEDDINGS, is_matrix
-from parallel import Coordinates, ParallelDims, Shape, pipeline_layers
+from megatron_grpo.planning.parameters import (
+    OF_MTP,
+    Buffer,
+    Parameter,
+    adapter_buffers,
+    rank_buffers,
+)
+from megatron_grpo.policy.matrices import EMBEDDINGS
+from parallel import Coordinates, ParallelDims, pipeline_layers
 from parallel.alignment import round_up
 
 START_MULTIPLE, BUCKET_MULTIPLE = 64, 128
@@ -31,36 +38,6 @@ ROUTER_WEIGHT = ".router.weight"
 """Suffix of what `model.freeze_moe_router` keeps from being trained."""
 FLOAT32 = (EXPERT_BIAS, *KEY_NORM)
 """Suffixes of what is float32 in a model of any dtype, and is never trained."""
-
-_REGISTERED = ("input_layernorm.", "softmax_offset", "linear_proj.", "self_attention.")
-"""Parts of names in a layer, in order; the rest is in the order of `megatron_layout`."""
-OF_MTP = -1
-"""In place of the chunk, of the layer for multi-token prediction, which has buffers of its own."""
-
-
-class _Parameter(NamedTuple):
-    """One of a rank's."""
-
-    chunk: int
-    name: str
-    shape: Shape
-    largest: int = 0
-    """Elements of the largest tensor of the weight files of which it has a part."""
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether other ranks replicate it than the rest."""
-        return ".experts." in self.name
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether Muon would update it."""
-        return self.chunk != OF_MTP and is_matrix(self.name, self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,22 +98,20 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     """What a rank holds from the first step to the last."""
     weights = frozen = expert_weights = gradients = 0
     at = cfg.dims.coordinates(rank)
-    parameters = list(_parameters(shape, cfg.dims, at))
-    biases = sum(each.size for each in parameters if each.name.endswith(FLOAT32))
-    parameters = [each for each in parameters if not each.name.endswith(FLOAT32)]
+    buffers = list(rank_buffers(shape, cfg.dims, at))
+    biases, buffers = _split_off(buffers, lambda each: each.name.endswith(FLOAT32))
     if cfg.lora.r:
-        frozen = sum(each.size for each in parameters)
-        parameters = list(_adapters(cfg, shape, at))
+        frozen = sum(each.size for buffer in buffers for each in buffer.parameters)
+        buffers = list(adapter_buffers(cfg, shape, at))
     else:  # weights without gradients and moments
         router = (ROUTER_WEIGHT,) if cfg.model.freeze_moe_router else ()
-        kept = [each for each in parameters if INDEXER in each.name or each.name.endswith(router)]
-        weights = sum(each.size for each in kept)
-        parameters = [each for each in parameters if each not in kept]
-    buckets = list(_buckets(parameters, shape, cfg, at))
+        weights, buffers = _split_off(
+            buffers, lambda each: INDEXER in each.name or each.name.endswith(router)
+        )
+    buckets = list(_buckets(buffers, shape, cfg, at))
     for bucket in buckets:
-        size = sum(each.size for each in bucket.parameters)
-        weights += size
-        expert_weights += size if bucket.is_expert else 0
+        weights += bucket.size
+        expert_weights += bucket.size if bucket.is_expert else 0
         gradients += bucket.padded
     itemsize, of_biases = ITEMSIZE[cfg.model.dtype], biases * ITEMSIZE["float32"]
     owned = [
@@ -163,22 +138,34 @@ def state_bytes(cfg: Config, shape: ModelShape, rank: int) -> StateBytes:
     )
 
 
-def stage_states(cfg: Config, shape: ModelShape) -> list[StateBytes]:
+def stage_states(cfg: Config, shape: ModelShape) -> Iterator[StateBytes]:
     """`state_bytes` of the first rank of every stage; the others differ at most by some padding.
 
     Stages with layers of the same kinds in the same order are alike, except for the first and the
     last.
     """
-    kind_of = _kind_of_layers(layer_kinds(shape))
+    kind_of = kind_of_layers(layer_kinds(shape))
     known: dict[tuple[object, ...], StateBytes] = {}
-    states = []
     for stage, chunks in enumerate(pipeline_layers(shape.num_layers, cfg.dims)):
         ends = int(chunks[0].start == 0), int(chunks[-1].stop == shape.num_layers)
         role = *ends, *(tuple(kind_of[layer] for layer in chunk) for chunk in chunks)
         if role not in known:
             known[role] = state_bytes(cfg, shape, stage * cfg.dims.stage_size)
-        states.append(known[role])
-    return states
+        yield known[role]
+
+
+def _split_off(
+    buffers: Iterable[Buffer], is_meant: Callable[[Parameter], bool]
+) -> tuple[int, list[Buffer]]:
+    """Elements of the parameters that are meant, which are none of experts; and the others."""
+    size, others = 0, []
+    for buffer in buffers:
+        if not buffer.is_expert:
+            size += sum(each.size for each in buffer.parameters if is_meant(each))
+            rest = [each for each in buffer.parameters if not is_meant(each)]
+            buffer = replace(buffer, parameters=rest)
+        others.append(buffer)
+    return size, others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +173,7 @@ class _Bucket:
     """Parameters whose gradients are reduced together; each replica's rank updates one shard."""
 
     is_expert: bool
-    parameters: Sequence[_Parameter]
+    parameters: Sequence[Parameter]
     """In bucket order."""
     num_splits: int
     """Tensor ranks over which matrices are split."""
@@ -194,19 +181,25 @@ class _Bucket:
     shard: int
     """Index of this rank's shard."""
 
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        return np.array([each.size for each in self.parameters])
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        padded = -(-self._sizes // START_MULTIPLE) * START_MULTIPLE
+        return np.cumsum(padded) - padded
+
     @property
-    def _places(self) -> list[tuple[int, int]]:
-        places, end = [], 0
-        for parameter in self.parameters:
-            start = round_up(end, START_MULTIPLE)
-            end = start + parameter.size
-            places.append((start, end))
-        return places
+    def size(self) -> int:
+        """Elements without padding."""
+        return int(self._sizes.sum())
 
     @property
     def padded(self) -> int:
         """Elements including all padding."""
-        return round_up(self._places[-1][1], lcm(self.num_shards, BUCKET_MULTIPLE))
+        end = int(self._starts[-1] + self._sizes[-1])
+        return round_up(end, lcm(self.num_shards, BUCKET_MULTIPLE))
 
     @property
     def owned_matrices(self) -> list[OwnedMatrix]:
@@ -217,16 +210,18 @@ class _Bucket:
             if each.is_matrix
         ]
 
-    @property
+    @cached_property
     def owned(self) -> list[int]:
         """Elements of each parameter in this rank's shard."""
         size = self.padded // self.num_shards
         first, last = self.shard * size, (self.shard + 1) * size
-        return [max(0, min(end, last) - max(start, first)) for start, end in self._places]
+        ends = self._starts + self._sizes
+        owned = np.minimum(ends, last) - np.maximum(self._starts, first)
+        return np.maximum(owned, 0).tolist()
 
 
 def _buckets(
-    parameters: Sequence[_Parameter], shape: ModelShape, cfg: Config, at: Coordinates
+    buffers: Iterable[Buffer], shape: ModelShape, cfg: Config, at: Coordinates
 ) -> Iterator[_Bucket]:
     """The buckets of a rank. Experts have separate ones; later stages do not divide theirs."""
     dims = cfg.dims
@@ -234,36 +229,37 @@ def _buckets(
     most: float = bucket_elements(dims)
     if not cfg.parallel.overlap_grad_reduce or at.pipeline > 0:
         most = inf
-    buffers: dict[tuple[int, bool], list[_Parameter]] = {}
-    for each in parameters:
-        buffers.setdefault((each.chunk, each.is_expert), []).append(each)
-    for (chunk, is_expert), buffer in buffers.items():
-        if is_expert:
+    for buffer in buffers:
+        if buffer.is_expert:
             num_shards, shard = expert_shards(dims), dims.expert_place(at).data
         else:
             num_shards, shard = dims.data * dims.context, at.context + dims.context * at.data
-        at_most = inf if chunk == OF_MTP else most
-        for bucket in _divided(reversed(buffer), at_most, is_tied_over_stages):
+        at_most = inf if buffer.chunk == OF_MTP else most
+        has_tied = is_tied_over_stages and not buffer.is_expert
+        for bucket in _divided(buffer.parameters[::-1], at_most, has_tied):
             yield _Bucket(
-                is_expert=is_expert,
+                is_expert=buffer.is_expert,
                 parameters=bucket,
-                num_splits=dims.expert_tensor if is_expert else dims.tensor,
+                num_splits=dims.expert_tensor if buffer.is_expert else dims.tensor,
                 num_shards=num_shards,
                 shard=shard,
             )
 
 
 def _divided(
-    buffer: Iterable[_Parameter], most: float, is_tied_over_stages: bool
-) -> Iterator[list[_Parameter]]:
+    buffer: Sequence[Parameter], most: float, has_tied: bool
+) -> Iterator[Sequence[Parameter]]:
     """The parameters of each bucket of a buffer: one is closed at `most` elements.
 
-    A parameter that is tied across stages has a bucket of its own.
+    `has_tied`: what is tied across stages has a bucket of its own.
     """
-    bucket: list[_Parameter] = []
+    if most == inf and not has_tied:  # of tens of thousands of experts
+        yield from [buffer] if buffer else []
+        return
+    bucket: list[Parameter] = []
     end = 0
     for each in buffer:
-        is_tied = is_tied_over_stages and each.name.endswith(EMBEDDINGS)
+        is_tied = has_tied and each.name.endswith(EMBEDDINGS)
         if is_tied and bucket:
             yield bucket
             bucket, end = [], 0
@@ -284,73 +280,3 @@ def bucket_elements(dims: ParallelDims) -> int:
 def expert_shards(dims: ParallelDims) -> int:
     """Number of ranks that hold copies of the same experts and share their optimizer state."""
     return dims.stage_size // (dims.expert * dims.expert_tensor)
-
-
-def _parameters(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[_Parameter]:
-    """The parameters of the rank at `at`, in model order.
-
-    Layers of a kind are alike, so each is that of a model with one layer of its kind per chunk.
-    """
-    kinds = layer_kinds(shape)
-    kind_of = _kind_of_layers(kinds)
-    chunks = pipeline_layers(shape.num_layers, dims)[at.pipeline]
-    shallow = [_shallow_chunks(kind.shape, dims, at) for kind in kinds]
-    for layers, *of_kinds in zip(chunks, *shallow, strict=True):
-        before, _, after = of_kinds[0]  # the same of all kinds
-        yield from before
-        for layer in layers:
-            _, own, _ = of_kinds[kind_of[layer]]
-            yield from own
-        yield from after
-    if shape.trains_mtp and chunks[-1].stop == shape.num_layers:
-        yield from _of_mtp(shape, dims, at)
-
-
-def _of_mtp(shape: ModelShape, dims: ParallelDims, at: Coordinates) -> Iterator[_Parameter]:
-    """The parameters of the layer for multi-token prediction of a rank of the last stage."""
-    num_chunks = dims.pipeline * dims.virtual_pipeline
-    shallow = replace(mtp_kind(shape), num_layers=num_chunks, trains_mtp=True)
-    layout = megatron_layout(shallow, dims.even, at, transformer_engine=False)
-    for name, size in layout.shapes.items():
-        if f".{MTP_LAYER}" in name:
-            yield _Parameter(OF_MTP, name, size)
-
-
-def _kind_of_layers(kinds: Sequence[LayerKind]) -> dict[int, int]:
-    """The index of each layer's kind."""
-    return {layer: index for index, kind in enumerate(kinds) for layer in kind.layers}
-
-
-def _adapters(cfg: Config, shape: ModelShape, at: Coordinates) -> Iterator[_Parameter]:
-    """A and B of every linear layer of the rank at `at` that has adapters."""
-    for name, size in planned_adapters(cfg.lora, shape, cfg.dims, at).layout.shapes.items():
-        yield _Parameter(int(name.partition(".")[0]), name, size)
-
-
-def _shallow_chunks(
-    shape: ModelShape, dims: ParallelDims, at: Coordinates
-) -> Iterator[tuple[Sequence[_Parameter], Sequence[_Parameter], Sequence[_Parameter]]]:
-    """What each chunk would hold before, in and after its layer if it had only one."""
-    shallow = replace(shape, num_layers=dims.pipeline * dims.virtual_pipeline)
-    # Transformer Engine names norms differently, but they have as many elements.
-    layout = megatron_layout(shallow, dims.even, at, transformer_engine=False)
-    of_files, largest = hf_tensors(shallow), dict.fromkeys(layout.shapes, 0)
-    for piece in layout.pieces:
-        largest[piece.local] = max(largest[piece.local], prod(of_files[piece.tensor]))
-    for chunk in range(dims.virtual_pipeline):
-        own = [
-            _Parameter(chunk, name, size, largest[name])
-            for name, size in layout.shapes.items()
-            if name.startswith(f"{chunk}.")
-        ]
-        in_layer = [".layers." in each.name for each in own]
-        begin = in_layer.index(True)
-        end = begin + sum(in_layer)
-        yield own[:begin], sorted(own[begin:end], key=_registration), own[end:]
-
-
-def _registration(parameter: _Parameter) -> int:
-    """Sorts the parameters of a layer as Megatron-Core's modules register them: what follows the
-    scores of attention comes before the projections that they are computed of."""
-    places = (i for i, part in enumerate(_REGISTERED) if part in parameter.name)
-    return next(places, len(_REGISTERED))

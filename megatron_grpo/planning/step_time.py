@@ -221,8 +221,8 @@ def _part_weights(shape: ModelShape) -> Mapping[str, float]:
 
 
 def _one_layer(shape: ModelShape) -> ModelShape:
-    """A model with one layer; without what has no weights, so that it can be the key of a cache."""
-    return replace(shape, num_layers=1, rope_scaling=None)
+    """A model with one layer."""
+    return replace(shape, num_layers=1)
 
 
 @cache

@@ -196,11 +196,22 @@ def _on_ranks_of(
             # Data and context ranks share the optimizer state in the same way.
             key = replace(dims, context=1, data=dims.data * dims.context)
             if key not in states:
-                states[key] = stage_states(candidate, shape)
-            found += _fitting(candidate, shape, card, lengths, states[key], colocated)
+                states[key] = _fitting_states(candidate, shape, card)
+            if states[key]:
+                found += _fitting(candidate, shape, card, lengths, states[key], colocated)
         except ValueError:  # this layout cannot split the model, or aligns too much; another may
             continue
     return sorted(found, key=lambda each: each.time.estimate)
+
+
+def _fitting_states(cfg: Config, shape: ModelShape, card: GpuSpec) -> list[StateBytes]:
+    """What each stage holds; empty as soon as one's alone does not fit, as in a backward."""
+    states = []
+    for state in stage_states(cfg, shape):
+        if state.total > memory_limit(card):
+            return []
+        states.append(state)
+    return states
 
 
 def _with_engines(

@@ -144,8 +144,8 @@ def copies_to_experts(cfg: Config, moe: MoeShape, card: GpuSpec) -> tuple[int, f
     ranks = dims.expert * dims.expert_tensor
     nodes = -(-ranks // card.per_node)
     if _is_flex(cfg):
-        network = (nodes - 1) * _reached_share(moe, nodes)
-        in_node = (ranks - nodes) * _reached_share(moe, dims.expert)
+        network = (nodes - 1) * reached_share(moe, nodes)
+        in_node = (ranks - nodes) * reached_share(moe, dims.expert)
     else:
         others = 1 / nodes - 1 / dims.expert + dims.expert_tensor - 1
         network, in_node = (moe.experts_per_token * part for part in (_ring_share(nodes), others))
@@ -159,7 +159,7 @@ def _is_flex(cfg: Config) -> bool:
     return bool(cfg.model.megatron.get("moe_token_dispatcher_type") == "flex")
 
 
-def _reached_share(moe: MoeShape, places: int) -> float:
+def reached_share(moe: MoeShape, places: int) -> float:
     """Fraction of tokens with an expert in one of `places` equal parts of them, if chosen evenly.
 
     Of groups, a part has some, or is of one. Of each of its groups a token has equally many

@@ -13,7 +13,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines.arguments import PLANNED, engine_number
 from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
-from parallel.microbatches import CostModel, plan_microbatches
+from parallel.microbatches import CostModel, Plan, microbatch_capacity, plan_microbatches
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
 from parallel.turns import fixed_turns, plan_turns
 
@@ -164,6 +164,12 @@ layouts often share it."""
 
 
 @lru_cache(maxsize=1024)
+def _planned(lengths: tuple[int, ...], capacity: int, dims: ParallelDims, cost: CostModel) -> Plan:
+    """The plan of aligned lengths, which layouts that align differently often share."""
+    return plan_microbatches(lengths, capacity, dims, Alignment(), cost)
+
+
+@lru_cache(maxsize=1024)
 def _packed(
     lengths: tuple[int, ...],
     max_tokens: int,
@@ -175,8 +181,9 @@ def _packed(
     if dims.context > 1:  # see `workload`: else it is left out
         plan = plan_turns(lengths, max_tokens, dims, alignment, cost)
     else:
-        whole = plan_microbatches(lengths, max_tokens, dims, alignment, cost)
-        plan = fixed_turns(whole, alignment.context)
+        capacity = microbatch_capacity(lengths, max_tokens, alignment)
+        aligned = tuple(round_up(length, alignment.sequence) for length in lengths)
+        plan = fixed_turns(_planned(aligned, capacity, dims, cost), alignment.context)
     filled, received = [], 0
     for turn in chain.from_iterable(plan):
         own = alignment.for_context(turn.context_size)

@@ -190,12 +190,12 @@ def server_host(place: RankPlace, store: Store) -> str:
 def _failure(error: BaseException, step: int) -> Failure:
     """The report of an exception in optimizer step `step`: one line, if that says everything.
 
-    Before the first step (0), ValueError and OSError mean that config, data or files need fixing,
-    unless the error is transient. Later the same command may succeed, and unforeseen errors are
-    reported with their stack.
+    Before the first step (0), ValueError, OSError and ModuleNotFoundError mean that config, data,
+    files or packages need fixing, unless the error is transient. Later the same command may
+    succeed, and unforeseen errors are reported with their stack.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()[-MAX_TEXT:]
-    is_ours = isinstance(error, (ValueError, OSError))
+    is_ours = isinstance(error, (ValueError, OSError, ModuleNotFoundError))
     is_consequence = (
         isinstance(error, ConnectionError)
         if is_ours

@@ -13,6 +13,7 @@ from checkpoint_convert.hf_to_megatron import import_checkpoint
 from checkpoint_convert.inspection import print_inspection
 from helpers.conversions import variant, weights_of
 from helpers.models import tiny_model
+from helpers.published_models import write_config
 from parallel import ParallelDims
 
 
@@ -80,6 +81,14 @@ def test_what_a_rank_would_hold_is_told_for_every_stage(mixture):
     assert stages == [("0", "1", f"{table + layer:,}"), ("1", "1", f"{table + layer + 64:,}")]
 
 
+def test_dense_layers_and_those_that_predict_further_tokens_are_counted(tmp_path):
+    output = io.StringIO()
+    with pytest.raises(ValueError, match="has no weights"):
+        inspect(write_config(tmp_path / "model", "DeepSeek-V3"), output=output)
+    told = re.sub(r" +", " ", output.getvalue())
+    assert " first_k_dense_replace 3 \n num_nextn_predict_layers 1 \n" in told
+
+
 def test_a_checkpoint_without_config_needs_one(model, tmp_path):
     checkpoint = as_checkpoint(model, tmp_path / "ckpt")
     shutil.rmtree(checkpoint / "hf_config")
@@ -124,7 +133,7 @@ def test_a_checkpoint_of_a_run_tells_it_by_the_keys_of_its_config_and_must_be_wh
     }
     (checkpoint / "trainer.json").write_text(json.dumps(record))
     (checkpoint / "config.yaml").write_text(json.dumps(cfg))
-    files = {file.name: {"num_bytes": file.stat().st_size} for file in checkpoint.glob("*.distcp")}
+    files = {file.name: {"num_bytes": file.stat().st_size} for file in checkpoint.glob("*.*")}
     (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
     text = inspect(checkpoint)
     for told in (
@@ -135,13 +144,13 @@ def test_a_checkpoint_of_a_run_tells_it_by_the_keys_of_its_config_and_must_be_wh
         "saved with torch 2.13.0",
     ):
         assert told in text
-    name = next(iter(files))
-    with (checkpoint / name).open("ab") as file:
-        file.write(b"more")
-    with pytest.raises(
-        ValueError, match=rf"step_6 is not whole: {name} has [\d,]+ of [\d,]+ bytes"
-    ):
-        inspect(checkpoint)
+    for name in (".metadata", "config.yaml", "trainer.json"):
+        whole = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(whole[:99])
+        told = rf"step_6 is not whole: {name} has \d\d of [\d,]+ bytes"
+        with pytest.raises(ValueError, match=told):
+            inspect(checkpoint)
+        (checkpoint / name).write_bytes(whole)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     checkpoint.rename(tmp_path / "run" / "checkpoints" / "step_6")
     (tmp_path / "run" / "checkpoints" / "LATEST").write_text("step_6")

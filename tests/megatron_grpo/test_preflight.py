@@ -434,11 +434,19 @@ def test_an_environment_in_which_nccl_gives_no_memory_back_is_refused(config, se
 
 def test_engines_refuse_sparse_attention_by_name(config, tmp_path, monkeypatch):
     shape = read_shape(tiny_model(tmp_path / "sparse", "glm_moe_dsa"))
-    with pytest.raises(ValueError, match=r"keys of an indexer of 128 .* index_head_dim is 12: use"):
+    with pytest.raises(ValueError, match="indexers with index_head_dim 128, and it is 12: use"):
         check_attention("sglang", shape)
-    served = read_shape(servable_model(tmp_path / "served", "glm_moe_dsa"))
+    few = read_shape(servable_model(tmp_path / "served", "glm_moe_dsa"))
+    with pytest.raises(ValueError, match="indexers with index_topk 2048, and it is 5: use"):
+        check_attention("sglang", few)
+    served = replace(few, indexer=replace(few.indexer, topk=2048))
     rollout = config("rollout.engine=sglang", "rollout.vllm={}").rollout
     check_served(rollout, served)
+    for argument in ("decode_attention_backend", "enable_deterministic_inference"):
+        told = rollout.model_copy(update={"sglang": {argument: "fa3"}})
+        with pytest.raises(ValueError, match=rf"{argument} fa3 is not supported for the sparse"):
+            check_served(told, served)
+        check_served(told, replace(served, indexer=None))
     monkeypatch.setattr(kernels, "num_gpus", lambda: 0)
     with pytest.raises(
         ValueError, match=r"no kernels for the sparse .*: set rollout\.engine=trans"
@@ -449,6 +457,29 @@ def test_engines_refuse_sparse_attention_by_name(config, tmp_path, monkeypatch):
     drafts = "rollout.vllm.speculative_config={method: ngram, num_speculative_tokens: 2}"
     with pytest.raises(ValueError, match=r"speculative_config .* sparse attention: leave"):
         check_drafts(config(drafts), shape)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "capability", "told"),
+    [
+        ("vllm", "bfloat16", (9, 0), None),
+        ("transformers", "float32", (8, 9), None),
+        ("sglang", "float32", (9, 0), r"not in float32 on 9\.0: set model\.dtype=bfloat16"),
+        ("vllm", "bfloat16", (8, 9), r"capability 9\.0 or more, not in bfloat16 on 8\.9"),
+    ],
+)
+def test_engines_serve_sparse_attention_in_bfloat16_from_hopper_on(
+    config, tmp_path, monkeypatch, engine, dtype, capability, told
+):
+    shape = read_shape(tiny_model(tmp_path / "sparse", "deepseek_v32"))
+    rollout = config(f"rollout.engine={engine}", "rollout.vllm={}").rollout
+    monkeypatch.setattr(kernels, "num_gpus", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if told is None:
+        check_kernels(rollout, shape, dtype)
+        return
+    with pytest.raises(ValueError, match=told):
+        check_kernels(rollout, shape, dtype)
 
 
 def without_a_weight(folder: Path) -> None:

@@ -29,6 +29,8 @@ def calls(tmp_path):
     """Runs the job of the tiny config with a run directory; returns each call of `srun`."""
     programs = tmp_path / "programs"
     programs.mkdir()
+    (tmp_path / "tokenizer.json").touch()
+    given = [f"model.path={tmp_path}", f"data.path={tmp_path}"]
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
@@ -43,7 +45,7 @@ def calls(tmp_path):
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "n0",
         }
-        script = ["bash", "slurm/grpo_8b.sh", f"train.run_dir={run_dir}"]
+        script = ["bash", "slurm/grpo_8b.sh", f"train.run_dir={run_dir}", *given]
         subprocess.run(script, cwd=REPOSITORY, env=environment, timeout=60)
         return (tmp_path / "calls").read_text().splitlines()
 

@@ -77,6 +77,8 @@ RESERVED = {
     "dp_size": _PUSHED,
     "ep_size": _PUSHED,
     "enable_dp_attention": _PUSHED,
+    "enable_prefill_cp": _PUSHED,
+    "attn_cp_size": _PUSHED,
     "moe_a2a_backend": _PUSHED,
     "moe_dense_tp_size": _PUSHED,
     "nnodes": _SPANNING,

@@ -226,6 +226,9 @@ def test_a_folder_is_no_config(tmp_path):
     ("key", "told"),
     [
         ("actor_rollout_ref.rollout.n", "'actor_rollout_ref.rollout.n': here it is grpo.num_gen"),
+        ("custom_reward_function.path", "here it is reward.functions, as file.py:function"),
+        ("grpo.rollout_is_threshold", "here it is grpo.rollout_importance_sampling_threshold"),
+        ("grpo.kl_loss_type", "here it is grpo.kl_estimator"),
         ("train.learning_rate", "'train.learning_rate': here it is optimizer.lr"),
         ("actor_rollout_ref.actor.optim.lr", "did you mean 'optimizer.lr'?"),
         ("trainer.nnodes", "docs/recipes.md has names of other trainers"),

@@ -1,9 +1,12 @@
 import json
 import re
+import socket
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -295,12 +298,18 @@ def test_missing_data_is_refused_at_once(name, tmp_path):
     assert "does not exist" in message or "has no .jsonl or .parquet file" in message
 
 
-def test_name_of_a_data_set_that_no_hub_serves_is_refused(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+def test_name_of_a_data_set_is_refused_in_seconds_if_no_hub_answers(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"  # closed when it is asked
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", endpoint)
+    began = monotonic()
     message = refusal(config("nobody/no-such-data-set", "data.subset=main"))
+    assert monotonic() - began < 20  # half a minute and more with every request of `datasets`
     assert "nobody/no-such-data-set is not a local file or folder" in message
     assert "subset main, split train" in message
+    assert "Connection refused" in message
+    assert not datasets.config.HF_HUB_OFFLINE
 
 
 def test_prompts_that_are_too_long_are_listed_or_left_out(tmp_path, caplog):

@@ -66,10 +66,15 @@ def test_cuts_leave_the_likeliest_tokens_and_their_probabilities_add_up(engine, 
 def test_a_completion_that_the_engines_context_cuts_is_not_taken_for_one_of_the_limit(
     live_engine, tied_model
 ):
+    """Nor is a longer prompt cut: it is refused. The engine serves on after both."""
     live_engine.push(tied_model)
+    [url] = live_engine.servers.base_urls
     context = read_shape(tied_model).max_position_embeddings  # which vLLM takes where none is given
+    too_long = random_prompts(1, lengths=(context + 1, context + 2))
+    with pytest.raises(EngineError, match=rf"{url} answered .* with 400"):
+        live_engine.generate([*random_prompts(3), *too_long])
     prompts = random_prompts(1, lengths=(context - 12, context - 11))
-    told = rf"{live_engine.servers.base_urls[0]} ended a completion after 12 of 16 tokens: .*max_m"
+    told = rf"{url} ended a completion after 12 of 16 tokens: .*max_m"
     if live_engine.rollout.engine == "sglang":
         told = "answered /inference/v1/generate with 400: .*exceeds the model's maximum context"
     with pytest.raises(EngineError, match=told):

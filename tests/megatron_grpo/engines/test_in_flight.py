@@ -74,7 +74,7 @@ def threads(client, in_flight):
         client.cancel()
 
 
-def generation(number, version, num_tokens=NUM_TOKENS, **settings):
+def generation(number, version, num_tokens=NUM_TOKENS, kind=Generation, **settings):
     """Four samples of each of two prompts, without an end token."""
     defaults = {
         "num_generations": 4,
@@ -84,7 +84,7 @@ def generation(number, version, num_tokens=NUM_TOKENS, **settings):
         "series": number,
     }
     params = sampling_params(**defaults | settings)
-    return Generation(random_prompts(2, seed=number), params)
+    return kind(random_prompts(2, seed=number), params)
 
 
 @pytest.mark.long
@@ -315,8 +315,7 @@ def test_what_is_asked_for_when_no_engine_is_left_is_told_so_until_there_is_a_pu
 
 
 def test_who_waits_is_told_that_environments_are_lost_and_the_others_go_on():
-    engine, lost, other = ScriptedEngine(), generation(0, 7, 4), generation(1, 7, 4)
-    is_on_fire = threading.Event()
+    engine, is_on_fire = ScriptedEngine(), threading.Event()
 
     class Lost(Generation):
         waiting = (0,)
@@ -326,10 +325,9 @@ def test_who_waits_is_told_that_environments_are_lost_and_the_others_go_on():
                 await asyncio.sleep(0.01)
             raise EnvironmentsLost("by fire")
 
-    lost.__class__ = Lost
     with scripted(only=engine) as (_, in_flight):
-        answered = in_flight.submit(1, other)
-        told = in_flight.submit(0, lost)
+        answered = in_flight.submit(1, generation(1, 7, 4))
+        told = in_flight.submit(0, generation(0, 7, 4, kind=Lost))
         in_flight.resume(7)
         assert wait_until(lambda: len(engine.asked) == 16, seconds=30)
         is_on_fire.set()
@@ -455,9 +453,10 @@ def test_who_waits_is_told_that_the_run_ends():
     with scripted(only=ScriptedEngine()) as (client, in_flight):
         waiting = in_flight.submit(0, generation(0, 7))
         client.cancel()  # while the engines are suspended
-        for each in (waiting, in_flight.submit(1, generation(1, 7))):
-            with pytest.raises(Preempted):
-                each.result(timeout=30)
+        with pytest.raises(Preempted):
+            waiting.result(timeout=30)
+        with pytest.raises(Preempted):
+            in_flight.submit(1, generation(1, 7)).result(timeout=30)
 
 
 def test_a_run_that_is_to_stop_keeps_what_is_sampled():

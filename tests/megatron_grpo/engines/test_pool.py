@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -372,8 +373,15 @@ def load(engine) -> int:
 
 
 @pytest.mark.slow
-def test_a_vllm_that_answers_probes_and_generates_nothing_is_killed_with_all_its_processes(
-    tied_model, tmp_path, capfd
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (psutil.Process.suspend, "made no progress for 3 s"),  # its server answers probes
+        (psutil.Process.kill, r"(answered \S+ with 50[03]|cannot be reached)"),
+    ],
+)
+def test_a_vllm_whose_core_stops_or_dies_is_killed_with_all_its_processes(
+    fault, told, tied_model, tmp_path
 ):
     """And comes back: started again by the run, with the current weights."""
     with running_engine("vllm", tied_model, tmp_path, stall_timeout=3.0) as engine:
@@ -384,8 +392,8 @@ def test_a_vllm_that_answers_probes_and_generates_nothing_is_killed_with_all_its
             server = psutil.Process(ours.pid(url))
             processes = [server, *server.children(recursive=True)]
             with (
-                as_soon_as(lambda: generation.engines, engine_core(server).suspend),
-                pytest.raises(NoServingEngine, match=f"{url} made no progress for 3 s"),
+                as_soon_as(lambda: generation.engines, partial(fault, engine_core(server))),
+                pytest.raises(NoServingEngine, match=f"{url} {told}"),
             ):
                 ours.client.generate(generation)
             assert not any(map(is_alive, processes))

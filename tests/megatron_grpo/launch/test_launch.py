@@ -180,8 +180,10 @@ def test_suggested_data_parallel_size_fills_nodes(dims, gpus_per_node, data):
     assert place(full, ["a"] * 99, gpus_per_node).ranks_per_node == gpus_per_node
 
 
-def test_command_prints_the_placement():
-    arguments = ["place", str(TINY_CONFIG), "--nodes", "a,b", "--gpus-per-node", "4"]
+def test_command_prints_the_placement_and_names_a_file_that_is_missing(tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    given = [f"model.path={tmp_path}", f"data.path={tmp_path}"]
+    arguments = ["place", str(TINY_CONFIG), "--nodes", "a,b", "--gpus-per-node", "4", *given]
     said = CliRunner().invoke(cli.app, arguments)
     assert said.output.splitlines() == [
         "run_dir runs/tiny_cpu",
@@ -191,6 +193,11 @@ def test_command_prints_the_placement():
         "trainer b",
         "engine a 0",
     ]
+    assert said.exception is None
+    said = CliRunner().invoke(cli.app, [*arguments, "data.path=no.jsonl"])
+    assert str(said.exception) == "data.path no.jsonl does not exist"
+    said = CliRunner().invoke(cli.app, [*arguments, "--only-engines", "data.path=no.jsonl"])
+    assert said.exception is None
     said = CliRunner().invoke(cli.app, [*arguments, "rollout.tensor_parallel_size=8"])
     assert said.output.splitlines()[-1] == "engine a,b 0,1,2,3"
     ahead = ["rollout.max_staleness=1", "grpo.old_logprobs=rollout"]

@@ -58,10 +58,22 @@ def test_a_run_directory_that_cannot_be_made_is_named_with_its_key():
         make_folder(Path("/proc/x"))
 
 
-def test_a_run_directory_that_can_be_made_is_not_there_after_a_check(tmp_path):
-    check_run_dir(tmp_path / "runs" / "first", starts_here=True)
-    check_run_dir(tmp_path, starts_here=True)
+def test_a_run_directory_that_can_be_made_is_there_after_a_start_but_not_after_a_check(
+    tmp_path, monkeypatch
+):
+    first, second = tmp_path / "runs" / "first", tmp_path / "runs" / "second"
+    check_run_dir(first, starts_here=False)
+    check_run_dir(tmp_path, starts_here=False)
     assert not [*tmp_path.iterdir()]
+
+    def make_beside(folder):
+        folder.mkdir(parents=True)
+        second.mkdir()
+
+    monkeypatch.setattr(run_dir, "make_folder", make_beside)
+    check_run_dir(first, starts_here=False)
+    assert [*tmp_path.glob("runs/*")] == [second]
+    monkeypatch.undo()
     with pytest.raises(ValueError, match=r"the folder /proc/x/logs cannot be made"):
         check_run_dir(Path("/proc/x"), starts_here=True)
 

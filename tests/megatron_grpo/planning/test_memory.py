@@ -83,7 +83,7 @@ def planned_and_measured(
         *overrides,
     )
     shape = read_shape(cfg.model.path)
-    states = stage_states(cfg, shape)
+    states = list(stage_states(cfg, shape))
     stages = stages_memory(cfg, shape, states, len(lengths), None, device="cpu")
     planned = [Taken(stage.state.total, stage.phases["train"]) for stage in stages]
     return planned, run_ranks(dims.world_size, measure, cfg, lengths)
@@ -185,6 +185,14 @@ def test_of_linear_attention_an_engine_caches_a_memory_per_sequence_and_no_token
     assert engine.sequence_bytes == 3 * 36 * ((3 + 2) * 8192 * 2 + 32 * 128 * 128 * 4) // 4
 
 
+def test_latents_beside_an_indexer_are_cached_in_8_bits_with_scales(tmp_path):
+    # 61 layers of 512 + 64 elements, in 8 bits with a scale for 128 and the 64 in 16 bits.
+    for kind, latent in (("auto", 2 * (512 + 64)), ("fp8_e4m3", 512 + 4 * 4 + 2 * 64)):
+        options = ["engine=sglang", "vllm={}", f"sglang.kv_cache_dtype={kind}"]
+        engine = engine_of(tmp_path, "DeepSeek-V3.2", *options, tensor=32)
+        assert engine.token_bytes == 61 * (latent + 128 + 4)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "given", "message"),
     [
@@ -216,7 +224,7 @@ def test_an_engine_in_sleep_mode_takes_memory_only_while_it_is_awake(tmp_path):
         options = [share, "model.dtype=bfloat16", f"rollout.enable_sleep_mode={sleeps}"]
         cfg = tiny_config(folder, ParallelDims(data=8), *options)
         engine = engine_bytes(cfg, shape, CARDS["h100"])
-        plans += stages_memory(cfg, shape, stage_states(cfg, shape), 4, engine)
+        plans += stages_memory(cfg, shape, list(stage_states(cfg, shape)), 4, engine)
     awake, asleep = plans
     assert awake.engine == engine.total and asleep.engine == engine.outside
     assert asleep.phases == awake.phases | {"push": engine.weights, "generate": 42.5e9}
@@ -231,7 +239,7 @@ def test_what_leaves_is_counted_in_no_phase_of_engines(tmp_path):
     stages = {}
     for offload in ("none", "optimizer", "all", "[weights]", "[gradients,reference]"):
         cfg = tiny_config(folder, ParallelDims(data=8), *options, f"train.offload={offload}")
-        engine, states = engine_bytes(cfg, shape, CARDS["h100"]), stage_states(cfg, shape)
+        engine, states = engine_bytes(cfg, shape, CARDS["h100"]), list(stage_states(cfg, shape))
         [stages[offload]] = stages_memory(cfg, shape, states, 4, engine)
     state, phases = stages["none"].state, ("log-probabilities", "train", "push", "generate")
     moved = state.gradients + state.optimizer
@@ -288,7 +296,7 @@ def test_stages_that_use_features_and_engines_have_the_vision_tower(tmp_path, fa
     engine, of_text = (engine_bytes(cfg, shape, CARDS["h100"]) for cfg in configs)
     assert (engine.weights, engine.pushed) == (of_text.weights + tower // 2, of_text.pushed)
     with_images, without = (
-        stages_memory(cfg, shape, stage_states(cfg, shape), 4, None) for cfg in configs
+        stages_memory(cfg, shape, list(stage_states(cfg, shape)), 4, None) for cfg in configs
     )
     more = [a.buffers - b.buffers for a, b in zip(with_images, without, strict=True)]
     assert more == [tower, tower if family != FAMILY else 0]

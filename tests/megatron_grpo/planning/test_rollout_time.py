@@ -1,7 +1,7 @@
 """The least time of a generation, by hand."""
 
 from dataclasses import replace
-from math import prod
+from math import comb, prod
 
 import pytest
 
@@ -88,8 +88,9 @@ def test_groups_of_an_engine_share_experts_and_completions(time_of):
     shared, _ = time_of("DeepSeek-V3", [600, 1100], *groups)
     assert shared.compute_seconds == split.compute_seconds
     tokens = 8 * 500 + 8 * 1000 + 4 * 100
-    # With 8 experts at random, a token is also needed on 3 (1 - (3 / 4)^8) other nodes.
-    num_bytes = tokens / 4 * (9 - 3) * 2 * 2 * 7168 * 3 * (1 - 0.75**8)
+    # A node has two of eight groups of experts, and a token chooses four: of 70 choices, 15 none of
+    # the two.
+    num_bytes = tokens / 4 * (9 - 3) * 2 * 2 * 7168 * 3 * (1 - 15 / 70)
     assert shared.network_seconds == pytest.approx(num_bytes / (8 * 50e9))
     # Prompts of 100 tokens, and their completions: latents of 576 elements in each layer.
     cached = 8 * (100 * 500 + 500**2 / 2) + 8 * (100 * 1000 + 1000**2 / 2)
@@ -102,6 +103,30 @@ def test_groups_of_an_engine_share_experts_and_completions(time_of):
     )
     num_bytes = 1000 * weights + reached * experts + cached / 32 * 9 * 576 * 2
     assert shared.memory_seconds == pytest.approx(num_bytes / 3.35e12, rel=1e-6)
+
+
+WHOLE = "rollout.vllm.enable_expert_parallel=true"
+
+
+@pytest.mark.parametrize(
+    ("engine", "sums"),
+    [
+        # A node has 32 of 128 experts, and a token chooses 8.
+        ((8, 4, WHOLE), 2 * 3 / 4 * (1 - comb(96, 8) / comb(128, 8))),
+        # Every node has a part of all experts.
+        ((8, 4), 2 * 3 / 4),
+        # A group of two nodes adds up after attention, and gathers what experts return.
+        ((16, 2, WHOLE), 1 / 2 + 2 * 3 / 4 * (1 - comb(96, 8) / comb(128, 8)) + 1 / 4),
+    ],
+    ids=str,
+)
+def test_nodes_send_tokens_to_those_with_their_experts(engine, sums, time_of):
+    tensor, groups, *more = engine
+    sizes = f"rollout.tensor_parallel_size={tensor}", f"rollout.data_parallel_size={groups}"
+    time, shape = time_of("Qwen3-235B-A22B", [600, 1100], *sizes, *more)
+    tokens = 8 * 500 + 8 * 1000 + 4 * 100
+    num_bytes = tokens * shape.num_layers * 2 * 4096 * sums
+    assert time.network_seconds == pytest.approx(num_bytes / (8 * 50e9))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def test_70b_on_64_ranks_by_hand(tmp_path):
     folder = write_config(tmp_path, "Llama-3.3-70B")
     shape, dims = read_shape(folder), ParallelDims(tensor=8, pipeline=4, data=2)
     cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.04")
-    first = stage_states(cfg, shape)[0]
+    first = next(stage_states(cfg, shape))
     layout = megatron_layout(shape, dims, dims.coordinates(0), transformer_engine=True)
     # 20 layers of 8192 * (8192 + 2048 + 8192 + 3 * 28672) / 8 and two norms; an eighth of the
     # embedding.
@@ -75,7 +75,7 @@ def test_a_stage_is_not_taken_for_one_with_other_layers(tmp_path):
     folder = write_config(tmp_path, "GLM-4.5-Air", num_hidden_layers=24, first_k_dense_replace=7)
     shape, dims = read_shape(folder), ParallelDims(pipeline=4, expert=4, data=4)
     cfg = tiny_config(folder, dims, "model.dtype=bfloat16")
-    states = stage_states(cfg, shape)
+    states = list(stage_states(cfg, shape))
     assert states == [state_bytes(cfg, shape, 4 * stage) for stage in range(4)]
     # Six layers each: all of the first are dense, one of the second, none of the third.
     assert [state.expert_weights for state in states] == [

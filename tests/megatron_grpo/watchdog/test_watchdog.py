@@ -122,6 +122,7 @@ def mistake(watchdog: Watchdog, rank: int, folder: Path) -> None:
 REPORTS = [  # of an error in a step: whether one line says all, and whether the user must fix it
     (0, ValueError("lower it"), True, True),
     (0, PermissionError(13, "may not"), True, True),
+    (0, ModuleNotFoundError("No module named 'wandb'"), True, True),
     (0, OSError(errno.ESTALE, "Stale file handle"), True, False),
     (0, KeyError("a bug"), False, False),
     (7, ValueError("what some library does not take"), False, False),
