@@ -16,8 +16,8 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.config.files import check_files, check_held_out
 from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
-    check_apart,
     check_host,
+    check_shared,
     place_engines,
     rank_place,
     start_ranks,
@@ -253,9 +253,9 @@ def place(
       megatron-grpo place configs/grpo_8b.yaml --nodes node1 --gpus-per-node 8
     """
     cfg = load_config(config, overrides or [])
-    place_all = place_engines if only_engines else place_job
-    placed = place_all(cfg, nodes.split(","), gpus_per_node)
-    check_apart(cfg, placed)
+    placed = (place_engines if only_engines else place_job)(cfg, nodes.split(","), gpus_per_node)
+    if placed.shares_gpus:
+        check_shared(cfg.rollout, cfg.dims.world_size, len(nodes.split(",")) * gpus_per_node)
     print(f"run_dir {cfg.train.run_dir}\nranks_per_node {placed.ranks_per_node}")
     print(f"startup_timeout {cfg.rollout.startup_timeout:.0f}")
     for node in placed.trainer_nodes:

@@ -35,8 +35,8 @@ class AgentGeneration(SampleRequests):
         """`begin` opens the session of a sample, and starts its agent with a seed."""
         super().__init__(params)
         self._agents = agents
-        self._told: set[int] = set()
-        """The first session of each group that `_take_group` had."""
+        self._told: dict[int, list[Sample]] = {}
+        """The groups that `_take_group` had, by their first session."""
         self.sessions = [
             begin(prompt, index, params, self._params.turn_seed(number, turn=-1))
             for number, (prompt, index) in enumerate(self._each(prompts))
@@ -50,6 +50,12 @@ class AgentGeneration(SampleRequests):
             for number, session in enumerate(self.sessions)
             for place, request in session.open.items()
         }
+
+    def open_request(self, number: int) -> Json | None:
+        """The request of a number that is at an engine."""
+        session, place = self._place(number)
+        request = session.open.get(place)
+        return self._json(number, request) if request else None
 
     @property
     def waiting(self) -> list[int]:
@@ -110,7 +116,9 @@ class AgentGeneration(SampleRequests):
         """
         assert self.is_complete
         self._agents.raise_if_lost()
-        return [session.to_sample() for session in self.sessions]
+        firsts = range(0, len(self.sessions), self._params.num_generations)
+        groups = (self._told.get(first) or self._samples_of(first) for first in firsts)
+        return [sample for group in groups for sample in group]
 
     def abandon(self) -> None:
         """End all agents, even in mid-turn."""
@@ -120,11 +128,16 @@ class AgentGeneration(SampleRequests):
     def _tell_group(self, number: int) -> None:
         """A session is over, which each of its places tells."""
         first = number - number % self._params.num_generations
-        group = self.sessions[first : first + self._params.num_generations]
-        is_new = first not in self._told and all(session.is_over for session in group)
+        is_new = first not in self._told and all(each.is_over for each in self._group(first))
         if self._take_group and is_new:
-            self._told.add(first)
-            self._take_group([session.to_sample() for session in group])
+            group = self._told[first] = self._samples_of(first)
+            self._take_group(group)
+
+    def _group(self, first: int) -> list[Session]:
+        return self.sessions[first : first + self._params.num_generations]
+
+    def _samples_of(self, first: int) -> list[Sample]:
+        return [session.to_sample() for session in self._group(first)]
 
     def _each(self, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, int]]:
         return ((each, index) for each in prompts for index in range(self._params.num_generations))

@@ -41,6 +41,11 @@ class MixedGeneration(SampleRequests):
             for number, request in part.open.items()
         }
 
+    def open_request(self, number: int) -> Json | None:
+        """The request of the number, as its part has it."""
+        part, own = self._part(number)
+        return part.open_request(own)
+
     @property
     def waiting(self) -> list[int]:
         """The numbers that wait for an environment or an agent."""

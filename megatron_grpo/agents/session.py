@@ -112,7 +112,6 @@ class Session:
         with self._lock:
             if self._is_over:
                 return
-            self._is_over = True
             failure = failure or self.failure
             if not (failure or self.tree.branches):
                 failure = "it ended without asking for a turn"
@@ -123,6 +122,7 @@ class Session:
                 self.finish_reason = "failed"
             waiting = [*self._pending, *self._at_engines.values()]
             self._pending.clear()
+            self._is_over = True  # last: then others read the above, without the lock
             self._notify()
         for request in waiting:
             if request.answer.set_running_or_notify_cancel():

@@ -61,7 +61,8 @@ class RolloutConfig(Section):
     a parser of reasoning is vllm.reasoning_parser or sglang.reasoning_parser."""
     max_staleness: NonNegativeInt = 0
     """Generations that may be made ahead while the ranks train; samples are at most that many
-    pushes of weights old when training on them begins. 0: synchronous."""
+    pushes of weights old when training on them begins. 0: synchronous. Refused where engines would
+    share several GPUs with the ranks."""
     in_flight_updates: bool = False
     """Push weights without waiting for completions in progress: these go on under the new weights,
     which compute their tokens anew. Needed by a max_staleness above 1."""

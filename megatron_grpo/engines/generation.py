@@ -42,6 +42,10 @@ class SampleRequests(ABC):
     def open(self) -> dict[int, Json]:
         """The unanswered requests."""
 
+    def open_request(self, number: int) -> Json | None:
+        """The unanswered request of `number`, None if it has none."""
+        return self.open.get(number)
+
     @property
     def waiting(self) -> Iterable[int]:
         """The numbers that wait for an environment or agent."""

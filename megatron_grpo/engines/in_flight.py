@@ -86,13 +86,16 @@ class OpenGenerations:
         """The unanswered requests of one generation."""
         requests = self._generations[generation].requests
         first, found = generation * MOST_REQUESTS, {}
-        for own_number in requests.open:
-            found[first + own_number] = self._request(requests, own_number, first + own_number)
+        for own_number, request in requests.open.items():
+            begun = requests.begun.get(own_number)
+            found[first + own_number] = _rest(request, begun, first + own_number)
         return found
 
-    def _request(self, requests: SampleRequests, own_number: int, number: int) -> Json:
-        request, begun = requests.open[own_number], requests.begun.get(own_number)
-        return {**(rest_of(request, begun) if begun else request), "priority": number}
+    def end_complete(self) -> None:
+        """Complete the futures of those generations that have no request left. The session of an
+        agent may end while its requests were cut: then no answer to them comes any more."""
+        for opened in self._generations.values():
+            opened.end_if_complete()
 
     @contextmanager
     def opened(self, generation: int, requests: SampleRequests) -> Iterator[asyncio.Future[None]]:
@@ -133,13 +136,14 @@ class OpenGenerations:
         """Keep what was sampled of a completion before its engine was lost; returns the request for
         the rest, None if a stop string ends it or the generation is no longer open."""
         generation, own_number = divmod(number, MOST_REQUESTS)
-        opened = self._generations.get(generation)
-        if opened is None or own_number not in opened.requests.open:
+        if (opened := self._generations.get(generation)) is None:
+            return None
+        if (request := opened.requests.open_request(own_number)) is None:
+            opened.end_if_complete()
             return None
         self._take(number, begun, url)
-        if own_number not in opened.requests.begun:
-            return None
-        return self._request(opened.requests, own_number, number)
+        kept = opened.requests.begun.get(own_number)
+        return _rest(request, kept, number) if kept else None
 
     def _take(self, number: int, choice: Choice, url: str) -> None:
         if choice.finish_reason == CUT and not choice.token_ids:
@@ -273,6 +277,7 @@ class InFlight:
         with self._generations.opened(generation, requests) as answered:
             if self._dispatcher:
                 self._dispatcher.add(self._generations.open_of(generation), together=together)
+            self._generations.end_complete()
             try:
                 await answered
             except BaseException:
@@ -347,6 +352,7 @@ class InFlight:
                 stays=True,
                 keep=generations.keep if self._streams else None,
             )
+            generations.end_complete()
             await self._dispatcher.run()
         except Exception as error:  # of any kind: the futures must raise it
             self._may_dispatch.clear()
@@ -354,3 +360,8 @@ class InFlight:
             generations.fail(error)
         finally:
             self._dispatcher = None
+
+
+def _rest(request: Json, begun: Choice | None, number: int) -> Json:
+    """What is left of an open request, with its number as priority."""
+    return {**(rest_of(request, begun) if begun else request), "priority": number}

@@ -39,6 +39,7 @@ from megatron_grpo.engines.vllm.args import (
     vllm_command,
     vllm_environment,
 )
+from megatron_grpo.launch.launch import check_shared
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
 
 # A trainer rank's place in its distributed job; an engine that saw it would try to join.
@@ -128,20 +129,13 @@ def engine_devices(
             "use engines on other hosts with rollout.base_urls"
         )
     else:
-        shared = (
-            f"{num_ranks} trainer ranks leave {max(0, num_devices - num_ranks)} of {num_devices} "
-            f"GPUs, but engines need {num_engines * size}: they would share the ranks' GPUs. "
-        )
-        if rollout.max_staleness and num_devices > 1:
-            raise ValueError(
-                f"{shared}With rollout.max_staleness {rollout.max_staleness} both compute at the "
-                "same time, which is no faster there: have fewer ranks or engines, or set "
-                "rollout.max_staleness=0"
-            )
+        check_shared(rollout, num_ranks, num_devices)
         names = PLANNED.get(rollout.engine)
         if names and names.memory_fraction not in engine_table(rollout):
             raise ValueError(
-                f"{shared}Set the fraction of a GPU that an engine may use, such as "
+                f"{num_ranks} trainer ranks leave {max(0, num_devices - num_ranks)} of "
+                f"{num_devices} GPUs, but engines need {num_engines * size}: they would share the "
+                "ranks' GPUs. Set the fraction of a GPU that an engine may use, such as "
                 f"rollout.{rollout.engine}.{names.memory_fraction}=0.4"
             )
     return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]

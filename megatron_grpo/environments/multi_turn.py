@@ -134,6 +134,8 @@ class DialogueGeneration(SampleRequests):
     ) -> None:
         super().__init__(params)
         self._turns, self._max_turns = turns, max_turns
+        self._told: dict[int, list[Sample]] = {}
+        """The groups that `_take_group` had, by their first dialogue."""
         self.dialogues: list[Dialogue] = []
         for prompt in prompts:
             for index in range(params.num_generations):
@@ -152,6 +154,12 @@ class DialogueGeneration(SampleRequests):
             for number, dialogue in enumerate(self.dialogues)
             if not dialogue.finish_reason and dialogue.pending is None
         }
+
+    def open_request(self, number: int) -> Json | None:
+        """The next request of a dialogue, unless it has ended or waits for its environment."""
+        dialogue = self.dialogues[number]
+        is_open = not dialogue.finish_reason and dialogue.pending is None
+        return self._request(number, dialogue) if is_open else None
 
     @property
     def waiting(self) -> list[int]:
@@ -196,7 +204,9 @@ class DialogueGeneration(SampleRequests):
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once every dialogue has ended."""
         assert self.is_complete
-        return [self._sample(dialogue) for dialogue in self.dialogues]
+        firsts = range(0, len(self.dialogues), self._params.num_generations)
+        groups = (self._told.get(first) or self._samples_of(first) for first in firsts)
+        return [sample for group in groups for sample in group]
 
     def abandon(self) -> None:
         """End the environments of all dialogues that have not ended, even in mid-step."""
@@ -224,9 +234,15 @@ class DialogueGeneration(SampleRequests):
         if dialogue.finish_reason:
             dialogue.instance.end()
             first = number - number % self._params.num_generations
-            group = self.dialogues[first : first + self._params.num_generations]
-            if self._take_group and all(each.finish_reason for each in group):
-                self._take_group([self._sample(each) for each in group])
+            if self._take_group and all(each.finish_reason for each in self._group(first)):
+                group = self._told[first] = self._samples_of(first)
+                self._take_group(group)
+
+    def _group(self, first: int) -> list[Dialogue]:
+        return self.dialogues[first : first + self._params.num_generations]
+
+    def _samples_of(self, first: int) -> list[Sample]:
+        return [self._sample(dialogue) for dialogue in self._group(first)]
 
     def _sample(self, dialogue: Dialogue) -> Sample:
         spans, routes = dialogue.spans, dialogue.routed_experts

@@ -205,14 +205,15 @@ def place(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     return Placement(nodes[:num_trainers], ranks_per_node, places[:num_engines])
 
 
-def check_apart(cfg: Config, placed: Placement) -> None:
-    """Raise ValueError if generations would be made ahead on GPUs that a job could divide."""
-    num_ranks, engines = cfg.dims.world_size, cfg.num_engines * cfg.rollout.gpus_per_engine
-    if cfg.rollout.max_staleness and placed.shares_gpus and num_ranks + engines > 2:
+def check_shared(rollout: RolloutConfig, num_ranks: int, num_gpus: int) -> None:
+    """Raise ValueError if ranks and engines would make generations ahead on `num_gpus` GPUs that
+    they share, and that could be divided."""
+    if rollout.max_staleness and num_gpus > 1:
         raise ValueError(
-            f"rollout.max_staleness {cfg.rollout.max_staleness}: {num_ranks} ranks and engines of "
-            f"{engines} GPUs in all would share GPUs, where both compute at the same time, and no "
-            "faster: take more nodes, have fewer ranks or engines, or set rollout.max_staleness=0"
+            f"{num_ranks} ranks, and engines of {rollout.num_engines * rollout.gpus_per_engine} "
+            f"GPUs in all, would share {num_gpus} GPUs. With rollout.max_staleness "
+            f"{rollout.max_staleness} both compute at the same time, and no faster there: take "
+            "more GPUs, fewer ranks, fewer or smaller engines, or set rollout.max_staleness=0"
         )
 
 
@@ -234,8 +235,8 @@ def _beside_reward_models(
             "(share_gpus: true), or serve it elsewhere, as docs/rewards.md says, and give its "
             "base_url in place of path"
         )
-    own = range(ranks_per_node, end)
-    return lambda at: node not in at.nodes or at.gpus.stop <= own.start or at.gpus.start >= own.stop
+    own = {*range(ranks_per_node, end)}
+    return lambda at: node not in at.nodes or own.isdisjoint(at.gpus)
 
 
 def check_shared_gpus(models: Sequence[RewardFunction], gpus_per_node: int) -> None:

@@ -12,7 +12,7 @@ from megatron_grpo.config.reward import count_gpus, served_here
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.kernels import check_served
-from megatron_grpo.launch.launch import check_engine_size, place
+from megatron_grpo.launch.launch import check_engine_size, check_shared, place
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.host import HostUse, host_use
 from megatron_grpo.planning.memory import (
@@ -150,7 +150,8 @@ def plan_job(
     check_drafts(cfg, shape)
     engine = engine_bytes(cfg, shape, card)
     num_gpus = num_gpus or min_gpus(cfg, card, engine)
-    is_shared = shares_gpus(cfg, card, num_gpus)
+    if is_shared := shares_gpus(cfg, card, num_gpus):
+        check_shared(cfg.rollout, cfg.dims.world_size, num_gpus)
     colocated = engine if is_shared else None
     in_node = num_gpus <= card.per_node
     work, states = workload(cfg, shape, lengths), list(stage_states(cfg, shape))
@@ -272,8 +273,8 @@ def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:
     """GPUs of the fewest whole nodes that hold the job; part of one node if that is enough.
 
     Ranks and engines take the same nodes, unless one `engine` alone fills what a plan may use of a
-    card. An engine of more GPUs than a node has takes whole nodes. Reward models that do not share
-    GPUs have theirs behind the ranks.
+    card, or generations are made ahead. An engine of more GPUs than a node has takes whole nodes.
+    Reward models that do not share GPUs have theirs behind the ranks.
     """
     size, num_engines = cfg.rollout.gpus_per_engine, cfg.num_engines
     rank_nodes = -(-cfg.dims.world_size // card.per_node)
@@ -284,7 +285,7 @@ def min_gpus(cfg: Config, card: GpuSpec, engine: EngineBytes | None) -> int:
     # An engine starts at a multiple of its size.
     behind = cfg.dims.world_size + count_gpus(served_here(cfg.rewards.values()), shared=False)
     apart = round_up(behind, size if num_engines else 1) + num_engines * size
-    if engine and engine.total > memory_limit(card):
+    if cfg.rollout.max_staleness or (engine and engine.total > memory_limit(card)):
         return apart if apart <= card.per_node else (rank_nodes + engine_nodes) * card.per_node
     nodes = max(rank_nodes, engine_nodes)
     return min(apart, card.per_node) if nodes == 1 else nodes * card.per_node

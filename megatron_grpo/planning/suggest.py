@@ -14,6 +14,7 @@ from rich.progress import track
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import ParallelConfig
+from megatron_grpo.launch.launch import check_shared
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.host import host_use
 from megatron_grpo.planning.job_plan import min_gpus, not_counted, shares_gpus
@@ -95,7 +96,8 @@ def suggest(
     if cfg.rollout.max_staleness and engine and cfg.data.max_prompt_length is not None:
         return _best_split(cfg, shape, engine, card, lengths, num_gpus)
     cfg, num_ranks = _with_engines(cfg, card, engine, num_gpus)
-    is_shared = shares_gpus(_on_ranks(cfg, num_ranks), card, num_gpus)
+    if is_shared := shares_gpus(_on_ranks(cfg, num_ranks), card, num_gpus):
+        check_shared(cfg.rollout, num_ranks, num_gpus)
     return _on_ranks_of(cfg, shape, card, lengths, num_ranks, engine if is_shared else None)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -30,7 +31,8 @@ from helpers.models import EOS_ID, tiny_model
 from helpers.runs import TINY_CONFIG
 from megatron_grpo.agents.chat import BadRequest
 from megatron_grpo.agents.generation import AgentGeneration
-from megatron_grpo.agents.session import MOST_AT_ONCE
+from megatron_grpo.agents.session import MOST_AT_ONCE, Session
+from megatron_grpo.config.agent import AgentConfig
 from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.choice import Choice, Logprobs
 
@@ -319,18 +321,39 @@ class Acting:
         return None
 
     def to_sample(self):
-        return self
+        return SimpleNamespace(session=self)
 
 
 def test_a_group_is_told_once_as_soon_as_the_last_of_its_agents_has_ended():
     params = sampling_params(num_generations=2)
-    made = AgentGeneration(random_prompts(2), params, None, lambda *args: Acting())
+    agents = SimpleNamespace(raise_if_lost=lambda: None)
+    made = AgentGeneration(random_prompts(2), params, agents, lambda *args: Acting())
     made.tell_groups((told := []).append)
     for number, expected in ((3, []), (0, []), (2, [[2, 3]]), (1, [[2, 3], [0, 1]])):
         made.sessions[number].is_over = True
         for place in range(2):  # all of a session's places are told that it is over
             assert asyncio.run(made.next_request(number * MOST_AT_ONCE + place)) is None
-        assert [[made.sessions.index(each) for each in group] for group in told] == expected
+        assert [[made.sessions.index(s.session) for s in group] for group in told] == expected
+    first, second = reversed(told)
+    assert [*map(id, made.samples())] == [*map(id, first + second)]  # they are not made twice
+
+
+class Ending(Session):
+    """A session that is not over before its sample is complete."""
+
+    def __setattr__(self, name, value):
+        assert name not in ("reward", "metrics", "failure", "finish_reason") or not self.is_over
+        super().__setattr__(name, value)
+
+    _is_over = False
+
+
+def test_a_session_that_is_over_has_its_reward():
+    cfg = AgentConfig(command="unused", weight=1)
+    limits = {"longest": 9, "policy_version": 0, "router_replay": False}
+    session = Ending(random_prompts(1)[0], 0, None, cfg, **limits)
+    session.end(0.5)
+    assert session.is_over and session.failure and session.finish_reason == "failed"
 
 
 @pytest.mark.slow

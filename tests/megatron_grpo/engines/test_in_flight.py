@@ -362,7 +362,8 @@ def test_what_an_engine_has_streamed_until_it_is_lost_is_kept(broken, streams):
             assert sample.spans == ((7, 5),) and len(sample.logprobs) == 5
 
 
-def test_nobody_goes_on_with_a_request_that_was_taken_back_when_its_engine_is_lost():
+@pytest.mark.parametrize("num_over", [1, 4])
+def test_nobody_goes_on_with_a_request_that_was_taken_back_when_its_engine_is_lost(num_over):
     lost, other = ScriptedEngine(num_streamed=3), ScriptedEngine()
     other.answers.set()
     with scripted(lost=lost, other=other) as (_, in_flight):
@@ -370,12 +371,28 @@ def test_nobody_goes_on_with_a_request_that_was_taken_back_when_its_engine_is_lo
         answered = in_flight.submit(0, asked)
         in_flight.resume(7)
         assert wait_until(lambda: lost.num_read == len(other.asked) == 4, seconds=30)
-        over = lost.asked[0]
-        del asked.open[over]  # as of an agent whose session is over
+        assert wait_until(lambda: len(asked.open) == 4, seconds=30)
+        over = lost.asked[:num_over]
+        for number in over:
+            del asked.open[number]  # as of an agent whose session is over
         lost.broken_route = "/health"
         answered.result(timeout=30)
-        assert sorted([*other.asked, over]) == [*range(8)]
-        assert over not in asked.begun
+        assert sorted([*other.asked, *over]) == [*range(8)]
+        assert asked.begun == {}
+
+
+@pytest.mark.parametrize("num_cut_tokens", [0, 2])
+def test_who_waits_is_told_if_all_that_was_cut_is_taken_back(num_cut_tokens):
+    engine = ScriptedEngine(num_cut_tokens=num_cut_tokens)
+    with scripted(only=engine) as (_, in_flight):
+        in_flight.resume(7)
+        asked = generation(0, 7, 4)
+        answered = in_flight.submit(0, asked)
+        assert wait_until(lambda: len(engine.asked) == 8, seconds=30)
+        with in_flight.suspended():
+            asked.open.clear()
+        answered.result(timeout=30)
+        assert len(engine.asked) == 8
 
 
 def test_losses_of_an_engine_that_serves_from_push_to_push_do_not_add_up():

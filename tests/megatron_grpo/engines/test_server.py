@@ -203,7 +203,7 @@ def test_engines_share_the_gpus_of_the_trainers_where_these_leave_too_few():
         engine_devices(silent, 8, 5, {})
     ahead = rollout.model_copy(update={"max_staleness": 1})
     assert engine_devices(ahead, 8, 4, {}) == ["4,5", "6,7"]
-    with pytest.raises(ValueError, match=r"leave 3 of 8 GPUs, .* need 4.* set .*max_staleness=0"):
+    with pytest.raises(ValueError, match=r"5 ranks, .* of 4 GPUs.* share 8 .*max_staleness=0"):
         engine_devices(ahead, 8, 5, {})
     one = ahead.model_copy(update={"num_engines": 1, "tensor_parallel_size": 1})
     assert engine_devices(one, 1, 1, {}) == ["0"]  # there is nothing to divide

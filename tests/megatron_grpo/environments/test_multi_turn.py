@@ -242,6 +242,8 @@ def test_a_group_is_told_as_soon_as_the_last_of_its_dialogues_ends():
         made.dialogues[number].instance.began.set_exception(EnvironmentFailed("at birth"))
         assert asyncio.run(made.next_request(number)) is None
         assert [2 * s.prompt.index + s.sample_index for group in told for s in group] == expected
+    first, second = reversed(told)
+    assert [*map(id, made.samples())] == [*map(id, first + second)]  # they are not made twice
 
 
 class Heard:

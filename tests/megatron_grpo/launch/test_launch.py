@@ -125,6 +125,7 @@ def test_engine_larger_than_a_node_takes_whole_nodes():
     shared = place(job(8, 2, tensor=16), NODES, 8)
     assert [at.nodes for at in shared.engines] == [["a", "b"], ["c", "d"]]
     assert place(job(4, 1, tensor=16), NODES, 8).engines == apart.engines
+    assert place(job(1, 1, tensor=8), ["a"], 8).engines == [EnginePlace(["a"], range(8))]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_command_prints_the_placement_and_names_a_file_that_is_missing(tmp_path)
     assert said.output.splitlines()[-1] == "engine a,b 0,1,2,3"
     ahead = ["rollout.max_staleness=1", "grpo.old_logprobs=rollout"]
     said = CliRunner().invoke(cli.app, [*arguments, *ahead])
-    assert "8 ranks and engines of 1 GPUs in all would share GPUs" in str(said.exception)
+    assert "8 ranks, and engines of 1 GPUs in all, would share 8 GPUs" in str(said.exception)
     said = CliRunner().invoke(cli.app, [*arguments, *ahead, "--nodes", "a,b,c"])
     assert said.output.splitlines()[-1] == "engine c 0"
 

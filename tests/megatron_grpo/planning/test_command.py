@@ -283,6 +283,20 @@ def test_a_job_has_the_gpus_on_which_it_can_be_placed(
     assert shares_gpus(job, card, num_gpus) is (tensor == 16 and engine is None)
 
 
+def test_generations_are_not_made_ahead_on_shared_gpus_that_could_be_divided(cfg):
+    ahead = ("rollout.max_staleness=1", "rollout.tensor_parallel_size=4", SMALL_BATCH)
+    layout = "parallel={data_parallel_size: 8}"
+    job, card = cfg(*ahead, layout, "rollout.num_engines=2"), CARDS["h100"]
+    shape = read_shape(job.model.path)
+    assert min_gpus(job, card, None) == 16
+    with pytest.raises(ValueError, match=r"8 ranks, and engines of 8 GPUs .* share 15 GPUs"):
+        plan_job(job, shape, card, [4096], 15)
+    length = "data.max_prompt_length=null"  # so that nothing is simulated
+    one = cfg(*ahead, length, "rollout.num_engines=1")
+    with pytest.raises(ValueError, match=r"share 5 GPUs"):
+        suggest(one, shape, card, [4096], 5)
+
+
 def job_of(cfg, ranks, engines, tensor):
     return cfg(
         f"parallel={{data_parallel_size: {ranks}}}",
