@@ -312,7 +312,7 @@ def test_quantised_weights_are_those_that_sglang_loads_from_the_export(
         samples = engine.generate(random_prompts(8))
     rounded = rounded_copy(folder, tmp_path / "rounded", "fp8", ignored)
     error, of_quantising = (largest_logprob_error(each, samples) for each in (rounded, folder))
-    assert error < 0.3 < of_quantising
+    assert 2 * error < of_quantising  # which is less where a layer is left out
 
 
 @pytest.mark.slow
