@@ -13,9 +13,10 @@ import typer
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
-from megatron_grpo.config.files import check_files, check_held_out
 from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
+    check_files,
+    check_held_out,
     check_host,
     check_shared,
     place_engines,
@@ -252,14 +253,13 @@ def place(
     Example:
       megatron-grpo place configs/grpo_8b.yaml --nodes node1 --gpus-per-node 8
     """
-    cfg = load_config(config, overrides or [])
-    placed = (place_engines if only_engines else place_job)(cfg, nodes.split(","), gpus_per_node)
+    cfg, hosts = load_config(config, overrides or []), nodes.split(",")
+    placed = (place_engines if only_engines else place_job)(cfg, hosts, gpus_per_node)
     if placed.shares_gpus:
-        check_shared(cfg.rollout, cfg.dims.world_size, len(nodes.split(",")) * gpus_per_node)
+        check_shared(cfg.rollout, cfg.dims.world_size, len(hosts) * gpus_per_node)
     print(f"run_dir {cfg.train.run_dir}\nranks_per_node {placed.ranks_per_node}")
     print(f"startup_timeout {cfg.rollout.startup_timeout:.0f}")
-    for node in placed.trainer_nodes:
-        print(f"trainer {node}")
+    print("".join(f"trainer {node}\n" for node in placed.trainer_nodes), end="")
     for engine in placed.engines:
         print(f"engine {','.join(engine.nodes)} {','.join(map(str, engine.gpus))}")
     if not only_engines:

@@ -4,7 +4,7 @@ import pytest
 
 from helpers.runs import TINY_CONFIG
 from megatron_grpo.config.file import load_config
-from megatron_grpo.config.files import check_files
+from megatron_grpo.launch.launch import check_files
 
 
 def test_a_tokenizer_and_the_file_of_an_agent_that_are_missing_are_named(tmp_path):
