@@ -19,9 +19,8 @@ from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.vision import mrope_axes, num_deepstack_layers
 from megatron_grpo.policy.activation_offload import offload_activations
-from megatron_grpo.policy.dynamic_context import rotate_own_tokens
 from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
-from megatron_grpo.policy.packed_params import PackedRotary
+from megatron_grpo.policy.packed_params import PackedRotary, rotate_own_tokens
 from megatron_grpo.policy.transformer import (
     accumulate_in_products,
     block_spec,

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint_convert.folder import read_json
-from checkpoint_convert.formats.safetensors_file import NAMES
+from checkpoint_convert.formats.hf_folder import ADAPTER_FILE
+from checkpoint_convert.formats.safetensors_file import NAMES, create_file
+from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.hf_export import (
     create_export,
     finish_export,
@@ -21,16 +24,21 @@ from checkpoint_convert.hf_export import (
 )
 from checkpoint_convert.megatron import file_layout, hf_dtypes
 from checkpoint_convert.megatron_to_hf import stored_tensors
+from checkpoint_convert.peft import ADAPTER_WEIGHTS, tensor_in_whole
 from checkpoint_convert.quantized_model import quantized_model
 from checkpoint_convert.shape import ModelShape
+from checkpoint_convert.text_tower import name_in_whole
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
-from megatron_grpo.policy.lora_export import write_adapters
+from megatron_grpo.policy.lora_targets import peft_tensors, targets_of
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.quantized import quantized_shard, rank_layout
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from parallel.collectives import raise_first_failure
 from parallel.groups import Groups
+
+WRITTEN = "model.safetensors"
+"""What `write_weights` fills, before it gets PEFT's name."""
 
 
 def export_model(
@@ -53,7 +61,7 @@ def export_model(
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     if policy.adapters:
-        write_adapters(partial, policy, cfg)
+        _write_adapters(partial, policy, cfg)
     else:
         _write_model(partial, policy, weights, cfg, groups)
     if groups.rank == 0:
@@ -120,3 +128,46 @@ def _check_finite(weights: Mapping[str, Tensor]) -> None:
         # Minimum and maximum suffice, and need no mask as large as the tensor.
         if not torch.stack(torch.aminmax(values.detach())).isfinite().all():
             raise FloatingPointError(f"{name} is not finite: nothing is exported")
+
+
+def _write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
+    """The same with a folder of PEFT's, which `peft` and engines load onto the model."""
+    assert policy.adapters is not None, "lora.r is not 0"
+    tensors, rank = peft_tensors(cfg.lora, policy.shape), dist.get_rank()
+    layout, modules = policy.adapters.layout, targets_of(cfg.lora, policy.shape)
+    if has_other_towers(cfg.model.path):
+        tensors = {tensor_in_whole(name): size for name, size in tensors.items()}
+        pieces = [replace(each, tensor=tensor_in_whole(each.tensor)) for each in layout.pieces]
+        layout, modules = replace(layout, pieces=tuple(pieces)), [*map(name_in_whole, modules)]
+    if rank == 0:
+        partial.mkdir()
+        dtype = NAMES[cfg.model.dtype]
+        create_file(partial / WRITTEN, {name: (dtype, size) for name, size in tensors.items()})
+        (partial / ADAPTER_FILE).write_text(_adapter_config(cfg, modules))
+    dist.barrier()
+    written = torch.tensor(write_weights(partial, layout, policy.adapters.parameters()))
+    dist.all_reduce(written)  # also waits until all ranks have written
+    if rank == 0:
+        wanted = sum(map(prod, tensors.values()))
+        assert written == wanted, f"{int(written)} of the adapters' {wanted} elements were written"
+        (partial / WRITTEN).rename(partial / ADAPTER_WEIGHTS)
+
+
+def _adapter_config(cfg: Config, modules: list[str]) -> str:
+    """PEFT's adapter_config.json. It lists every layer: PEFT reads some names as patterns."""
+    lora = cfg.lora
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(cfg.model.path),
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": lora.use_rslora,
+        "init_lora_weights": lora.init_lora_weights,
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    return json.dumps(values, indent=2) + "\n"

@@ -59,7 +59,7 @@ class LatentAttention(Attention):
     ) -> None:
         super().__init__(config, submodules, attention_type="self", **options)
         self.latent, self.head_dim = latent, head_dim
-        self.context_group = self.pg_collection.cp  # RoPE's may become another: `dynamic_context`
+        self.context_group = self.pg_collection.cp  # RoPE's may become another: `rotate_own_tokens`
         # In place of the base's, whose heads have one size. Transformer Engine's takes no options
         # beside these.
         self.core_attention = build_module(

@@ -18,12 +18,12 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.attention import attention_windows
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
-from megatron_grpo.policy.dynamic_context import params_on_rank
 from megatron_grpo.policy.gradients import gather_weights, with_gradients
 from megatron_grpo.policy.lora import Adapters, Merged, add_adapters
 from megatron_grpo.policy.lora_targets import LOCAL_NAME
 from megatron_grpo.policy.mtp import Mtp
 from megatron_grpo.policy.optimizer import make_scheduler, policy_optimizer
+from megatron_grpo.policy.packed_params import params_on_rank
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
 from megatron_grpo.policy.vision import VisionTower, embedded, vision_tower

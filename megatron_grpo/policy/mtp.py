@@ -35,7 +35,6 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.families.decoder import MTP_LAYER
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.chunks import expert_biases, prepare_layers
-from megatron_grpo.policy.dynamic_context import params_on_rank
 from megatron_grpo.policy.gradients import gather_weights, with_own_gradients
 from megatron_grpo.policy.mla import WholeLinear
 from megatron_grpo.policy.optimizer import (
@@ -44,7 +43,7 @@ from megatron_grpo.policy.optimizer import (
     make_optimizer,
     make_scheduler,
 )
-from megatron_grpo.policy.packed_params import PackedParams
+from megatron_grpo.policy.packed_params import PackedParams, params_on_rank
 from megatron_grpo.policy.transformer import block_spec
 from parallel.groups import Groups
 from parallel.logprobs import chosen_logprobs

@@ -1,19 +1,22 @@
 """The PackedSeqParams that Megatron-Core's layers get for a packed microbatch."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import Attention
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from parallel.alignment import round_up
-from parallel.attention import block_mask
+from parallel.attention import PackedAttention, block_mask
 from parallel.context import context_indices, context_order
 from parallel.delta_rule import Stage, stages
+from parallel.groups import Groups
 from parallel.images import PackedImages
 from parallel.packing import PackedBatch
 from parallel.sparse_attention import Queries
@@ -43,7 +46,7 @@ class PackedParams(PackedSeqParams):
     prefixes: Tensor | None = None
     block_masks: Mapping[int | None, BlockMask] = field(default_factory=dict)
     attention_cu_seqlens: Tensor | None = None
-    """Padded lengths for attention, where those of RoPE differ: see `dynamic_context`."""
+    """Padded lengths for attention, where those of RoPE differ: see `rotate_own_tokens`."""
     rope_positions: Tensor | None = None
     """[T] position of each token in its sequence, or with images its three, [3, T], for
     `PackedRotary`; None with neither images nor shared prompts."""
@@ -126,7 +129,7 @@ def packed_params(
     # positions. Attention is then ours and does not read the padded lengths, so RoPE is their only
     # reader. A context rank reads rows as of one zigzag sequence, an early and a late part, hence
     # the indices below.
-    whole = batch.cu_seqlens[:: len(batch.cu_seqlens) - 1].contiguous()  # first and last
+    whole = _first_and_last(batch.cu_seqlens)
     params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = whole
     params.rope_positions = torch.zeros_like(batch.rope_positions)
     as_one = context_indices(whole, rank, size, num_tokens)
@@ -175,3 +178,50 @@ class PackedRotary(torch.nn.Module):
         by_time, by_height, by_width = rows
         of_image = torch.where(self._axes == 1, by_height, by_width)
         return torch.where(self._axes == 0, by_time, of_image)
+
+
+def params_on_rank(
+    batch: PackedBatch, groups: Groups, windows: Collection[int | None] = (None,)
+) -> PackedParams:
+    """The `packed_params` of a microbatch on this rank, of the context ranks that split it."""
+    assert batch.part is not None, "set by `run_schedule`"
+    local, size = batch.part.local, batch.context_size
+    group, rank = groups.context_of(size)
+    params = packed_params(batch, local, rank, size, windows)
+    if groups.is_dynamic:  # see `rotate_own_tokens`
+        params.cp_group = group
+        params.attention_cu_seqlens = params.cu_seqlens_q_padded
+        params.rope_positions = batch.rope_positions[..., local]
+        own = _first_and_last(batch.cu_seqlens) // size
+        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = own
+    return params
+
+
+def _first_and_last(cu_seqlens: Tensor) -> Tensor:
+    return cu_seqlens[:: len(cu_seqlens) - 1].contiguous()
+
+
+def rotate_own_tokens(chunk: Any, groups: Groups) -> None:
+    """Let a chunk's layers split each microbatch over another number of context ranks.
+
+    Transformer Engine's attention takes the ranks of a microbatch from its params. RoPE does not:
+    its ranks are those of the module, also when a layer is recomputed during the backward of
+    another microbatch. So RoPE is told that every rank is alone, with one sequence of its own
+    tokens and the angles of each (cf. `PackedRotary`), and attention is told the boundaries apart.
+    """
+    for module in chunk.modules():
+        if isinstance(module, Attention):
+            alone = copy(module.pg_collection)
+            alone.cp = groups.contexts[1]
+            module.pg_collection = alone
+            if not isinstance(module.core_attention, PackedAttention):  # which needs no padded ones
+                module.core_attention.register_forward_pre_hook(_tell_boundaries, with_kwargs=True)
+
+
+def _tell_boundaries(
+    _attention: Any, positional: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    params = named["packed_seq_params"]
+    padded = params.attention_cu_seqlens
+    own = replace(params, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
+    return positional, named | {"packed_seq_params": own}

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from helpers.models import tiny_model
 from helpers.policies import accumulate, pack_all, start_policy
 from helpers.ranks import run_ranks
-from megatron_grpo.policy.stage_messages import StageMessages, received_order
+from megatron_grpo.policy.forward import StageMessages, received_order
 from parallel import ParallelDims
 
 LENGTHS = [[(5, 32)], [(7, 41)], [(9, 7), (9, 7)], [(3, 3)], [], [(2, 60)]]
@@ -51,7 +51,7 @@ def messages_of_a_pass(rank: int, folder: Path, dims: ParallelDims) -> tuple[set
         patch.setattr(dist, "batch_isend_irecv", batched)
         for name in ("isend", "irecv") if dims.virtual_pipeline > 1 else ():
             patch.setattr(dist, name, noted(getattr(dist, name)))
-        patch.setattr("megatron_grpo.policy.stage_messages.StageMessages", Noted)
+        patch.setattr("megatron_grpo.policy.forward.StageMessages", Noted)
         accumulate(policy, groups, pack_all(LENGTHS, dims))
     [messages] = made
     return types, len(messages._from_previous) + len(messages._from_next)
