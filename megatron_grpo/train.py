@@ -13,6 +13,7 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
+from megatron_grpo.checkpoints.experience_file import CURRENT, OPEN, ready_prefix
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
 from megatron_grpo.config.config import Config
@@ -196,12 +197,16 @@ class Trainer:
     def _restore_ready(self) -> None:
         """Restore the generations that were ready, but not trained on, when the run was saved."""
         for number, ready in enumerate(self.state.ready):
-            batch = None
-            if self.zero:
-                with self.timer.phase("load"):
-                    experience = self.checkpoints.load_ready(self.step, self.zero.prompts, number)
-                batch = RolloutBatch(experience, ready.metrics)
+            experience = self._load_experience(ready_prefix(number))
+            batch = RolloutBatch(experience, ready.metrics) if experience else None
             self.rollouts.ready[ready.generation] = batch
+
+    def _load_experience(self, prefix: str) -> Experience | None:
+        """On rank 0, what the checkpoint of this step has in files of that prefix."""
+        if self.zero is None:
+            return None
+        with self.timer.phase("load"):
+            return self.checkpoints.load_experience(self.step, self.zero.prompts, prefix)
 
     def next_minibatch(self) -> list[PackedBatch]:
         """This rank's microbatches of the next optimizer step.
@@ -213,9 +218,8 @@ class Trainer:
         if begins:
             if cursor.starts_generation:
                 self._take_generation(cursor.generation)
-            elif self.zero:
-                with self.timer.phase("load"):
-                    self.experience = self.checkpoints.load_experience(self.step, self.zero.prompts)
+            else:
+                self.experience = self._load_experience(CURRENT)
             self.rollouts.request_ahead(self.step)
             self.checkpoints.poll()  # finish a checkpoint that was written in the meantime
         self.sleep_engines()  # an evaluation within a generation wakes them, too
@@ -333,8 +337,11 @@ class Trainer:
         with self.timer.phase("save"):
             # The export comes first: a run that resumes from a checkpoint has all exports up to it,
             # and a checkpoint of the last step says that the run is complete.
-            if is_last or (train.export_interval and self.step % train.export_interval == 0):
-                self._export("hf" if is_last else f"hf_step_{self.step}")
+            exports = is_last or (train.export_interval and self.step % train.export_interval == 0)
+            if exports and self._exported_step < self.step:
+                folder = train.run_dir / ("hf" if is_last else f"hf_step_{self.step}")
+                export_model(folder, self.policy, self.cfg, self.run.groups, self.residency)
+                self._exported_step = self.step
             if saves:
                 self._checkpoint()
             else:
@@ -343,12 +350,6 @@ class Trainer:
                 self.checkpoints.wait()  # within the save phase, in which files may take long
         if is_last and self.zero:
             self.zero.log.finish(self.step)
-
-    def _export(self, name: str) -> None:
-        if self._exported_step < self.step:
-            folder = self.cfg.train.run_dir / name
-            export_model(folder, self.policy, self.cfg, self.run.groups, self.residency)
-            self._exported_step = self.step
 
     def _checkpoint(self) -> None:
         """Start writing the checkpoint of the current weights."""
@@ -366,13 +367,13 @@ class Trainer:
             ready=tuple(Ready(generation=n, metrics=batch.metrics) for n, batch in ready.items()),
             groups=groups,
         )
-        present = None
+        saved: dict[str, Experience | None] = {OPEN: samples}
+        saved |= {ready_prefix(i): each.experience for i, each in enumerate(ready.values())}
         if not cursor.starts_generation:
-            indices = self.schedule.minibatches(cursor.generation, self.cfg.train.seed)
-            present = with_cached_values(
-                self.experience, self.minibatches, indices, self.cfg, self.run.groups
+            saved[CURRENT] = with_cached_values(
+                self.experience, self.minibatches, cursor.generation, self.cfg, self.run.groups
             )
-        self.checkpoints.save(state, present, [each.experience for each in ready.values()], samples)
+        self.checkpoints.save(state, saved)
 
     def stop_if_preempted(self) -> None:
         """Raise Preempted on all ranks if any rank was told to stop."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_grpo.batch.branches import values_by_sample
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
@@ -20,15 +21,15 @@ from parallel.packing import PackedBatch
 def with_cached_values(
     experience: Experience | None,
     minibatches: Minibatches,
-    indices: list[list[int]],
+    generation: int,
     cfg: Config,
     groups: Groups,
 ) -> Experience | None:
     """Return, on rank 0, the `experience` with the values that all ranks hold; collective.
 
-    `indices` are the samples of each optimizer batch; `minibatches` are this rank's share of those
-    batches.
+    `minibatches` are this rank's share of the generation's optimizer batches.
     """
+    indices = BatchSchedule.of(cfg.grpo).minibatches(generation, cfg.train.seed)
     known: dict[str, Any] = {
         name: _collected(experience, minibatches, indices, attrgetter(name), groups)
         for name in _names(cfg)

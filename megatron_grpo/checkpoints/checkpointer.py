@@ -7,9 +7,10 @@ complete checkpoint can be found by its manifest.
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,7 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints import folders, manifest
 from megatron_grpo.checkpoints import state as megatron_state
-from megatron_grpo.checkpoints.experience_file import (
-    OPEN,
-    read_experience,
-    ready_prefix,
-    write_experience,
-)
+from megatron_grpo.checkpoints.experience_file import read_experience, write_experience
 from megatron_grpo.checkpoints.manifest import FileHash, hash_files
 from megatron_grpo.checkpoints.newest import load_newest, load_start
 from megatron_grpo.checkpoints.shard_file import HostMemory, chunks_to_write
@@ -57,44 +53,34 @@ from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from parallel.collectives import raise_first_failure
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedFiles:
-    """What rank 0 writes for all ranks. Nothing in here changes while training continues."""
+def write_shared_files(
+    folder: Path,
+    *,
+    cfg: Config,
+    record: Record,
+    experiences: Mapping[str, Experience | None],
+    index: Future[bytes],
+    random_states: Tensor,
+) -> dict[str, FileHash]:
+    """Write what rank 0 writes for all ranks; returns the hash that each file must have.
 
-    cfg: Config
-    record: Record
-    experience: Experience | None
-    """The generation that the next steps train on, if they continue one."""
-    ready: Sequence[Experience]
-    """The generations after it that are already there."""
-    open_samples: Experience | None
-    """The samples of `TrainerState.groups`."""
-    index: Future[bytes]
-    """The index of the chunks in all ranks' files."""
-    random_states: Tensor
-    """Bytes [ranks, n]."""
-
-    def write(self, folder: Path) -> dict[str, FileHash]:
-        """Write the files; return the hash that each must have when it is read."""
-        sidecar = folder / CHECKPOINT_FOLDER
-        sidecar.mkdir()
-        model = self.cfg.model
-        copy_sidecar_files(
-            model.path, sidecar, NAMES[model.dtype], num_mtp_layers=model.mtp_num_layers
-        )
-        (folder / "config.yaml").write_text(dump_config(self.cfg))
-        write_record(folder, self.record)
-        write_random_states(folder, self.random_states)
-        if self.experience is not None:
-            write_experience(folder, self.experience)
-        for number, experience in enumerate(self.ready):
-            write_experience(folder, experience, ready_prefix(number))
-        if self.open_samples is not None:
-            write_experience(folder, self.open_samples, OPEN)
-        finish_checkpoint(folder, self.index.result())
-        of_ranks = {file_name(rank) for rank in range(len(self.random_states))}
-        names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-        return hash_files(folder, (name for name in names if name not in of_ranks))
+    `experiences` are by the prefix of their files, `index` is that of the chunks in all ranks'
+    files, and `random_states` are bytes [ranks, n]. Nothing of it changes as training continues.
+    """
+    sidecar = folder / CHECKPOINT_FOLDER
+    sidecar.mkdir()
+    model = cfg.model
+    copy_sidecar_files(model.path, sidecar, NAMES[model.dtype], num_mtp_layers=model.mtp_num_layers)
+    (folder / "config.yaml").write_text(dump_config(cfg))
+    write_record(folder, record)
+    write_random_states(folder, random_states)
+    for prefix, experience in experiences.items():
+        if experience is not None:
+            write_experience(folder, experience, prefix)
+    finish_checkpoint(folder, index.result())
+    of_ranks = {file_name(rank) for rank in range(len(random_states))}
+    names = (str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    return hash_files(folder, (name for name in names if name not in of_ranks))
 
 
 @dataclass(frozen=True)
@@ -150,29 +136,18 @@ class Checkpoints:
         self._check_space()
         return state
 
-    def load_experience(self, step: int, prompts: Sequence[Prompt]) -> Experience | None:
-        """The generation that the checkpoint of `step` was training on; None between two."""
-        return read_experience(folders.step_folder(self._folder, step), prompts)
+    def load_experience(
+        self, step: int, prompts: Sequence[Prompt], prefix: str
+    ) -> Experience | None:
+        """What the checkpoint of `step` has in files of this prefix: see `write_experience`."""
+        return read_experience(folders.step_folder(self._folder, step), prompts, prefix)
 
-    def load_ready(self, step: int, prompts: Sequence[Prompt], number: int) -> Experience:
-        """The generation of `TrainerState.ready[number]`."""
-        folder = folders.step_folder(self._folder, step)
-        ready = read_experience(folder, prompts, ready_prefix(number))
-        assert ready is not None, f"the manifest of {folder} is right"
-        return ready
-
-    def save(
-        self,
-        state: TrainerState,
-        experience: Experience | None,
-        ready: Sequence[Experience] = (),
-        open_samples: Experience | None = None,
-    ) -> None:
+    def save(self, state: TrainerState, experiences: Mapping[str, Experience | None]) -> None:
         """Start to save both models in their current state, after waiting for the previous save.
 
-        On rank 0, `experience` is the generation that the next steps train on, if they continue
-        one, `ready` are the generations after it that are already there, and `open_samples` those
-        of the groups that no generation has. Raises FloatingPointError on all ranks, and writes
+        On rank 0, `experiences` are the generation that the next steps train on, if they continue
+        one, those after it that are already there, and the samples of groups that no generation
+        has, by the prefix of their files. Raises FloatingPointError on all ranks, and writes
         nothing, when a tensor is not finite.
         """
         self.wait()
@@ -187,11 +162,11 @@ class Checkpoints:
         chunks, tensors = chunks_to_write(parts)
         values = self._memory.copy(tensors)
         file = folder / file_name(self._rank)
-        shared = self._shared_files(chunks, file, state, experience, ready, open_samples)
+        write_shared = self._shared_files(chunks, file, state, experiences)
 
         def write() -> dict[str, FileHash]:
             own = {file.name: manifest.write_hashed(file, file_parts(chunks, values))}
-            return own | (shared.write(folder) if shared else {})
+            return own | (write_shared(folder) if write_shared else {})
 
         self.newest_step = state.step
         self._saving = _Saving(state.step, folder, self._submit(folder, write))
@@ -258,11 +233,9 @@ class Checkpoints:
         chunks: Sequence[Chunk],
         file: Path,
         state: TrainerState,
-        experience: Experience | None,
-        ready: Sequence[Experience],
-        open_samples: Experience | None,
-    ) -> SharedFiles | None:
-        """The files that rank 0 writes for all ranks; None on the others. Collective."""
+        experiences: Mapping[str, Experience | None],
+    ) -> Callable[[Path], dict[str, FileHash]] | None:
+        """Writes the files of rank 0 for all ranks; None on the others. Collective."""
         random = megatron_state.random_state()
         rows = [torch.empty_like(random) for _ in range(self._num_ranks)]
         dist.gather(random, rows if self._rank == 0 else None)
@@ -275,22 +248,19 @@ class Checkpoints:
             self._index = self._thread.submit(index_of, placed, objects)
         if self._rank != 0:
             return None
-        return SharedFiles(
-            cfg=self._cfg,
-            record=self._record(state),
-            experience=experience,
-            ready=ready,
-            open_samples=open_samples,
-            index=self._index,
-            random_states=torch.stack(rows),
-        )
-
-    def _record(self, state: TrainerState) -> Record:
-        return Record(
+        record = Record(
             state=state,
             layout=self._cfg.dims,
             counters=megatron_state.counters(self._policy),
             cursor=asdict(BatchSchedule.of(self._cfg.grpo).cursor(state.step)),
+        )
+        return partial(
+            write_shared_files,
+            cfg=self._cfg,
+            record=record,
+            experiences=experiences,
+            index=self._index,
+            random_states=torch.stack(rows),
         )
 
     def _make_folder(self, folder: Path) -> None:

@@ -26,12 +26,9 @@ from parallel.packing import CACHED_VALUES
 
 SAMPLES_FILE = "samples.jsonl"
 TOKENS_FILE = "samples.safetensors"
-READY = "ready_"
-"""Prefix of both file names for the next generation, on which training has not started."""
-
-
-OPEN = "open_"
-"""Prefix of both file names for the samples of groups that no generation has taken."""
+CURRENT, READY, OPEN = "", "ready_", "open_"
+"""Prefixes of both file names: of the generation that is being trained on, of the next one, and of
+the samples of groups that no generation has taken."""
 
 
 def ready_prefix(number: int) -> str:
@@ -43,12 +40,8 @@ BY_TOKEN = (*CACHED_VALUES, "token_advantages")
 """Optional per-token fields of an experience: given for all tokens of all completions, or None."""
 
 
-def write_experience(folder: Path, experience: Experience, prefix: str = "") -> None:
-    """Write samples, rewards, advantages and log-probabilities, bit for bit.
-
-    `prefix` is READY for a generation on which training has not started, and OPEN for samples of
-    none.
-    """
+def write_experience(folder: Path, experience: Experience, prefix: str = CURRENT) -> None:
+    """Write samples, rewards, advantages and log-probabilities, bit for bit."""
     samples = experience.samples
     assert prefix or experience.old_logprobs is not None, (
         "the policy that they are of is gone when this is read"
@@ -90,7 +83,9 @@ def write_experience(folder: Path, experience: Experience, prefix: str = "") -> 
     save_file(tensors, folder / f"{prefix}{TOKENS_FILE}")
 
 
-def read_experience(folder: Path, prompts: Sequence[Prompt], prefix: str = "") -> Experience | None:
+def read_experience(
+    folder: Path, prompts: Sequence[Prompt], prefix: str = CURRENT
+) -> Experience | None:
     """Read what `write_experience` wrote; None if it wrote nothing for this `prefix`.
 
     `prompts` are those of the data. Raises ValueError when one of the generation's is not there.

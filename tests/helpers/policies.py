@@ -191,7 +191,7 @@ def save_checkpoint(
 ) -> None:
     """Write `run_dir/checkpoints/step_N`; collective over all ranks."""
     checkpoints = checkpoints_of(run_dir, policy, folder, dims)
-    checkpoints.save(TrainerState(step=step), None)
+    checkpoints.save(TrainerState(step=step), {})
     checkpoints.wait()
 
 

@@ -86,7 +86,7 @@ def save_while_training(rank: int, model: Path, run: Path) -> list[list[torch.Te
     torch.manual_seed(rank)
     os.environ["WANDB_API_KEY"] = os.environ["MEGATRON_GRPO_TOKEN"] = SECRET
     checkpoints = checkpoints_of(run, policy, model, DIMS)
-    checkpoints.save(TrainerState(step=2, num_skipped_in_a_row=1, wandb_id="abc"), None)
+    checkpoints.save(TrainerState(step=2, num_skipped_in_a_row=1, wandb_id="abc"), {})
     assert not (run / "checkpoints" / "step_2").exists(), "the save did not wait for anybody"
     assert psutil.Process().children() == [], "a process could outlive its rank"
     step(policy, groups)
@@ -161,7 +161,7 @@ def start_from(rank: int, model: Path, run: Path, init_from: Path) -> list[list[
     step(policy, groups)
     step(policy, groups)
     states.append(state_of(policy))
-    checkpoints.save(TrainerState(step=2), None)
+    checkpoints.save(TrainerState(step=2), {})
     checkpoints.wait()
     step(policy, groups)
     gone = (*OWN_SCHEDULE, "train.init_from=gone")
@@ -271,7 +271,7 @@ def save_four_and_keep_three(rank: int, model: Path, run: Path) -> list[int]:
         patch.setattr(checkpoints_module, "index_of", counted)
         checkpoints = checkpoints_of(run, policy, model, dims, "train.keep_checkpoints=3")
         for number in range(1, 5):
-            checkpoints.save(TrainerState(step=number), None)
+            checkpoints.save(TrainerState(step=number), {})
         checkpoints.wait()
     return lengths
 

@@ -15,7 +15,6 @@ from helpers.ranks import run_ranks
 from megatron_grpo.batch.cached_values import with_cached_values
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import add_logprobs, packed_minibatches
-from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Heard, Sample
@@ -91,8 +90,7 @@ def logprobs_on_rank(
 
     experience = generation() if rank == 0 else None
     first = minibatches(experience)
-    indices = BatchSchedule.of(cfg.grpo).minibatches(GENERATION, cfg.train.seed)
-    known = with_cached_values(experience, first, indices, cfg, groups)
+    known = with_cached_values(experience, first, GENERATION, cfg, groups)
     assert (known is None) == (rank != 0)
     resumed = None
     if known:

@@ -182,7 +182,7 @@ def take_steps(
         apply_gradient(policy.optimizer, seen[-1])
         if step == 1:  # else nothing but a forward, or at last the save, is first to read weights
             whole.append(is_whole(policy))
-    checkpoints.save(TrainerState(step=3), None)
+    checkpoints.save(TrainerState(step=3), {})
     checkpoints.wait()
     parameters = policy.parameters()
     weights = [

@@ -108,7 +108,7 @@ def save(rank: int, folder: Path, dims: ParallelDims, run: Path) -> list[list[Bo
         take_step(policy, groups)
         reference.follow(policy, step)
     checkpoints = checkpoints_of(run, policy, folder, dims, reference=reference)
-    checkpoints.save(TrainerState(step=2), None)
+    checkpoints.save(TrainerState(step=2), {})
     checkpoints.wait()
     return [state(policy, reference), go_on(policy, reference, groups)]
 

@@ -330,7 +330,7 @@ def train_and_save(rank, folder, dims, case, run_dir):
         if step > 0:
             states.append(state_of(policy))
         if step == 1:
-            checkpoints.save(TrainerState(step=2), None)
+            checkpoints.save(TrainerState(step=2), {})
             checkpoints.wait()
             export_model(run_dir / "hf", policy, cfg, groups)
     return states

@@ -180,7 +180,7 @@ def save_moved(rank: int, two: list[Path], run: Path, dims: ParallelDims) -> int
 
 def save(run: Path, policy: Policy, reference: Reference, folder: Path, dims: ParallelDims) -> None:
     checkpoints = checkpoints_of(run, policy, folder, dims, *MIXED, reference=reference)
-    checkpoints.save(TrainerState(step=2), None)
+    checkpoints.save(TrainerState(step=2), {})
     checkpoints.wait()
 
 

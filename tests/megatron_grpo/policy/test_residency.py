@@ -115,7 +115,7 @@ def go_through_two_generations(
                 step(policy, groups)
                 reference.follow(policy, number)
             elif phase == "generate":
-                checkpoints.save(TrainerState(step=number), None)
+                checkpoints.save(TrainerState(step=number), {})
                 export_model(run / f"hf_{number}", policy, cfg, groups, residency)
             elif phase == "log-probabilities":
                 for model in (policy, reference):

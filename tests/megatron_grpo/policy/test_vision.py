@@ -263,7 +263,7 @@ def steps_on_rank(
         take_step(policy, groups, batches)
         states.append(state_of(policy))
         if step == 2:
-            checkpoints.save(TrainerState(step=2), None)
+            checkpoints.save(TrainerState(step=2), {})
             checkpoints.wait()
             export_model(cfg.train.run_dir / "hf", policy, cfg, groups)
     return states, logprobs
