@@ -26,10 +26,8 @@ from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.http import EngineDown, EngineError
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.sampling_params import SamplingParams
-from megatron_grpo.environments.dialogues import (
-    Dialogues,
-    EnvironmentDialogues,
-)
+from megatron_grpo.environments.dialogues import Dialogues
+from megatron_grpo.environments.multi_turn import EnvironmentDialogues
 from megatron_grpo.environments.pool import (
     EnvironmentFailed,
     EnvironmentPool,

@@ -9,14 +9,14 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.cuts import num_until_stop
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.environments.dialogues import DialogueRequests
 
 if TYPE_CHECKING:
     from megatron_grpo.agents.agents import Agents
 
 
-class AgentGeneration(SampleRequests):
+class AgentGeneration(DialogueRequests[Session]):
     """Agents act on each prompt, by `params`; to be answered through an `InFlight`.
 
     A session has `MOST_AT_ONCE` numbers, each for one turn at a time, so that an agent may ask for
@@ -35,21 +35,14 @@ class AgentGeneration(SampleRequests):
         """`begin` opens the session of a sample, and starts its agent with a seed."""
         super().__init__(params)
         self._agents = agents
-        self._told: dict[int, list[Sample]] = {}
-        """The groups that `_take_group` had, by their first session."""
-        self.sessions = [
+        self.dialogues = [
             begin(prompt, index, params, self._params.turn_seed(number, turn=-1))
             for number, (prompt, index) in enumerate(self._each(prompts))
         ]
 
-    @property
-    def open(self) -> dict[int, Json]:
-        """The requests that are at engines, by number."""
-        return {
-            number * MOST_AT_ONCE + place: self._json(number * MOST_AT_ONCE + place, request)
-            for number, session in enumerate(self.sessions)
-            for place, request in session.open.items()
-        }
+    def numbers(self) -> range:
+        """Those of the places of all sessions."""
+        return range(len(self.dialogues) * MOST_AT_ONCE)
 
     def open_request(self, number: int) -> Json | None:
         """The request of a number that is at an engine."""
@@ -57,32 +50,17 @@ class AgentGeneration(SampleRequests):
         request = session.open.get(place)
         return self._json(number, request) if request else None
 
-    @property
-    def waiting(self) -> list[int]:
-        """The numbers that wait for an agent to ask for a turn."""
-        return [
-            number * MOST_AT_ONCE + place
-            for number, session in enumerate(self.sessions)
-            if not session.is_over
-            for place in set(range(MOST_AT_ONCE)) - session.open.keys()
-        ]
-
     def is_waiting(self, number: int) -> bool:
         """Whether a number waits for an agent to ask for a turn."""
         session, place = self._place(number)
         return not session.is_over and place not in session.open
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every agent has ended."""
-        return all(session.is_over for session in self.sessions)
-
-    @property
     def failures(self) -> list[str]:
         """One line per session that has failed."""
         return [
             f"prompt {session.prompt.index}, sample {session.sample_index}: {session.failure}"
-            for session in self.sessions
+            for session in self.dialogues
             if session.failure
         ]
 
@@ -110,41 +88,25 @@ class AgentGeneration(SampleRequests):
         return None
 
     def samples(self) -> list[Sample]:
-        """All samples, in the order of the prompts, once every agent has ended.
-
-        Raises EnvironmentsLost if no agent can be started any more.
-        """
-        assert self.is_complete
+        """As of the base class; raises EnvironmentsLost if no agent can be started any more."""
         self._agents.raise_if_lost()
-        firsts = range(0, len(self.sessions), self._params.num_generations)
-        groups = (self._told.get(first) or self._samples_of(first) for first in firsts)
-        return [sample for group in groups for sample in group]
+        return super().samples()
+
+    def sample_of(self, dialogue: Session) -> Sample:
+        """The sample of a session that is over."""
+        return dialogue.to_sample()
 
     def abandon(self) -> None:
         """End all agents, even in mid-turn."""
-        for session in self.sessions:
+        for session in self.dialogues:
             self._agents.end(session)
-
-    def _tell_group(self, number: int) -> None:
-        """A session is over, which each of its places tells."""
-        first = number - number % self._params.num_generations
-        is_new = first not in self._told and all(each.is_over for each in self._group(first))
-        if self._take_group and is_new:
-            group = self._told[first] = self._samples_of(first)
-            self._take_group(group)
-
-    def _group(self, first: int) -> list[Session]:
-        return self.sessions[first : first + self._params.num_generations]
-
-    def _samples_of(self, first: int) -> list[Sample]:
-        return [session.to_sample() for session in self._group(first)]
 
     def _each(self, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, int]]:
         return ((each, index) for each in prompts for index in range(self._params.num_generations))
 
     def _place(self, number: int) -> tuple[Session, int]:
         session, place = divmod(number, MOST_AT_ONCE)
-        return self.sessions[session], place
+        return self.dialogues[session], place
 
     def _json(self, number: int, request: TurnRequest) -> Json:
         body = self._params.request(

@@ -1,20 +1,15 @@
-"""What makes samples that are dialogues: environments, or agents (`agents.Agents`)."""
+"""What environments (`multi_turn.py`) and agents (`agents.Agents`) have in common: dialogues."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.sampling_params import SamplingParams
-from megatron_grpo.environments.multi_turn import DialogueGeneration
-from megatron_grpo.environments.pool import EnvironmentPool
-from megatron_grpo.environments.turns import Turns
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Dialogues(Protocol):
@@ -38,32 +33,65 @@ class Dialogues(Protocol):
         """Kill what answers the model."""
 
 
-class EnvironmentDialogues:
-    """Dialogues with environments."""
+class OneDialogue(Protocol):
+    """One sample in progress."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        tokenizer: "PreTrainedTokenizerBase",
-        end_tokens: Sequence[int],
-        client: RolloutClient,
-    ) -> None:
-        self._tokenizer, self._end_tokens, self._client = tokenizer, end_tokens, client
-        self._pool = EnvironmentPool(cfg.environment)
-        self.wait_ready, self.close = self._pool.wait_ready, self._pool.close
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
 
-    def generation(
-        self, prompts: Sequence[Prompt], params: SamplingParams, cfg: Config
-    ) -> DialogueGeneration:
-        """Dialogues for each prompt; their environments start at once."""
-        return DialogueGeneration(
-            prompts,
-            params,
-            environments=self._pool,
-            turns=Turns.from_config(cfg, self._tokenizer, self._end_tokens),
-            max_turns=cfg.environment.max_turns,
-        )
 
-    def generate(self, requests: SampleRequests) -> list[Sample]:
-        """All samples of `requests`."""
-        return self._client.generate(requests)
+D = TypeVar("D", bound=OneDialogue)
+
+
+class DialogueRequests(SampleRequests, Generic[D]):
+    """One dialogue for each sample of the prompts, in the order of the samples."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        super().__init__(params)
+        self.dialogues: list[D] = []
+        self._told: dict[int, list[Sample]] = {}
+        """The groups that `_take_group` had, by their first dialogue."""
+
+    @abstractmethod
+    def numbers(self) -> Iterable[int]:
+        """All numbers of requests."""
+
+    @abstractmethod
+    def sample_of(self, dialogue: D) -> Sample:
+        """The sample of a dialogue that has ended."""
+
+    @property
+    def open(self) -> dict[int, Json]:
+        """The requests that engines can answer, by number; none of those that are `waiting`."""
+        return {n: request for n in self.numbers() if (request := self.open_request(n))}
+
+    @property
+    def waiting(self) -> list[int]:
+        """The numbers that wait for an environment or agent."""
+        return [number for number in self.numbers() if self.is_waiting(number)]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every dialogue has ended."""
+        return all(dialogue.is_over for dialogue in self.dialogues)
+
+    def samples(self) -> list[Sample]:
+        """All samples, in the order of the prompts, once every dialogue has ended."""
+        assert self.is_complete
+        firsts = range(0, len(self.dialogues), self._params.num_generations)
+        groups = (self._told.get(first) or self._group(first) for first in firsts)
+        return [sample for group in groups for sample in group]
+
+    def _tell_group(self, number: int) -> None:
+        """Tell the samples of a prompt, once, if dialogue `number` was the last of them to end."""
+        size = self._params.num_generations
+        first = number - number % size
+        if not self._take_group or first in self._told:
+            return
+        if all(dialogue.is_over for dialogue in self.dialogues[first : first + size]):
+            group = self._told[first] = self._group(first)
+            self._take_group(group)
+
+    def _group(self, first: int) -> list[Sample]:
+        return [*map(self.sample_of, self.dialogues[first : first + self._params.num_generations])]

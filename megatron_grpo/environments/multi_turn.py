@@ -8,18 +8,24 @@ from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, Instance, Step
+from megatron_grpo.environments.dialogues import DialogueRequests
 from megatron_grpo.environments.turns import Turns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -50,6 +56,11 @@ class Dialogue:
     """Why the environment failed; empty if it did not."""
     _is_cut: bool = False
     """Whether the last turn has no end token."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return bool(self.finish_reason)
 
     def add_turn(self, choice: Choice) -> None:
         """Append a turn of the model and submit it to the environment."""
@@ -112,7 +123,7 @@ class Dialogue:
         self.spans.append((version, num_tokens))
 
 
-class DialogueGeneration(SampleRequests):
+class DialogueGeneration(DialogueRequests[Dialogue]):
     """Dialogues for each prompt, by `params`; otherwise like a `Generation`.
 
     Each turn is a separate request with all tokens so far; the engine has their prefix cached. If
@@ -134,9 +145,6 @@ class DialogueGeneration(SampleRequests):
     ) -> None:
         super().__init__(params)
         self._turns, self._max_turns = turns, max_turns
-        self._told: dict[int, list[Sample]] = {}
-        """The groups that `_take_group` had, by their first dialogue."""
-        self.dialogues: list[Dialogue] = []
         for prompt in prompts:
             for index in range(params.num_generations):
                 instance = environments.new_instance()
@@ -145,35 +153,19 @@ class DialogueGeneration(SampleRequests):
                 dialogue = Dialogue(prompt, index, instance, first, params.max_completion_length)
                 self.dialogues.append(dialogue)
 
-    @property
-    def open(self) -> dict[int, Json]:
-        """The next request of every dialogue that has not ended, by dialogue number; none of those
-        that wait for their environments."""
-        return {
-            number: self._request(number, dialogue)
-            for number, dialogue in enumerate(self.dialogues)
-            if not dialogue.finish_reason and dialogue.pending is None
-        }
+    def numbers(self) -> range:
+        """Those of the dialogues."""
+        return range(len(self.dialogues))
 
     def open_request(self, number: int) -> Json | None:
         """The next request of a dialogue, unless it has ended or waits for its environment."""
         dialogue = self.dialogues[number]
-        is_open = not dialogue.finish_reason and dialogue.pending is None
+        is_open = not dialogue.is_over and dialogue.pending is None
         return self._request(number, dialogue) if is_open else None
-
-    @property
-    def waiting(self) -> list[int]:
-        """The numbers of the dialogues that wait for their environments."""
-        return [n for n, dialogue in enumerate(self.dialogues) if dialogue.pending is not None]
 
     def is_waiting(self, number: int) -> bool:
         """Whether a dialogue waits for its environment."""
         return self.dialogues[number].pending is not None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every dialogue has ended."""
-        return all(dialogue.finish_reason for dialogue in self.dialogues)
 
     @property
     def failures(self) -> list[str]:
@@ -199,19 +191,12 @@ class DialogueGeneration(SampleRequests):
         """Wait for the environment of a dialogue; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
         await self._process_answer(number)
-        return None if dialogue.finish_reason else self._request(number, dialogue)
-
-    def samples(self) -> list[Sample]:
-        """All samples, in the order of the prompts, once every dialogue has ended."""
-        assert self.is_complete
-        firsts = range(0, len(self.dialogues), self._params.num_generations)
-        groups = (self._told.get(first) or self._samples_of(first) for first in firsts)
-        return [sample for group in groups for sample in group]
+        return None if dialogue.is_over else self._request(number, dialogue)
 
     def abandon(self) -> None:
         """End the environments of all dialogues that have not ended, even in mid-step."""
         for dialogue in self.dialogues:
-            if not dialogue.finish_reason:
+            if not dialogue.is_over:
                 dialogue.instance.end()
 
     async def _process_answer(self, number: int) -> None:
@@ -231,20 +216,12 @@ class DialogueGeneration(SampleRequests):
         except EnvironmentFailed as failure:
             dialogue.fail(str(failure))
         dialogue.pending = None
-        if dialogue.finish_reason:
+        if dialogue.is_over:
             dialogue.instance.end()
-            first = number - number % self._params.num_generations
-            if self._take_group and all(each.finish_reason for each in self._group(first)):
-                group = self._told[first] = self._samples_of(first)
-                self._take_group(group)
+            self._tell_group(number)
 
-    def _group(self, first: int) -> list[Dialogue]:
-        return self.dialogues[first : first + self._params.num_generations]
-
-    def _samples_of(self, first: int) -> list[Sample]:
-        return [self._sample(dialogue) for dialogue in self._group(first)]
-
-    def _sample(self, dialogue: Dialogue) -> Sample:
+    def sample_of(self, dialogue: Dialogue) -> Sample:
+        """The sample of a dialogue that has ended."""
         spans, routes = dialogue.spans, dialogue.routed_experts
         return Sample(
             prompt=dialogue.prompt,
@@ -269,3 +246,34 @@ class DialogueGeneration(SampleRequests):
             # Those of earlier turns are kept: an engine that takes over may choose others.
             routes_start=sum(map(len, dialogue.routed_experts)),
         )
+
+
+class EnvironmentDialogues:
+    """Dialogues with environments."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        tokenizer: "PreTrainedTokenizerBase",
+        end_tokens: Sequence[int],
+        client: RolloutClient,
+    ) -> None:
+        self._tokenizer, self._end_tokens, self._client = tokenizer, end_tokens, client
+        self._pool = EnvironmentPool(cfg.environment)
+        self.wait_ready, self.close = self._pool.wait_ready, self._pool.close
+
+    def generation(
+        self, prompts: Sequence[Prompt], params: SamplingParams, cfg: Config
+    ) -> DialogueGeneration:
+        """Dialogues for each prompt; their environments start at once."""
+        return DialogueGeneration(
+            prompts,
+            params,
+            environments=self._pool,
+            turns=Turns.from_config(cfg, self._tokenizer, self._end_tokens),
+            max_turns=cfg.environment.max_turns,
+        )
+
+    def generate(self, requests: SampleRequests) -> list[Sample]:
+        """All samples of `requests`."""
+        return self._client.generate(requests)

@@ -108,7 +108,7 @@ class Recorded(AgentGeneration):
         """Take an answer, and keep it with its request."""
         asked, place = self.open.get(number), self._place(number)[0]
         if asked:
-            told = self.record.setdefault(self.sessions.index(place), [])
+            told = self.record.setdefault(self.dialogues.index(place), [])
             told.append((asked["token_ids"], choice.token_ids, choice.token_logprobs))
         super().add_answer(number, choice, url)
 
@@ -166,7 +166,7 @@ def waiting_agents(engine, model: Path, folder: Path, **params: Any) -> Iterator
         with ThreadPoolExecutor(1) as thread:
             samples = thread.submit(agents.generate, made)
             try:
-                yield agents._endpoint.url, agents._keys[made.sessions[0]], made
+                yield agents._endpoint.url, agents._keys[made.dialogues[0]], made
             finally:
                 made.abandon()
             samples.result(30)

@@ -188,7 +188,7 @@ def test_agents_of_anthropics_client_and_streams_get_the_same_turns(engine, tied
         assert after[: len(before) + len(ids)] == [*before, *ids]
     told = sorted(told for _, _, told in record[2:])
     assert told == sorted(logprobs.values())
-    session = made.sessions[0]
+    session = made.dialogues[0]
     assert [len(branch.ends) for branch in session.tree.branches] == [3, 1]
 
 
@@ -271,11 +271,11 @@ def test_pushes_in_flight_cut_turns_and_every_token_is_of_its_own_version(
         with ThreadPoolExecutor(1) as thread:
             samples = thread.submit(in_flight.generate, 0, made)
             for folder in (other, tied_model):
-                sampled = sum(session.tree.num_sampled for session in made.sessions)
+                sampled = sum(session.tree.num_sampled for session in made.dialogues)
                 enough = sampled + 100
                 assert wait_until(
                     lambda enough=enough: (
-                        sum(session.tree.num_sampled for session in made.sessions) > enough
+                        sum(session.tree.num_sampled for session in made.dialogues) > enough
                     ),
                     60,
                     0.01,
@@ -308,7 +308,7 @@ def test_a_turn_that_nobody_waits_for_any_more_is_not_trained_on(engine, tied_mo
         engine.resume()
         assert httpx.post(route, json=body | {"max_tokens": 3}, headers=headers).is_success
         assert wait_until(lambda: len(made.record[0]) == 2, 60)
-        [branch] = made.sessions[0].tree.branches
+        [branch] = made.dialogues[0].tree.branches
         assert sum(branch.loss_mask) == 3
 
 
@@ -330,10 +330,10 @@ def test_a_group_is_told_once_as_soon_as_the_last_of_its_agents_has_ended():
     made = AgentGeneration(random_prompts(2), params, agents, lambda *args: Acting())
     made.tell_groups((told := []).append)
     for number, expected in ((3, []), (0, []), (2, [[2, 3]]), (1, [[2, 3], [0, 1]])):
-        made.sessions[number].is_over = True
+        made.dialogues[number].is_over = True
         for place in range(2):  # all of a session's places are told that it is over
             assert asyncio.run(made.next_request(number * MOST_AT_ONCE + place)) is None
-        assert [[made.sessions.index(s.session) for s in group] for group in told] == expected
+        assert [[made.dialogues.index(s.session) for s in group] for group in told] == expected
     first, second = reversed(told)
     assert [*map(id, made.samples())] == [*map(id, first + second)]  # they are not made twice
 
