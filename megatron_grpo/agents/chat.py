@@ -125,10 +125,9 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def encode(self, text: str, *, has_special: bool = True) -> list[int]:
-        """Tokens of a text; special ones are added in front only if it does not have them."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=not has_special)["input_ids"]
-        return ids
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, which has its special ones."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def find(
         self, turns: Sequence[Turn], messages: Sequence[Message], tools: Any, text: str

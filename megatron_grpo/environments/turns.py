@@ -76,8 +76,7 @@ class Turns:
         return replace(prompt, token_ids=encoded.token_ids, text=encoded.text, is_own=True)
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _without_end(self, text: str) -> str:
         return text[len(self.tokenizer.decode(self._encode(text)[:1])) :]

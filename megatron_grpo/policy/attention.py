@@ -112,7 +112,7 @@ class SinkAttention(PackedAttention):
     ) -> ShardedStateDict:
         """Called by Megatron, as of its own attention."""
         assert metadata is not None
-        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+        return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"softmax_offset": 0},
@@ -120,4 +120,3 @@ class SinkAttention(PackedAttention):
             tp_group=self.tensor_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        return sharded

@@ -158,8 +158,7 @@ class LinearAttention(MegatronModule):
         mixed = self._mix(projected, packed_seq_params, group)
         if group.size() > 1:
             mixed = all_to_all_hp2sp(mixed[order], group)
-        output: tuple[Tensor, Tensor | None] = self.out_proj(mixed.unsqueeze(1))
-        return output
+        return self.out_proj(mixed.unsqueeze(1))
 
     def _own(self, group: Any, dtype: torch.dtype) -> Iterator[Tensor]:
         """The parameters `split` of the heads of this context rank, in `dtype`."""

@@ -90,15 +90,14 @@ class Adapter(torch.nn.Module):
 
     def _whole(self, low: Tensor) -> Tensor:
         """A x of the tokens whose outputs this rank computes."""
-        whole: Tensor = low
         if self.target.split == "rows":
             gather = gather_from_sequence_parallel_region
-            whole = gather(low) if self.sequence else copy_to_tensor_model_parallel_region(low)
-        elif self.target.split == "columns":
+            return gather(low) if self.sequence else copy_to_tensor_model_parallel_region(low)
+        if self.target.split == "columns":
             scatter = reduce_scatter_to_sequence_parallel_region
             reduce = reduce_from_tensor_model_parallel_region
-            whole = scatter(low) if self.sequence else reduce(low)
-        return whole
+            return scatter(low) if self.sequence else reduce(low)
+        return low
 
     def hook(self, base: Any, args: tuple[Any, ...], output: Any) -> Any:
         """Add the adapter's output to that of the linear layer `base`; its second is a bias."""
@@ -242,8 +241,7 @@ class Merged(Mapping[str, Tensor]):
         if getattr(self._last, "name", None) != name:
             self._last.values = adapter.merged(self._weights[name])
             self._last.name = name
-        merged: Tensor = self._last.values
-        return merged
+        return self._last.values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -146,8 +146,7 @@ class LatentAttention(Attention):
         latent = hidden if self.latent.query_rank is None else self.linear_q_down_proj(hidden)[0]
         heads = self.get_query_key_value_tensors(hidden, latent, rotary_pos_emb, packed_seq_params)
         mixed = self._attend(heads, hidden, latent, rotary_pos_emb, packed_seq_params)
-        output: tuple[Tensor, Tensor | None] = self.linear_proj(mixed.reshape(len(mixed), 1, -1))
-        return output
+        return self.linear_proj(mixed.reshape(len(mixed), 1, -1))
 
     def _attend(
         self,
@@ -160,10 +159,7 @@ class LatentAttention(Attention):
         """What queries, keys and values, the `heads`, return; sparse attention reads all else."""
         recomputes = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if recomputes else self.core_attention
-        mixed: Tensor = attend(
-            *heads, None, attn_mask_type=self.attn_mask_type, packed_seq_params=params
-        )
-        return mixed
+        return attend(*heads, None, attn_mask_type=self.attn_mask_type, packed_seq_params=params)
 
     def get_query_key_value_tensors(
         self, hidden: Tensor, query_latent: Tensor, rotary_pos_emb: Tensor, params: PackedParams
@@ -193,10 +189,8 @@ class LatentAttention(Attention):
 
     def _queries(self, latent: Tensor) -> Tensor:
         if self.latent.query_rank is None:
-            queries: Tensor = self.linear_q_proj(latent)[0]
-        else:
-            queries = self.linear_q_up_proj(self.q_layernorm(latent))[0]
-        return queries
+            return self.linear_q_proj(latent)[0]
+        return self.linear_q_up_proj(self.q_layernorm(latent))[0]
 
     def _rotate(self, part: Tensor, rotary_pos_emb: Tensor, params: PackedParams) -> Tensor:
         """RoPE of [t, heads, rotary_dim], whose pairs are neighbours in the weights' order.
@@ -205,14 +199,13 @@ class LatentAttention(Attention):
         halves of all pairs before the second halves.
         """
         halves = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        rotated: Tensor = apply_rotary_pos_emb(
+        return apply_rotary_pos_emb(
             halves,
             rotary_pos_emb,
             config=self.config,
             cu_seqlens=params.rope_cu_seqlens,
             cp_group=self.pg_collection.cp,
         )
-        return rotated
 
 
 class WholeLinear(torch.nn.Linear):

@@ -58,10 +58,8 @@ class Model:
         """[padded vocabulary / tp, H], on the last stage; the embedding's weight if tied."""
         chunk = unwrapped(self.chunks[-1])
         if chunk.share_embeddings_and_output_weights:
-            shared: Tensor = chunk.shared_embedding_or_output_weight()
-            return shared
-        own: Tensor = chunk.output_layer.weight
-        return own
+            return chunk.shared_embedding_or_output_weight()
+        return chunk.output_layer.weight
 
     def parameters(self) -> dict[str, Tensor]:
         """Parameters by their local names in `layout`: ``{chunk}.{Megatron's name}``.

@@ -75,18 +75,16 @@ class MtpLayer(MegatronModule):
         joined, _ = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
 
         def through(joined: Tensor) -> Tensor:
-            output: Tensor = self.transformer_layer(
+            return self.transformer_layer(
                 hidden_states=joined,
                 attention_mask=None,
                 rotary_pos_emb=rotary,
                 packed_seq_params=params,
             )[0]
-            return output
 
         is_recomputed = self.config.recompute_granularity == "full"
         output = checkpoint(through, False, joined) if is_recomputed else through(joined)
-        head_input: Tensor = self.final_layernorm(output)
-        return head_input
+        return self.final_layernorm(output)
 
 
 class Mtp:
@@ -116,8 +114,7 @@ class Mtp:
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Megatron's description of the layer in a checkpoint."""
-        found: dict[str, Any] = self._unwrapped.sharded_state_dict(MTP_LAYER, metadata={})
-        return found
+        return self._unwrapped.sharded_state_dict(MTP_LAYER, metadata={})
 
     def add_gradients(self) -> None:
         """Give the layer gradient buffers."""
@@ -217,8 +214,7 @@ class Mtp:
     @property
     def _unwrapped(self) -> MegatronModule:
         is_wrapped = isinstance(self.module, DistributedDataParallel)
-        layer: MegatronModule = self.module.module if is_wrapped else self.module
-        return layer
+        return self.module.module if is_wrapped else self.module
 
 
 def with_second_tokens(batch: PackedBatch, groups: Groups) -> PackedBatch:

@@ -79,8 +79,7 @@ class PostNorm(torch.nn.Module):
     def _add(
         self, output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float
     ) -> Tensor:
-        total: Tensor = residual + self.norm(output_with_bias[0])
-        return total
+        return residual + self.norm(output_with_bias[0])
 
 
 class HeadsNorm(RMSNorm):

@@ -171,8 +171,7 @@ def _gradients(part: Any) -> list[Tensor]:
 
 def _are_apart(part: Any) -> bool:
     """Whether gradients are where they may have another dtype than what they are applied to."""
-    is_apart: bool = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-    return is_apart
+    return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
 def make_scheduler(optimizer: Any, cfg: OptimizerConfig, num_steps: int) -> OptimizerParamScheduler:

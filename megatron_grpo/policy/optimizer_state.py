@@ -73,8 +73,7 @@ class SplitFloats:
 def shard_of(part: Any, parameter: Tensor) -> Tensor:
     """What the optimizer of `part`, one of those that Megatron chains, updates of a parameter."""
     group, place = part.model_param_group_index_map[parameter]
-    shard: Tensor = part.optimizer.param_groups[group]["params"][place]
-    return shard
+    return part.optimizer.param_groups[group]["params"][place]
 
 
 def states_of(part: Any, parameter: Tensor) -> dict[str, Tensor | SplitFloats]:
@@ -121,8 +120,7 @@ def _make_state(adam: Any, group: dict[str, Any], parameter: Tensor, names: Sequ
 
 def inner_optimizers(optimizer: Any) -> Sequence[Any]:
     """The optimizer itself, or those that a HybridDeviceOptimizer divides parameters between."""
-    found: Sequence[Any] = getattr(optimizer, "sub_optimizers", (optimizer,))
-    return found
+    return getattr(optimizer, "sub_optimizers", (optimizer,))
 
 
 def steps_taken(optimizer: Any) -> int:

@@ -59,10 +59,8 @@ def mlp_submodules(layer: Any) -> Any:
 def router_losses(name: str) -> Tensor:
     """[layers] of this process: what routers recorded as loss `name` since it was last zeroed."""
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
-        values: Tensor = moe_utils.get_moe_metrics_tracker().metrics[name].values
-    else:  # 0.16.1
-        values = moe_utils.get_moe_layer_wise_logging_tracker()[name]["values"]
-    return values
+        return moe_utils.get_moe_metrics_tracker().metrics[name].values
+    return moe_utils.get_moe_layer_wise_logging_tracker()[name]["values"]  # 0.16.1
 
 
 def _leave(weight: Tensor) -> None:

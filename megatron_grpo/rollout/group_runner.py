@@ -77,7 +77,7 @@ class GroupRunner:
         self, rollouter: Rollouter, watchdog: Watchdog, timeline: Timeline, state: TrainerState
     ) -> None:
         assert rollouter.in_flight is not None, "the config needs rollout.in_flight_updates"
-        self._rollouter, self._in_flight = rollouter, rollouter.in_flight
+        self._rollouter, self.in_flight = rollouter, rollouter.in_flight
         self._watchdog, self._timeline, cfg = watchdog, timeline, rollouter.cfg
         self._cfg, self._schedule = cfg, BatchSchedule.of(cfg.grpo)
         self._batch_of = lru_cache(64)(rollouter.stream.batch)
@@ -122,20 +122,14 @@ class GroupRunner:
                 if self._failure:
                     raise self._failure
                 self._changed.wait()
-            self._check_failed()
+            # Before a generation takes them: the checkpoint at the end of the run has the groups.
+            num_failed, num_scored = self._tally.num_failed, len(self._tally.totals)
+            check_failed(num_failed, num_scored or 1, self._cfg.reward)
             self._num_taken += 1
             numbers = self._queue.pop_generation() or []
             batch = self._batch(generation, [self._attempts.pop(number) for number in numbers])
             self._request_groups()
         return batch
-
-    def hold(self, next_version: int) -> None:
-        """Let a push of weights of that version begin, through which engines keep requests."""
-        self._in_flight.hold(next_version)
-
-    def suspend(self) -> None:
-        """Have the engines give up their requests before a push and an evaluation."""
-        self._in_flight.suspend()
 
     def resume(self, policy_version: int) -> None:
         """Continue with weights of that version, without the groups that are too old for it."""
@@ -146,8 +140,8 @@ class GroupRunner:
             dropped = self._queue.drop_stale(self._now)
             self._tally.num_dropped += len(dropped)
             keys = [self._attempts.pop(number).key for number in dropped]
-        self._in_flight.give_up(keys)  # waits for what may need the lock
-        self._in_flight.resume(policy_version)
+        self.in_flight.give_up(keys)  # waits for what may need the lock
+        self.in_flight.resume(policy_version)
         with self._changed:
             lost, self._lost = self._lost, {}
             for number, attempt in lost.items():
@@ -158,7 +152,7 @@ class GroupRunner:
     def open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
         """What a checkpoint holds: the groups that no generation has taken, and their samples so
         far."""
-        with self._in_flight.suspended(), self._changed:
+        with self.in_flight.suspended(), self._changed:
             queue = self._queue
             each = {n: attempt.scored or attempt for n, attempt in sorted(self._attempts.items())}
             next_number, untaken, asked_at = queue.next_number, queue.untaken, queue.asked_at
@@ -197,7 +191,7 @@ class GroupRunner:
     def close(self) -> None:
         """Cancel the groups in progress, since their rollouter is about to be closed."""
         self._rollouter.cancel()
-        self._in_flight.end()
+        self.in_flight.end()
 
     @property
     def _now(self) -> int:
@@ -234,7 +228,7 @@ class GroupRunner:
         if not attempt.requests.open:  # a checkpoint had all samples, but no scores
             self._score(number, attempt)
             return
-        answered = self._in_flight.submit(attempt.key, attempt.requests, together=True)
+        answered = self.in_flight.submit(attempt.key, attempt.requests, together=True)
         answered.add_done_callback(partial(self._take_answers, number, attempt))
 
     def _take_answers(self, number: int, attempt: Attempt, answered: Future[None]) -> None:
@@ -281,12 +275,6 @@ class GroupRunner:
             if self._failure is None or isinstance(self._failure, NoServingEngine):
                 self._failure = error
             self._changed.notify_all()
-
-    def _check_failed(self) -> None:
-        """Raise RewardError if too many samples have no score. Called before a generation takes
-        their groups, so that the checkpoint at the end of the run holds these."""
-        tally = self._tally
-        check_failed(tally.num_failed, len(tally.totals) or 1, self._cfg.reward)
 
     def _rejects(self, scored: ScoredGroup) -> bool:
         """Count a scored group; returns whether dynamic sampling replaces it."""

@@ -94,12 +94,12 @@ class RolloutScheduler:
         if not self._in_flight:
             for generation in [*self.pending]:
                 self._finish(generation, step, timer)
-        elif self._runner:
+        elif self._runner and self._runner.in_flight:
             with timer.phase("push"):
                 if cuts or (self._cut_interval and step % self._cut_interval == 0):
-                    self._runner.suspend()
+                    self._runner.in_flight.suspend()
                 else:
-                    self._runner.hold(step)
+                    self._runner.in_flight.hold(step)
         self._is_suspended = self._in_flight
 
     def after_push(self, step: int) -> None:

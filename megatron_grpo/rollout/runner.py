@@ -76,6 +76,7 @@ class RolloutRunner:
         self, rollouter: Rollouter | Replay, watchdog: Watchdog, timeline: Timeline
     ) -> None:
         self._rollouter, self._watchdog, self._timeline = rollouter, watchdog, timeline
+        self.in_flight = rollouter.in_flight
         self._making: dict[int, Making] = {}
         self._restored: dict[int, Restored] = defaultdict(Restored)
         """By generation, until it is begun."""
@@ -114,22 +115,12 @@ class RolloutRunner:
         del self._making[generation]
         return made
 
-    def hold(self, next_version: int) -> None:
-        """Let a push of weights of that version begin, through which engines keep requests."""
-        if self._rollouter.in_flight:
-            self._rollouter.in_flight.hold(next_version)
-
-    def suspend(self) -> None:
-        """Have the engines give up their requests before a push and an evaluation."""
-        if self._rollouter.in_flight:
-            self._rollouter.in_flight.suspend()
-
     def resume(self, policy_version: int) -> None:
         """Continue with weights of that version; generations that failed for lack of an engine are
         submitted again."""
-        if not self._rollouter.in_flight:
+        if not self.in_flight:
             return
-        self._rollouter.in_flight.resume(policy_version)
+        self.in_flight.resume(policy_version)
         for making in self._making.values():
             made = making.made
             if made and made.done() and isinstance(made.exception(), NoServingEngine):
@@ -141,8 +132,8 @@ class RolloutRunner:
         rollouter = self._rollouter
         if isinstance(rollouter, Replay) or not may_be_saved(rollouter.cfg):
             return None, None, {}
-        assert rollouter.in_flight is not None
-        with rollouter.in_flight.suspended():
+        assert self.in_flight is not None
+        with self.in_flight.suspended():
             return self._open_groups(rollouter.stream)
 
     def _open_groups(

@@ -94,7 +94,7 @@ def test_a_failure_is_told_though_weights_were_pushed_since(runner, rollouter, e
     rollouter.score.error = error
     rollouter.engine.answers.set()
     assert wait_until(lambda: runner._failure, seconds=30)
-    runner.suspend()
+    runner.in_flight.suspend()
     runner.resume(0)
     with pytest.raises(RolloutAborted if isinstance(error, RewardError) else KeyError):
         runner.finish(0, TIMER)
@@ -128,7 +128,7 @@ def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_agai
     runner, rollouter, tmp_path
 ):
     wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES)
-    runner.suspend()  # each has two tokens
+    runner.in_flight.suspend()  # each has two tokens
     rollouter.engine.version = 1
     # Two groups are answered, and half of another; the rest goes on without being handed out.
     rollouter.engine.first_held = 2 * MOST_REQUESTS + NUM_SAMPLES // 2

@@ -47,7 +47,7 @@ def test_a_resumed_run_goes_on_with_generations_that_were_in_progress(rollouter,
     for generation in (0, 1, 2):
         runner.begin(RolloutRequest(generation, 0))
     assert wait_until(lambda: len(engine.asked) == 3 * SIZE, seconds=30)
-    runner.suspend()  # each has two tokens
+    runner.in_flight.suspend()  # each has two tokens
     engine.version = 1
     engine.first_held = MOST_REQUESTS + SIZE // 2  # of generation 1, half is answered
     runner.resume(1)
