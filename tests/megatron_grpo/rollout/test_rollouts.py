@@ -33,7 +33,7 @@ def finish(thread):
     """Begins generation 3, which raises an error, and waits for it."""
 
     def finish(error: Exception, is_preempted: bool = False) -> None:
-        rollouter = SimpleNamespace(threads=thread, rollout=partial(Failing, error))
+        rollouter = SimpleNamespace(threads=thread, rollout=partial(Failing, error), in_flight=None)
         watchdog = SimpleNamespace(is_preempted=is_preempted)
         runner = RolloutRunner(rollouter, watchdog, None)
         runner.begin(RolloutRequest(generation=3, policy_version=1))
