@@ -13,16 +13,20 @@ different totals. ``grpo.dynamic_sample_reward`` names the term to compare.
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
 
 from megatron_grpo.algorithm.advantages import differ
+from megatron_grpo.batch.experience import Experience, compute_advantages
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import GRPOConfig
+from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.data.stream import PromptStream
+from megatron_grpo.rewards import check_failed
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,53 @@ class ScoredGroup:
         return len(scored) > 0 and bool(differ(scored.min(), scored.max()))
 
 
+@dataclass
+class Tally:
+    """The groups that were scored, also those that no generation takes."""
+
+    totals: list[float] = field(default_factory=list)
+    """Rewards of all samples, NaN for those that could not be scored."""
+    num_groups: int = 0
+    num_equal: int = 0
+    """Groups without `has_reward_variance`."""
+
+    def add(self, group: ScoredGroup, cfg: GRPOConfig) -> bool:
+        """Count a group; returns whether dynamic sampling replaces it."""
+        is_equal = not group.has_reward_variance(cfg.dynamic_sample_reward)
+        self.totals += group.totals
+        self.num_groups += 1
+        self.num_equal += is_equal
+        return cfg.dynamic_sample and is_equal
+
+    @property
+    def num_failed(self) -> int:
+        """Samples that could not be scored."""
+        return sum(map(math.isnan, self.totals))
+
+    def check_failed(self, cfg: RewardConfig) -> None:
+        """Raise RewardError if that are too many."""
+        check_failed(self.num_failed, len(self.totals) or 1, cfg)
+
+    def metrics(self, num_replaced: int, cfg: GRPOConfig) -> dict[str, float]:
+        """Metrics of a generation for which `num_replaced` other prompts were tried."""
+        metrics: dict[str, float] = {"reward/failed": self.num_failed}
+        if cfg.dynamic_sample and self.num_groups:
+            metrics["rollout/num_resampled_prompts"] = num_replaced
+            scored = [total for total in self.totals if not math.isnan(total)]
+            metrics["unfiltered/reward"] = fmean(scored) if scored else 0.0
+            metrics["unfiltered/frac_reward_zero_std"] = self.num_equal / self.num_groups
+        return metrics
+
+
+def as_experience(groups: Sequence[ScoredGroup], cfg: Config) -> Experience:
+    """The generation that the groups are, with its advantages."""
+    return compute_advantages(
+        [sample for group in groups for sample in group.samples],
+        [reward for group in groups for reward in group.rewards],
+        cfg,
+    )
+
+
 class DynamicSampler:
     """The search for the groups of one generation: the groups found, and the prompts to try next.
 
@@ -57,40 +108,17 @@ class DynamicSampler:
         self._found: list[ScoredGroup] = []
         self._equal: list[ScoredGroup] = []
         self._tried = {prompt.index for prompt in self.prompts}
-        self._totals: list[float] = []
-        """Rewards of all samples so far, including those of replaced prompts."""
-
-    @property
-    def num_failed(self) -> int:
-        """Samples so far that could not be scored."""
-        return sum(map(math.isnan, self._totals))
-
-    @property
-    def num_scored(self) -> int:
-        """All samples so far, including those that could not be scored."""
-        return len(self._totals)
+        self.tally = Tally()
 
     @property
     def num_replaced(self) -> int:
         """Number of replacement prompts that were tried."""
         return len(self._tried) - self._stream.batch_size
 
-    @property
-    def unfiltered(self) -> dict[str, float]:
-        """Mean reward and share of groups of equal rewards, over all groups that were tried."""
-        num_equal = len(self._equal)
-        return {
-            "reward": fmean(total for total in self._totals if not math.isnan(total)),
-            "frac_reward_zero_std": num_equal / (num_equal + len(self._found)),
-        }
-
     def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
         """Add the groups of all `prompts` of this round, and choose those of the next one."""
         for group in groups:
-            self._totals += group.totals
-            has_reward_variance = group.has_reward_variance(self._cfg.dynamic_sample_reward)
-            keeps = has_reward_variance or not self._cfg.dynamic_sample
-            (self._found if keeps else self._equal).append(group)
+            (self._equal if self.tally.add(group, self._cfg) else self._found).append(group)
         missing = self._stream.batch_size - len(self._found)
         self.prompts = []
         if missing > 0 and self.round < self._cfg.max_resample_times:

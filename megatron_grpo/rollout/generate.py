@@ -13,7 +13,7 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.agents.agents import open_dialogues
 from megatron_grpo.bars import Show, waiting
-from megatron_grpo.batch.experience import Experience, compute_advantages
+from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, first_seed
@@ -27,9 +27,9 @@ from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.evaluation.evaluation import Evaluations
-from megatron_grpo.rewards import RewardPools, check_failed
+from megatron_grpo.rewards import RewardPools
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
-from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup
+from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup, as_experience
 from megatron_grpo.rollout.group_scorer import EarlyScores, GroupScorer
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.workers.child_process import COLLECTOR
@@ -246,7 +246,7 @@ class Rollout:
             sampler.add_groups(groups)
             self.open = None if sampler.prompts else self.open
             # Failures of functions and of the environment, over all rounds.
-            check_failed(sampler.num_failed, sampler.num_scored, self._cfg.reward)
+            sampler.tally.check_failed(self._cfg.reward)
         return self._batch()
 
     def begin(self) -> SampleRequests:
@@ -265,17 +265,8 @@ class Rollout:
 
     def _batch(self) -> RolloutBatch:
         sampler = self.sampler
-        groups = sampler.groups()
-        experience = compute_advantages(
-            [sample for group in groups for sample in group.samples],
-            [reward for group in groups for reward in group.rewards],
-            self._cfg,
-        )
-        metrics: dict[str, float] = {
-            "rollout/num_engines": len(self.open.engines) if self.open else 0,  # in the last round
-            "reward/failed": sampler.num_failed,  # including replaced prompts
-        }
-        if self._cfg.grpo.dynamic_sample:
-            metrics["rollout/num_resampled_prompts"] = sampler.num_replaced
-            metrics |= {f"unfiltered/{name}": value for name, value in sampler.unfiltered.items()}
+        num_engines = len(self.open.engines) if self.open else 0  # in the last round
+        metrics = sampler.tally.metrics(sampler.num_replaced, self._cfg.grpo)
+        metrics["rollout/num_engines"] = num_engines
+        experience = as_experience(sampler.groups(), self._cfg)
         return RolloutBatch(experience, metrics, sampler.replaced())

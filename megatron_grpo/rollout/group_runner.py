@@ -4,16 +4,14 @@ Rank 0 only. Every group is requested and scored by itself, so that scoring runs
 work on others. Completions continue through pushes of weights, as with `rollout.in_flight_updates`.
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from statistics import fmean
 from threading import Condition
 
-from megatron_grpo.batch.experience import Experience, compute_advantages
+from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt, images_by_prompt
@@ -21,8 +19,7 @@ from megatron_grpo.engines.generation import Generation
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.engines.sampling_params import image_features
 from megatron_grpo.launch.process import preempted_instead
-from megatron_grpo.rewards import check_failed
-from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
+from megatron_grpo.rollout.dynamic_sampling import ScoredGroup, Tally, as_experience
 from megatron_grpo.rollout.generate import RolloutBatch, Rollouter, RolloutRequest
 from megatron_grpo.rollout.group_queue import GroupQueue
 from megatron_grpo.rollout.open_samples import experience_of, groups_of
@@ -45,25 +42,6 @@ class Attempt:
     began: float = field(default_factory=time.time)
     ended: float = 0.0
     scored: ScoredGroup | None = None
-
-
-@dataclass
-class Tally:
-    """What happened since the last generation was taken."""
-
-    totals: list[float] = field(default_factory=list)
-    """Rewards of all samples, including those of groups that are rejected or not taken yet."""
-    num_groups: int = 0
-    num_equal: int = 0
-    """Groups whose rewards are all equal."""
-    rejected: list[ScoredGroup] = field(default_factory=list)
-    num_dropped: int = 0
-    """Groups that became too old."""
-
-    @property
-    def num_failed(self) -> int:
-        """Samples that could not be scored."""
-        return sum(map(math.isnan, self.totals))
 
 
 class GroupRunner:
@@ -101,7 +79,7 @@ class GroupRunner:
         """Attempts to submit at the next `resume`: no engine was left, or a checkpoint has a part
         of them."""
         self._num_attempts = 0
-        self._tally = Tally()
+        self._begin_tally()
         self._policy_version = state.step
         self._failure: Exception | None = None
         self._changed = Condition()
@@ -123,8 +101,7 @@ class GroupRunner:
                     raise self._failure
                 self._changed.wait()
             # Before a generation takes them: the checkpoint at the end of the run has the groups.
-            num_failed, num_scored = self._tally.num_failed, len(self._tally.totals)
-            check_failed(num_failed, num_scored or 1, self._cfg.reward)
+            self._tally.check_failed(self._cfg.reward)
             self._num_taken += 1
             numbers = self._queue.pop_generation() or []
             batch = self._batch(generation, [self._attempts.pop(number) for number in numbers])
@@ -138,7 +115,7 @@ class GroupRunner:
             if isinstance(self._failure, NoServingEngine):  # any other is the end of the run
                 self._failure = None
             dropped = self._queue.drop_stale(self._now)
-            self._tally.num_dropped += len(dropped)
+            self._num_dropped += len(dropped)
             keys = [self._attempts.pop(number).key for number in dropped]
         self.in_flight.give_up(keys)  # waits for what may need the lock
         self.in_flight.resume(policy_version)
@@ -264,7 +241,7 @@ class GroupRunner:
             if self._rejects(scored):
                 del self._attempts[number]
                 self._queue.reject(number)
-                self._tally.rejected.append(scored)
+                self._rejected.append(scored)
                 self._request_groups()
             else:
                 self._queue.complete(number)
@@ -278,37 +255,30 @@ class GroupRunner:
 
     def _rejects(self, scored: ScoredGroup) -> bool:
         """Count a scored group; returns whether dynamic sampling replaces it."""
-        tally, grpo = self._tally, self._cfg.grpo
-        is_equal = not scored.has_reward_variance(grpo.dynamic_sample_reward)
-        tally.totals += scored.totals
-        tally.num_groups += 1
-        tally.num_equal += is_equal
-        most = grpo.max_resample_times * self._schedule.num_prompts
-        return grpo.dynamic_sample and is_equal and len(tally.rejected) < most
+        most = self._cfg.grpo.max_resample_times * self._schedule.num_prompts
+        return self._tally.add(scored, self._cfg.grpo) and len(self._rejected) < most
+
+    def _begin_tally(self) -> None:
+        """Count from now on for the next generation that is taken."""
+        self._tally = Tally()
+        self._rejected: list[ScoredGroup] = []
+        self._num_dropped = 0
+        """Groups that became too old."""
 
     def _batch(self, generation: int, attempts: Sequence[Attempt]) -> RolloutBatch:
-        tally, self._tally = self._tally, Tally()
         groups = [attempt.scored for attempt in attempts if attempt.scored]
-        experience = compute_advantages(
-            [sample for group in groups for sample in group.samples],
-            [reward for group in groups for reward in group.rewards],
-            self._cfg,
-        )
+        experience = as_experience(groups, self._cfg)
         began, ended = min(each.began for each in attempts), max(each.ended for each in attempts)
         row = ROLLOUT + generation % self._timeline.num_rollouts
         version = self._policy_version
         self._timeline.add(
             "generate", began, ended - began, row, generation=generation, policy_version=version
         )
-        metrics: dict[str, float] = {
+        metrics = self._tally.metrics(len(self._rejected), self._cfg.grpo) | {
             "rollout/num_engines": len(set().union(*(each.requests.engines for each in attempts))),
-            "rollout/dropped_stale": tally.num_dropped,
-            "reward/failed": tally.num_failed,
+            "rollout/dropped_stale": self._num_dropped,
             "time/generate": ended - began,
         }
-        if self._cfg.grpo.dynamic_sample and tally.num_groups:
-            metrics["rollout/num_resampled_prompts"] = len(tally.rejected)
-            scored = [total for total in tally.totals if not math.isnan(total)]
-            metrics["unfiltered/reward"] = fmean(scored) if scored else 0.0
-            metrics["unfiltered/frac_reward_zero_std"] = tally.num_equal / tally.num_groups
-        return RolloutBatch(experience, metrics, tally.rejected)
+        batch = RolloutBatch(experience, metrics, self._rejected)
+        self._begin_tally()
+        return batch

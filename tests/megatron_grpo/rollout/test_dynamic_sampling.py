@@ -161,7 +161,9 @@ def test_unfiltered_metrics_cover_the_groups_of_replaced_prompts():
     sampler = DynamicSampler(stream(), 3, config(max_resample_times=1))
     sampler.add_groups([ScoredGroup([p], [], [0.0, math.nan]) for p in sampler.prompts])
     sampler.add_groups([ScoredGroup([p], [], [0.0, 1.0]) for p in sampler.prompts])
-    assert sampler.unfiltered == {"reward": 1 / 3, "frac_reward_zero_std": 0.5}
+    metrics = sampler.tally.metrics(sampler.num_replaced, sampler._cfg)
+    assert metrics["unfiltered/reward"] == 1 / 3
+    assert metrics["unfiltered/frac_reward_zero_std"] == 0.5
 
 
 def test_failures_of_prompts_that_were_replaced_count_as_well():
@@ -170,7 +172,7 @@ def test_failures_of_prompts_that_were_replaced_count_as_well():
     sampler.add_groups([ScoredGroup(groups[0].samples, [{}], [math.nan, math.nan]), *groups[1:]])
     assert len(sampler.prompts) == 1
     sampler.add_groups(scored(sampler.prompts, lambda prompt: True))
-    assert sampler.num_failed == 2
+    assert sampler.tally.num_failed == 2
     assert len(sampler.groups()) == BATCH_SIZE
 
 
@@ -181,4 +183,4 @@ def test_failures_of_all_rounds_are_counted_beside_all_that_was_scored():
         prompts = sampler.prompts
         sampler.add_groups([ScoredGroup([p], [{}], [math.nan, 0.1]) for p in prompts])
     assert not sampler.prompts
-    assert (sampler.num_failed, sampler.num_scored) == (3 * BATCH_SIZE, 6 * BATCH_SIZE)
+    assert (sampler.tally.num_failed, len(sampler.tally.totals)) == (3 * BATCH_SIZE, 6 * BATCH_SIZE)
