@@ -113,7 +113,7 @@ class RankZero:
         ):
             evaluated = self.with_engines.evaluations.run(step, timer, self.log.bar.evaluation.show)
         with timer.phase("eval", "log"):
-            self.log.evaluation(step, evaluated, self.cfg.eval, timer.metrics()["time/eval"])
+            self.log.evaluation(step, evaluated, timer.metrics()["time/eval"])
 
     def record(self, step: int, generation: int, batch: RolloutBatch, timer: PhaseTimer) -> None:
         """Log the groups that dynamic sampling replaced in the generation that `step` begins, and

@@ -60,13 +60,6 @@ def actor_pool(cfg: Config) -> EnvironmentPool:
     )
 
 
-def who_acts(cfg: Config) -> EnvironmentPool | TaskQueue:
-    """Processes of this run, or agents outside of it."""
-    if cfg.agent.listen is not None:
-        return TaskQueue(cfg.train.run_dir, cfg.agent.timeout)
-    return actor_pool(cfg)
-
-
 class Agents:
     """Starts an agent for each sample, and serves its requests, until `close`."""
 
@@ -84,9 +77,11 @@ class Agents:
         self._unparsed = {*end_tokens} - {*cfg.rollout.stop_token_ids}
         self._is_own = in_flight is None
         self._in_flight = in_flight or InFlight(client, self.decode, streams=False)
-        address, self._pool = cfg.agent.address, who_acts(cfg)
-        tasks = self._pool if isinstance(self._pool, TaskQueue) else None
-        self._endpoint = Endpoint(self._parse, cfg.model.path.name, tasks, address)
+        tasks = None
+        if cfg.agent.listen is not None:  # agents outside of this run
+            tasks = TaskQueue(cfg.train.run_dir, cfg.agent.timeout)
+        self._pool = tasks or actor_pool(cfg)
+        self._endpoint = Endpoint(self._parse, cfg.model.path.name, tasks, cfg.agent.address)
         self._keys: dict[Session, str] = {}
         self._instances: dict[Session, Instance | OutsideTask] = {}
         self._lost: EnvironmentsLost | None = None

@@ -14,7 +14,6 @@ from megatron_grpo.batch.experience import (
 )
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.eval import EvalConfig
 from megatron_grpo.config.file import dump_config
 from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.evaluation.evaluation import (
@@ -41,14 +40,9 @@ class RunLog:
 
     def __init__(self, cfg: Config, first_step: int, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.run_dir = cfg.train.run_dir
-        self._tokenizer, self._prompt_column = tokenizer, cfg.data.prompt_column
-        self._num_printed = cfg.train.print_completions
-        self._model, self._first_step = cfg.model.path, first_step
-        self._rollout, self._old_is_rollout = cfg.rollout, cfg.grpo.old_logprobs == "rollout"
-        self.batches, self.seed = BatchSchedule.of(cfg.grpo), cfg.train.seed
-        self._has_dialogues, self._has_sources = cfg.has_dialogues, bool(cfg.sources.by_name)
-        self._held_out = tuple(cfg.eval.named_sets)
-        self._recent = deque[tuple[float, float]](maxlen=self.batches.updates_per_generation)
+        self._cfg, self._first_step, self._tokenizer = cfg, first_step, tokenizer
+        self._batches = BatchSchedule.of(cfg.grpo)
+        self._recent = deque[tuple[float, float]](maxlen=self._batches.updates_per_generation)
         """Tokens and seconds of each of the last steps, as many as train on a generation."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(self.run_dir / "config.yaml", dump_config(cfg))
@@ -71,11 +65,13 @@ class RunLog:
 
         Completions are logged in the step that first trains on them.
         """
-        samples, cursor = experience.samples, self.batches.cursor(step - 1)
-        indices = self.batches.minibatches(cursor.generation, self.seed)[cursor.minibatch]
-        updates, times = self.batches.updates_per_generation, timer.metrics()
+        cfg, samples, cursor = self._cfg, experience.samples, self._batches.cursor(step - 1)
+        indices = self._batches.minibatches(cursor.generation, cfg.train.seed)[cursor.minibatch]
+        updates, times = self._batches.updates_per_generation, timer.metrics()
         compared_version = step - 1
-        if not self._old_is_rollout:  # with the policy that training on the generation began with
+        if (
+            cfg.grpo.old_logprobs != "rollout"
+        ):  # with the policy that training on the generation began with
             compared_version -= compared_version % updates
         metrics = {
             **metrics,
@@ -87,31 +83,33 @@ class RunLog:
                 [sample.num_sampled for sample in samples],
                 [sample.finish_reason == "length" for sample in samples],
             ),
-            **staleness_metrics(cursor.generation, samples, updates, self._rollout),
+            **staleness_metrics(cursor.generation, samples, updates, cfg.rollout),
             **gap_metrics(
-                compared_version, [samples[i] for i in indices], report.tokens, self._rollout
+                compared_version, [samples[i] for i in indices], report.tokens, cfg.rollout
             ),
             "tokens_per_second": self._tokens_per_second(experience.num_tokens, times["time/step"]),
             **times,
         }
-        if self._has_dialogues:
+        if cfg.has_dialogues:
             metrics |= dialogue_metrics(samples, experience.rewards)
-        if self._has_sources:
+        if cfg.sources.by_name:
             metrics |= source_metrics(experience)
         rows = []
         if cursor.iteration == 0:
             rows = completion_rows(
-                step, experience, indices, report, self._prompt_column, self._tokenizer
+                step, experience, indices, report, cfg.data.prompt_column, self._tokenizer
             )
         tokens = token_rows(step, experience, indices, report.tokens, self._tokenizer)
         self.tracking.log(step, metrics, rows, tokens)
         self.bar.show(step, metrics)
-        self.bar.show_completions(rows[: self._num_printed])
+        self.bar.show_completions(rows[: cfg.train.print_completions])
         self.symptoms.check(step, metrics)
 
     def replaced(self, step: int, scored: Sequence[tuple[Sample, dict[str, float], float]]) -> None:
         """Log samples, with their scores and the sums, that are not trained on in `step`."""
-        columns = columns_by_prompt((sample for sample, _, _ in scored), self._prompt_column)
+        columns = columns_by_prompt(
+            (sample for sample, _, _ in scored), self._cfg.data.prompt_column
+        )
         self.tracking.log_replaced(
             [{"step": step, **sample_row(*of_sample, columns)} for of_sample in scored]
         )
@@ -122,26 +120,24 @@ class RunLog:
         They are as many as train on a generation, of `num_tokens`: exactly one of them waits for
         one, so that the figure does not jump from step to step.
         """
-        self._recent.append((num_tokens / self.batches.updates_per_generation, seconds))
+        self._recent.append((num_tokens / self._batches.updates_per_generation, seconds))
         tokens, times = zip(*self._recent, strict=True)
         return sum(tokens) / sum(times)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the evaluation after `step` is in the log, of every held-out set."""
-        names = [f"{metric_prefix(name)}num_prompts" for name in self._held_out]
+        names = [f"{metric_prefix(name)}num_prompts" for name in self._cfg.eval.named_sets]
         return self.tracking.has_metrics(step, names)
 
-    def evaluation(
-        self, step: int, evaluated: Mapping[str, Evaluated], cfg: EvalConfig, seconds: float
-    ) -> None:
+    def evaluation(self, step: int, evaluated: Mapping[str, Evaluated], seconds: float) -> None:
         """Show the evaluation after `step`, log its completions, and add its metrics to the step's.
 
-        `evaluated` are the results of the held-out sets of `cfg`, by name; they took `seconds`.
+        `evaluated` are the results of the held-out sets, by name; they took `seconds`.
         """
         rows: list[dict[str, Any]] = []
         metrics: dict[str, float] = {}
         for name, result in evaluated.items():
-            held_out = cfg.named_sets[name]
+            held_out = self._cfg.eval.named_sets[name]
             rows += eval_rows(result, held_out, name)
             metrics |= eval_metrics(result, held_out, name)
             self.bar.show_evaluation(step, name, metrics)
@@ -152,7 +148,7 @@ class RunLog:
         """Print what is trained, on how much, and where it is recorded."""
         first = f", after step {self._first_step}" if self._first_step else ""
         self.bar.tell(
-            f"{self._model} on {num_prompts:,} prompts{first}; everything is recorded in "
+            f"{self._cfg.model.path} on {num_prompts:,} prompts{first}; everything is recorded in "
             f"{self.run_dir}"
         )
 

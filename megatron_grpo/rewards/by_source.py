@@ -35,21 +35,18 @@ class RewardsBySource:
     def score(self, samples: Sequence[Sample], *, num_completions: float) -> list[Scores]:
         """The scores of every sample by label: those of its source's functions, and `environment`
         or `agent` of a dialogue. Raises what `RewardPool.score` raises."""
-        with self._all_pools.turn:
-            return self._score(samples, num_completions)
-
-    def _score(self, samples: Sequence[Sample], num_completions: float) -> list[Scores]:
         scores: dict[int, Scores] = {}
-        for name, pool in self._pools.items():
-            places = [i for i, sample in enumerate(samples) if sample.prompt.source == name]
-            if not places:
-                continue
-            own = [samples[i] for i in places]
-            found = pool.score(own, num_completions=num_completions)
-            if term := self._views[name].dialogue_term:
-                add_dialogue_rewards(found, own, term)
-            scores |= zip(places, found, strict=True)
-        self._all_pools.finish_scoring()
+        with self._all_pools.turn:
+            for name, pool in self._pools.items():
+                places = [i for i, sample in enumerate(samples) if sample.prompt.source == name]
+                if not places:
+                    continue
+                own = [samples[i] for i in places]
+                found = pool.score(own, num_completions=num_completions)
+                if term := self._views[name].dialogue_term:
+                    add_dialogue_rewards(found, own, term)
+                scores |= zip(places, found, strict=True)
+            self._all_pools.finish_scoring()
         return [scores[i] for i in range(len(samples))]
 
 
