@@ -7,11 +7,11 @@ import torch
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.algorithm.kl import beta_after
-from megatron_grpo.batch.cached_values import with_cached_values
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.batch.schedule import BatchSchedule, Cursor
+from megatron_grpo.batch.token_values import with_cached_values
 from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.experience_file import CURRENT, OPEN, ready_prefix
 from megatron_grpo.checkpoints.newest import steps_done

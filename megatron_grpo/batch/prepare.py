@@ -15,10 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_grpo.batch.distribute import Minibatches, distribute, split_for_data_parallel
-from megatron_grpo.batch.entropies import keep_high_entropy, with_entropy_weights
 from megatron_grpo.batch.experience import Experience, subtract_kl
-from megatron_grpo.batch.kl_in_reward import by_sample, sequence_kl, with_advantages
 from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.batch.token_values import (
+    by_sample,
+    keep_high_entropy,
+    sequence_kl,
+    with_advantages,
+    with_entropy_weights,
+)
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Model, Policy

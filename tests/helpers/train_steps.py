@@ -24,10 +24,10 @@ from helpers.policies import gradient_boxes, load_oracle, tiny_config, unstacked
 from helpers.ranks import run_ranks
 from megatron_grpo.batch.distribute import split_for_data_parallel
 from megatron_grpo.batch.experience import Experience, subtract_kl
-from megatron_grpo.batch.kl_in_reward import sequence_kl, with_advantages
 from megatron_grpo.batch.prepare import add_logprobs
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.batch.token_log import VALUES
+from megatron_grpo.batch.token_values import sequence_kl, with_advantages
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample

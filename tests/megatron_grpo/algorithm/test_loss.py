@@ -22,7 +22,7 @@ from megatron_grpo.algorithm.advantages import (
 from megatron_grpo.algorithm.kl import k3
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.algorithm.objectives import clipped, gmpo
-from megatron_grpo.batch.entropies import keep_high_entropy, with_entropy_weights
+from megatron_grpo.batch.token_values import keep_high_entropy, with_entropy_weights
 from megatron_grpo.config.grpo import GRPOConfig, LossType
 from parallel import ParallelDims
 from parallel.alignment import Alignment

@@ -23,7 +23,7 @@ from torch import nn
 from helpers.losses import BigramModel, chosen_tokens
 from megatron_grpo.algorithm.advantages import group_advantages, normalized_sum_advantages
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
-from megatron_grpo.batch.entropies import keep_high_entropy, with_entropy_weights
+from megatron_grpo.batch.token_values import keep_high_entropy, with_entropy_weights
 from megatron_grpo.config.grpo import GRPOConfig
 from parallel.alignment import Alignment
 from parallel.packing import TokenSequence, pack

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_grpo.batch.kl_in_reward import by_sample
 from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.batch.token_values import by_sample
 from megatron_grpo.config.grpo import GRPOConfig
 
 

@@ -12,9 +12,9 @@ import torch
 from helpers.models import tiny_model
 from helpers.policies import start_policy, tiny_config
 from helpers.ranks import run_ranks
-from megatron_grpo.batch.cached_values import with_cached_values
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import add_logprobs, packed_minibatches
+from megatron_grpo.batch.token_values import with_cached_values
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Heard, Sample

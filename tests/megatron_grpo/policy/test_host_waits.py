@@ -16,7 +16,7 @@ from helpers.measure import counted_waits
 from helpers.models import tiny_model
 from helpers.policies import LENGTHS, pack_all, start_policy, tiny_config
 from helpers.ranks import run_ranks
-from megatron_grpo.batch.entropies import with_entropy_weights
+from megatron_grpo.batch.token_values import with_entropy_weights
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.train_step import accumulate_gradient
 from parallel import ParallelDims

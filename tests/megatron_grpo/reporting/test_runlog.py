@@ -18,8 +18,8 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.launch.process import Preempted
+from megatron_grpo.reporting.metrics import gap_metrics, staleness_metrics
 from megatron_grpo.reporting.runlog import RunLog
-from megatron_grpo.reporting.staleness import gap_metrics, staleness_metrics
 from parallel import ParallelDims
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.reporting.symptoms import SYMPTOMS, Symptoms
+from megatron_grpo.reporting.runlog import SYMPTOMS, Symptoms
 
 PAGE = Path(__file__).parents[3] / "docs" / "symptoms.md"
 STEPS = {
