@@ -1,6 +1,6 @@
 """Sessions of agents for each prompt of a generation, as requests for the engines."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_grpo.agents.session import MOST_AT_ONCE, Session, TurnRequest
@@ -35,9 +35,10 @@ class AgentGeneration(DialogueRequests[Session]):
         """`begin` opens the session of a sample, and starts its agent with a seed."""
         super().__init__(params)
         self._agents = agents
+        samples = ((each, index) for each in prompts for index in range(params.num_generations))
         self.dialogues = [
-            begin(prompt, index, params, self._params.turn_seed(number, turn=-1))
-            for number, (prompt, index) in enumerate(self._each(prompts))
+            begin(prompt, index, params, params.turn_seed(number, turn=-1))
+            for number, (prompt, index) in enumerate(samples)
         ]
 
     def numbers(self) -> range:
@@ -100,9 +101,6 @@ class AgentGeneration(DialogueRequests[Session]):
         """End all agents, even in mid-turn."""
         for session in self.dialogues:
             self._agents.end(session)
-
-    def _each(self, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, int]]:
-        return ((each, index) for each in prompts for index in range(self._params.num_generations))
 
     def _place(self, number: int) -> tuple[Session, int]:
         session, place = divmod(number, MOST_AT_ONCE)

@@ -193,16 +193,13 @@ def source_metrics(experience: Experience) -> dict[str, float]:
             f"source/{name}/share": len(own) / len(totals),
             f"source/{name}/completions/mean_length": fmean(each.num_sampled for each in of_own),
             f"source/{name}/num_turns/mean": fmean(
-                _num_turns(experience.samples[i], experience.rewards[i]) for i in own
+                # The `step_rewards` of a sample that is no dialogue are of a process reward model.
+                max(1, len(experience.samples[i].step_rewards))
+                if {AGENT_TERM, ENVIRONMENT_TERM} & experience.rewards[i].keys()
+                else 1
+                for i in own
             ),
         }
         if scored := [totals[i] for i in own if not math.isnan(totals[i])]:
             metrics[f"source/{name}/reward"] = fmean(scored)
     return metrics
-
-
-def _num_turns(sample: Sample, scores: Mapping[str, float]) -> int:
-    """Turns of the model. The `step_rewards` of a sample that is no dialogue are those of a process
-    reward model."""
-    is_dialogue = bool({AGENT_TERM, ENVIRONMENT_TERM} & scores.keys())
-    return max(1, len(sample.step_rewards)) if is_dialogue else 1

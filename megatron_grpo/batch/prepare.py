@@ -133,7 +133,7 @@ def packed_minibatches(
     Rank 0 divides the next optimizer batch while the others pack theirs.
     """
     shards = split_for_data_parallel(experience, generation, cost, cfg) if experience else None
-    minibatches = []
+    minibatches, dims = [], groups.dims
     for _ in range(cfg.grpo.steps_per_generation):
         shard = distribute(next(shards) if shards else None, groups)
         batches = shard.pack(
@@ -141,15 +141,12 @@ def packed_minibatches(
             share_prompts=cfg.grpo.shared_prompts,
             context_rank=groups.coordinates.context,
         )
-        held = (_on_rank(batch, cfg, groups) for batch in batches)
+        # What this rank alone needs is computed while the host has the batches.
+        held = (with_own_layers(b, groups).on_rank(dims, groups.coordinates) for b in batches)
+        if cfg.model.mtp_num_layers:
+            held = (with_second_tokens(batch, groups) for batch in held)
         minibatches.append([batch.to(device) for batch in with_features(held, vision)])
     return minibatches
-
-
-def _on_rank(batch: PackedBatch, cfg: Config, groups: Groups) -> PackedBatch:
-    """The batch with what this rank alone needs, computed while the host has it."""
-    batch = with_own_layers(batch, groups).on_rank(groups.dims, groups.coordinates)
-    return with_second_tokens(batch, groups) if cfg.model.mtp_num_layers else batch
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,6 @@ def weight_parts(policy: Policy) -> list[StatePart]:
     return _parts_of(policy, policy.saved_parameters(), "")
 
 
-def reference_parts(reference: Reference | None) -> list[StatePart]:
-    """The parts of the weights of a reference that follows the policy; a frozen one has none."""
-    if reference is None or not reference.averaged_weights:
-        return []
-    return _parts_of(reference, reference.averaged_weights, REFERENCE)
-
-
 def _parts_of(model: Model, tensors: Mapping[str, Tensor], prefix: str) -> list[StatePart]:
     """The parts of `tensors`, which have the names and shapes of the model's saved parameters."""
     names = {parameter: name for name, parameter in model.saved_parameters().items()}
@@ -140,7 +133,10 @@ def object_names(policy: Policy) -> list[str]:
 
 def parts_saved(policy: Policy, reference: Reference | None) -> list[StatePart]:
     """All parts of a rank's tensors that a checkpoint holds."""
-    return weight_parts(policy) + optimizer_parts(policy) + reference_parts(reference)
+    parts = weight_parts(policy) + optimizer_parts(policy)
+    if reference is not None and reference.averaged_weights:  # it follows the policy
+        parts += _parts_of(reference, reference.averaged_weights, REFERENCE)
+    return parts
 
 
 def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:

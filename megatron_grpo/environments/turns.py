@@ -65,7 +65,7 @@ class Turns:
         ids = self._encode(text)
         if last_token not in self.end_tokens:
             return tuple(ids), text
-        return tuple(ids[1:]), self._without_end(text)
+        return tuple(ids[1:]), text[len(self.tokenizer.decode(ids[:1])) :]
 
     def with_first_observation(self, prompt: Prompt, observation: str) -> Prompt:
         """The prompt with `observation` appended to its last message."""
@@ -77,9 +77,6 @@ class Turns:
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _without_end(self, text: str) -> str:
-        return text[len(self.tokenizer.decode(self._encode(text)[:1])) :]
 
     def _check(self, whole: str) -> int:
         """The template's end token of a turn.

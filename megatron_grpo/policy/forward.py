@@ -4,7 +4,6 @@ The schedules are Megatron-Core's.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +60,13 @@ def run_schedule(
         iterator: Any, chunk: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, T]]]:
         batch = next(iterator)
-        return forward(chunk, batch, groups), partial(_per_token_loss, loss_fn, batch, loss_scale)
+
+        def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, T]:
+            loss, collected = loss_fn(hidden, batch)
+            # A triple, whose loss Megatron does not divide; its count of tokens is unused.
+            return loss * loss_scale, torch.zeros((), dtype=torch.int), collected
+
+        return forward(chunk, batch, groups), loss_of
 
     with model.computing(), torch.set_grad_enabled(not forward_only):
         collected: list[T] = get_forward_backward_func()(
@@ -96,17 +101,6 @@ def _weigh_router_losses(model: Model, groups: Groups, batches: Sequence[PackedB
         num_tokens /= groups.dims.tensor * groups.dims.context
     config.grad_scale_func = lambda loss: loss / num_tokens
     return num_tokens
-
-
-def _per_token_loss(
-    loss_fn: Callable[[Tensor, PackedBatch], tuple[Tensor, T]],
-    batch: PackedBatch,
-    loss_scale: float,
-    hidden: Tensor,
-) -> tuple[Tensor, Tensor, T]:
-    """The triple whose loss Megatron's schedule does not divide; the token count is unused."""
-    loss, collected = loss_fn(hidden, batch)
-    return loss * loss_scale, torch.zeros((), dtype=torch.int), collected
 
 
 def response_logprobs(

@@ -17,8 +17,12 @@ def with_gradients(chunks: Sequence[GPTModel], cfg: Config) -> list[Any]:
     """Give the chunks of a rank gradient buffers, which are summed over data and context ranks."""
     wrapped = [with_own_gradients(chunk, cfg, overlaps=True) for chunk in chunks]
     if cfg.parallel.overlap_grad_reduce:
-        _reduce_in_last_backward(wrapped)
-    _weights_are_whole(wrapped)
+        # Megatron's schedules then reduce gradients only in a chunk's last backward of a step. They
+        # would reduce after each microbatch, sums included that were reduced before.
+        functions = [chunk.no_sync for chunk in wrapped]
+        chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
+    for group in _bucket_groups(wrapped):  # a rank has all weights: the first forward gathers none
+        group.param_gather_dispatched = True
     return wrapped
 
 
@@ -37,21 +41,6 @@ def with_own_gradients(module: Any, cfg: Config, *, overlaps: bool = False) -> A
         ),
         module,
     )
-
-
-def _reduce_in_last_backward(chunks: Sequence[Any]) -> None:
-    """Tell Megatron's schedules to reduce gradients only in a chunk's last backward of a step.
-
-    They would reduce after each microbatch, sums included that were reduced before.
-    """
-    functions = [chunk.no_sync for chunk in chunks]
-    chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
-
-
-def _weights_are_whole(chunks: Sequence[Any]) -> None:
-    """Tell Megatron that a rank has all weights: the first forward need not gather any."""
-    for group in _bucket_groups(chunks):
-        group.param_gather_dispatched = True
 
 
 def gather_weights(chunks: Sequence[Any]) -> None:

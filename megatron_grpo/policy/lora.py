@@ -35,7 +35,6 @@ from checkpoint_convert.merge import merged
 from checkpoint_convert.peft import WEIGHT
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.policy.lora_targets import (
-    Part,
     Target,
     adapter_sender,
     local_targets,
@@ -112,17 +111,13 @@ class Adapter(torch.nn.Module):
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """W + s B A, see `merged`."""
-        total = weight.detach().clone()
-        for part, a, b in self._matrices():
-            rows = torch.tensor(part.rows, device=b.device)
-            total[rows] = merged(weight[rows], a, b, self.scale)
+        total, parts = weight.detach().clone(), self.target.parts
+        outer = self.b.split([len(part.rows) for part in parts])
+        for part, a, b in zip(parts, self.a.split(self.rank), outer, strict=True):
+            if part.rows:
+                rows = torch.tensor(part.rows, device=b.device)
+                total[rows] = merged(weight[rows], a, b, self.scale)
         return total
-
-    def _matrices(self) -> Iterator[tuple[Part, Tensor, Tensor]]:
-        """The A and B of each part that has rows here."""
-        sizes = [len(part.rows) for part in self.target.parts]
-        pairs = zip(self.target.parts, self.a.split(self.rank), self.b.split(sizes), strict=True)
-        return ((part, a, b) for part, a, b in pairs if part.rows)
 
     @torch.no_grad()
     def initialize(self, init: Literal[True, "gaussian"], seed: int) -> None:

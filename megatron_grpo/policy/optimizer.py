@@ -131,7 +131,12 @@ def own_gradient_is_finite(optimizer: Any) -> bool:
     The norm counts shared parameters once, so it skips norms and routers on tensor ranks above 0,
     and a tied embedding on the last stage. Call between `gradient_norm` and `apply_gradient`.
     """
-    gradients = [gradient for part in optimizer.chained_optimizers for gradient in _gradients(part)]
+    found = [
+        getattr(parameter, "decoupled_grad" if _are_apart(part) else "grad", None)
+        for part in optimizer.chained_optimizers
+        for parameter in part.get_parameters()
+    ]
+    gradients = [gradient for gradient in found if gradient is not None]
     return math.isfinite(torch.nn.utils.get_total_norm(gradients))
 
 
@@ -160,13 +165,6 @@ def apply_gradient(optimizer: Any, norm: float) -> None:
             is_apart = _are_apart(part)
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, is_apart)
     optimizer.step_with_ready_grads()
-
-
-def _gradients(part: Any) -> list[Tensor]:
-    """The gradients that one of the chained optimizers is about to apply."""
-    name = "decoupled_grad" if _are_apart(part) else "grad"
-    found = [getattr(parameter, name, None) for parameter in part.get_parameters()]
-    return [gradient for gradient in found if gradient is not None]
 
 
 def _are_apart(part: Any) -> bool:

@@ -27,19 +27,13 @@ If your function does, it must provide the sandbox (`workers.sandbox`).
 """
 
 from megatron_grpo.rewards.pool import RewardPool, RewardPools, ScoringCancelled
-from megatron_grpo.rewards.scoring import (
-    RewardError,
-    add_dialogue_rewards,
-    check_failed,
-    total_rewards,
-)
+from megatron_grpo.rewards.scoring import RewardError, check_failed, total_rewards
 
 __all__ = [
     "RewardError",
     "RewardPool",
     "RewardPools",
     "ScoringCancelled",
-    "add_dialogue_rewards",
     "check_failed",
     "total_rewards",
 ]

@@ -8,7 +8,7 @@ from megatron_grpo.data.rows import Fault, Row
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.builtin import reference_fault
 from megatron_grpo.rewards.pool import RewardPools
-from megatron_grpo.rewards.scoring import Scores, add_dialogue_rewards, total_rewards
+from megatron_grpo.rewards.scoring import Scores, total_rewards
 
 
 class RewardsBySource:
@@ -44,7 +44,8 @@ class RewardsBySource:
                 own = [samples[i] for i in places]
                 found = pool.score(own, num_completions=num_completions)
                 if term := self._views[name].dialogue_term:
-                    add_dialogue_rewards(found, own, term)
+                    for score, sample in zip(found, own, strict=True):
+                        score[term] = sample.dialogue_reward
                 scores |= zip(places, found, strict=True)
             self._all_pools.finish_scoring()
         return [scores[i] for i in range(len(samples))]

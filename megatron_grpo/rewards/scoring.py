@@ -143,14 +143,6 @@ class Scoring:
             )
 
 
-def add_dialogue_rewards(
-    scores: Sequence[dict[str, float]], samples: Sequence[Sample], term: str
-) -> None:
-    """Add the reward that the environment or agent of each dialogue gave, NaN where it failed."""
-    for score, sample in zip(scores, samples, strict=True):
-        score[term] = sample.dialogue_reward
-
-
 def total_rewards(
     scores: Sequence[Mapping[str, float]],
     functions: Sequence[RewardFunction],

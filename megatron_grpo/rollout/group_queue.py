@@ -48,8 +48,12 @@ class GroupQueue:
         """
         new = []
         rows = {self.row_of(number) for number in (*self._open, *self._complete)}
-        while limit and (self._num_at_hand < min(limit, self.num_wanted) or len(rows) < self.size):
-            number = self.again.pop(0) if self.again else self._new_number()
+        most = min(limit, self.num_wanted)
+        while limit and (len(self.asked_at) < most or len(rows) < self.size):
+            if self.again:
+                number = self.again.pop(0)
+            else:
+                number, self.next_number = self.next_number, self.next_number + 1
             self._open[number] = now
             rows.add(self.row_of(number))
             new.append(number)
@@ -99,11 +103,3 @@ class GroupQueue:
             self._complete.pop(number, None)
         self.again = sorted([*self.again, *dropped])
         return dropped
-
-    def _new_number(self) -> int:
-        self.next_number += 1
-        return self.next_number - 1
-
-    @property
-    def _num_at_hand(self) -> int:
-        return len(self._open) + len(self._complete)

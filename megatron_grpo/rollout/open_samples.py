@@ -40,7 +40,10 @@ def experience_of(groups: Mapping[int, ScoredGroup | Unscored]) -> Experience | 
     Samples without scores have no rewards and the total NaN. There are no advantages yet.
     """
     scored = [
-        each if isinstance(each, ScoredGroup) else _without_score(each) for each in groups.values()
+        each
+        if isinstance(each, ScoredGroup)
+        else ScoredGroup(each, [{} for _ in each], [math.nan] * len(each))
+        for each in groups.values()
     ]
     samples = [sample for group in scored for sample in group.samples]
     if not samples:
@@ -67,7 +70,3 @@ def groups_of(experience: Experience) -> dict[int, ScoredGroup | Unscored]:
         is_scored = not any(map(math.isnan, totals))
         groups[number] = ScoredGroup(samples, rewards, totals) if is_scored else samples
     return groups
-
-
-def _without_score(samples: Unscored) -> ScoredGroup:
-    return ScoredGroup(samples, [{} for _ in samples], [math.nan] * len(samples))

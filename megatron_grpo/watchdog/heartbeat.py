@@ -69,7 +69,8 @@ class Heartbeat:
         )
         self._signal_writer, self._signal_reader = socket.socketpair()
         self._signal_writer.setblocking(False)
-        self._is_unwinding, self._is_unwound = threading.Event(), threading.Event()
+        self.is_unwinding, self._is_unwound = threading.Event(), threading.Event()
+        """The first: set once the main thread unwinds, and need not be interrupted."""
         self._timer = KillTimer(intervals.kill)
         self._beaten, self._silent_for = time.monotonic(), 0.0
         """When the last heartbeat was sent, and the seconds since rank 0 was heard."""
@@ -96,13 +97,9 @@ class Heartbeat:
         """Send a message to the server; callable from any thread."""
         self._loop.call_soon_threadsafe(self._writer.write, encode_line(**fields))
 
-    def set_unwinding(self) -> None:
-        """Note that the main thread is already unwinding and need not be interrupted."""
-        self._is_unwinding.set()
-
     def join(self) -> None:
         """Wait until all ranks have ended; call this after closing what the main thread owns."""
-        self._is_unwinding.set()
+        self.is_unwinding.set()
         self._is_unwound.set()
         self._thread.join()
 
@@ -175,7 +172,7 @@ class Heartbeat:
             with suppress(OSError):  # a full disk, or a pipe that nobody reads any more
                 print(end.text, file=sys.stderr, flush=True)
         if self._place.rank == 0:
-            if not self._is_unwinding.is_set():
+            if not self.is_unwinding.is_set():
                 signal.pthread_kill(threading.main_thread().ident or 0, UNWIND)
             self._is_unwound.wait(self._intervals.unwind)
             if sys.stdout.isatty():  # a progress bar may have hidden it

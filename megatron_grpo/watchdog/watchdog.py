@@ -156,7 +156,7 @@ class Watchdog:
         if error is None or self._has_reported or isinstance(error, (*AGREED, KeyboardInterrupt)):
             return
         self._has_reported = True
-        self._heartbeat.set_unwinding()
+        self._heartbeat.is_unwinding.set()
         self._heartbeat.send(heartbeat=asdict(self._position))  # the exact position of the failure
         self._heartbeat.send(failure=asdict(_failure(error, self._position.step)))
         if self._place.has_own_log:
@@ -203,14 +203,11 @@ def _failure(error: BaseException, step: int) -> Failure:
     )
     is_early = is_ours and step == 0
     is_for_user = is_early and is_user_error(error)
-    if str(error) and (is_early or _is_meant_for_people(error)):
+    # The messages of system errors (errno) do not say what is wrong and where.
+    is_whole = isinstance(error, OSError) and error.errno is None
+    if str(error) and (is_early or is_whole or isinstance(error, RewardError)):
         return Failure(str(error), trace, is_for_user, is_consequence)
     return Failure(trace, "", is_for_user, is_consequence)
-
-
-def _is_meant_for_people(error: BaseException) -> bool:
-    """Whether its message says what is wrong and where; those of system errors (errno) do not."""
-    return isinstance(error, RewardError) or (isinstance(error, OSError) and error.errno is None)
 
 
 def agree_to_stop(is_preempted: bool) -> bool:
