@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.algorithm.kl import beta_after
+from megatron_grpo.algorithm.kl import adapted_beta
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
@@ -274,7 +274,7 @@ class Trainer:
         if (target := self.cfg.grpo.kl_target) is not None:
             report.metrics["beta"] = self.beta
             num, horizon = self.schedule.minibatch_size, self.cfg.grpo.kl_horizon
-            self.beta = beta_after(self.beta, report.metrics, target, num, horizon)
+            self.beta = adapted_beta(self.beta, report.metrics, target, num, horizon)
         self.checkpoints.poll()
         return report
 

@@ -50,12 +50,8 @@ def group_advantages(
     batch. Equality is tested by comparing the rewards: the computed standard deviation of equal
     numbers can be tiny but nonzero.
 
-    Args:
-        rewards: [N], finite or NaN.
-        group_ids: [N] int64, equal for the completions of one prompt, in any order.
-        scale_rewards: what the advantage is divided by.
-        estimator: the baseline that is subtracted from the reward.
-        epsilon: added to the standard deviation.
+    `rewards` [N] are finite or NaN; `group_ids` [N] int64 are equal for the completions of one
+    prompt, in any order.
     """
     valid = _valid(rewards)
     advantages = torch.zeros(len(rewards), dtype=torch.float64)
@@ -112,13 +108,8 @@ def process_advantages(
     The rewards of all steps of a group are normalized together. The advantage of a token is the sum
     of the normalized rewards of the steps that end at or after it.
 
-    Args:
-        step_rewards: for each of the N completions, the rewards of its steps.
-        lengths: [N] number of tokens of each completion.
-        group_ids: [N] int64, equal for the completions of one prompt.
-
-    Returns:
-        N tensors [length] in float64.
+    `step_rewards`, `lengths` in tokens, and `group_ids` [N] int64, equal for one prompt, are of the
+    N completions. Returns N tensors [length] in float64.
     """
     flat = [
         (owner, token, reward)

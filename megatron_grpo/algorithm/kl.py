@@ -33,41 +33,22 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: KLEstimator
         return logprobs - other_logprobs
     if estimator == "k2":
         return (logprobs - other_logprobs) ** 2 / 2
-    return k3(logprobs, other_logprobs)
-
-
-def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """The k3 estimate, which is unbiased and never negative; see `kl_estimate`."""
     difference = (other_logprobs - logprobs).clamp(max=LOG_BOUND)
     return torch.expm1(difference) - difference
 
 
-def beta_after(
+def adapted_beta(
     beta: float, metrics: Mapping[str, float], target: float, num_completions: int, horizon: int
 ) -> float:
-    """The weight of the KL penalty after a step with these metrics: see `adapted_beta`.
+    """The weight of the KL penalty after a step with these metrics: a proportional controller.
+
+    Ziegler et al., arXiv 1909.08593, section 2.2, with the mean divergence per token, `target` and
+    measured, in nats; `num_completions` are those of the step:
+    ``beta * (1 + clip(kl / target - 1, -0.2, 0.2) * min(1, num_completions / horizon))``
 
     Unchanged if the metrics have no usable divergence: it was not finite, or no token was counted.
     """
     if "kl" not in metrics or not metrics.get("num_response_tokens"):
         return beta
-    return adapted_beta(beta, metrics["kl"], target, num_completions, horizon)
-
-
-def adapted_beta(
-    beta: float, kl: float, target: float, num_completions: int, horizon: int
-) -> float:
-    """The weight of the KL penalty after a step that measured `kl`: a proportional controller.
-
-    Ziegler et al., arXiv 1909.08593, section 2.2:
-    ``beta * (1 + clip(kl / target - 1, -0.2, 0.2) * min(1, num_completions / horizon))``
-
-    Args:
-        beta: weight in the step.
-        kl: mean divergence per token, in nats.
-        target: the desired mean divergence per token.
-        num_completions: number of completions in the step.
-        horizon: number of completions over which beta changes by at most 20%.
-    """
-    error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
+    error = min(max(metrics["kl"] / target - 1, -MAX_ERROR), MAX_ERROR)
     return beta * (1 + error * min(1.0, num_completions / horizon))

@@ -98,13 +98,8 @@ def loss_weights(lengths: Tensor, loss_type: LossType, max_completion_length: in
     The weights are global: the loss is a plain sum of weighted tokens over microbatches, context
     and data ranks, and is not divided later.
 
-    Args:
-        lengths: [N] number of response tokens that count; 0 for a fully masked sequence.
-        loss_type: one of those above.
-        max_completion_length: longest completion the sampler may produce.
-
-    Returns:
-        [N] float64. Always finite: a sequence without counted tokens gets a weight that is unused.
+    `lengths` [N] are numbers of response tokens that count, 0 for a fully masked sequence. Returns
+    [N] float64, always finite: a sequence without counted tokens gets a weight that is unused.
     """
     tokens, num_sequences = lengths.double(), len(lengths)
     match loss_type:
@@ -150,11 +145,6 @@ def grpo_loss(tokens: LossTokens, cfg: GRPOConfig, beta: float) -> GRPOLoss:
     subtracted from the rewards, it is only reported. m_entropy keeps the tokens of highest entropy
     (arXiv 2506.01939). Without old log-probabilities, the generating policy is the current one: the
     ratio is exactly 1 and the gradient is the plain policy gradient.
-
-    Args:
-        tokens: the tokens whose log-probabilities this rank computed.
-        cfg: the options.
-        beta: weight of the KL penalty in this step.
     """
     assert (tokens.ref_logprobs is None) == (cfg.beta == 0.0), (
         f"beta is {cfg.beta}: reference log-probabilities are needed if and only if it is not 0"

@@ -194,15 +194,13 @@ def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Ten
 
     Where weights are float32, the master weights are views of them, and so in both parts.
     """
-    models = [] if reference is None else [reference]
+    of_reference: list[Tensor] = []
+    if reference is not None:
+        of_reference += [*reference.parameters().values(), *reference.averaged_weights.values()]
     buffers = [b for chunk in policy.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
     return {
         "weights": [*policy.parameters().values()],
-        "reference": [
-            tensor
-            for model in models
-            for tensor in (*model.parameters().values(), *model.averaged_weights.values())
-        ],
+        "reference": of_reference,
         "gradients": [buffer.grad_data for buffer in buffers],
         "optimizer": state_tensors(policy.optimizer),
     }

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from multiprocessing.connection import Pipe, wait
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megatron_grpo.bars import Show
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.functions import LOAD, Answer
 from megatron_grpo.rewards.scoring import Call, RewardError, Scores, Scoring
@@ -76,9 +77,6 @@ class RewardWorkerProcess(SupervisedWorker):
         super().finish_kill()
         self.connection.close()
 
-
-if TYPE_CHECKING:
-    from megatron_grpo.data.prompts import Prompt
 
 REVIVE_SECONDS = 1.0
 """Seconds between two looks at the servers of reward models."""
@@ -159,7 +157,7 @@ class RewardPool:
             raise
         self._revive()
 
-    def score_trial(self, prompt: "Prompt") -> None:
+    def score_trial(self, prompt: Prompt) -> None:
         """Score two made-up completions of `prompt`, so that a broken function shows before a run.
 
         Raises RewardError, and closes the pool, for what is not one score per completion. Other

@@ -114,7 +114,7 @@ def test_metrics_say_what_each_option_did(whole: Path) -> None:
     negative = [row for row in scored if row["advantage"] < 0]
     assert 0 < records[2]["off_policy_mask_ratio"] <= len(negative) / len(scored)
     for before, after in pairwise(records):
-        assert after["beta"] == adapted_beta(before["beta"], before["kl"], TARGET, 8, HORIZON)
+        assert after["beta"] == adapted_beta(before["beta"], before, TARGET, 8, HORIZON)
 
 
 def test_advantages_are_of_rewards_less_the_divergence_by_the_weight_of_their_step(
