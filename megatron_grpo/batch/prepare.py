@@ -56,11 +56,8 @@ def add_logprobs(
     """
     filled, entropies = _from_policy(batches, policy, cfg, groups, is_next)
     if reference and batches[0].ref_logprobs is None:
-        filled = _filled(
-            filled,
-            "ref_logprobs",
-            [logprobs for logprobs, _ in _computed(reference, batches, cfg, groups)],
-        )
+        computed = compute_logprobs(reference, batches, cfg.rollout.temperature, groups)
+        filled = _filled(filled, "ref_logprobs", [logprobs for logprobs, _ in computed])
     if not policy.is_last_stage:
         return filled
     if cfg.grpo.top_entropy_quantile < 1 and batches[0].high_entropy is None:
@@ -90,16 +87,10 @@ def _from_policy(
         batches = [replace(batch, old_logprobs=batch.rollout_logprobs) for batch in batches]
     if not _needs_policy(batches, cfg, is_next):
         return list(batches), []
-    computed = _computed(policy, batches, cfg, groups)
+    computed = compute_logprobs(policy, batches, cfg.rollout.temperature, groups)
     if batches[0].old_logprobs is None:
         batches = _filled(batches, "old_logprobs", [logprobs for logprobs, _ in computed])
     return list(batches), [entropy for _, entropy in computed]
-
-
-def _computed(
-    model: Model, batches: Sequence[PackedBatch], cfg: Config, groups: Groups
-) -> list[tuple[Tensor, Tensor]]:
-    return compute_logprobs(model, batches, cfg.rollout.temperature, groups) or []
 
 
 def _filled(
@@ -196,7 +187,8 @@ class Preparation:
             return with_old_logprobs(batches, logprobs, self.groups)
         if is_so_on_all_ranks(not logprobs, self.device):
             return list(batches)
-        computed = _computed(self.policy, batches, self.cfg, self.groups)
+        temperature = self.cfg.rollout.temperature
+        computed = compute_logprobs(self.policy, batches, temperature, self.groups)
         return _filled(batches, "old_logprobs", [values for values, _ in computed])
 
     def subtract_kl(

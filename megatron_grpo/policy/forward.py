@@ -125,10 +125,10 @@ def response_logprobs(
 
 def compute_logprobs(
     model: Model, batches: Sequence[PackedBatch], temperature: float, groups: Groups
-) -> list[tuple[Tensor, Tensor]] | None:
+) -> list[tuple[Tensor, Tensor]]:
     """Log-probabilities and entropies [T] of every microbatch, without gradient.
 
-    Complete on every context and tensor rank of the last stage; None on earlier stages.
+    Complete on every context and tensor rank of the last stage; empty on earlier stages.
     """
 
     def collect(hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -137,8 +137,7 @@ def compute_logprobs(
         dist.all_reduce(both, group=groups.contexts[batch.context_size])
         return chosen.logprobs.sum(), (both[0].clone(), both[1].clone())
 
-    outputs = run_schedule(model, groups, batches, collect, forward_only=True)
-    return list(outputs) if model.is_last_stage else None
+    return run_schedule(model, groups, batches, collect, forward_only=True)
 
 
 Shape = tuple[int, int, int]

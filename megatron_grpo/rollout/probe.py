@@ -80,7 +80,7 @@ def _gap(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     largest = torch.zeros(1, dtype=torch.float64, device=device)
     for minibatch in minibatches:
-        computed = compute_logprobs(policy, minibatch, cfg.rollout.temperature, groups) or []
+        computed = compute_logprobs(policy, minibatch, cfg.rollout.temperature, groups)
         for batch, (logprobs, _) in zip(minibatch, computed, strict=bool(computed)):
             if batch.loss_mask.any() and groups.answers_for(batch.context_size):
                 gaps = (logprobs - batch.rollout_logprobs).abs()[batch.loss_mask].double()

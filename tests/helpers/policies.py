@@ -240,7 +240,7 @@ def logprobs_of(model: Model, groups: Groups, batches: Sequence[PackedBatch]) ->
     return {
         int(index): values[batch.loss_mask & (batch.sequence_index == index)]
         for batch, (values, _) in zip(
-            batches, compute_logprobs(model, batches, 1.0, groups) or [], strict=False
+            batches, compute_logprobs(model, batches, 1.0, groups), strict=False
         )
         for index in batch.sequence_index[batch.loss_mask].unique()
     }

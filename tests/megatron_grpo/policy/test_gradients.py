@@ -174,7 +174,7 @@ def take_steps(
     for step, num_microbatches in enumerate((len(share), dims.pipeline, len(share))):
         # The forward of training, or one without gradient, is the first to see new weights.
         if step != 1:
-            seen += [values for values, _ in compute_logprobs(policy, share, 1.0, groups) or []]
+            seen += [values for values, _ in compute_logprobs(policy, share, 1.0, groups)]
         if step == 2:
             seen.append(fault(policy, groups, share))
         accumulate(policy, groups, share[:num_microbatches])

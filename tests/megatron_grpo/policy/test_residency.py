@@ -120,7 +120,7 @@ def go_through_two_generations(
             elif phase == "log-probabilities":
                 for model in (policy, reference):
                     computed = compute_logprobs(model, pack_all(LENGTHS, dims), 1.0, groups)
-                    logprobs += [values for values, _ in computed or []]
+                    logprobs += [values for values, _ in computed]
         checkpoints.wait()
     return found, logprobs
 

@@ -258,7 +258,7 @@ def steps_on_rank(
     first = checkpoints.load().step
     states.append(state_of(policy))
     for step in range(first + 1, num_steps + 1):
-        found = compute_logprobs(policy, batches, 1.0, groups) or []
+        found = compute_logprobs(policy, batches, 1.0, groups)
         logprobs.append(float(sum(each.sum() for each, _ in found)))
         take_step(policy, groups, batches)
         states.append(state_of(policy))
