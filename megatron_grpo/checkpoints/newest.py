@@ -5,13 +5,12 @@ Megatron-Core so load the index of a checkpoint and the objects in its files, an
 would harm them is not good: all pickles are screened first.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from checkpoint_convert.formats.torch_dist import read_object_places
@@ -26,6 +25,8 @@ from megatron_grpo.policy.reference import Reference
 from parallel import ParallelDims
 from parallel.collectives import first_failure, raise_first_failure
 
+T = TypeVar("T")
+
 
 def steps_done(folder: Path) -> int:
     """Optimizer steps of the newest checkpoint in `folder`; 0 when there is none. Collective.
@@ -33,15 +34,7 @@ def steps_done(folder: Path) -> int:
     Rank 0 decides: other hosts may have an outdated view of a network file system, and ranks that
     disagree would wait for each other. Raises the ValueError of `folders.latest_step`.
     """
-    done = torch.tensor(0)
-
-    def look() -> None:
-        if dist.get_rank() == 0:
-            done.fill_(folders.latest_step(folder))
-
-    raise_first_failure(look, ValueError)
-    dist.broadcast(done, src=0)
-    return int(done)
+    return _from_rank_0(lambda: folders.latest_step(folder))
 
 
 def load_newest(
@@ -54,12 +47,15 @@ def load_newest(
     when there are some but none is good, and TimeoutError on all ranks when one cannot be read, as
     it may be good.
     """
-    steps: list[int] = []
-    raise_first_failure(lambda: steps.extend(_find(folder)), ValueError)
-    dist.broadcast_object_list(shared := [steps])
+
+    def find() -> list[int]:
+        folder.mkdir(parents=True, exist_ok=True)
+        folders.remove_leftovers(folder)
+        return folders.candidates(folder)
+
     reasons: list[str] = []
     way_out = "remove it to continue from the one before"
-    for step in shared[0]:
+    for step in _from_rank_0(find):
         checkpoint = folders.step_folder(folder, step)
         damage = _damage(checkpoint, partial(_verify, checkpoint), way_out)
         damage = damage or _damage(
@@ -85,16 +81,8 @@ def load_start(init_from: Path, policy: Policy) -> None:
     generation. Raises ValueError on all ranks when the checkpoint is not good, and TimeoutError on
     all ranks when it cannot be read.
     """
-    found: list[tuple[Path, str]] = []
-
-    def find() -> None:
-        if dist.get_rank() == 0:  # for all: that run may be saving newer ones
-            checkpoint = folders.checkpoint_at(init_from)
-            found.append((checkpoint, folders.instead_of(checkpoint)))
-
-    raise_first_failure(find, ValueError)
-    dist.broadcast_object_list(shared := [found])
-    ((checkpoint, way_out),) = shared[0]
+    checkpoint = _from_rank_0(lambda: folders.checkpoint_at(init_from))  # it may be saving others
+    way_out = _from_rank_0(lambda: folders.instead_of(checkpoint))
     damage = _damage(checkpoint, partial(_verify, checkpoint), way_out)
     damage = damage or _damage(checkpoint, partial(_read_start, checkpoint, policy), way_out)
     if damage is not None:
@@ -103,13 +91,12 @@ def load_start(init_from: Path, policy: Policy) -> None:
         print(f"starting from the weights and moments in {checkpoint}")
 
 
-def _find(folder: Path) -> list[int]:
-    """On rank 0, the steps of the checkpoints to try; elsewhere nothing."""
-    if dist.get_rank() != 0:
-        return []
-    folder.mkdir(parents=True, exist_ok=True)
-    folders.remove_leftovers(folder)
-    return folders.candidates(folder)
+def _from_rank_0(find: Callable[[], T]) -> T:
+    """What `find` returns on rank 0, on all ranks; raises its ValueError on all. Collective."""
+    found: list[T] = []
+    raise_first_failure(lambda: found.append(find()) if dist.get_rank() == 0 else None, ValueError)
+    dist.broadcast_object_list(shared := [found])
+    return shared[0][0]
 
 
 def _damage(checkpoint: Path, read: Callable[[], None], way_out: str) -> ValueError | None:
@@ -185,15 +172,7 @@ def _read_start(checkpoint: Path, policy: Policy) -> None:
 
 def screen_checkpoint(folder: Path) -> None:
     """Raise ValueError when loading `folder` would call more than loading tensors requires."""
-    common = folder / "common.pt"
-    _screen(common, 0, common.stat().st_size)
-    for file, offset, length in sorted(set(read_object_places(folder / ".metadata"))):
-        _screen(folder / file, offset, length)
-
-
-def _screen(path: Path, offset: int, length: int) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        screen(descriptor, path, offset, length)
-    finally:
-        os.close(descriptor)
+    common = ("common.pt", 0, (folder / "common.pt").stat().st_size)
+    for name, offset, length in [common, *sorted(set(read_object_places(folder / ".metadata")))]:
+        with (folder / name).open("rb") as file:
+            screen(file.fileno(), folder / name, offset, length)
