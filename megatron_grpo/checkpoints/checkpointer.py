@@ -36,7 +36,6 @@ from megatron_grpo.checkpoints.experience_file import read_experience, write_exp
 from megatron_grpo.checkpoints.manifest import FileHash, hash_files
 from megatron_grpo.checkpoints.newest import load_newest, load_start
 from megatron_grpo.checkpoints.shard_file import HostMemory, chunks_to_write
-from megatron_grpo.checkpoints.state import StatePart
 from megatron_grpo.checkpoints.trainer_state import (
     Record,
     TrainerState,
@@ -46,6 +45,7 @@ from megatron_grpo.checkpoints.trainer_state import (
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.policy.export import check_finite
 from megatron_grpo.policy.gradients import gather_weights
 from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.reference import Reference
@@ -155,17 +155,18 @@ class Checkpoints:
         parts = [
             replace(part, values=self._residency.readable(part.values)) for part in self._parts
         ]
-        raise_first_failure(lambda: _check_finite(parts), FloatingPointError)
+        values = ((part.key, part.values) for part in parts)
+        raise_first_failure(lambda: check_finite(values, "saved"), FloatingPointError)
         self._check_space()
         folder = self._folder / f"step_{state.step}{folders.PARTIAL}"
         raise_first_failure(lambda: self._make_folder(folder), OSError)
         chunks, tensors = chunks_to_write(parts)
-        values = self._memory.copy(tensors)
+        copies = self._memory.copy(tensors)
         file = folder / file_name(self._rank)
         write_shared = self._shared_files(chunks, file, state, experiences)
 
         def write() -> dict[str, FileHash]:
-            own = {file.name: manifest.write_hashed(file, file_parts(chunks, values))}
+            own = {file.name: manifest.write_hashed(file, file_parts(chunks, copies))}
             return own | (write_shared(folder) if write_shared else {})
 
         self.newest_step = state.step
@@ -286,9 +287,3 @@ class Checkpoints:
                 )
 
         raise_first_failure(check, OSError)
-
-
-def _check_finite(parts: Sequence[StatePart]) -> None:
-    key = megatron_state.first_not_finite(parts)
-    if key is not None:
-        raise FloatingPointError(f"{key} is not finite: nothing is saved")

@@ -6,7 +6,7 @@ splits them, in ranges of the concatenated parameters; a range is cut into boxes
 every data rank writes and reads its own, and no tensor is gathered.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,23 +146,6 @@ def num_bytes_saved(policy: Policy, reference: Reference | None) -> int:
         for part in parts_saved(policy, reference)
         if not part.is_replica
     )
-
-
-def first_not_finite(parts: Sequence[StatePart]) -> str | None:
-    """Key of the first part that holds NaN or infinity; None when all are finite."""
-    # One pass without a mask as large as the tensor: if the bounds are finite, so are all values.
-    bounds = [torch.stack(torch.aminmax(_rounded(part))).double() for part in parts]
-    if not bounds:
-        return None
-    # Some may be of tensors in host memory.
-    bounds = [each.to(bounds[0].device, non_blocking=True) for each in bounds]
-    is_finite = torch.isfinite(torch.stack(bounds)).all(dim=1)
-    return None if is_finite.all() else parts[int(is_finite.byte().argmin())].key
-
-
-def _rounded(part: StatePart) -> Tensor:
-    """The values, or what they are rounded to if that is a tensor: it is finite if they are."""
-    return part.values.weights if isinstance(part.values, SplitFloats) else part.values
 
 
 def counters(policy: Policy) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -32,6 +32,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.policy.lora_targets import peft_tensors, targets_of
 from megatron_grpo.policy.model import Policy
+from megatron_grpo.policy.optimizer_state import SplitFloats
 from megatron_grpo.policy.quantized import quantized_shard, rank_layout
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from parallel.collectives import raise_first_failure
@@ -56,7 +57,7 @@ def export_model(
     rank has a weight that is not finite, raises FloatingPointError on all ranks and writes nothing.
     """
     weights = {name: residency.readable(each) for name, each in policy.saved_parameters().items()}
-    raise_first_failure(lambda: _check_finite(weights), FloatingPointError)
+    raise_first_failure(lambda: check_finite(weights.items(), "exported"), FloatingPointError)
     partial = folder.with_name(folder.name + ".partial")
     if groups.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -123,11 +124,24 @@ def _add_end_tokens(folder: Path, shape: ModelShape, stop_token_ids: Sequence[in
     file.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _check_finite(weights: Mapping[str, Tensor]) -> None:
-    for name, values in weights.items():
-        # Minimum and maximum suffice, and need no mask as large as the tensor.
-        if not torch.stack(torch.aminmax(values.detach())).isfinite().all():
-            raise FloatingPointError(f"{name} is not finite: nothing is exported")
+def check_finite(tensors: Iterable[tuple[str, Tensor | SplitFloats]], what: str) -> None:
+    """Raise FloatingPointError, by name, if one of the tensors has NaN or infinity, so that nothing
+    is `what`."""
+    names, bounds = [], []
+    for name, values in tensors:
+        # What split floats are rounded to is finite if they are. Of all values the bounds suffice,
+        # and need no mask as large as the tensor.
+        whole = values.weights if isinstance(values, SplitFloats) else values
+        bounds.append(torch.stack(torch.aminmax(whole.detach())).double())
+        names.append(name)
+    if not bounds:
+        return
+    # Some may be of tensors in host memory.
+    bounds = [each.to(bounds[0].device, non_blocking=True) for each in bounds]
+    is_finite = torch.stack(bounds).isfinite().all(dim=1)
+    if not is_finite.all():
+        name = names[int(is_finite.byte().argmin())]
+        raise FloatingPointError(f"{name} is not finite: nothing is {what}")
 
 
 def _write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megatron_grpo.checkpoints.shard_file import HostMemory
-from megatron_grpo.checkpoints.state import StatePart, first_not_finite
-from parallel import Box
+from megatron_grpo.policy.export import check_finite
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,11 +23,11 @@ def test_the_copies_are_right_while_the_memory_for_them_grows():
 
 
 def test_what_is_not_finite_is_found_where_some_of_the_state_is_on_the_host():
-    def part(key: str, value: float, device: str) -> StatePart:
-        values = torch.tensor([1.0, value], device=device)
-        return StatePart(key, (2,), Box((0,), (2,)), values, is_replica=False, is_padded=False)
+    def values(value: float, device: str) -> torch.Tensor:
+        return torch.tensor([1.0, value], device=device)
 
-    fine = [part("weights", 2.0, "cuda"), part("moments", 3.0, "cpu")]
-    assert first_not_finite(fine) is None
+    fine = [("weights", values(2.0, "cuda")), ("moments", values(3.0, "cpu"))]
+    check_finite(fine, "saved")
     for device in ("cuda", "cpu"):
-        assert first_not_finite([*fine, part("spoilt", torch.nan, device)]) == "spoilt"
+        with pytest.raises(FloatingPointError, match=r"^spoilt is not finite"):
+            check_finite([*fine, ("spoilt", values(torch.nan, device))], "saved")
