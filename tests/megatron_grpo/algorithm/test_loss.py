@@ -19,7 +19,7 @@ from megatron_grpo.algorithm.advantages import (
     normalized_sum_advantages,
     process_advantages,
 )
-from megatron_grpo.algorithm.kl import k3
+from megatron_grpo.algorithm.kl import kl_estimate
 from megatron_grpo.algorithm.loss import LossTokens, grpo_loss, loss_weights
 from megatron_grpo.algorithm.objectives import clipped, gmpo
 from megatron_grpo.batch.token_values import keep_high_entropy, with_entropy_weights
@@ -92,7 +92,8 @@ def test_the_worked_example_of_ratios_clips_and_their_mean():
 
 
 def test_the_worked_example_of_k3():
-    value = k3(torch.tensor(-0.476, dtype=torch.float64), torch.tensor(-0.600, dtype=torch.float64))
+    logprob, reference = torch.tensor([-0.476, -0.600], dtype=torch.float64)
+    value = kl_estimate(logprob, reference, "k3")
     assert f"{value:.4f}" == "0.0074"
 
 
