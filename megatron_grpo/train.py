@@ -198,6 +198,7 @@ class Trainer:
         """Restore the generations that were ready, but not trained on, when the run was saved."""
         for number, ready in enumerate(self.state.ready):
             experience = self._load_experience(ready_prefix(number))
+            assert experience or not self.zero, "the manifest of the checkpoint is right"
             batch = RolloutBatch(experience, ready.metrics) if experience else None
             self.rollouts.ready[ready.generation] = batch
 
