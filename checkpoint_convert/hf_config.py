@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert import mxfp4
-from checkpoint_convert.config_values import boolean, even, integer, number, token_ids
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Experts, Family
-from checkpoint_convert.folder import read_json
+from checkpoint_convert.folder import boolean, even, integer, number, read_json, token_ids
 from checkpoint_convert.formats.safetensors_file import NAMES, stored_names
 from checkpoint_convert.layer_types import (
     read_blocks,

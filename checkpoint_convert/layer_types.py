@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.config_values import boolean, integer, number
 from checkpoint_convert.families.description import Family, Windows
+from checkpoint_convert.folder import boolean, integer, number
 from checkpoint_convert.shape import IndexerShape, LatentShape, LinearShape, Module
 
 WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"

@@ -5,8 +5,8 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.config_values import boolean, integer, number
 from checkpoint_convert.families.description import Family
+from checkpoint_convert.folder import boolean, integer, number
 from checkpoint_convert.layer_types import FULL, WINDOWED
 
 # Parameters with one supported value for every RoPE type, which vLLM reads.

@@ -47,6 +47,8 @@ from parallel import (
 from parallel.views import as_whole
 
 _EMBEDDING = "embedding.word_embeddings.weight"
+_OF_MODEL = ("embedding.", "decoder.", "output_layer.", VISION)
+"""How the keys of weights begin; others are of the optimizer's or the trainer's state."""
 _TENSOR_SIZES = range(1, 65)
 
 Progress = Callable[[int, int], None]
@@ -114,7 +116,7 @@ def whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
     layer = _trained_mtp_keys(path, shape)
-    stored = read_chunks(path, keys=lambda key: _is_model_key(key) or key in layer)
+    stored = read_chunks(path, keys=lambda key: key.startswith(_OF_MODEL) or key in layer)
     stored.tensors.check_files()
     if _EMBEDDING not in stored.shapes:
         found = [*read_chunks(path).shapes, "nothing"][:3]
@@ -163,11 +165,6 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
             f"{shape.vocab_size:,}, which no mesh pads to that: were tokens added?"
         )
     return max(num_rows, shape.vocab_size)
-
-
-def _is_model_key(key: str) -> bool:
-    """Whether a tensor of a checkpoint is a model weight, not optimizer or trainer state."""
-    return key.startswith(("embedding.", "decoder.", "output_layer.", VISION))
 
 
 def _trained_mtp_keys(path: Path, shape: ModelShape) -> Collection[str]:
