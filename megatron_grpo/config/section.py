@@ -1,7 +1,7 @@
 """Base class of every table of the config."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -32,6 +32,18 @@ class Section(BaseModel):
 def as_yaml(value: Any) -> str:
     """A value as an override has it."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def completed(
+    table: Mapping[str, Any], names: Iterable[str], run: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`table`, of whose tables `names` those that it has take what they leave out from `run`."""
+    tables = {}
+    for name in names:
+        given, defaults = table.get(name), run.get(name)
+        if isinstance(given, dict) and isinstance(defaults, dict):
+            tables[name] = {**defaults, **given}
+    return {**table, **tables}
 
 
 def refuse_beside(
