@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint_convert import hf_tensors, read_shape
-from checkpoint_convert.weights import plan_import
+from checkpoint_convert.hf_to_megatron import plan_import
 from parallel import ParallelDims
 
 QWEN_1_5B = {

@@ -5,18 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert import mxfp4
-from checkpoint_convert.config_values import boolean, even, integer, number, token_ids
 from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.families.description import Experts, Family
-from checkpoint_convert.folder import read_json
+from checkpoint_convert.folder import boolean, even, integer, number, read_json, token_ids
 from checkpoint_convert.formats.safetensors_file import NAMES, stored_names
-from checkpoint_convert.hybrids import read_blocks, read_linear
-from checkpoint_convert.indexers import read_indexer
+from checkpoint_convert.layer_types import (
+    read_blocks,
+    read_indexer,
+    read_linear,
+    read_windows,
+)
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE, Scheme, scheme_of
 from checkpoint_convert.rope import num_positions, read_ropes
 from checkpoint_convert.shape import LatentShape, ModelShape, MoeShape, Stacks
 from checkpoint_convert.text_tower import MULTIMODAL, is_multimodal, text_config
-from checkpoint_convert.windows import read_windows
 
 # Keys with one supported value in every family, which is also the value of an absent key.
 # transformers' configs of our families declare only a few of them; code shared by all models, in

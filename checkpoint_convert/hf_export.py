@@ -35,8 +35,8 @@ MIN_SHARD_BYTES = 10**9
 
 
 def create_export(
-    folder: str | Path,
-    source_folder: str | Path,
+    folder: Path,
+    source_folder: Path,
     shape: ModelShape,
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -49,10 +49,9 @@ def create_export(
     not exist yet. A weight file exceeds `max_shard_bytes` only when a single tensor does. Raises
     ValueError when the disk is too full.
     """
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtypes = hf_dtypes(shape, DTYPE_NAMES[dtype], "F32")
-    create_folder(folder, Path(source_folder), shape, dtypes, max_shard_bytes, quantized)
+    create_folder(folder, source_folder, shape, dtypes, max_shard_bytes, quantized)
 
 
 def shard_bytes_for(num_writers: int, shape: ModelShape, dtype: torch.dtype) -> int:
@@ -62,7 +61,7 @@ def shard_bytes_for(num_writers: int, shape: ModelShape, dtype: torch.dtype) -> 
 
 
 def write_weights(
-    folder: str | Path,
+    folder: Path,
     layout: Layout,
     parameters: Mapping[str, Tensor],
     first_file: int = 0,
@@ -158,13 +157,12 @@ def _assembled(
     return whole
 
 
-def finish_export(partial: str | Path, folder: str | Path) -> None:
+def finish_export(partial: Path, folder: Path) -> None:
     """Give a fully written export its final name; one process calls this, after all have written.
 
     An earlier export of that name is replaced once the new one is on disk. Both paths must be on
     the same file system.
     """
-    partial, folder = Path(partial), Path(folder)
     replaced = folder.with_name(folder.name + ".replaced")
     # Left by a run that died in this function. Without `folder` it is the only complete export.
     if replaced.exists() and folder.exists():

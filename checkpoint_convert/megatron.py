@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from itertools import chain
 
 from checkpoint_convert.families import decoder
-from checkpoint_convert.families.description import Parameter, shard, stacked, stored_boxes
+from checkpoint_convert.families.description import (
+    Parameter,
+    Tensor,
+    shard,
+    stacked,
+    stored_boxes,
+)
 from checkpoint_convert.families.vision import vision_tower
 from checkpoint_convert.shape import ModelShape, padded_vocab_size
 from parallel import (
@@ -21,19 +27,16 @@ from parallel import (
 
 def hf_tensors(shape: ModelShape) -> dict[str, Shape]:
     """Name and shape of every tensor of the model, as weight files have it, if not stacked."""
-    (chunk,) = _whole_model(shape, shape.vocab_size)
-    return {each.name: each.whole_shape for parameter in chunk for each in parameter.sources}
+    return {each.name: each.whole_shape for each in _sources(shape)}
 
 
 def file_tensors(shape: ModelShape) -> dict[str, Shape]:
     """Name and shape of every tensor of the weight files, some of which may be stacks."""
-    (chunk,) = _whole_model(shape, shape.vocab_size)
     return {
         each.stack.name if each.stack else each.name: (
             each.stack.stored_shape if each.stack else each.whole_shape
         )
-        for parameter in chunk
-        for each in parameter.sources
+        for each in _sources(shape)
     }
 
 
@@ -42,10 +45,8 @@ def file_layout(shape: ModelShape) -> Layout:
 
     Shapes are those of `file_tensors`, but for stacks: see `StackPlace`.
     """
-    (chunk,) = _whole_model(shape, shape.vocab_size)
-    sources = {each.name: each for parameter in chunk for each in parameter.sources}
     shapes, pieces = {}, []
-    for name, each in sources.items():
+    for name, each in {each.name: each for each in _sources(shape)}.items():
         whole = Box.whole(each.whole_shape)
         if each.stack is None:
             shapes[name] = whole.size
@@ -59,8 +60,7 @@ def file_layout(shape: ModelShape) -> Layout:
 
 def float32_tensors(shape: ModelShape) -> set[str]:
     """Names of the tensors of the weight files that are float32 in a model of any dtype."""
-    (chunk,) = _whole_model(shape, shape.vocab_size)
-    return {each.name for parameter in chunk for each in parameter.sources if each.is_float32}
+    return {each.name for each in _sources(shape) if each.is_float32}
 
 
 def hf_dtypes(shape: ModelShape, dtype: str, float32: str) -> dict[str, str]:
@@ -162,8 +162,7 @@ def checkpoint_layout(shape: ModelShape, padded_vocab: int) -> Layout:
     intermediate].
     """
     shapes, pieces, zeros = {}, [], []
-    (chunk,) = _whole_model(shape, padded_vocab)
-    for parameter in chunk:
+    for parameter in _whole_model(shape, padded_vocab):
         key = parameter.key or parameter.name
         shapes[key] = (*(size for _, size in parameter.stack_axes), *parameter.shape)
         part = shard(parameter, 0, 1)
@@ -243,9 +242,16 @@ def _owners(shape: ModelShape, dims: ParallelDims) -> list[Coordinates]:
     ]
 
 
-def _whole_model(shape: ModelShape, padded_vocab: int) -> list[list[Parameter]]:
+def _whole_model(shape: ModelShape, padded_vocab: int) -> list[Parameter]:
     dims, at = ParallelDims(), Coordinates(tensor=0, context=0, data=0, pipeline=0)
-    return _chunks(shape, dims, at, transformer_engine=True, padded_vocab=padded_vocab)
+    (chunk,) = _chunks(shape, dims, at, transformer_engine=True, padded_vocab=padded_vocab)
+    return chunk
+
+
+def _sources(shape: ModelShape) -> Iterator[Tensor]:
+    """The tensors of the weight files; the embedding is there twice if it is tied."""
+    for parameter in _whole_model(shape, shape.vocab_size):
+        yield from parameter.sources
 
 
 def _chunks(

@@ -30,8 +30,8 @@ from checkpoint_convert.new_folder import check_space, new_folder
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.shape import ModelShape
 from checkpoint_convert.sidecar import copy_sidecar_files, main_dtype, model_config
+from checkpoint_convert.transfer import write_whole_scales
 from checkpoint_convert.weights import Progress, as_laid_out, in_groups, open_weights
-from checkpoint_convert.whole_scales import write_whole_scales
 from parallel import Shape
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -115,8 +115,8 @@ def _fused(linear: list[Parameter]) -> dict[str, tuple[str, ...]]:
     """`QuantizedModel.fused`: engines put more together than ranks do."""
     together: dict[str, dict[str, None]] = {}
     for each in linear:  # those of an engine's stack of experts are matrices of their own
-        key = each.engine_name if not each.is_expert else ""
-        names = together.setdefault(key or each.sources[0].name, {})
+        key = each.sources[0].name if each.is_expert else each.name_in_engine
+        names = together.setdefault(key, {})
         names |= {source.name: None for source in each.sources}
     return {name: tuple(names) for names in together.values() for name in names}
 
@@ -148,7 +148,7 @@ def _ignored(
         named |= found
     together: dict[str, list[str]] = {}
     for each in filter(_is_matrix, parameters):
-        name = each.engine_name or each.sources[0].name
+        name = each.name_in_engine
         key = name.rpartition(".")[0] if each.is_expert else name
         together.setdefault(key, []).extend(source.name for source in each.sources)
     for names in together.values():

@@ -5,9 +5,9 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.config_values import boolean, integer, number
 from checkpoint_convert.families.description import Family
-from checkpoint_convert.windows import FULL, WINDOWED
+from checkpoint_convert.folder import boolean, integer, number
+from checkpoint_convert.layer_types import FULL, WINDOWED
 
 # Parameters with one supported value for every RoPE type, which vLLM reads.
 _REQUIRED: dict[str, Any] = {"rope_dim": None, "use_fope": False}

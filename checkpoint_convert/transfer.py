@@ -6,10 +6,12 @@ The folder gets its final name only when it is complete.
 import ctypes
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import ExitStack
-from math import prod
+from itertools import chain
+from math import isfinite, prod
 from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -29,6 +31,7 @@ from checkpoint_convert.quantizer import (
     quantized,
     relative_scales,
     scales_of,
+    whole_scale,
 )
 from checkpoint_convert.weights import Progress, RowCache, ShardLoader, Weights, in_groups
 from parallel import Box, Layout, Shape, ShardMapping
@@ -128,9 +131,9 @@ def transfer(
 
     The files must exist at their full size. Values are converted to the dtypes of the places, and
     quantised for a `QuantizedPlace`, of which the scale of the whole matrix, if any, must be there:
-    see `checkpoint_convert.whole_scales`. Writing to disk is started; the caller waits for it.
+    see `write_whole_scales`. Writing to disk is started; the caller waits for it.
     """
-    dtypes = {name: unquantized(place) for name, place in places.items()}
+    dtypes = {name: _unquantized(place) for name, place in places.items()}
     parts = _parts(
         layout.shapes, places, PART_BYTES // max(ITEM_SIZES[dtype] for dtype in dtypes.values())
     )
@@ -161,17 +164,71 @@ def transfer(
                 start_syncing(descriptor)
 
     num_bytes = sum(map(size_of, parts.pieces))
-    in_order = in_reading_order(parts.pieces, weights, loader)
+    in_order = _in_reading_order(parts.pieces, weights, loader)
     shares = list(in_groups(in_order, size_of, SHARE_BYTES))
     run_tasks(write_share, shares, num_workers, lambda done: progress(done, num_bytes))
 
 
+def write_whole_scales(
+    weights: Weights,
+    layout: Layout,
+    places: Mapping[str, TensorPlace],
+    fused: Mapping[str, Sequence[str]],
+    num_workers: int,
+    progress: Progress,
+) -> int:
+    """Write the scales of whole matrices, to which those of their blocks are relative (NVFP4).
+
+    They follow from the largest value of a matrix, and of all that engines put beside it: `fused`
+    gives these for each weight, itself included. So all values are read once before `transfer`,
+    whose arguments the others are, quantises any. `progress` counts the bytes of both; those of
+    this one are returned. Raises ValueError for a weight that is not finite.
+    """
+    scaled = {
+        name: (place, place.whole)
+        for name, place in places.items()
+        if isinstance(place, QuantizedPlace) and place.whole is not None
+    }
+    num_bytes = num_bytes_of({name: place for name, (place, _) in scaled.items()})
+    total = num_bytes + num_bytes_of(places)
+    shapes = {name: place.shape for name, (place, _) in scaled.items()}
+    parts = Layout.of_parts(shapes, PART_BYTES // max(ITEM_SIZES.values()))
+    rows = RowCache(weights.tensors, weights.layout.shapes)
+    loader = ShardLoader(rows, weights.layout, parts.compose(layout))
+
+    def size_of(part: ShardMapping) -> int:
+        return part.box.num_elements * ITEM_SIZES[_unquantized(places[part.tensor])]
+
+    def maxima_of(share: Sequence[ShardMapping]) -> list[tuple[str, float]]:
+        found = []
+        for part in share:
+            values = torch.empty(part.box.size, dtype=DTYPES[_unquantized(places[part.tensor])])
+            loader.fill(part.local, values)
+            found.append((part.tensor, float(values.abs().amax())))
+            add_bytes(values.nbytes)
+        return found
+
+    in_order = _in_reading_order(parts.pieces, weights, loader)
+    shares = list(in_groups(in_order, size_of, SHARE_BYTES))
+    maxima: dict[str, float] = defaultdict(float)
+    found = run_tasks(maxima_of, shares, num_workers, lambda done: progress(done, total))
+    for name, maximum in chain.from_iterable(found):
+        if not isfinite(maximum):
+            raise ValueError(f"{name} has values that are not finite: it cannot be quantised")
+        maxima[name] = max(maxima[name], maximum)
+    for name, (_, place) in scaled.items():
+        largest = torch.tensor(max(maxima[other] for other in fused[name]))
+        with place.file.open("r+b", buffering=0) as file:
+            write_box(file.fileno(), place, Box((0,), (1,)), whole_scale(largest))
+    return num_bytes
+
+
 def num_bytes_of(places: Mapping[str, TensorPlace]) -> int:
     """Bytes of all values, as they are read."""
-    return sum(prod(place.shape) * ITEM_SIZES[unquantized(place)] for place in places.values())
+    return sum(prod(place.shape) * ITEM_SIZES[_unquantized(place)] for place in places.values())
 
 
-def unquantized(place: TensorPlace) -> str:
+def _unquantized(place: TensorPlace) -> str:
     """The dtype of the values of a tensor, as they are read and before they are quantised."""
     return place.scheme.read_as if isinstance(place, QuantizedPlace) else place.dtype
 
@@ -222,7 +279,7 @@ def _as_stored(
     yield place.numbers, place.stored_box(part.box), numbers
 
 
-def in_reading_order(
+def _in_reading_order(
     parts: Iterable[ShardMapping], weights: Weights, loader: ShardLoader
 ) -> list[ShardMapping]:
     """Sort parts by their place in the source, so that those with columns of the same rows follow

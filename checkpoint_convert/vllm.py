@@ -73,7 +73,7 @@ def engine_parameters(shape: ModelShape) -> list[Parameter]:
 
 
 def _renamed(parameter: Parameter, names: Mapping[str, str]) -> str:
-    name = parameter.engine_name or parameter.sources[0].name
+    name = parameter.name_in_engine
     for part, own in names.items():
         name = name.replace(part, own)
     return name
@@ -93,16 +93,17 @@ def worker_layout(
     pieces: list[ShardMapping] = []
     zeros: list[tuple[str, Box]] = []
     for parameter in parameters:
-        name = parameter.engine_name or parameter.sources[0].name
+        name = parameter.name_in_engine
         number, size = part_of(parameter, shape, dims, rank)
         if not parameter.is_expert:
             part = worker_shard(parameter, number, size)
             is_copy = group > 0 or (size == 1 and tensor_rank > 0)
             first, num_rows = parameter.engine_rows or (0, part.shape[0])
             shapes[name] = (num_rows, *part.shape[1:])
-            for piece in part.pieces:
-                is_replica = piece.is_replica or is_copy
-                pieces.append(replace(_from_row(piece, first), is_replica=is_replica))
+            pieces += [
+                replace(p, local_box=_from(p.local_box, first), is_replica=p.is_replica or is_copy)
+                for p in part.pieces
+            ]
             zeros += [(name, box) for box in part.zeros]
         elif parameter.stack_axes[0][0] in experts:
             # The experts of a worker are stacked in one tensor with an additional first dimension.
@@ -156,7 +157,7 @@ def _has_whole_shared_expert(shape: ModelShape, dims: EngineDims) -> bool:
 
 def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
     """Worker `rank`'s share of every source, one after the other, followed by its zero rows."""
-    name = parameter.engine_name or parameter.sources[0].name
+    name = parameter.name_in_engine
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
     split = parameter.split if parameter.engine_split is None else parameter.engine_split
     parts, zeros, whole = _cut(sources, split, parameter.zero_rows, rank, size)
@@ -207,12 +208,8 @@ def _cut(
     return tuple(parts), tuple(zeros), (row, *local.size[1:])
 
 
-def _from_row(piece: ShardMapping, row: int) -> ShardMapping:
-    """The piece of a parameter that begins at `row` of a larger one."""
-    return replace(piece, local_box=_from(piece.local_box, row))
-
-
 def _from(box: Box, row: int) -> Box:
+    """The box of a tensor whose first row is `row` of a larger one, in that."""
     return Box((box.start[0] + row, *box.start[1:]), box.size) if row else box
 
 
@@ -285,10 +282,8 @@ def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
 def engine_dtypes(shape: ModelShape, dtype: str) -> dict[str, str]:
     """The dtype of every parameter of an engine of `dtype` (such as ``bfloat16``), by name."""
     return {
-        parameter.engine_name or parameter.sources[0].name: (
-            "float32" if parameter.is_float32_in_engine else dtype
-        )
-        for parameter in engine_parameters(shape)
+        each.name_in_engine: "float32" if each.is_float32_in_engine else dtype
+        for each in engine_parameters(shape)
     }
 
 

@@ -72,26 +72,13 @@ def worker_adapters(
     check_engine_dims(shape, dims)
     modules = {*modules}
     ends = {*adapted_modules(shape, modules)}
-    parameters = [
-        each
-        for each in engine_parameters(shape)
-        if len(each.shape) == 2 and _module(each).rpartition(".")[2] in ends
-    ]
-    return _worker_layout(parameters, dims, modules, rank, worker)
-
-
-def _worker_layout(
-    parameters: Collection[Parameter],
-    dims: EngineDims,
-    modules: Collection[str],
-    rank: int,
-    worker: int,
-) -> Layout:
     shapes: dict[str, Shape] = {}
     pieces: list[ShardMapping] = []
     zeros: list[tuple[str, Box]] = []
     full = max_rank_for(rank)
-    for parameter in parameters:
+    for parameter in engine_parameters(shape):
+        if len(parameter.shape) != 2 or _module(parameter).rpartition(".")[2] not in ends:
+            continue
         part = worker_shard(parameter, worker, dims.tensor)
         for number, piece in enumerate(part.pieces):
             source = piece.tensor.removesuffix(WEIGHT)
@@ -111,7 +98,7 @@ def _worker_layout(
 
 
 def _module(parameter: Parameter) -> str:
-    return (parameter.engine_name or parameter.sources[0].name).removesuffix(WEIGHT)
+    return parameter.name_in_engine.removesuffix(WEIGHT)
 
 
 def _has_any(parameter: Parameter, modules: Collection[str]) -> bool:

@@ -71,14 +71,10 @@ def quantized_engine_dtypes(
     found = dict(dtypes)
     for parameter in engine_parameters(shape):
         if model.quantizes(parameter):
-            name = _name(parameter)
+            name = parameter.name_in_engine
             found[name] = QUANTIZED_TORCH_NAMES[model.scheme.dtype]
             found[name + model.scheme.suffix] = "float32"
     return found
-
-
-def _name(parameter: Parameter) -> str:
-    return parameter.engine_name or parameter.sources[0].name
 
 
 def _scales(parameter: Parameter, model: QuantizedModel) -> Parameter:
@@ -103,5 +99,5 @@ def _scales(parameter: Parameter, model: QuantizedModel) -> Parameter:
         sources=tuple(sources),
         split=parameter.split if is_cut else None,
         engine_rows=(first // rows, -(-total // rows)) if total else None,
-        engine_name=_name(parameter) + model.scheme.suffix,
+        engine_name=parameter.name_in_engine + model.scheme.suffix,
     )

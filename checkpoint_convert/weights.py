@@ -1,7 +1,6 @@
 """A model's weights in files of any format: which boxes they hold, and how tensors are read.
 
-A conversion assembles one tensor at a time from boxes of source tensors. An import first plans how
-the model is cut into the chunks and files of a checkpoint, without reading a weight.
+A conversion assembles one tensor at a time from boxes of source tensors.
 """
 
 from collections import defaultdict
@@ -19,34 +18,31 @@ from checkpoint_convert.families.vision import VISION
 from checkpoint_convert.formats import is_torch_dist
 from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.hf_folder import check_weights
-from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
+from checkpoint_convert.formats.safetensors_file import TensorPlace
 from checkpoint_convert.formats.tensor_io import StoredTensors, TensorSource, whole_rows
 from checkpoint_convert.formats.torch_dist import read_chunks
-from checkpoint_convert.formats.torch_dist_writer import Chunk
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import (
-    checkpoint_boxes,
     checkpoint_layout,
     file_layout,
     file_tensors,
-    hf_tensors,
 )
-from checkpoint_convert.shape import ModelShape, check_divisible, padded_vocab_size
+from checkpoint_convert.shape import ModelShape
 from parallel import (
     Axes,
     Box,
     Copy,
     Layout,
-    ParallelDims,
     Shape,
-    ShardMapping,
     cover_exactly,
     intersect,
 )
 from parallel.views import as_whole
 
 _EMBEDDING = "embedding.word_embeddings.weight"
+_OF_MODEL = ("embedding.", "decoder.", "output_layer.", VISION)
+"""How the keys of weights begin; others are of the optimizer's or the trainer's state."""
 _TENSOR_SIZES = range(1, 65)
 
 Progress = Callable[[int, int], None]
@@ -114,7 +110,7 @@ def whole_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _open_torch_dist(path: Path, shape: ModelShape) -> Weights:
     layer = _trained_mtp_keys(path, shape)
-    stored = read_chunks(path, keys=lambda key: _is_model_key(key) or key in layer)
+    stored = read_chunks(path, keys=lambda key: key.startswith(_OF_MODEL) or key in layer)
     stored.tensors.check_files()
     if _EMBEDDING not in stored.shapes:
         found = [*read_chunks(path).shapes, "nothing"][:3]
@@ -165,11 +161,6 @@ def _padded_vocab(path: Path, shape: ModelShape, num_rows: int) -> int:
     return max(num_rows, shape.vocab_size)
 
 
-def _is_model_key(key: str) -> bool:
-    """Whether a tensor of a checkpoint is a model weight, not optimizer or trainer state."""
-    return key.startswith(("embedding.", "decoder.", "output_layer.", VISION))
-
-
 def _trained_mtp_keys(path: Path, shape: ModelShape) -> Collection[str]:
     """Keys of the layer for multi-token prediction that was trained; none without exactly these.
 
@@ -180,73 +171,6 @@ def _trained_mtp_keys(path: Path, shape: ModelShape) -> Collection[str]:
     layout = checkpoint_layout(replace(shape, trains_mtp=True), shape.vocab_size)
     keys = {key for key in layout.shapes if key.startswith(MTP_LAYER)}
     return keys if keys <= read_chunks(path, keys=keys.__contains__).shapes.keys() else ()
-
-
-# Megatron-Core and other loaders read chunks whole, so they should not be large.
-MAX_CHUNK_BYTES = 64 << 20
-FILE_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class ImportPlan:
-    """The chunks of a checkpoint, grouped by file, in the order of the tensors in the model."""
-
-    files: list[list[Chunk]]
-    layout: Layout
-    """Which boxes of the Hugging Face tensors the chunks are."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all weights, including the padding of the vocabulary."""
-        return sum(chunk.num_bytes for file in self.files for chunk in file)
-
-
-def plan_import(shape: ModelShape, dims: ParallelDims, dtypes: Mapping[str, str]) -> ImportPlan:
-    """Cut the model as the ranks of `dims` hold it, then into chunks of at most MAX_CHUNK_BYTES.
-
-    `dtypes` maps the Hugging Face tensors to safetensors dtype names. Raises ValueError when `dims`
-    cannot split the model, or when tensors that Megatron-Core stores as one differ in dtype.
-    """
-    check_divisible(shape, dims)
-    whole = checkpoint_layout(shape, padded_vocab_size(shape, dims))
-    key_dtypes = _key_dtypes(whole, dtypes)
-    chunks = [
-        Chunk(key, part, whole.shapes[key], key_dtypes[key])
-        for owned in checkpoint_boxes(shape, dims)
-        for key, box in owned
-        for part in box.cut(MAX_CHUNK_BYTES // ITEM_SIZES[key_dtypes[key]])
-    ]
-    layout = Layout(
-        {chunk.name: chunk.box.size for chunk in chunks},
-        tuple(ShardMapping(c.name, Box.whole(c.box.size), c.key, c.box) for c in chunks),
-    ).compose(whole)
-    cover_exactly(hf_tensors(shape), [layout])
-    in_order = _in_reading_order(chunks, layout)
-    return ImportPlan([*in_groups(in_order, lambda chunk: chunk.num_bytes, FILE_BYTES)], layout)
-
-
-def _key_dtypes(whole: Layout, dtypes: Mapping[str, str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for piece in whole.pieces:
-        dtype = dtypes[piece.tensor]
-        if found.setdefault(piece.local, dtype) != dtype:
-            raise ValueError(
-                f"{piece.tensor} is {dtype}, but others that Megatron-Core stacks or fuses with it "
-                f"are {found[piece.local]}: choose one with --dtype"
-            )
-    return found
-
-
-def _in_reading_order(chunks: list[Chunk], layout: Layout) -> list[Chunk]:
-    """Sort chunks so that those cut from one tensor, by any rank, are adjacent: it is read once.
-
-    Parts of a matrix that is split by columns share the pages of a file.
-    """
-    number: dict[str, int] = {}
-    first: dict[str, int] = {}
-    for piece in layout.pieces:
-        first.setdefault(piece.local, number.setdefault(piece.tensor, len(number)))
-    return sorted(chunks, key=lambda chunk: first.get(chunk.name, -1))  # -1: only padding
 
 
 def in_groups(

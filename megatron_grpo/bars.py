@@ -1,8 +1,9 @@
 """Bars for all that takes long; where output is no terminal, a line from time to time instead."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -17,6 +18,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    track,
 )
 from rich.table import Column
 from rich.text import Text
@@ -26,6 +28,8 @@ PATIENCE_SECONDS = 5.0
 
 LINE_SECONDS = 30.0
 """Interval between the lines about a wait if there is no bar."""
+
+T = TypeVar("T")
 
 Show = Callable[[int, int], None]
 """Called from time to time with (how much is done, how much there is in all)."""
@@ -59,6 +63,12 @@ def progress_bar(
         transient=transient,
         expand=True,
     )
+
+
+def tracked(items: Sequence[T], what: str) -> Iterable[T]:
+    """The `items`, with a bar on stderr while they are gone through, if that is a terminal."""
+    console = Console(stderr=True)
+    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 class Wait:

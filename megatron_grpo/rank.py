@@ -13,8 +13,7 @@ from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.run_dir import run_lock
 from megatron_grpo.train import Run, train
 from megatron_grpo.watchdog import Limits, Watchdog
-from parallel.cores import run_near
-from parallel.cpu_device import communication_backend, setup_device
+from parallel.cpu_device import communication_backend, run_near, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups
 
 COLLECTIVE_TIMEOUT = timedelta(days=7)

@@ -160,7 +160,7 @@ def _blocks_seen(ranges: Sequence[tuple[Tensor, Tensor]], starts: Tensor) -> tup
 def _by_block(rows: Tensor) -> Tensor:
     """[t, key blocks] as [query blocks, BLOCK, key blocks]; False beyond the end."""
     missing = -len(rows) % BLOCK
-    return torch.nn.functional.pad(rows, (0, 0, 0, missing)).unflatten(0, (-1, BLOCK))
+    return pad(rows, (0, 0, 0, missing)).unflatten(0, (-1, BLOCK))
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -177,18 +177,11 @@ def _as_pieces(pieces: Iterable[tuple[int, ...]]) -> np.ndarray:
     return np.array(list(pieces), dtype=np.int64)
 
 
+_add_pieces = load_kernel("checksum_kernel", "add_pieces", ctypes.c_void_p, ctypes.c_size_t)
+
+
 def _add(pieces: np.ndarray) -> None:
-    _KERNEL.add_pieces(pieces.ctypes.data, len(pieces))
-
-
-def _load_kernel() -> ctypes.CDLL:
-    kernel = load_kernel("checksum_kernel")
-    kernel.add_pieces.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    kernel.add_pieces.restype = None
-    return kernel
-
-
-_KERNEL = _load_kernel()
+    _add_pieces(pieces.ctypes.data, len(pieces))
 
 
 BLOCK_BYTES = 1 << 28
@@ -205,7 +198,8 @@ def checksum(values: Tensor, box: Box, shape: Shape) -> Tensor:
     int64 overflow gives the sum modulo 2^64.
     """
     if values.device.type == "cpu":
-        return _sum_on_cpu(BoxCopy("", values, values, box, shape))
+        [(_, total)] = PreparedCopies([BoxCopy("", values, values, box, shape)]).make()
+        return total
     return checksum_by_torch(values, box, shape)
 
 
@@ -324,8 +318,3 @@ def checksum_by_torch(values: Tensor, box: Box, shape: Shape) -> Tensor:
         row_sums.append(words.sum(1))
         column_sums += words.sum(0)
     return (torch.cat(row_sums) * row_factors).sum() + (column_sums * column_factors).sum()
-
-
-def _sum_on_cpu(copy: BoxCopy) -> Tensor:
-    [(_, total)] = PreparedCopies([copy]).make()
-    return total

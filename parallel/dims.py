@@ -91,13 +91,6 @@ class ParallelDims:
         """Number of ranks of one pipeline stage."""
         return self.tensor * self.context * self.data
 
-    @property
-    def even(self) -> "ParallelDims":
-        """The same mesh with equal shares of the layers for all pipeline ranks."""
-        return replace(
-            self, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None
-        )
-
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError, naming every factor, if the mesh does not have `world_size` ranks."""
         if self.world_size != world_size:
@@ -194,7 +187,10 @@ def _shares(num_layers: int, dims: ParallelDims) -> list[tuple[list[int], int]]:
         layers >= len(ranks) * dims.virtual_pipeline for ranks, layers in shares
     ):
         return shares
-    legal = [sum(map(len, chunks)) for chunks in pipeline_layers(num_layers, dims.even)]
+    even = replace(
+        dims, num_layers_in_first_pipeline_stage=None, num_layers_in_last_pipeline_stage=None
+    )
+    legal = [sum(map(len, chunks)) for chunks in pipeline_layers(num_layers, even)]
     names = {rank: f"num_layers_in_{'last' if rank else 'first'}_pipeline_stage" for rank in given}
     raise ValueError(
         f"{num_layers} layers cannot be split over pipeline({dims.pipeline}) * "

@@ -32,13 +32,6 @@ def fake_rank(dims: ParallelDims, rank: int) -> Iterator[Groups]:
 
 
 @contextmanager
-def without_memory() -> Iterator[None]:
-    """Tensors created inside have a shape and dtype but no values: they are on the meta device."""
-    with _OnMeta():
-        yield
-
-
-@contextmanager
 def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
     """Temporarily replace these functions of `torch.distributed`."""
     originals = {name: getattr(dist, name) for name in functions}
@@ -65,8 +58,8 @@ def _all_gather_object(objects: list[Any], own: Any, group: Any = None) -> None:
     objects[:] = [own] * len(objects)
 
 
-class _OnMeta(TorchFunctionMode):
-    """Create every tensor on the meta device, and name tensor types as on CUDA.
+class WithoutMemory(TorchFunctionMode):
+    """Create every tensor on the meta device, without values, and name tensor types as on CUDA.
 
     The modules of a large model call torch a hundred thousand times, so for speed this mode skips
     the modes below it: that of `torch.device`, and the one that makes the CPU stand for CUDA.

@@ -1,7 +1,21 @@
-"""NCCL, called directly in the library that torch loaded. Python's other threads run meanwhile."""
+"""NCCL, called directly in the library that torch loaded: Python's other threads run meanwhile.
+
+The buffers of this process's communicators can leave the GPU while nobody communicates.
+`ncclCommSuspend` of NCCL 2.29.7 copies what a communicator has for peers that it reaches by NVLink
+or PCIe to the host, and frees it; `ncclCommResume` brings it back, at the same addresses. What it
+has for the network and for NVLS stays on the GPU, and so do communicators of two ranks, which torch
+makes for a send outside a batch and gives no access to.
+
+Both wait for peers without a time-out. torch's own `suspend` and `resume` meanwhile hold the GIL,
+so when a peer has failed, the watchdog's threads could neither say why nor end the rank.
+"""
 
 import ctypes
 from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed import DistBackendError, ProcessGroup, distributed_c10d
 
 
 @cache
@@ -17,3 +31,64 @@ def error_text(code: int) -> str:
     kind: bytes = library().ncclGetErrorString(ctypes.c_int(code))
     last: bytes = library().ncclGetLastError(ctypes.c_void_p())
     return f"{kind.decode()}; last error: {last.decode()}"
+
+
+SUSPEND_MEM = ctypes.c_int(1)  # from nccl.h
+
+
+class Communicators:
+    """Those of all groups that this process is in. All ranks make the same calls together.
+
+    Without CUDA there are none, and nothing moves. Raises DistBackendError, after which the process
+    has to end.
+    """
+
+    def __init__(self) -> None:
+        self.are_away = False
+
+    def suspend(self) -> None:
+        """Free their buffers on the GPU, when all work on it is done.
+
+        Peers may still be at it when this returns. Until `resume`, nothing may communicate over
+        NCCL, where a kernel would end with an illegal address.
+        """
+        assert not self.are_away
+        self.are_away = True
+        for communicator in _initialized():
+            call_nccl("ncclCommSuspend", communicator, SUSPEND_MEM)
+
+    def resume(self) -> None:
+        """Bring back what is away; else return at once."""
+        if not self.are_away:
+            return
+        for communicator in _initialized():
+            call_nccl("ncclCommResume", communicator)
+        self.are_away = False
+
+
+def call_nccl(name: str, *arguments: Any) -> None:
+    """Call a function of NCCL; raises DistBackendError if it fails, here or at a peer."""
+    if code := getattr(library(), name)(*arguments):
+        raise DistBackendError(f"{name}: {error_text(code)}")
+
+
+def created_groups() -> list[ProcessGroup]:
+    """The groups that this process is in, oldest first.
+
+    NCCL suspends and resumes a communicator once all of its ranks have come to it. All ranks create
+    groups in one order, so they never wait for each other in a circle.
+    """
+    return list(distributed_c10d._world.pg_map)
+
+
+def _initialized() -> list[ctypes.c_void_p]:
+    """The communicators of groups that have communicated, for which torch makes them.
+
+    Their ranks agree on which these are: to make one, each waits for all. Of other groups torch
+    gives the null pointer.
+    """
+    if not torch.cuda.is_available():
+        return []
+    backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in created_groups()]
+    pointers = [backend._comm_ptr() for backend in backends if backend.name() == "nccl"]
+    return [ctypes.c_void_p(pointer) for pointer in pointers if pointer]

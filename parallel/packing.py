@@ -235,7 +235,8 @@ def _segments(
             continue
         position, prefix = num_prompt_tokens - 1, len(segments)
         # Of a dialogue that failed before its first turn, the engine has not seen the prompt.
-        seen = max(group, key=lambda i: _num_routed(sequences[i]))
+        routes = {i: sequences[i].routed_experts for i in group}
+        seen = max(group, key=lambda i: 0 if (of := routes[i]) is None else len(of))
         segments.append(_Segment.cut_from(sequences[seen], slice(position)))
         own, at = slice(position, None), {"position": position, "prefix": prefix}
         segments += [_Segment.cut_from(sequences[i], own, index=i, **at) for i in group]
@@ -281,10 +282,6 @@ def _routed_experts(
     for start, routes in found:
         laid[start : start + len(routes)] = routes
     return laid
-
-
-def _num_routed(sequence: TokenSequence) -> int:
-    return 0 if sequence.routed_experts is None else len(sequence.routed_experts)
 
 
 def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:

@@ -35,6 +35,8 @@ ABSENT = -np.inf
 """Cost of a missing microbatch, to pad rows of different lengths in one array."""
 LANES = 16
 """Rows that pipeline_kernel.c processes at once."""
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_time_rows = load_kernel("pipeline_kernel", "time_rows", _POINTER, *[_SIZE] * 4, *[_POINTER] * 5)
 
 
 def makespan(costs: np.ndarray, pipeline: int, virtual_pipeline: int = 1) -> np.ndarray:
@@ -55,19 +57,8 @@ def makespan(costs: np.ndarray, pipeline: int, virtual_pipeline: int = 1) -> np.
     clocks, turn = np.empty((pipeline, LANES)), np.empty(pipeline, dtype=np.uintp)
     times = np.empty(rows)
     scratch = (array.ctypes.data for array in (lane_costs, ends, clocks, turn, times))
-    _KERNEL.time_rows(costs.ctypes.data, rows, count, pipeline, virtual_pipeline, *scratch)
+    _time_rows(costs.ctypes.data, rows, count, pipeline, virtual_pipeline, *scratch)
     return times
-
-
-def _load_kernel() -> ctypes.CDLL:
-    kernel = load_kernel("pipeline_kernel")
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    kernel.time_rows.argtypes = [pointer, *[size] * 4, *[pointer] * 5]
-    kernel.time_rows.restype = None
-    return kernel
-
-
-_KERNEL = _load_kernel()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,6 +250,11 @@ class Parameter:
         rows = sum(source.shape[0] for source in self.sources) + self.zero_rows
         return (rows, *self.sources[0].shape[1:])
 
+    @property
+    def name_in_engine(self) -> str:
+        """Name of what a vLLM engine has in its place, if that is one parameter."""
+        return self.engine_name or self.sources[0].name
+
     def in_engine(self) -> list["Parameter"]:
         """What a vLLM engine has in its place."""
         found, first = [], 0

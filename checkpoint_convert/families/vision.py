@@ -31,7 +31,12 @@ def vision_tower(
         own = _GATE_OR_UP.sub(".gate_up_proj.", name) if in_engine else name
         sources.setdefault(own, []).extend(_parts(name, shape))
     return [
-        Parameter(name, tuple(parts), engine_name=name, engine_split=_engine_split(name))
+        Parameter(
+            name,
+            tuple(parts),
+            engine_name=name,
+            engine_split=next((dim for dim, names in _SPLIT.items() if names.search(name)), None),
+        )
         for name, parts in sources.items()
     ]
 
@@ -41,10 +46,6 @@ def _parts(name: str, shape: Shape) -> Sequence[Tensor]:
     if ".qkv." not in name:
         return [Tensor(name, shape)]
     return in_one_tensor(name, [Tensor(name, (shape[0] // 3, *shape[1:]))] * 3)
-
-
-def _engine_split(name: str) -> int | None:
-    return next((dim for dim, names in _SPLIT.items() if names.search(name)), None)
 
 
 @cache

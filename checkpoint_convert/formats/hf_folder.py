@@ -34,9 +34,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 T = TypeVar("T")
 
 
-def locate_tensors(
-    folder: str | Path, names: Collection[str] | None = None
-) -> dict[str, TensorPlace]:
+def locate_tensors(folder: Path, names: Collection[str] | None = None) -> dict[str, TensorPlace]:
     """Place of every tensor in `folder`: in its single weight file or, without one, in its shards.
 
     Tensors of a text tower have the names that they have in a model of text.
@@ -46,7 +44,7 @@ def locate_tensors(
     files or missing tensors, and for malformed files.
     """
     is_wanted = _any if names is None else names.__contains__
-    return _located(Path(folder), is_wanted, text_name)
+    return _located(folder, is_wanted, text_name)
 
 
 def _any(name: str) -> bool:
@@ -165,7 +163,7 @@ def _faults_of_mtp(
 
 
 def check_weights(
-    folder: str | Path, shape: ModelShape, names: Collection[str] | None = None
+    folder: Path, shape: ModelShape, names: Collection[str] | None = None
 ) -> dict[str, TensorPlace]:
     """Places of exactly the tensors that `shape` requires; reads headers, not weights.
 
@@ -176,7 +174,7 @@ def check_weights(
     a folder with an adapter, which would change the weights. Other towers than that of text are not
     checked.
     """
-    if (Path(folder) / ADAPTER_FILE).is_file():
+    if (folder / ADAPTER_FILE).is_file():
         raise ValueError(
             f"{folder} has a LoRA adapter, which would be left out: merge it into the weights "
             f"(checkpoint-convert merge), or remove {ADAPTER_FILE}"
@@ -184,7 +182,7 @@ def check_weights(
     wanted = file_tensors(shape)
     if names is not None:
         wanted = _chosen(wanted, names.__contains__)
-    scheme, has_others = read_scheme(Path(folder)), has_other_towers(Path(folder))
+    scheme, has_others = read_scheme(folder), has_other_towers(folder)
     places, faults = _with_scales(folder, names, scheme)
     readable = {*ITEM_SIZES, scheme.dtype} if isinstance(scheme, Scheme) else {*ITEM_SIZES}
     faults += [f"{name} {list(wanted[name])} is missing" for name in wanted if name not in places]
@@ -218,7 +216,7 @@ def _hint_of_shape(found: Shape, wanted: Shape, shape: ModelShape) -> str:
 
 
 def _with_scales(
-    folder: str | Path, names: Collection[str] | None, scheme: Scheme | Mxfp4Scheme | None
+    folder: Path, names: Collection[str] | None, scheme: Scheme | Mxfp4Scheme | None
 ) -> tuple[dict[str, TensorPlace], list[str]]:
     """The places of `locate_tensors` with their scales, and what is wrong with these."""
     if scheme is None:

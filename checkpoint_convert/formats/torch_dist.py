@@ -58,8 +58,6 @@ class StoredChunks:
     """Which boxes of which keys the chunks are. Not checked to cover the keys."""
     tensors: "ChunkTensors"
     """The values, by the chunk names of the layout."""
-    objects: tuple[str, ...]
-    """Keys of pickled objects and of 0-dimensional tensors, which are never read."""
 
 
 class ChunkTensors(StoredTensors):
@@ -126,7 +124,7 @@ def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) ->
     backend = read_json(folder / BACKENDS_FILE).get("sharded_backend")
     if backend != "torch_dist":
         raise ValueError(f"{folder} is a checkpoint in the format {backend!r}, not 'torch_dist'")
-    shapes, objects = {}, []
+    shapes = {}
     stored: list[StoredChunk] = []
     with _malformed_named(folder / METADATA_FILE):
         fields = _load(folder / METADATA_FILE)
@@ -135,9 +133,7 @@ def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) ->
             for index, info in fields["storage_data"].items()
         }
         for key, entry in fields["state_dict_metadata"].items():
-            if not _has_dimensions(entry):
-                objects.append(key)
-            elif keys(key):
+            if _has_dimensions(entry) and keys(key):
                 shapes[key] = _whole_numbers(entry.state["size"])
                 stored += _chunks_of(key, entry.state, places)
     _check_dtypes(folder, stored)
@@ -146,7 +142,7 @@ def read_chunks(folder: Path, keys: Callable[[str], bool] = lambda key: True) ->
         {name: chunk.box.size for name, chunk in chunks.items()},
         tuple(ShardMapping(n, Box.whole(c.box.size), c.key, c.box) for n, c in chunks.items()),
     )
-    return StoredChunks(shapes, layout, ChunkTensors(folder, chunks), tuple(objects))
+    return StoredChunks(shapes, layout, ChunkTensors(folder, chunks))
 
 
 def _check_dtypes(folder: Path, chunks: list[StoredChunk]) -> None:

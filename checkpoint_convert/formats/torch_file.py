@@ -114,7 +114,9 @@ def _place(value: Any, records: dict[int, int], path: Path, where: str, offset: 
         raise ValueError(f"{where} is {type(value).__name__}, not a tensor")
     if value.layout != torch.strided or not value.is_contiguous():
         raise ValueError(f"{where} is sparse or strided: save it again as .contiguous()")
-    storage = _first_byte(value)
+    # Where in the file it begins, of what was loaded onto the meta device; None without values.
+    # torch's own attribute, for which it has no public name.
+    storage = value.untyped_storage()._checkpoint_offset
     if storage is None:
         raise ValueError(f"{where} is from the meta device, saved without values")
     if storage not in records:
@@ -125,14 +127,6 @@ def _place(value: Any, records: dict[int, int], path: Path, where: str, offset: 
     dtype = str(value.dtype).removeprefix("torch.")
     start = offset + storage + first
     return TensorPlace(path, NAMES.get(dtype, dtype), tuple(value.shape), start, value.nbytes)
-
-
-def _first_byte(tensor: Tensor) -> int | None:
-    """Where in its file the storage of a tensor begins that was loaded onto the meta device.
-
-    None without values in the file. torch's own attribute, for which it has no public name.
-    """
-    return tensor.untyped_storage()._checkpoint_offset
 
 
 class _FilePart:

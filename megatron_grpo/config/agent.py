@@ -1,11 +1,14 @@
 """The agent: the keys of `agent`."""
 
 import shlex
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_grpo.config.section import Section
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.config import Config
 
 AGENT_TERM = "agent"
 """Label of the reward that an agent gives itself; those of reward functions must differ from it."""
@@ -134,28 +137,21 @@ class AgentConfig(Section):
         return self
 
 
-def check_use(
-    agent: AgentConfig,
-    *,
-    environment: str | None,
-    max_prompt_length: int | None,
-    parser: str | None,
-) -> None:
-    """Raise ValueError if agents do not go with these values of `environment.name`,
-    `data.max_prompt_length` and `rollout.tool_call_parser`."""
-    if not agent.is_used:
+def check_agent(run: "Config") -> None:
+    """Raise ValueError if the agent of `run`, if it has one, does not go with its other keys."""
+    if not run.agent.is_used:
         return
-    if environment is not None:
+    if run.environment.name is not None:
         raise ValueError(
-            f"environment.name {environment}: an agent has its own environment: leave out one of "
-            "the two"
+            f"environment.name {run.environment.name}: an agent has its own environment: leave out "
+            "one of the two"
         )
-    if max_prompt_length is None:
+    if run.data.max_prompt_length is None:
         raise ValueError(
             "data.max_prompt_length null: an agent writes prompts of its own: set it to the most "
             "tokens that its messages have before the model's first turn"
         )
-    if agent.has_tools and parser is None:
+    if run.agent.has_tools and run.rollout.tool_call_parser is None:
         raise ValueError(
             "rollout.tool_call_parser null: engines would not find the calls of agent.tools: set "
             "it to the model's, such as hermes"

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from megatron_grpo.config.agent import AGENT_TERM, AgentConfig, check_use
+from megatron_grpo.config.agent import AGENT_TERM, AgentConfig, check_agent
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.eval import EvalConfig, section_of, with_defaults
 from megatron_grpo.config.grpo import GRPOConfig
@@ -25,7 +25,7 @@ from megatron_grpo.config.reward import (
     check_judges,
 )
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Section, as_yaml, refuse_beside
 from megatron_grpo.config.sources import ALONE, SourcesConfig, check_views, with_sources
 from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
 from megatron_grpo.config.train import ModelConfig, ParallelConfig, TrainConfig
@@ -64,35 +64,23 @@ class Config(Section):
         return table
 
     @model_validator(mode="after")
-    def _warmup_ends(self) -> Self:
+    def _check_training(self) -> Self:
         if self.train.num_steps is not None:  # else checked when known: see `with_num_steps`
             self.optimizer.check_schedule(self.train.num_steps)
-        return self
-
-    @model_validator(mode="after")
-    def _weights_have_fewer_bits(self) -> Self:
         # Megatron-Core's optimizer for the host would not update float32 weights on the GPU.
         keys = "grad_reduce_in_fp32", "use_precision_aware_optimizer", "optimizer_cpu_offload"
         for key, value in zip(keys, (False, True, True), strict=True):
             if self.model.dtype == "float32" and getattr(self.optimizer, key) == value:
                 raise ValueError(
-                    f"optimizer.{key} {str(value).lower()} is for bfloat16 weights, and "
+                    f"optimizer.{key} {as_yaml(value)} is for bfloat16 weights, and "
                     "model.dtype is float32: leave it out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _epochs_are_of_one_set(self) -> Self:
         if self.train.num_epochs is not None and not isinstance(self.data.path, str):
             raise ValueError(
                 f"train.num_epochs {self.train.num_epochs}: the sets of data.path are passed over "
                 "at different times, as their weights say: set train.num_epochs=null and give "
                 "train.num_steps"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _replay_needs_no_engines(self) -> Self:
         if self.train.replay is not None and self.eval.named_sets:
             raise ValueError(
                 f"train.replay {self.train.replay} starts no engines, which evaluations need: set "
@@ -101,7 +89,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _staleness_is_corrected(self) -> Self:
+    def _check_rollouts(self) -> Self:
         mode, old = self.grpo.rollout_importance_sampling_mode, self.grpo.old_logprobs
         if (staleness := self.rollout.max_staleness) and old != "rollout" and mode is None:
             raise ValueError(
@@ -110,42 +98,14 @@ class Config(Section):
                 "them as samples of the current ones: use grpo.old_logprobs=rollout, or a mode "
                 "such as token_truncate"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _dialogues_are_of_one_generation(self) -> Self:
         if self.rollout.over_sampling > 1 and self.dialogue_term:
             raise ValueError(
                 f"rollout.over_sampling {self.rollout.over_sampling} has completions in progress "
                 "in every checkpoint, and dialogues with an environment or an agent cannot be "
                 "saved before they end: set rollout.over_sampling=1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _agents_act_alone(self) -> Self:
-        check_use(
-            self.agent,
-            environment=self.environment.name,
-            max_prompt_length=self.data.max_prompt_length,
-            parser=self.rollout.tool_call_parser,
-        )
-        return self
-
-    @model_validator(mode="after")
-    def _offload_makes_room(self) -> Self:
-        check_offload(
-            self.train.offload,
-            with_communicators=self.train.offload_communicators,
-            engines_sleep=self.rollout.enable_sleep_mode,
-            is_optimizer_on_host=self.optimizer.optimizer_cpu_offload,
-            has_reference=self.grpo.beta > 0,
-            pushes_quantized=self.rollout.quantization != "none",
-        )
-        return self
-
-    @model_validator(mode="after")
-    def _routers_can_replay(self) -> Self:
+        check_agent(self)
+        check_offload(self)
         if self.rollout.router_replay and self.model.megatron.get("moe_router_fusion"):
             raise ValueError(
                 "model.megatron.moe_router_fusion true chooses experts in a kernel of its own, "
@@ -155,10 +115,11 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _adapters_fit(self) -> Self:
-        """What does not know a model of which most weights are frozen."""
+    def _check_adapters(self) -> Self:
+        if not self.lora.r:
+            return self
         megatron = self.model.megatron
-        others = {
+        others = {  # what does not know a model of which most weights are frozen
             "optimizer.optimizer muon": self.optimizer.optimizer == "muon",
             "train.offload": parts_moved(self.train.offload),
             "train.export_quantization": self.train.export_quantization != "none",
@@ -167,14 +128,7 @@ class Config(Section):
             "model.megatron.moe_shared_expert_overlap": megatron.get("moe_shared_expert_overlap"),
             "model.megatron.fp8": megatron.get("fp8"),
         }
-        if self.lora.r and (told := [key for key, value in others.items() if value]):
-            raise ValueError(
-                f"{told[0]} does not go with adapters yet: leave it out, or set lora.r=0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _engines_serve_adapters(self) -> Self:
+        refuse_beside("adapters", others, "leave it out, or set lora.r=0")
         if not self.lora.is_served or self.train.replay is not None:
             return self
         instead = "set lora.sync=merged"
@@ -191,18 +145,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _pushes_are_quantized(self) -> Self:
+    def _check_quantization(self) -> Self:
         name, exported = self.rollout.quantization, self.train.export_quantization
         if self.rollout.quantization_ignore and name == exported == "none":
             raise ValueError(
                 "rollout.quantization_ignore does nothing without rollout.quantization or "
                 "train.export_quantization: leave it out"
             )
-        if self.rollout.quantization_aware and self.model.megatron.get("fp8"):
-            raise ValueError(
-                "rollout.quantization_aware true does not go with model.megatron.fp8 yet: leave "
-                "out one of the two"
-            )
+        if self.model.megatron.get("fp8"):
+            aware = {"rollout.quantization_aware true": self.rollout.quantization_aware}
+            refuse_beside("model.megatron.fp8", aware)
         if name == "none" or self.train.replay is not None:
             return self
         if self.model.dtype != "bfloat16":
@@ -218,47 +170,54 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _context_can_be_split(self) -> Self:
+    def _check_rewards(self) -> Self:
         self.parallel.check_context(self.grpo.shared_prompts, self.model.megatron)
-        return self
-
-    @model_validator(mode="after")
-    def _process_has_steps(self) -> Self:
         has_steps = self.environment.name is not None or self.reward.process_model is not None
         if self.grpo.supervision == "process" and not has_steps:
             raise ValueError(
                 "grpo.supervision process compares the rewards of steps: name an environment in "
                 "environment.name, or a reward_model with step_tag, or use outcome"
             )
+        if self.reward.clip_range is not None and self.grpo.by_parts:
+            raise ValueError(
+                f"reward.clip_range clips the total reward, and grpo.{self.grpo.by_parts} compares "
+                "its parts: set reward.clip_range=null"
+            )
+        if self.sources.by_name:  # the rest is checked for each
+            return self
+        for section, reward in self.rewards.items():
+            labels = [function.label for function in reward.functions]
+            if not any(term.weight for term in self._terms_of(reward)) and not labels:
+                raise ValueError(
+                    f"{section}.functions is empty: name at least 1, such as [exact], or an "
+                    "environment"
+                )
+            if self.dialogue_term in labels:
+                raise ValueError(
+                    f"{section}.functions names {self.dialogue_term}, the name of the "
+                    f"{self.dialogue_term}'s own reward: rename the function"
+                )
+        name, known = self.grpo.dynamic_sample_reward, [term.label for term in self.reward_terms]
+        if name is not None and name not in known:
+            raise ValueError(
+                f"grpo.dynamic_sample_reward {name}: the reward has no such term, use "
+                f"{', '.join(known)}, or null for their weighted sum"
+            )
         return self
 
     @model_validator(mode="after")
-    def _something_is_evaluated(self) -> Self:
+    def _check_evaluations(self) -> Self:
         idle = [name for name, value in self.eval if value != getattr(EvalConfig(), name)]
         if not self.eval.named_sets and idle:
             raise ValueError(
                 f"eval.{idle[0]} does nothing without eval.data or eval.sets: name held-out "
                 "prompts, such as eval.data.path=FILE or eval.data.split=test, or leave it out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _right_answers_pass(self) -> Self:
         for name, held_out in self.eval.named_sets.items():
+            reward, section = held_out.reward or self.reward, section_of(name)
             if "pass_threshold" not in held_out.model_fields_set:
-                terms = self._terms_of(held_out.reward or self.reward)
-                check_judges(terms, held_out.pass_threshold, section_of(name))
-        return self
-
-    @model_validator(mode="after")
-    def _clipped_totals_are_used(self) -> Self:
-        if self.reward.clip_range is not None and self.grpo.by_parts:
-            raise ValueError(
-                f"reward.clip_range clips the total reward, and grpo.{self.grpo.by_parts} compares "
-                "its parts: set reward.clip_range=null"
-            )
-        for name, held_out in self.eval.named_sets.items():
-            bounds, section = (held_out.reward or self.reward).clip_range, section_of(name)
+                check_judges(self._terms_of(reward), held_out.pass_threshold, section)
+            bounds = reward.clip_range
             if bounds is not None and held_out.pass_threshold > bounds[1]:
                 raise ValueError(
                     f"{section}.pass_threshold {held_out.pass_threshold} is above all rewards, "
@@ -268,7 +227,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _each_source_is_a_run(self) -> Self:
+    def _check_sources(self) -> Self:
         if not self.sources.by_name:
             return self
         if self.grpo.by_parts:
@@ -283,34 +242,6 @@ class Config(Section):
                 told = error.errors()[0]["ctx"]["error"]
                 raise ValueError(f"sources.by_name.{name}: {told}") from None
         check_views(self, self.by_source)
-        return self
-
-    @model_validator(mode="after")
-    def _something_rewards(self) -> Self:
-        if self.sources.by_name:  # checked for each
-            return self
-        for section, reward in self.rewards.items():
-            labels = [function.label for function in reward.functions]
-            if not any(term.weight for term in self._terms_of(reward)) and not labels:
-                raise ValueError(
-                    f"{section}.functions is empty: name at least 1, such as [exact], or an "
-                    "environment"
-                )
-            if self.dialogue_term in labels:
-                raise ValueError(
-                    f"{section}.functions names {self.dialogue_term}, the name of the "
-                    f"{self.dialogue_term}'s own reward: rename the function"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _dynamic_sample_reward_is_known(self) -> Self:
-        name, known = self.grpo.dynamic_sample_reward, [term.label for term in self.reward_terms]
-        if name is not None and name not in known and not self.sources.by_name:
-            raise ValueError(
-                f"grpo.dynamic_sample_reward {name}: the reward has no such term, use "
-                f"{', '.join(known)}, or null for their weighted sum"
-            )
         return self
 
     @property

@@ -16,7 +16,7 @@ from pydantic import (
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.config.rollout import MIN_TEMPERATURE
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Section, completed
 
 SET_NAME = re.compile(r"[\w-]+", re.ASCII)
 NOT_OF_A_SET = ("data", "interval", "sets")
@@ -158,7 +158,9 @@ def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[st
     Raises ValueError for a key that every set has itself. A saved config has all keys in each set,
     where an override such as `eval.temperature=0` would otherwise be ignored without a word.
     """
-    own, sets = _with_tables_of(run, evaluation), evaluation.get("sets")
+    if isinstance(data := run.get("data"), dict):
+        run = {**run, "data": {**data, "shuffle": False}}
+    own, sets = completed(evaluation, ("data", "reward"), run), evaluation.get("sets")
     if not isinstance(sets, dict):
         return own
     sets = {str(name): held_out for name, held_out in sets.items() if held_out is not None}
@@ -177,22 +179,12 @@ def with_defaults(evaluation: dict[str, Any], run: Mapping[str, Any]) -> dict[st
         key: value for key, value in own.items() if key not in NOT_OF_A_SET and value is not None
     }
     resolved = {
-        name: {**shared, **_with_tables_of({**run, **shared}, held_out)}
+        name: {**shared, **completed(held_out, ("data", "reward"), {**run, **shared})}
         if isinstance(held_out, dict)
         else held_out
         for name, held_out in sets.items()
     }
     return {key: own[key] for key in NOT_OF_A_SET if key in own} | {"sets": resolved}
-
-
-def _with_tables_of(run: Mapping[str, Any], held_out: dict[str, Any]) -> dict[str, Any]:
-    """`held_out` with `data` and `reward`, if it has them, completed from those of `run`."""
-    completed = dict(held_out)
-    for name, own in (("data", {"shuffle": False}), ("reward", {})):
-        given, defaults = held_out.get(name), run.get(name)
-        if isinstance(given, dict) and isinstance(defaults, dict):
-            completed[name] = {**defaults, **own, **given}
-    return completed
 
 
 def _keys(table: Mapping[str, Any]) -> list[str]:

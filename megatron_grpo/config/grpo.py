@@ -1,13 +1,13 @@
 """The table `grpo` of the config: batch sizes, advantages and loss."""
 
-import json
 import math
+from functools import partial
 from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from checkpoint_convert.shape import ModelShape
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Section, as_yaml
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "gmpo", "sapo", "luspo", "vespo"]
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
@@ -324,47 +324,34 @@ class GRPOConfig(Section):
     @model_validator(mode="after")
     def _nothing_is_idle(self) -> Self:
         """Refuse options that would have no effect: whoever sets one expects an effect."""
+        serve = partial(self._refuse_idle, "grpo")
         sapo, vespo, cispo = (self.loss_type == name for name in ("sapo", "vespo", "cispo"))
         weighs = self.rollout_importance_sampling_mode is not None
         sampling = "dynamic_sample_reward", "dynamic_sample_oversampling", "max_resample_times"
-        self._serve("grpo.dynamic_sample=true", self.dynamic_sample, *sampling)
+        serve("grpo.dynamic_sample=true", self.dynamic_sample, *sampling)
         clips_below = self.has_clip and not cispo
-        self._serve("a grpo.loss_type that clips, such as dapo", self.has_clip, "epsilon_high")
-        self._serve("a grpo.loss_type that clips below, such as dapo", clips_below, "epsilon")
-        self._serve("grpo.loss_type=sapo", sapo, "sapo_temperature_pos", "sapo_temperature_neg")
-        self._serve("grpo.loss_type=vespo", vespo, "vespo_k_pos", "vespo_lambda_pos")
-        self._serve("grpo.loss_type=vespo", vespo, "vespo_k_neg", "vespo_lambda_neg")
+        serve("a grpo.loss_type that clips, such as dapo", self.has_clip, "epsilon_high")
+        serve("a grpo.loss_type that clips below, such as dapo", clips_below, "epsilon")
+        serve("grpo.loss_type=sapo", sapo, "sapo_temperature_pos", "sapo_temperature_neg")
+        serve("grpo.loss_type=vespo", vespo, "vespo_k_pos", "vespo_lambda_pos")
+        serve("grpo.loss_type=vespo", vespo, "vespo_k_neg", "vespo_lambda_neg")
         reference = "ref_model_mixup_alpha", "ref_model_sync_steps"
-        self._serve("grpo.sync_ref_model=true", self.sync_ref_model, *reference)
+        serve("grpo.sync_ref_model=true", self.sync_ref_model, *reference)
         if self.kl_in_reward:  # also the default, except for grpo
-            self._serve("a grpo.beta above 0", self.beta > 0, "kl_in_reward")
-        self._serve("a grpo.beta above 0", self.beta > 0, "kl_estimator")
-        self._serve("grpo.kl_target", self.kl_target is not None, "kl_horizon")
+            serve("a grpo.beta above 0", self.beta > 0, "kl_in_reward")
+        serve("a grpo.beta above 0", self.beta > 0, "kl_estimator")
+        serve("grpo.kl_target", self.kl_target is not None, "kl_horizon")
         bounds = "rollout_importance_sampling_threshold", "rollout_importance_sampling_min"
-        self._serve("a grpo.rollout_importance_sampling_mode", weighs, *bounds)
+        serve("a grpo.rollout_importance_sampling_mode", weighs, *bounds)
         bounds = "rollout_rs_threshold", "rollout_rs_threshold_lower"
-        self._serve("a grpo.rollout_rs", self.rollout_rs is not None, *bounds)
+        serve("a grpo.rollout_rs", self.rollout_rs is not None, *bounds)
         return self
-
-    def _serve(self, need: str, is_met: bool, *names: str) -> None:
-        """Raise ValueError if one of `names` differs from its default while the need is not met.
-
-        Whether a key was given says nothing: a config that was dumped gives all of them.
-        """
-        for name in () if is_met else names:
-            field, value = type(self).model_fields[name], getattr(self, name)
-            default = field.get_default(call_default_factory=True, validated_data=dict(self))
-            if value != default:
-                raise ValueError(
-                    f"grpo.{name} {_as_yaml(value)} does nothing without {need}: set that, or "
-                    f"grpo.{name}={_as_yaml(default)}"
-                )
 
     def _only(self, what: str, **legal: Any) -> None:
         for name, value in legal.items():
             if (given := getattr(self, name)) != value:
                 raise ValueError(
-                    f"grpo.{what} requires grpo.{name}={_as_yaml(value)}, not {_as_yaml(given)}"
+                    f"grpo.{what} requires grpo.{name}={as_yaml(value)}, not {as_yaml(given)}"
                 )
 
 
@@ -375,7 +362,3 @@ def check_shared_prompts(grpo: GRPOConfig, shape: ModelShape) -> None:
             "grpo.shared_prompts true is not supported for a model with sparse attention: leave it "
             "out"
         )
-
-
-def _as_yaml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -77,7 +77,7 @@ class OptimizerConfig(Section):
     """The fraction of them for which that is so; the rest is on the GPU."""
 
     @model_validator(mode="after")
-    def _lr_is_a_step(self) -> Self:
+    def _check_lr(self) -> Self:
         if self.lr > 1:
             raise ValueError(
                 f"optimizer.lr {self.lr:g}: with AdamW, each weight would move by about as much in "
@@ -87,7 +87,7 @@ class OptimizerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _muon_has_its_momentum(self) -> Self:
+    def _check_muon(self) -> Self:
         if self.optimizer == "muon":
             for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
                 if getattr(self, key):
@@ -95,32 +95,26 @@ class OptimizerConfig(Section):
                         f"optimizer.{key} true is for AdamW, and optimizer.optimizer is muon: "
                         "leave out one of the two"
                     )
-            return self
-        for name in ("muon_momentum", "muon_extra_scale_factor"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"optimizer.{name} {getattr(self, name)} does nothing without "
-                    "optimizer.optimizer=muon: set that, or leave it out"
-                )
+        own = "muon_momentum", "muon_extra_scale_factor"
+        need = "optimizer.optimizer=muon"
+        self._refuse_idle("optimizer", need, self.optimizer == "muon", *own)
         return self
 
     @model_validator(mode="after")
-    def _states_have_one_home(self) -> Self:
+    def _check_cpu_offload(self) -> Self:
         if self.optimizer_cpu_offload and self.use_precision_aware_optimizer:
             raise ValueError(
                 "optimizer.optimizer_cpu_offload true has float32 states, of which "
                 "optimizer.use_precision_aware_optimizer true changes none: leave out one of the "
                 "two"
             )
-        if not self.optimizer_cpu_offload and self.optimizer_offload_fraction != 1:
-            raise ValueError(
-                f"optimizer.optimizer_offload_fraction {self.optimizer_offload_fraction:g} does "
-                "nothing without optimizer.optimizer_cpu_offload=true: set that, or leave it out"
-            )
+        need = "optimizer.optimizer_cpu_offload=true"
+        is_met = self.optimizer_cpu_offload
+        self._refuse_idle("optimizer", need, is_met, "optimizer_offload_fraction")
         return self
 
     @model_validator(mode="after")
-    def _moments_decay(self) -> Self:
+    def _check_moments(self) -> Self:
         for name, beta in ("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2"):
             if getattr(self, f"{name}_dtype") != "bfloat16":
                 continue
@@ -138,7 +132,7 @@ class OptimizerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _decay_goes_down(self) -> Self:
+    def _check_decay(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(
                 f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}: "
@@ -152,22 +146,15 @@ class OptimizerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _wsd_is_whole(self) -> Self:
-        steps, style = self.lr_wsd_decay_steps, self.lr_wsd_decay_style
-        if self.lr_decay_style == "WSD":
-            if steps is None:
-                raise ValueError(
-                    "optimizer.lr_decay_style WSD decays in the last steps: say in how many, as "
-                    "optimizer.lr_wsd_decay_steps"
-                )
-            return self
-        default = type(self).model_fields["lr_wsd_decay_style"].default
-        for name, value, idle in ("steps", steps, None), ("style", style, default):
-            if value != idle:
-                raise ValueError(
-                    f"optimizer.lr_wsd_decay_{name} {value} does nothing without "
-                    "optimizer.lr_decay_style=WSD: set that, or leave it out"
-                )
+    def _check_wsd(self) -> Self:
+        is_wsd = self.lr_decay_style == "WSD"
+        if is_wsd and self.lr_wsd_decay_steps is None:
+            raise ValueError(
+                "optimizer.lr_decay_style WSD decays in the last steps: say in how many, as "
+                "optimizer.lr_wsd_decay_steps"
+            )
+        own = "lr_wsd_decay_steps", "lr_wsd_decay_style"
+        self._refuse_idle("optimizer", "optimizer.lr_decay_style=WSD", is_wsd, *own)
         return self
 
     def check_schedule(self, num_steps: int) -> None:

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from checkpoint_convert.quantization import EngineQuantization
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Section, refuse_beside
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises any lower temperature to this, except 0, which is greedy."""
@@ -146,10 +146,8 @@ class RolloutConfig(Section):
         return {**given, "max_staleness": 1, "async_generate": False}
 
     @model_validator(mode="after")
-    def _over_samples(self) -> Self:
-        if self.over_sampling == 1:
-            return self
-        if not self.in_flight_updates:
+    def _check_staleness(self) -> Self:
+        if self.over_sampling > 1 and not self.in_flight_updates:
             raise ValueError(
                 f"rollout.over_sampling {self.over_sampling} leaves completions in progress when "
                 "weights are pushed: set rollout.in_flight_updates=true, or rollout.over_sampling=1"
@@ -160,55 +158,32 @@ class RolloutConfig(Section):
                 f"can be trained on within rollout.max_staleness {self.max_staleness}: set it to "
                 f"at most {most}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _goes_in_flight(self) -> Self:
         if self.max_staleness > 1 and not self.in_flight_updates:
             raise ValueError(
                 f"rollout.max_staleness {self.max_staleness} without rollout.in_flight_updates "
                 "would gain nothing over 1, as every push would wait for all completions: set "
                 "rollout.in_flight_updates=true, or rollout.max_staleness=1"
             )
-        if not self.in_flight_updates:
-            return self
-        if self.max_staleness == 0:
+        if self.in_flight_updates and self.max_staleness == 0:
             raise ValueError(
                 "rollout.in_flight_updates true with rollout.max_staleness 0 has no completions in "
                 "progress when weights are pushed: set rollout.max_staleness to 1 or more"
             )
-        if self.engine == "transformers":
+        if self.in_flight_updates and self.engine == "transformers":
             raise ValueError(
                 "rollout.in_flight_updates true needs engines that hand out unfinished "
                 "completions: use rollout.engine=vllm"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_caches(self) -> Self:
-        if self.recompute_kv_cache:
-            return self
-        if not self.in_flight_updates:
+        if not self.recompute_kv_cache and not self.in_flight_updates:
             raise ValueError(
                 "rollout.recompute_kv_cache false keeps keys and values of completions that go on "
                 "after a push, and with rollout.in_flight_updates false there are none: leave it "
                 "out, or set rollout.in_flight_updates=true"
             )
-        others = {
-            f"rollout.engine {self.engine}": self.engine != "vllm",
-            "rollout.vllm.speculative_config": self.vllm.get("speculative_config"),
-            # vLLM stores these by the tokens of a prefix, and would take old weights' for new ones.
-            "rollout.router_replay true": self.router_replay,
-        }
-        if told := [key for key, is_on in others.items() if is_on]:
-            raise ValueError(
-                f"{told[0]} does not go with rollout.recompute_kv_cache false yet: leave out one "
-                "of the two"
-            )
         return self
 
     @model_validator(mode="after")
-    def _supported(self) -> Self:
+    def _check_engine(self) -> Self:
         if self.top_p != 1.0 or self.top_k != -1:
             raise ValueError(
                 f"rollout.top_p {self.top_p} and rollout.top_k {self.top_k} would sample from a "
@@ -262,25 +237,46 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _sglang_can(self) -> Self:
-        others = {
-            "rollout.data_parallel_size": self.data_parallel_size > 1,
-            "rollout.quantization other than fp8": self.quantization not in ("none", "fp8"),
-            f"rollout.stop with more than {SGLANG_STOPS} strings": len(self.stop) > SGLANG_STOPS,
-        }
-        if self.engine == "sglang" and (told := [key for key, is_on in others.items() if is_on]):
-            raise ValueError(
-                f"{told[0]} does not go with rollout.engine sglang yet: leave it out, or use "
-                "rollout.engine=vllm"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _prefixes_have_experts(self) -> Self:
+    def _check_combinations(self) -> Self:
+        others: dict[str, object]
+        if self.engine == "sglang":
+            has_many_stops = len(self.stop) > SGLANG_STOPS
+            others = {
+                "rollout.data_parallel_size": self.data_parallel_size > 1,
+                "rollout.quantization other than fp8": self.quantization not in ("none", "fp8"),
+                f"rollout.stop with more than {SGLANG_STOPS} strings": has_many_stops,
+            }
+            instead = "leave it out, or use rollout.engine=vllm"
+            refuse_beside("rollout.engine sglang", others, instead)
+        drafts = self.vllm.get("speculative_config")
+        if not self.recompute_kv_cache:
+            others = {
+                f"rollout.engine {self.engine}": self.engine != "vllm",
+                "rollout.vllm.speculative_config": drafts,
+                # Kept by the tokens of a prefix: vLLM would take old weights' for new ones.
+                "rollout.router_replay true": self.router_replay,
+            }
+            refuse_beside("rollout.recompute_kv_cache false", others)
+        if self.quantization != "none":
+            is_saved = self.enable_sleep_mode and self.engine == "sglang"
+            others = {
+                "rollout.engine transformers": self.engine == "transformers",
+                # Its memory saver would lose the scales of keys and values, which no push brings.
+                "rollout.enable_sleep_mode true with rollout.engine sglang": is_saved,
+                "rollout.router_replay true": self.router_replay,
+                "rollout.vllm.speculative_config": drafts,
+                "rollout.weight_transport disk": self.weight_transport == "disk",
+            }
+            refuse_beside(f"rollout.quantization {self.quantization}", others)
         if self.router_replay and self.vllm.get("enable_prefix_caching") is False:
             raise ValueError(
                 "rollout.vllm.enable_prefix_caching false: vLLM keeps the experts of tokens in its "
                 "prefix cache, and rollout.router_replay true needs them: leave out one of the two"
+            )
+        if self.quantization_aware and self.quantization == "none":
+            raise ValueError(
+                "rollout.quantization_aware true trains for quantised engines, and "
+                "rollout.quantization is none: set it to fp8, fp8_channel or int8, or leave it out"
             )
         return self
 
@@ -296,36 +292,7 @@ class RolloutConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _is_aware_of_something(self) -> Self:
-        if self.quantization_aware and self.quantization == "none":
-            raise ValueError(
-                "rollout.quantization_aware true trains for quantised engines, and "
-                "rollout.quantization is none: set it to fp8, fp8_channel or int8, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _takes_quantized_weights(self) -> Self:
-        others = {
-            "rollout.engine transformers": self.engine == "transformers",
-            # Its memory saver would lose the scales of keys and values, which no push brings.
-            "rollout.enable_sleep_mode true with rollout.engine sglang": self.enable_sleep_mode
-            and self.engine == "sglang",
-            "rollout.router_replay true": self.router_replay,
-            "rollout.vllm.speculative_config": self.vllm.get("speculative_config"),
-            "rollout.weight_transport disk": self.weight_transport == "disk",
-        }
-        if self.quantization != "none" and (
-            told := [key for key, is_on in others.items() if is_on]
-        ):
-            raise ValueError(
-                f"{told[0]} does not go with rollout.quantization {self.quantization} yet: leave "
-                "out one of the two"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _addresses_fit(self) -> Self:
+    def _check_addresses(self) -> Self:
         if not self.base_urls:
             return self
         if self.num_engines != len(self.base_urls):
@@ -348,7 +315,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _drafts_have_a_length(self) -> Self:
+    def _check_drafts(self) -> Self:
         table = self.vllm.get("speculative_config")
         if table and isinstance(table, dict):
             number = table.get("num_speculative_tokens")

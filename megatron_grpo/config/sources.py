@@ -1,14 +1,14 @@
 """Several tasks in one run: the keys of `sources`."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_grpo.config.agent import AGENT_TERM, AgentConfig
 from megatron_grpo.config.reward import ENVIRONMENT_TERM, EnvironmentConfig, RewardConfig
-from megatron_grpo.config.section import Section
+from megatron_grpo.config.section import Section, completed
 
 if TYPE_CHECKING:
     from megatron_grpo.config.config import Config
@@ -114,17 +114,8 @@ def with_sources(run: dict[str, Any]) -> dict[str, Any]:
     named = table.get("by_name") if isinstance(table, dict) else None
     if not (isinstance(table, dict) and isinstance(named, dict)):
         return run
-    completed = {
-        str(name): {**source, **dict(_completed(source, run))}
-        if isinstance(source, dict)
-        else source
+    by_name = {
+        str(name): completed(source, OWN_SECTIONS, run) if isinstance(source, dict) else source
         for name, source in named.items()
     }
-    return {**run, "sources": {**table, "by_name": completed}}
-
-
-def _completed(source: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name in OWN_SECTIONS:
-        given, defaults = source.get(name), run.get(name, {})
-        if isinstance(given, dict) and isinstance(defaults, dict):
-            yield name, {**defaults, **given}
+    return {**run, "sources": {**table, "by_name": by_name}}

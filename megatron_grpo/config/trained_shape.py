@@ -8,6 +8,7 @@ from checkpoint_convert.formats.safetensors_file import stored_names
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import parts_moved
+from megatron_grpo.config.section import refuse_beside
 from megatron_grpo.config.vision import trained_vision
 
 
@@ -58,9 +59,6 @@ def _trains_mtp(cfg: Config, shape: ModelShape) -> bool:
             )
         },
     }
-    if told := [key for key, value in others.items() if value]:
-        raise ValueError(
-            f"{told[0]} does not go with the layer for multi-token prediction yet: leave it out, "
-            "or set model.mtp_num_layers=0"
-        )
+    instead = "leave it out, or set model.mtp_num_layers=0"
+    refuse_beside("the layer for multi-token prediction", others, instead)
     return True

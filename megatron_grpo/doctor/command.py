@@ -169,9 +169,9 @@ def check_clocks(reports: Sequence[HostReport]) -> Check:
         return Check("hosts", "clock skew", "ok", "one host: nothing to compare with")
     clocks = [report.clock for report in reports]
     skew = max(clocks) - min(clocks)
-    remedy = "chronyc tracking, on every host" if skew > MAX_SKEW_SECONDS else ""
     value = f"{skew * 1e3:,.1f} ms between {len(reports)} hosts"
-    return Check.warn_if(remedy, "hosts", "clock skew", value)
+    remedy = "chronyc tracking, on every host"
+    return Check.warn_if(skew > MAX_SKEW_SECONDS, "hosts", "clock skew", value, remedy)
 
 
 def compare_hosts(reports: Sequence[HostReport]) -> Iterator[Check]:

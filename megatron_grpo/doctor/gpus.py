@@ -100,15 +100,15 @@ def check_gpus(found: Gpus | None) -> Iterator[Check]:
                 "pip install flash-attn, or model.megatron.transformer_impl=local: cuDNN has no "
                 "attention over packed sequences for it"
             )
-        yield Check.warn_if(remedy, SECTION, "GPUs", value)
+        yield Check.warn_if(bool(remedy), SECTION, "GPUs", value, remedy)
     value = f"driver {found.driver}, CUDA {found.cuda} in torch, NCCL {found.nccl}"
     yield Check(SECTION, "driver, CUDA and NCCL", "ok", value)
     num_pairs = len(found.gpus) * (len(found.gpus) - 1)
     value = "between all" if num_pairs else "only one GPU"
     if found.without_peer_access:
         value = f"not between {len(found.without_peer_access)} of {num_pairs} pairs"
-    remedy = "nvidia-smi topo -p2p r" if found.without_peer_access else ""
-    yield Check.warn_if(remedy, SECTION, "peer access", value)
+    some_lack_it = bool(found.without_peer_access)
+    yield Check.warn_if(some_lack_it, SECTION, "peer access", value, "nvidia-smi topo -p2p r")
 
 
 def check_transformer_engine() -> Iterator[Check]:

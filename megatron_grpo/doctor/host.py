@@ -31,9 +31,11 @@ class Check:
     """The command that fixes it, for `warning` and `missing`."""
 
     @classmethod
-    def warn_if(cls, remedy: str, section: str, name: str, value: str) -> "Check":
-        """A warning if there is a remedy, else `ok`."""
-        return cls(section, name, "warning" if remedy else "ok", value, remedy)
+    def warn_if(cls, is_bad: bool, section: str, name: str, value: str, remedy: str) -> "Check":
+        """A warning with its remedy, or else `ok`."""
+        if is_bad:
+            return cls(section, name, "warning", value, remedy)
+        return cls(section, name, "ok", value)
 
     @property
     def is_problem(self) -> bool:
@@ -84,23 +86,22 @@ def check_limits(limits: Limits, on_gpu: bool) -> Iterator[Check]:
     """A check per limit. Locked memory matters for RDMA, which only GPU hosts use."""
     value = f"{limits.num_cpus} for this process, {limits.memory / 1e9:,.0f} GB of memory"
     yield Check("host", "CPUs", "ok", value)
-    small = limits.shared < MIN_SHARED_BYTES
-    remedy = "mount -o remount,size=16G /dev/shm, or docker run --shm-size=16g" if small else ""
-    yield Check.warn_if(remedy, "host", "shared memory", f"{limits.shared / 1e9:,.1f} GB")
+    small, value = limits.shared < MIN_SHARED_BYTES, f"{limits.shared / 1e9:,.1f} GB"
+    remedy = "mount -o remount,size=16G /dev/shm, or docker run --shm-size=16g"
+    yield Check.warn_if(small, "host", "shared memory", value, remedy)
+    limited, value = on_gpu and limits.locked != UNLIMITED, _size(limits.locked)
     remedy = (
         "ulimit -l unlimited, or memlock in /etc/security/limits.conf and in slurmd's unit: RDMA "
         "pins its buffers"
-        if on_gpu and limits.locked != UNLIMITED
-        else ""
     )
-    yield Check.warn_if(remedy, "host", "ulimit -l (locked memory)", _size(limits.locked))
+    yield Check.warn_if(limited, "host", "ulimit -l (locked memory)", value, remedy)
     few = limits.num_files != UNLIMITED and limits.num_files < MIN_OPEN_FILES
     value = "unlimited" if limits.num_files == UNLIMITED else f"{limits.num_files:,}"
-    remedy = f"ulimit -Hn {MIN_OPEN_FILES * 4}" if few else ""
-    yield Check.warn_if(remedy, "host", "ulimit -Hn (open files)", value)
+    remedy = f"ulimit -Hn {MIN_OPEN_FILES * 4}"
+    yield Check.warn_if(few, "host", "ulimit -Hn (open files)", value, remedy)
+    dumps, value = limits.core != 0, _size(limits.core)
     remedy = "ulimit -c 0: a rank that dies would first write all of its memory"
-    remedy = remedy if limits.core else ""
-    yield Check.warn_if(remedy, "host", "ulimit -c (core dumps)", _size(limits.core))
+    yield Check.warn_if(dumps, "host", "ulimit -c (core dumps)", value, remedy)
 
 
 def _size(limit: int) -> str:
@@ -175,12 +176,11 @@ def check_storage(storage: Storage) -> Iterator[Check]:
     section, slow = "file system", min(storage.written, storage.read) < SLOW
     value = f"{storage.kind}: one file written at {storage.written / 1e6:,.0f} MB/s"
     value += f", read at {storage.read / 1e6:,.0f} MB/s"
-    remedy = "set train.run_dir to a faster file system" if slow else ""
-    yield Check.warn_if(remedy, section, "run directory", value)
-    full = storage.free < FEW_BYTES_FREE
+    remedy = "set train.run_dir to a faster file system"
+    yield Check.warn_if(slow, section, "run directory", value, remedy)
+    full, value = storage.free < FEW_BYTES_FREE, f"{storage.free / 1e9:,.0f} GB"
     remedy = "make room, or set train.run_dir; a bfloat16 checkpoint takes 14 bytes per parameter"
-    remedy = remedy if full else ""
-    yield Check.warn_if(remedy, section, "free space", f"{storage.free / 1e9:,.0f} GB")
+    yield Check.warn_if(full, section, "free space", value, remedy)
     if storage.local_locks:
         value = f"mounted with {storage.local_locks}: other hosts do not see them"
         remedy = (
@@ -225,14 +225,14 @@ def check_rdma(
     """
     if not ports:
         value = "none: hosts would communicate over TCP"
-        yield Check.warn_if(INSTALL_RDMA if on_gpu else "", "network", "RDMA", value)
+        yield Check.warn_if(on_gpu, "network", "RDMA", value, INSTALL_RDMA)
         return
     for (state, rate, link_layer), count in sorted(Counter(ports).items(), reverse=True):
         kind = "RoCE" if link_layer == "Ethernet" else link_layer
-        is_active = state.startswith("4:")
         value = f"{count} x {kind}, {rate}, {state.split(': ')[-1].lower()}"
-        remedy = "" if is_active else "ibstat; or leave the device out with NCCL_IB_HCA"
-        yield Check.warn_if(remedy, "network", f"RDMA {kind}", value)
+        remedy = "ibstat; or leave the device out with NCCL_IB_HCA"
+        is_down = not state.startswith("4:")
+        yield Check.warn_if(is_down, "network", f"RDMA {kind}", value, remedy)
     if not verbs:
         value = "no /dev/infiniband: the ports cannot be used from here"
         remedy = f"mount /dev/infiniband into the container, or {INSTALL_RDMA}"
@@ -279,8 +279,7 @@ def check_own_name(environ: Mapping[str, str], address: str, on_gpu: bool) -> Ch
         "for several hosts set NETWORK_INTERFACE in slurm/env.sh, or GLOO_SOCKET_IFNAME; or fix "
         "/etc/hosts"
     )
-    remedy = remedy if on_gpu else ""
-    return Check.warn_if(remedy, "network", "own name", "resolves to this host only")
+    return Check.warn_if(on_gpu, "network", "own name", "resolves to this host only", remedy)
 
 
 SETTINGS = (
@@ -340,8 +339,8 @@ def check_environment(
             "unset CUDA_DEVICE_MAX_CONNECTIONS: Megatron's tensor parallelism requires 1"
         )
     value = " ".join(f"{name}={value}" for name, value in given.items()) or "nothing set"
-    remedy = "; ".join(remedies) if on_gpu else ""
-    yield Check.warn_if(remedy, section, "environment", value)
+    is_bad = on_gpu and bool(remedies)
+    yield Check.warn_if(is_bad, section, "environment", value, "; ".join(remedies))
 
 
 def _slurm(environ: Mapping[str, str]) -> str:

@@ -69,13 +69,13 @@ def _descendants(root: int) -> Iterator[int]:
 
     Children of each are read when the next is asked for: it may be stopped before.
     """
-    left = _children(root)
+    left = children(root)
     while left:
         yield (pid := left.pop())
-        left += _children(pid)
+        left += children(pid)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     """The children of a process, the latest last; none once it has ended."""
     children: list[int] = []
     with suppress(OSError):
@@ -101,8 +101,7 @@ def kill_group(group: int) -> bool:
     """
     members = list(_living_members(group))
     for pid in members:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _send(pid, signal.SIGKILL)
     return bool(members)
 
 

@@ -28,7 +28,6 @@ LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 class Mount:
     """A line of /proc/mounts."""
 
-    point: str
     kind: str
     """Type of the file system: ext4, lustre, nfs4 ..."""
     options: frozenset[str]
@@ -40,10 +39,10 @@ class Mount:
         rows = [[_decoded(field) for field in line.split()[1:4]] for line in lines]
         holding = [row for row in rows if folder.is_relative_to(row[0])]
         if not holding:  # inside a chroot
-            return cls("/", "unknown", frozenset())
+            return cls("unknown", frozenset())
         # If several are mounted over each other, the last one is visible.
-        point, kind, options = max(reversed(holding), key=lambda row: len(row[0]))
-        return cls(point, kind, frozenset(options.split(",")))
+        _, kind, options = max(reversed(holding), key=lambda row: len(row[0]))
+        return cls(kind, frozenset(options.split(",")))
 
     @property
     def local_locks(self) -> str:

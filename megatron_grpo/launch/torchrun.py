@@ -12,7 +12,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE
+from megatron_grpo.launch.parent_death import children
 from megatron_grpo.launch.process import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
@@ -95,7 +95,7 @@ def _forward_preemption() -> set[int]:
 
     def forward(number: int, _: FrameType | None) -> None:
         forwarded.add(number)
-        ranks = _children()
+        ranks = children(os.getpid())
         for rank in ranks:
             os.kill(rank, number)
         if not ranks:
@@ -104,12 +104,6 @@ def _forward_preemption() -> set[int]:
     for number in PREEMPTION_SIGNALS:
         signal.signal(number, forward)
     return forwarded
-
-
-def _children() -> list[int]:
-    """The ranks on this host."""
-    thread = threading.main_thread().native_id
-    return [int(pid) for pid in Path(f"/proc/self/task/{thread}/children").read_text().split()]
 
 
 def _first_store(arguments: Namespace) -> TCPStore:

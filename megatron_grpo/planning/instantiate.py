@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from checkpoint_convert import (
     ModelShape,
@@ -20,6 +18,7 @@ from checkpoint_convert import (
     padded_vocab_size,
 )
 from checkpoint_convert.megatron import checkpoint_layout, float32_tensors
+from megatron_grpo.bars import tracked
 from megatron_grpo.checkpoints.state import chained_optimizers, weight_layout
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_num_steps
@@ -49,7 +48,7 @@ from parallel import (
     pipeline_layers,
 )
 from parallel.cpu_device import setup_device
-from parallel.fake_rank import fake_rank, without_memory
+from parallel.fake_rank import WithoutMemory, fake_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +76,10 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
     """
     dtype = getattr(torch, cfg.model.dtype)
     with fake_rank(cfg.dims, rank) as groups:
-        with without_memory():
+        with WithoutMemory():
             model = build_model(cfg, shape, groups)
         faults = list(compare(model, saved, dtype))
-        with without_memory():
+        with WithoutMemory():
             if cfg.lora.r:
                 model.adapters = build_adapters(
                     model.chunks, shape, model.layout, cfg.lora, groups, base=0
@@ -283,17 +282,8 @@ def build_ranks(cfg: Config, shape: ModelShape) -> list[BuiltRank]:
     """Build every distinct rank of a job, in ascending order, and compare it with its layout."""
     setup_device(0)
     saved = checkpoint_layout(shape, padded_vocab_size(shape, cfg.dims))
-    console = Console(stderr=True)
-    return [
-        build_rank(cfg, shape, rank, saved)
-        for rank in track(
-            distinct_ranks(cfg.dims),
-            "building ranks",
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-    ]
+    ranks = tracked(distinct_ranks(cfg.dims), "building ranks")
+    return [build_rank(cfg, shape, rank, saved) for rank in ranks]
 
 
 def differing_bytes(cfg: Config, shape: ModelShape, ranks: Sequence[BuiltRank]) -> list[str]:

@@ -8,10 +8,9 @@ from functools import cache
 from typing import Any
 
 import yaml
-from rich.console import Console
-from rich.progress import track
 
 from checkpoint_convert import ModelShape, check_divisible
+from megatron_grpo.bars import tracked
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.launch.launch import check_shared
@@ -180,14 +179,7 @@ def _on_ranks_of(
     """Layouts of `num_ranks` that fit, fastest first."""
     workload(_on_ranks(cfg, 1), shape, lengths)  # what fails here fails in every layout
     found, states = [], {}
-    console = Console(stderr=True)
-    for parallel in track(
-        list(_layouts(cfg, shape, card, num_ranks)),
-        "comparing layouts",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ):
+    for parallel in tracked([*_layouts(cfg, shape, card, num_ranks)], "comparing layouts"):
         candidate = cfg.model_copy(update={"parallel": parallel})
         dims = candidate.dims
         try:

@@ -39,7 +39,7 @@ from megatron_grpo.policy.optimizer_state import SplitFloats
 from megatron_grpo.policy.reference import Reference
 from parallel.alignment import round_up
 from parallel.collectives import raise_first_failure, wait_for_all
-from parallel.communicators import Communicators
+from parallel.nccl import Communicators
 from parallel.page_locked import available_bytes, page_locked_bytes
 
 _ALIGNMENT = 64

@@ -1,7 +1,8 @@
-"""The page with its runs as one file, which needs no server and no network."""
+"""The files of the page, and all of them with their runs as one, which needs no network."""
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_grpo.reporting.rows import NO_LIMIT, newest_rows, rows_of
@@ -11,15 +12,29 @@ from megatron_grpo.reporting.tracking import (
     METRICS_FILE,
     TOKENS_FILE,
 )
-from megatron_grpo.viewer.page_files import PAGE, plotly_file
 from megatron_grpo.viewer.run import RunFiles, array
 
+PAGE = Path(__file__).parent / "page"
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".json": "application/json",
+}
 BYTES = 8_000_000
 """Of completions, of evaluated completions and of tokens, each, of all runs."""
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
 """The browser loads nothing else, whatever the file contains."""
+
+
+def plotly_file() -> Path:
+    """plotly.js of the installed package `plotly`, which is not imported; ValueError without it."""
+    spec = find_spec("plotly")
+    if spec is None or spec.origin is None:
+        raise ValueError("the curves need plotly: pip install 'megatron-grpo[view]'")
+    return Path(spec.origin).parent / "package_data" / "plotly.min.js"
 
 
 def write_html(runs: dict[str, RunFiles], path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from megatron_grpo.viewer.page_files import CONTENT_TYPES, PAGE, plotly_file
+from megatron_grpo.viewer.html_file import CONTENT_TYPES, PAGE, plotly_file
 from megatron_grpo.viewer.run import RunFiles
 
 HOST = "127.0.0.1"

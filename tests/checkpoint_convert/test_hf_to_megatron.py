@@ -8,9 +8,8 @@ import torch
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.formats.torch_dist import read_chunks
-from checkpoint_convert.hf_to_megatron import import_checkpoint
+from checkpoint_convert.hf_to_megatron import import_checkpoint, plan_import
 from checkpoint_convert.megatron import megatron_layout
-from checkpoint_convert.weights import plan_import
 from helpers.conversions import assert_same, read_checkpoint, variant, weights_of
 from helpers.models import CONFIGS, mesh_for, tiny_model
 from helpers.ranks import run_ranks
@@ -118,8 +117,8 @@ def test_chunks_are_what_the_ranks_of_the_layout_hold(qwen3, tmp_path):
 
 
 def test_chunks_and_files_have_bounded_size(qwen3, tmp_path, monkeypatch):
-    monkeypatch.setattr("checkpoint_convert.weights.MAX_CHUNK_BYTES", 5000)
-    monkeypatch.setattr("checkpoint_convert.weights.FILE_BYTES", 100_000)
+    monkeypatch.setattr("checkpoint_convert.hf_to_megatron.MAX_CHUNK_BYTES", 5000)
+    monkeypatch.setattr("checkpoint_convert.hf_to_megatron.FILE_BYTES", 100_000)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(), num_workers=2)
     stored = read_chunks(tmp_path / "out")
     assert max(4 * torch.Size(size).numel() for size in stored.layout.shapes.values()) <= 5000
@@ -131,7 +130,7 @@ def test_chunks_and_files_have_bounded_size(qwen3, tmp_path, monkeypatch):
 
 def test_a_chunk_may_hold_nothing_but_padding(qwen3, tmp_path, monkeypatch):
     # The last of 4 ranks has 63 rows, of which the last 2 are padding.
-    monkeypatch.setattr("checkpoint_convert.weights.MAX_CHUNK_BYTES", 61 * 64 * 4)
+    monkeypatch.setattr("checkpoint_convert.hf_to_megatron.MAX_CHUNK_BYTES", 61 * 64 * 4)
     import_checkpoint(qwen3, tmp_path / "out", ParallelDims(tensor=4))
     table = read_checkpoint(tmp_path / "out")["embedding.word_embeddings.weight"]
     assert torch.equal(table[:250], weights_of(qwen3)["model.embed_tokens.weight"])

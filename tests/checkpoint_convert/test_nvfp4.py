@@ -169,7 +169,7 @@ def few_descriptors():
 def test_an_export_of_many_parts_needs_few_open_files(
     folders, tmp_path, monkeypatch, few_descriptors
 ):
-    monkeypatch.setattr("checkpoint_convert.whole_scales.PART_BYTES", 1 << 10)
+    monkeypatch.setattr("checkpoint_convert.transfer.PART_BYTES", 1 << 10)
     progress = []
     import_checkpoint(folders["model"], tmp_path / "in", ParallelDims())
     export_checkpoint(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.ranks import run_ranks
-from parallel.communicators import Communicators
+from parallel.nccl import Communicators
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig
 from transformers.models.qwen3_vl import Qwen3VLConfig
 from transformers.models.qwen3_vl_moe import Qwen3VLMoeConfig
 
-from checkpoint_convert.windows import FULL, WINDOWED
+from checkpoint_convert.layer_types import FULL, WINDOWED
 from helpers.models import (
     DEEPSEEK,
     EOS_ID,

@@ -1,9 +1,13 @@
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from helpers.ranks import run_ranks
-from parallel.cpu_device import setup_device
+from parallel import cpu_device
+from parallel.cpu_device import cores_at, run_near, setup_device
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runtime is never active")
 
@@ -74,3 +78,32 @@ def test_importing_changes_nothing():
     assert torch.zeros(1).type() == "torch.FloatTensor"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0-3,8-11\n", {0, 1, 2, 3, 8, 9, 10, 11}), ("5\n", {5}), ("\n", set())],
+)
+def test_the_kernel_tells_the_cores_at_a_device(tmp_path, text, expected):
+    (tmp_path / "0000:1b:00.0").mkdir()
+    (tmp_path / "0000:1b:00.0" / "local_cpulist").write_text(text)
+    assert cores_at("0000:1b:00.0", tmp_path) == expected
+    assert cores_at("0000:00:00.0", tmp_path) == set()
+
+
+def test_a_rank_runs_on_those_of_its_cores_that_are_at_its_gpu(monkeypatch):
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    before = os.sched_getaffinity(0)
+    one = min(before)
+    found = {"0000:1b:00.0": {one, 4095}}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(cpu_device, "cores_at", found.__getitem__)
+    try:
+        run_near(torch.device("cuda"))
+        assert os.sched_getaffinity(0) == {one}
+        os.sched_setaffinity(0, before)
+        found["0000:1b:00.0"] = {4095}  # none of them is this job's
+        run_near(torch.device("cuda"))
+        assert os.sched_getaffinity(0) == before
+    finally:
+        os.sched_setaffinity(0, before)

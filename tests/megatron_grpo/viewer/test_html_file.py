@@ -4,8 +4,7 @@ from pathlib import Path
 
 from helpers.run_dirs import write_run
 from megatron_grpo.viewer import html_file
-from megatron_grpo.viewer.html_file import write_html
-from megatron_grpo.viewer.page_files import PAGE, plotly_file
+from megatron_grpo.viewer.html_file import PAGE, plotly_file, write_html
 from megatron_grpo.viewer.run import RunFiles
 
 

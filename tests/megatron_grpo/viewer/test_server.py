@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from helpers.run_dirs import write_run
 from megatron_grpo.cli import app
 from megatron_grpo.engines.processes import reserve_port
-from megatron_grpo.viewer import page_files
+from megatron_grpo.viewer import html_file
 from megatron_grpo.viewer.run import RunFiles, run_names
 from megatron_grpo.viewer.server import Server
 
@@ -114,7 +114,7 @@ def test_mistakes_are_told_in_one_line(run_dir: Path, tmp_path: Path, monkeypatc
         taken = listening.getsockname()[1]
         assert f"port {taken} of 127.0.0.1" in mistake(str(run_dir), f"--port={taken}")
     assert "has no metrics.jsonl" in mistake(str(tmp_path))
-    monkeypatch.setattr(page_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(html_file, "find_spec", lambda name: None)
     for more in ([], [f"--html={tmp_path / 'run.html'}"]):
         assert "pip install 'megatron-grpo[view]'" in mistake(str(run_dir), *more)
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from helpers.ranks import run_ranks
 from parallel import ParallelDims
-from parallel.communicators import SUSPEND_MEM, Communicators, call_nccl, created_groups
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
+from parallel.nccl import SUSPEND_MEM, Communicators, call_nccl, created_groups
 
 
 def names_of_groups(rank: int, dims: ParallelDims) -> list[str]:

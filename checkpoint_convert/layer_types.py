@@ -1,16 +1,17 @@
-"""Reads which layers of a hybrid have linear attention, or which one module each layer has."""
+"""Reads from config.json which kind of attention, or which module, each layer has."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint_convert.config_values import integer, number
-from checkpoint_convert.families.description import Family
-from checkpoint_convert.shape import LinearShape, Module
-from checkpoint_convert.windows import FULL
+from checkpoint_convert.families.description import Family, Windows
+from checkpoint_convert.folder import boolean, integer, number
+from checkpoint_convert.shape import IndexerShape, LatentShape, LinearShape, Module
 
-LINEAR = "linear_attention"
-"""What `layer_types` has for a layer with linear attention."""
+WINDOWED, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+"""What `layer_types` has for a layer with a window, for one without, and for linear attention."""
+# What lists of transformers' config have for every layer with an indexer.
+_INDEXED = {"layer_types": "indexed_attention", "indexer_types": "full"}
 _LEAST_STEP = 1e-3
 """`time_step_min` of published models, to which the difference is small."""
 _LETTERS: dict[str, Module] = {"M": "linear", "*": "attention", "-": "mlp", "E": "moe"}
@@ -24,6 +25,96 @@ _BLOCKS: dict[str, Module] = {
     "moe": "moe",
 }
 """Of `layers_block_type`, which transformers writes; earlier releases had the shorter names."""
+
+
+def read_windows(
+    path: Path, config: Mapping[str, Any], family: Family
+) -> tuple[int | None, tuple[int, ...]]:
+    """The window, and the indices of the layers that have it; None if no layer has one.
+
+    `config` holds the values of the file at `path`. Raises ValueError for values that make no
+    sense, or that transformers and vLLM would read differently.
+    """
+    windows = family.windows
+    if windows is None:  # then `layer_types` is refused with the settings that all families lack
+        return None, ()
+    num_layers = integer(path, config, "num_hidden_layers")
+    is_on = windows.switch is None or (
+        config.get(windows.switch) and boolean(path, config, windows.switch)
+    )
+    window = None
+    if is_on and config.get("sliding_window") is not None:
+        window = integer(path, config, "sliding_window")
+    if window is None and windows.rope_theta is not None and not config.get("layer_types"):
+        raise ValueError(
+            f"{path}: sliding_window is {config.get('sliding_window')!r}; transformers reads that "
+            f"only where layer_types says {FULL} of every layer"
+        )
+    own = _by_rule(path, config, windows, num_layers) if window else [FULL] * num_layers
+    given = config.get("layer_types") or own
+    possible = [FULL, WINDOWED] if window else [FULL]
+    if not isinstance(given, list) or len(given) != num_layers:
+        raise ValueError(
+            f"{path}: layer_types is {given!r}; it must list {possible}, one for each of "
+            f"num_hidden_layers({num_layers})"
+        )
+    if others := sorted({str(kind) for kind in given} - {*possible}):
+        off = [key for key in ("sliding_window", windows.switch) if key]
+        why = "" if window else f" with {', '.join(f'{key} {config.get(key)!r}' for key in off)}"
+        raise ValueError(
+            f"{path}: layer_types contains {others}, only {possible}{why} is supported"
+        )
+    if given != own and not windows.are_by_layer_types:
+        raise ValueError(f"{path}: layer_types is {given}, only {own} is supported")
+    layers = tuple(layer for layer, kind in enumerate(given) if kind == WINDOWED)
+    return (window, layers) if layers else (None, ())
+
+
+def _by_rule(path: Path, config: Mapping[str, Any], windows: Windows, num_layers: int) -> list[str]:
+    """The kind of each layer where `layer_types` does not say it."""
+    first, every = 0, 0
+    if windows.first is not None:
+        first = integer(path, config, windows.first, minimum=0)
+    if windows.every is not None:
+        every = (
+            integer(path, config, windows.every)
+            if isinstance(windows.every, str)
+            else windows.every
+        )
+    return [
+        FULL if layer < first or (every and (layer + 1) % every == 0) else WINDOWED
+        for layer in range(num_layers)
+    ]
+
+
+def read_indexer(
+    path: Path, values: Mapping[str, Any], family: Family, latent: LatentShape | None
+) -> IndexerShape | None:
+    """The indexer of every layer; None: attention is not sparse.
+
+    Raises ValueError for a layer without one, and for sizes that do not go together.
+    """
+    if family.indexer_pairs is None:
+        return None
+    num_layers = integer(path, values, "num_hidden_layers")
+    for key, kind in _INDEXED.items():
+        kinds = values.get(key)
+        if kinds and kinds != [kind] * num_layers:
+            raise ValueError(f"{path}: {key} must have {kind!r} for every layer, or be absent")
+    if latent is None or latent.query_rank is None:
+        raise ValueError(f"{path}: q_lora_rank is null; indexers need a latent of queries")
+    head_dim = integer(path, values, "index_head_dim")
+    if head_dim < latent.rotary_dim:
+        raise ValueError(
+            f"{path}: index_head_dim({head_dim}) must be at least "
+            f"qk_rope_head_dim({latent.rotary_dim}), the part of it that RoPE rotates"
+        )
+    return IndexerShape(
+        topk=integer(path, values, "index_topk"),
+        num_heads=integer(path, values, "index_n_heads"),
+        head_dim=head_dim,
+        has_neighbouring_pairs=family.indexer_pairs == "neighbours",
+    )
 
 
 def read_blocks(path: Path, values: dict[str, Any]) -> tuple[Module, ...]:
