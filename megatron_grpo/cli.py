@@ -115,7 +115,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
             check_files(cfg)
             _check_host(cfg)
             cfg, _ = _preflight(cfg, token)
-        start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
+            start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
     tie_to_launcher(os.environ)
     outlive_readers()
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:

@@ -19,6 +19,7 @@ from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.reward import RewardFunction, count_gpus, served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.launch.parent_death import die_with_parent
+from megatron_grpo.launch.process import START_SIGNALS
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, make_folder
 from parallel import ParallelDims
 
@@ -165,8 +166,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
     if token is not None:
         for_ranks[TOKEN_VARIABLE] = token
-    # Until torchrun can tell of it: it first imports torch, which takes seconds.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Until torchrun can tell of them: it first imports torch, which takes seconds.
+    signal.pthread_sigmask(signal.SIG_BLOCK, START_SIGNALS)
     os.execve(sys.executable, command, {**environment, **os.environ, **for_ranks})
 
 
