@@ -17,6 +17,8 @@ SHAPING = frozenset({"cosine", "repetition", "reward_model", "soft_overlong"})
 """Built-in functions that do not say whether an answer is right: they must not decide whether it
 passes an evaluation."""
 REWARD_MODEL = "reward_model"
+BUILT_IN = frozenset({*RIGHT, *SHAPING, "format", "judge"})
+"""The names of all built-in functions."""
 
 
 class RewardFunction(Section):
@@ -29,6 +31,16 @@ class RewardFunction(Section):
     """Weight of this function in the total reward."""
     arguments: dict[str, Any] = Field(default={})
     """Keyword arguments of the function, such as `pattern` of `format`."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if ":" not in value and value not in BUILT_IN:
+            raise ValueError(
+                f"unknown reward function {value!r}: use {', '.join(sorted(BUILT_IN))}, or "
+                "file.py:function"
+            )
+        return value
 
     @property
     def label(self) -> str:

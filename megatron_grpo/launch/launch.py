@@ -105,15 +105,30 @@ def check_host(cfg: Config, weights: int, num_gpus: int, memory: int) -> None:
 
 
 def check_files(cfg: Config) -> None:
-    """Raise ValueError for a model, tokenizer, data or Python file of the user's that does not
-    exist."""
-    cfg.model.check_folder()
-    tokenizer_file(cfg.model.path)
-    cfg.data.check_exists()
-    check_held_out(cfg)
+    """Raise ValueError, with a line for each model, tokenizer, data or Python file of the user's
+    that does not exist."""
+    missing: list[str] = []
+    for check in _check_model_files, _check_data, check_held_out:
+        try:
+            check(cfg)
+        except ValueError as error:
+            if not any(each in str(error) for each in missing):  # held-out data at data.path
+                missing.append(str(error))
     for kind, name in _user_code(cfg):
         if not (file := Path(name.rpartition(":")[0])).is_file():
-            raise ValueError(f"{kind} {file} does not exist")
+            form = "" if file.suffix == ".py" else ": its form is file.py:name"
+            missing.append(f"{kind} {file} does not exist{form}")
+    if missing:
+        raise ValueError("\n".join(missing))
+
+
+def _check_model_files(cfg: Config) -> None:
+    cfg.model.check_folder()
+    tokenizer_file(cfg.model.path)
+
+
+def _check_data(cfg: Config) -> None:
+    cfg.data.check_exists()
 
 
 def check_held_out(cfg: Config) -> None:

@@ -296,7 +296,7 @@ def test_a_preflight_loads_no_wandb_leaves_no_files_and_tells_of_slow_bfloat16(c
             ["did you mean max_model_len"],
         ),
         # Data and rewards.
-        (["reward.functions=[exct]"], ["'exct'", "cosine, exact, format"]),
+        (["reward.functions=[demo/rewards.py:exct]"], ["demo/rewards.py has no function 'exct'"]),
         (
             [
                 "reward.functions=[{name: soft_overlong, "

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.config import reward
 from megatron_grpo.config.reward import RewardFunction
-from megatron_grpo.rewards import total_rewards
+from megatron_grpo.rewards import functions, total_rewards
 from megatron_grpo.rewards.functions import NoScores, load_function
 
 DEMO = Path(__file__).parents[3] / "demo" / "rewards.py"
@@ -41,6 +42,12 @@ def mathematics(completions, answer, finish_reasons=None, **arguments):
 def write(folder: Path, code: str) -> str:
     (folder / "mine.py").write_text(code)
     return f"{folder / 'mine.py'}:reward"
+
+
+def test_a_name_of_no_built_in_function_is_refused_with_the_config():
+    assert reward.BUILT_IN == functions.BUILT_IN.keys()
+    with pytest.raises(ValueError, match=r"'accuracy': use cosine, .*, or file\.py:function"):
+        RewardFunction(name="accuracy")
 
 
 BY_TEXT = [
