@@ -218,7 +218,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _context_can_be_split(self) -> Self:
+    def _ranks_can_exchange(self) -> Self:
+        self.parallel.check_dispatch(self.model.megatron)
         self.parallel.check_context(self.grpo.shared_prompts, self.model.megatron)
         return self
 

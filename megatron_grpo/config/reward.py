@@ -32,16 +32,6 @@ class RewardFunction(Section):
     arguments: dict[str, Any] = Field(default={})
     """Keyword arguments of the function, such as `pattern` of `format`."""
 
-    @field_validator("name")
-    @classmethod
-    def _is_known(cls, value: str) -> str:
-        if ":" not in value and value not in BUILT_IN:
-            raise ValueError(
-                f"unknown reward function {value!r}: use {', '.join(sorted(BUILT_IN))}, or "
-                "file.py:function"
-            )
-        return value
-
     @property
     def label(self) -> str:
         """Short name for metrics and messages: the function's name without its file."""
@@ -110,6 +100,16 @@ class RewardConfig(Section):
     def process_model(self) -> RewardFunction | None:
         """The function that scores steps, if one does."""
         return next((function for function in self.functions if function.scores_steps), None)
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Self:
+        for name in (function.name for function in self.functions):
+            if ":" not in name and name not in BUILT_IN:
+                raise ValueError(
+                    f"unknown reward function {name!r}: use {', '.join(sorted(BUILT_IN))}, or "
+                    "file.py:function"
+                )
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
