@@ -112,15 +112,14 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
     if place is None:
         with exit_when_preempted():
-            check_files(cfg)
+            cfg.model.check_folder()
             _check_host(cfg)
             cfg, _ = _preflight(cfg, token)
-        start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
+            start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
     tie_to_launcher(os.environ)
     outlive_readers()
     if place.rank == 0 and LAUNCHER_VARIABLE not in os.environ:
         with exit_when_preempted():  # started by torchrun or srun, so not done yet
-            check_files(cfg)
             cfg, _ = _preflight(cfg, token)
     silence_libraries()
     # Not above: torch and Megatron take seconds, and `--help` or a bad config should not wait.
@@ -170,9 +169,8 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     allow_open_files()
     cfg = load_config(config, overrides or [])
-    check_files(cfg)
     print(_preflight(cfg, take_token(os.environ), starts_here=False)[1])
-    print(f"{config} can start: no mistakes in settings, model, run directory, data or rewards")
+    print(f"{config} can start: no mistakes in settings, model, folders, data; rewards were tried")
 
 
 @app.command("eval")

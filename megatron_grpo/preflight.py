@@ -34,6 +34,7 @@ from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments
 from megatron_grpo.engines.sglang.args import check_folder_loaded
 from megatron_grpo.engines.vllm.args import check_adapters
+from megatron_grpo.launch.launch import check_files
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_run_dir, check_token
 from megatron_grpo.reporting.tracking import last_step
 
@@ -107,8 +108,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
     Reads the headers of the weights, not the weights, tokenizes the data, loads the reward
     functions in their own process, and checks that engines given by address are healthy and accept
     `token`. `starts_here`: whether the run is about to start on this host, so that its CPU matters.
-    Returns `cfg` with the number of steps that `train.num_epochs` are, and the first prompt for
-    people, as the model will see it.
+    Returns `cfg` with `train.num_epochs` as steps, and the first prompt as the model will see it.
     """
     BatchSchedule.of(cfg.grpo)
     check_run_dir(cfg.train.run_dir, starts_here=starts_here)
@@ -125,6 +125,7 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
             _check_nccl(os.environ)
     check_same_run(cfg)
     check_start(cfg)
+    check_files(cfg)
     for package in cfg.trackers:
         if importlib.util.find_spec(package) is None:
             use, install = TRACKERS[package]

@@ -43,6 +43,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
         rewards = RewardsBySource(_without_served(cfg), pools)
         tokenizer = load_tokenizer(cfg.model.path)
         ends = end_tokens(shape, tokenizer, cfg.rollout)
+        rewards.wait_loaded()  # a mistake in them should not wait for a large data set
         prompts = load_prompts(
             cfg, tokenizer, shape.max_position_embeddings, fault_of=reference_faults(cfg)
         )

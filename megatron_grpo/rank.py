@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.launch.launch import RankPlace
@@ -45,7 +46,7 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     cfg = with_steps_of_rank_0(cfg, place.rank, store)
     limits = Limits.from_config(cfg, on_gpu=torch.cuda.is_available())
     watchdog = Watchdog(place, store, limits, cfg.train.run_dir)
-    if place.rank == 0:
+    if place.rank == 0 and latest_step(cfg.train.run_dir / "checkpoints") < cfg.num_steps:
         print(_beginning(cfg), flush=True)
     lock = run_lock(cfg.train.run_dir) if place.rank == 0 else nullcontext()
     with watchdog, lock:

@@ -65,6 +65,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_training(self) -> Self:
+        self.parallel.check_dispatch(self.model.megatron)
+        self.parallel.check_context(self.grpo.shared_prompts, self.model.megatron)
         if self.train.num_steps is not None:  # else checked when known: see `with_num_steps`
             self.optimizer.check_schedule(self.train.num_steps)
         # Megatron-Core's optimizer for the host would not update float32 weights on the GPU.
@@ -171,7 +173,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
-        self.parallel.check_context(self.grpo.shared_prompts, self.model.megatron)
         has_steps = self.environment.name is not None or self.reward.process_model is not None
         if self.grpo.supervision == "process" and not has_steps:
             raise ValueError(

@@ -42,6 +42,7 @@ class WeightedPath(Section):
 
 ONE, SEVERAL = KINDS_OF_PATH = ("one", "several")
 FILE_SUFFIXES = (".jsonl", ".parquet")
+CONVERSION = "docs/data.md has commands that convert other formats"
 HUB_NAME = re.compile(r"(?!data/)[\w-][\w.-]*(/[\w.-]+)?")
 """NAME or OWNER/NAME; the shipped configs have their data in `data`."""
 
@@ -91,11 +92,16 @@ class DataConfig(Section):
         return self.path
 
     def check_exists(self) -> None:
-        """Raise ValueError for a path that is not there and no name of a Hugging Face data set."""
+        """Raise ValueError for a path that is not there and no name of a Hugging Face data set, and
+        for a file of another format."""
         for name in (each.path for each in self.paths):
-            is_file = name.endswith(FILE_SUFFIXES) or not HUB_NAME.fullmatch(name)
-            if is_file and not Path(name).exists():
+            is_read = name.endswith(FILE_SUFFIXES)
+            if (is_read or not HUB_NAME.fullmatch(name)) and not Path(name).exists():
                 raise ValueError(f"data.path {name} does not exist")
+            if Path(name).is_file() and not is_read:
+                raise ValueError(
+                    f"data.path {name} is neither {' nor '.join(FILE_SUFFIXES)}: {CONVERSION}"
+                )
 
     @model_validator(mode="after")
     def _there_is_a_path(self) -> Self:

@@ -60,6 +60,17 @@ LEGAL_VALUES = {
 }
 """Legal values of fields of which Megatron accepts more, or ignores what it does not know."""
 
+DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+"""Numbers of ranks for which DeepEP has settings: `get_dispatch_config` in
+deep_ep/buffers/legacy.py at commit dd758ca, which Megatron-Core calls. Above 8 they are in nodes of
+8."""
+
+
+def uses_deepep(megatron: Mapping[str, Any]) -> bool:
+    """Whether DeepEP sends tokens to experts."""
+    backend = megatron.get("moe_flex_dispatcher_backend", "deepep")
+    return megatron.get("moe_token_dispatcher_type") == "flex" and backend == "deepep"
+
 
 def token_multiple(megatron: Mapping[str, Any]) -> int:
     """Of how many tokens a rank's part of a microbatch must be a multiple, by these fields."""

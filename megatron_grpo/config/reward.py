@@ -17,6 +17,8 @@ SHAPING = frozenset({"cosine", "repetition", "reward_model", "soft_overlong"})
 """Built-in functions that do not say whether an answer is right: they must not decide whether it
 passes an evaluation."""
 REWARD_MODEL = "reward_model"
+BUILT_IN = frozenset({*RIGHT, *SHAPING, "format", "judge"})
+"""The names of all built-in functions."""
 
 
 class RewardFunction(Section):
@@ -98,6 +100,16 @@ class RewardConfig(Section):
     def process_model(self) -> RewardFunction | None:
         """The function that scores steps, if one does."""
         return next((function for function in self.functions if function.scores_steps), None)
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Self:
+        for name in (function.name for function in self.functions):
+            if ":" not in name and name not in BUILT_IN:
+                raise ValueError(
+                    f"unknown reward function {name!r}: use {', '.join(sorted(BUILT_IN))}, or "
+                    "file.py:function"
+                )
+        return self
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,7 +16,7 @@ from pydantic import (
 )
 
 from checkpoint_convert.quantization import Quantization
-from megatron_grpo.config.megatron_fields import ROUTER_LOSS_FIELDS
+from megatron_grpo.config.megatron_fields import DEEPEP_RANKS, ROUTER_LOSS_FIELDS, uses_deepep
 from megatron_grpo.config.offload import Offload
 from megatron_grpo.config.section import Section
 from parallel import ParallelDims
@@ -236,6 +237,18 @@ class ParallelConfig(Section):
             data=self.data_parallel_size,
             num_layers_in_first_pipeline_stage=self.num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=self.num_layers_in_last_pipeline_stage,
+        )
+
+    def check_dispatch(self, megatron: Mapping[str, Any]) -> None:
+        """Raise ValueError if DeepEP cannot send tokens among the ranks that share experts."""
+        sizes = self.expert_parallel_size, self.expert_tensor_parallel_size
+        if not uses_deepep(megatron) or prod(sizes) in (1, *DEEPEP_RANKS):
+            return
+        raise ValueError(
+            f"model.megatron.moe_token_dispatcher_type flex: DeepEP sends tokens among "
+            f"{', '.join(map(str, DEEPEP_RANKS))} ranks, and expert({sizes[0]}) * "
+            f"expert_tensor({sizes[1]}) = {prod(sizes)}: change parallel.expert_parallel_size, or "
+            "use alltoall"
         )
 
     def check_context(self, shared_prompts: bool, megatron: Mapping[str, Any]) -> None:

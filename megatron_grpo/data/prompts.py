@@ -257,7 +257,7 @@ def _short_ones(
         )
     if warns and len(short) < len(prompts):
         logger.warning(
-            "%d of %d prompts have more than %d tokens and are left out",
-            *(len(prompts) - len(short), len(prompts), most),
+            "%d of %d prompts of %s have more than %d tokens and are left out",
+            *(len(prompts) - len(short), len(prompts), data.path, most),
         )
     return short

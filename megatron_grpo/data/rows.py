@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from megatron_grpo.config.data import FILE_SUFFIXES, DataConfig
+from megatron_grpo.config.data import CONVERSION, FILE_SUFFIXES, DataConfig
 
 Row = dict[str, Any]
 """One example: its columns by name."""
@@ -151,6 +151,7 @@ def read_rows(data: DataConfig, path: str, invalid: InvalidRows, first: int = 0)
 
 def _sources(data: DataConfig, name: str) -> Iterator[tuple[str, Iterator[Numbered]]]:
     """The sources, each with a name to which row numbers are appended, and its rows."""
+    data.check_exists()
     path = Path(name)
     if not path.exists():
         yield f"{name} row", enumerate(_load_from_hub(data, name))
@@ -163,10 +164,8 @@ def _sources(data: DataConfig, name: str) -> Iterator[tuple[str, Iterator[Number
     for file in _files_of_split(path, data.split):
         if file.suffix == ".jsonl":
             yield f"{file} line", _read_jsonl(file)
-        elif file.suffix == ".parquet":
-            yield f"{file} row", enumerate(_read_parquet(file))
         else:
-            raise ValueError(f"data.path {file} is neither {' nor '.join(FILE_SUFFIXES)}")
+            yield f"{file} row", enumerate(_read_parquet(file))
 
 
 def _files_of_split(path: Path, split: str) -> list[Path]:
@@ -183,7 +182,9 @@ def _files_of_split(path: Path, split: str) -> list[Path]:
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix in FILE_SUFFIXES)
     if not files:
-        raise ValueError(f"data.path {path} has no {' or '.join(FILE_SUFFIXES)} file in it")
+        raise ValueError(
+            f"data.path {path} has no {' or '.join(FILE_SUFFIXES)} file in it: {CONVERSION}"
+        )
     words = {file: re.split(r"[-_.]", file.name)[0] for file in files}
     if split == DEFAULT_SPLIT and SPLITS.isdisjoint(words.values()):
         return files
@@ -241,7 +242,6 @@ def _rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Fault]:
 
 
 def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:
-    data.check_exists()
     # Imported here because it takes a second, and local files do not need it.
     import datasets  # noqa: PLC0415
 

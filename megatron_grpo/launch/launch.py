@@ -19,6 +19,7 @@ from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.reward import RewardFunction, count_gpus, served_here
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.launch.parent_death import die_with_parent
+from megatron_grpo.launch.process import START_SIGNALS
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, make_folder
 from parallel import ParallelDims
 
@@ -104,15 +105,30 @@ def check_host(cfg: Config, weights: int, num_gpus: int, memory: int) -> None:
 
 
 def check_files(cfg: Config) -> None:
-    """Raise ValueError for a model, tokenizer, data or Python file of the user's that does not
-    exist."""
-    cfg.model.check_folder()
-    tokenizer_file(cfg.model.path)
-    cfg.data.check_exists()
-    check_held_out(cfg)
+    """Raise ValueError, with a line for each model, tokenizer, data or Python file of the user's
+    that does not exist."""
+    missing: list[str] = []
+    for check in _check_model_files, _check_data, check_held_out:
+        try:
+            check(cfg)
+        except ValueError as error:
+            if not any(each in str(error) for each in missing):  # held-out data at data.path
+                missing.append(str(error))
     for kind, name in _user_code(cfg):
         if not (file := Path(name.rpartition(":")[0])).is_file():
-            raise ValueError(f"{kind} {file} does not exist")
+            form = "" if file.suffix == ".py" else ": its form is file.py:name"
+            missing.append(f"{kind} {file} does not exist{form}")
+    if missing:
+        raise ValueError("\n".join(missing))
+
+
+def _check_model_files(cfg: Config) -> None:
+    cfg.model.check_folder()
+    tokenizer_file(cfg.model.path)
+
+
+def _check_data(cfg: Config) -> None:
+    cfg.data.check_exists()
 
 
 def check_held_out(cfg: Config) -> None:
@@ -165,8 +181,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
     if token is not None:
         for_ranks[TOKEN_VARIABLE] = token
-    # Until torchrun can tell of it: it first imports torch, which takes seconds.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Until torchrun can tell of them: it first imports torch, which takes seconds.
+    signal.pthread_sigmask(signal.SIG_BLOCK, START_SIGNALS)
     os.execve(sys.executable, command, {**environment, **os.environ, **for_ranks})
 
 

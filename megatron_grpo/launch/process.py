@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 EXIT_PREEMPTED = 75
@@ -24,6 +25,9 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they reclaim the machine."""
+
+START_SIGNALS = {signal.SIGINT, *PREEMPTION_SIGNALS}
+"""Signals that wait while the process that starts a run becomes its torchrun."""
 
 
 @contextmanager
@@ -51,12 +55,22 @@ def exit_when_interrupted(text: Callable[[], str] | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return
 
-    def end(*_: Any) -> None:
+    def end(_: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would cut the closing short
         os.write(STDERR, f"megatron-grpo: {text()}\n".encode())  # print may be at work already
+        if _is_importing(frame):  # C code that imports may drop an exception, and fail later
+            os._exit(EXIT_INTERRUPTED)
         sys.exit(EXIT_INTERRUPTED)
 
     signal.signal(signal.SIGINT, end)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    files = []
+    while frame:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    return "<frozen importlib._bootstrap>" in files
 
 
 class Preempted(Exception):

@@ -29,6 +29,7 @@ from megatron_grpo.launch.process import (
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     PREEMPTION_SIGNALS,
+    START_SIGNALS,
     allow_open_files,
 )
 from megatron_grpo.launch.run_dir import interrupted_text
@@ -50,7 +51,7 @@ def main() -> None:
     forwarded = _forward_preemption()
     logging.disable(logging.ERROR)  # torchrun's own failure report; ours is below
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `start_ranks`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, START_SIGNALS)
         # torch's rendezvous takes the store that this process has at the port.
         store = _first_store(arguments) if arguments.node_rank == 0 else _further_store(arguments)
         arguments.master_port = store.port

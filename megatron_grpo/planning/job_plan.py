@@ -8,6 +8,7 @@ from typing import Any
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
+from megatron_grpo.config.megatron_fields import DEEPEP_RANKS
 from megatron_grpo.config.reward import count_gpus, served_here
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.drafts import check_drafts
@@ -226,7 +227,9 @@ def _ways(cfg: Config, card: GpuSpec) -> dict[str, dict[str, Any]]:
         ways["model.megatron.moe_shared_expert_overlap=true"] = {
             "model": _with_field(cfg, moe_shared_expert_overlap=True)
         }
-    if not is_local and cfg.model.dtype != "float32" and card.capability >= FLEX_CAPABILITY:
+    can_flex = cfg.dims.expert * cfg.dims.expert_tensor in DEEPEP_RANKS
+    can_flex &= not is_local and cfg.model.dtype != "float32"
+    if can_flex and card.capability >= FLEX_CAPABILITY:
         ways["model.megatron.moe_token_dispatcher_type=flex"] = {
             "model": _with_field(cfg, moe_token_dispatcher_type="flex")
         }

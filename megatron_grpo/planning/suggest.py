@@ -184,6 +184,7 @@ def _on_ranks_of(
         dims = candidate.dims
         try:
             check_divisible(shape, dims)
+            parallel.check_dispatch(cfg.model.megatron)
             check_lora(cfg.lora, shape, dims.tensor)
             # Data and context ranks share the optimizer state in the same way.
             key = replace(dims, context=1, data=dims.data * dims.context)

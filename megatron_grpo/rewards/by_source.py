@@ -21,6 +21,11 @@ class RewardsBySource:
         self._views, self._all_pools = views, pools
         self._pools = {name: pools.pool_for(view.reward) for name, view in views.items()}
 
+    def wait_loaded(self) -> None:
+        """Wait until the functions are loaded. Raises what `RewardPool.wait_ready` raises."""
+        for pool in self._pools.values():
+            pool.wait_ready(())
+
     def try_out(self, prompts: Sequence[Prompt]) -> None:
         """Check that the data has the columns that functions need, and have made-up completions of
         a prompt of each source scored. Raises what `RewardPool.wait_ready` and `score_trial` raise.

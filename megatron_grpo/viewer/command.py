@@ -1,5 +1,6 @@
 """The command `view`; `cli` registers it."""
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,8 @@ def view(
         write_html(runs, html)
         print(html)
         return
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it is the page's ordinary end
     with Server(runs, port) as server:
         print(f"http://{HOST}:{port}   Ctrl-C ends this", flush=True)
         try:

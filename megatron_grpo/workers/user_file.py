@@ -44,7 +44,10 @@ def error_text(error: BaseException, limit: str) -> str:
     trace = error.__traceback__
     while trace is not None and _is_on_the_way(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()[-MAX_TEXT:]
+    text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    if len(text) > MAX_TEXT:  # errors that led to it would push out the lines of the user's file
+        text = "".join(traceback.format_exception(type(error), error, trace, chain=False)).rstrip()
+    return text[-MAX_TEXT:]
 
 
 def _is_on_the_way(file: str) -> bool:

@@ -245,8 +245,8 @@ def test_the_command_evaluates_dialogues(arguments: list[str], tmp_path: Path) -
         (["eval.data.path=none.jsonl"], ["eval: data.path none.jsonl does not exist"]),
         (["rollout.vllm.max_model_len=60"], ["eval.max_completion_length 12", "max_model_len 60"]),
         (
-            ["eval.reward.functions=[math]"],
-            ["eval: reward functions", "unknown reward function 'math'"],
+            ["eval.reward.functions=[demo/rewards.py:math]"],
+            ["eval: reward functions", "demo/rewards.py has no function 'math'"],
         ),
         ([*SETS, "eval.sets.b.data.path=none.jsonl"], ["eval.sets.b: data.path none.jsonl does"]),
         (

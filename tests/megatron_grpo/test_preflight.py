@@ -296,7 +296,11 @@ def test_a_preflight_loads_no_wandb_leaves_no_files_and_tells_of_slow_bfloat16(c
             ["did you mean max_model_len"],
         ),
         # Data and rewards.
-        (["reward.functions=[exct]"], ["'exct'", "cosine, exact, format"]),
+        (["parallel.tensor_parallel_size=3", "data.path=none.jsonl"], ["tensor(3)"]),
+        (
+            ["reward.functions=[demo/rewards.py:exct]", "data.max_prompt_length=1"],
+            ["demo/rewards.py has no function 'exct'"],
+        ),
         (
             [
                 "reward.functions=[{name: soft_overlong, "

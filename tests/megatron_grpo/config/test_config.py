@@ -524,6 +524,14 @@ REFUSED = [
 ]
 
 
+def test_deepep_is_refused_among_a_number_of_ranks_that_it_has_no_settings_for():
+    flex = "model.megatron.moe_token_dispatcher_type=flex"
+    ranks = ["parallel.data_parallel_size=12", "parallel.expert_parallel_size=12"]
+    assert "8, 16, 24, 32" in (told := refusal(flex, *ranks)) and "expert_tensor(1) = 12" in told
+    load_config(DEMO, [flex, *ranks, "model.megatron.moe_flex_dispatcher_backend=hybridep"])
+    load_config(DEMO, [flex, *(key.replace("12", "24") for key in ranks)])
+
+
 @pytest.mark.parametrize(("overrides", "word"), REFUSED)
 def test_values_that_do_not_go_together_are_refused(overrides, word):
     for name, override in SHORT_FORMS.items():

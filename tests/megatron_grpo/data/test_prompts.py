@@ -320,7 +320,7 @@ def test_prompts_that_are_too_long_are_listed_or_left_out(tmp_path, caplog):
     assert "data.max_prompt_length=500 leaves out" in message
     for left_out in ("data.max_prompt_length=500", "data.on_invalid=skip"):
         assert [len(p.token_ids) for p in load(config(path, left_out))] == [500]
-    assert "1 of 2 prompts have more than 500 tokens and are left out" in caplog.text
+    assert f"1 of 2 prompts of {path} have more than 500 tokens" in caplog.text
     message = refusal(config(path, "data.max_prompt_length=5"))
     assert "data.max_prompt_length 5 leaves out all 2" in message
 

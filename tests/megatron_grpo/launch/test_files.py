@@ -15,3 +15,17 @@ def test_a_tokenizer_and_the_file_of_an_agent_that_are_missing_are_named(tmp_pat
     (tmp_path / "vocab.json").touch()
     with pytest.raises(ValueError, match=r"file of an agent no\.py does not exist"):
         check_files(cfg)
+
+
+def test_all_that_is_missing_is_named_at_once_and_what_is_no_data(tmp_path):
+    (table := tmp_path / "rows.csv").write_text("prompt,answer\n")
+    given = ["model.path=none", f"data.path={table}", "reward.functions=[my.rewards:right]"]
+    cfg = load_config(TINY_CONFIG, [*given, "eval.data.split=test"])
+    with pytest.raises(ValueError) as refused:
+        check_files(cfg)
+    model, data, reward = str(refused.value).splitlines()
+    assert model.startswith("model.path ") and "none is not a folder" in model
+    assert data.startswith(f"data.path {table} is neither .jsonl nor .parquet")
+    assert reward == (
+        "file of reward functions my.rewards does not exist: its form is file.py:name"
+    )

@@ -1,7 +1,9 @@
-"""Exit codes of errors, and output that cannot be written."""
+"""Exit codes of errors, Ctrl-C, and output that cannot be written."""
 
 import errno
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.engines import wait_until
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.launch.process import is_user_error
 
@@ -30,6 +33,30 @@ from megatron_grpo.launch.process import is_user_error
 )
 def test_is_user_error(error, expected):
     assert is_user_error(error) == expected
+
+
+def test_ctrl_c_ends_the_command_in_a_line_while_it_imports_code_that_drops_exceptions(tmp_path):
+    (tmp_path / "typer.py").write_text(
+        "import pathlib, time\n"
+        "try:\n"
+        f"    pathlib.Path({str(tmp_path / 'imported')!r}).touch()\n"
+        "    time.sleep(60)\n"
+        "except BaseException:\n"
+        "    pass\n"
+        "raise AttributeError\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_grpo", "--version"],
+        env=os.environ | {"PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as command:
+        assert wait_until((tmp_path / "imported").exists, 30)
+        command.send_signal(signal.SIGINT)
+        _, told = command.communicate(timeout=30)
+    assert (command.returncode, told) == (130, "megatron-grpo: interrupted\n")
 
 
 PROGRAM = """

@@ -24,6 +24,7 @@ from helpers.ranks import CONTEXT
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch import torchrun
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE
+from megatron_grpo.launch.process import START_SIGNALS
 
 ONE_HOST = ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port=0"]
 HERE = socket.gethostname()
@@ -165,12 +166,23 @@ def test_signal_that_ends_a_run_is_its_exit_code(two_ranks, tmp_path, number):
     assert code == 128 + number and told == ""
 
 
-def test_an_interrupt_before_there_are_ranks_is_told_by_the_launcher(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (
+            signal.SIGINT,
+            130,
+            "megatron-grpo: interrupted: run the same command to begin from the start\n",
+        ),
+        (signal.SIGTERM, 75, ""),
+    ],
+)
+def test_a_signal_before_there_are_ranks_is_told_by_the_launcher(tmp_path, number, code, line):
     """It waits until torch is imported: the process that became this one has blocked it."""
 
     def block() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, START_SIGNALS)
 
     options = [*ONE_HOST, "--nproc-per-node=1", f"--log-dir={tmp_path / 'run' / 'logs'}"]
     command = [sys.executable, "-m", "megatron_grpo.launch.torchrun", *options, "--no-python"]
@@ -182,11 +194,10 @@ def test_an_interrupt_before_there_are_ranks_is_told_by_the_launcher(tmp_path):
         preexec_fn=block,
         env=os.environ | {LAUNCHER_VARIABLE: "1"},
     ) as run:
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         _, told = run.communicate(timeout=60)
-    assert run.returncode == 130
-    line = "megatron-grpo: interrupted: run the same command to begin from the start\n"
-    assert told == line and not (tmp_path / "started").exists()
+    assert (run.returncode, told) == (code, line)
+    assert not (tmp_path / "started").exists()
 
 
 def test_signals_that_it_was_started_to_ignore_end_nothing_and_few_open_files_are_more(

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.config import reward
 from megatron_grpo.config.reward import RewardFunction
-from megatron_grpo.rewards import total_rewards
+from megatron_grpo.rewards import functions, total_rewards
 from megatron_grpo.rewards.functions import NoScores, load_function
 
 DEMO = Path(__file__).parents[3] / "demo" / "rewards.py"
@@ -41,6 +42,12 @@ def mathematics(completions, answer, finish_reasons=None, **arguments):
 def write(folder: Path, code: str) -> str:
     (folder / "mine.py").write_text(code)
     return f"{folder / 'mine.py'}:reward"
+
+
+def test_a_name_of_no_built_in_function_is_refused_with_the_config():
+    assert functions.BUILT_IN.keys() == reward.BUILT_IN
+    with pytest.raises(ValueError, match=r"'accuracy': use cosine, .*, or file\.py:function"):
+        reward.RewardConfig(functions=["accuracy"])
 
 
 BY_TEXT = [
@@ -130,7 +137,6 @@ def test_cosine_passes_its_arguments_to_math_answer():
         ("repetition", {"size": 3}, "'size': it has repetition_max_penalty, repetition_n_grams"),
         ("exact", {"pattern": "a"}, "no argument 'pattern': it has none"),
         ("soft_overlong", {"soft_max_length": 100, "soft_cache_length": 100}, "such as 20"),
-        ("exct", {}, "reward_model, soft_overlong, unit_tests, or file.py:function"),
         ("no_file.py:reward", {}, "no_file.py does not exist"),
         ("{mine}:nothing", {}, "has no function 'nothing'"),
         ("{mine}:reward", {"colour": 1}, "unexpected keyword argument 'colour'"),

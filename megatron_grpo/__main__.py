@@ -1,0 +1,15 @@
+"""The command `megatron-grpo`: Ctrl-C ends it with one line, also while it imports the others."""
+
+from megatron_grpo.launch.process import exit_when_interrupted
+
+
+def main() -> None:
+    """Entry point."""
+    exit_when_interrupted(lambda: "interrupted")
+    from megatron_grpo.cli import main as run  # takes a second
+
+    run()
+
+
+if __name__ == "__main__":
+    main()
