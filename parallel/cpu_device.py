@@ -5,6 +5,7 @@ without CUDA, `setup_device` redirects these calls to the CPU, so that the same 
 optimizer run over gloo. With CUDA, nothing is patched.
 """
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -179,6 +180,9 @@ def _install_cpu_runtime() -> None:
         "stream": nullcontext,
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        # Freed tensors of less than 32 MiB stay in the C library's heap until it is told, as those
+        # of a GPU stay in torch's.
+        "empty_cache": lambda: ctypes.CDLL(None).malloc_trim(0),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from checkpoint_convert import ModelShape
@@ -107,27 +108,42 @@ def quantized_engine(
 
     Raises ValueError if they could not.
     """
-    ignore = rollout.quantization_ignore
-    model = quantized_model(rollout.quantization, shape, NAMES[dtype], ignore)
-    if model is not None:
-        if rollout.engine == "sglang" and shape.family in WITHOUT_SCALES:
-            raise ValueError(
-                f"rollout.quantization {rollout.quantization} with rollout.engine sglang is not "
-                f"supported for {shape.family}, whose scales SGLang drops: leave it out, or use "
-                "rollout.engine=vllm"
-            )
-        down = ".kv_a_proj_with_mqa.weight"
-        if (
-            rollout.engine == "sglang"
-            and shape.family in WITH_QUANTIZED_LATENTS
-            and _num_quantized(model, down) < shape.num_layers
-        ):
-            raise ValueError(
-                f"rollout.quantization_ignore names {down.removesuffix('.weight')[1:]}, which "
-                f"SGLang quantises in {shape.family} all the same: leave it and q_a_proj out, or "
-                "use rollout.engine=vllm"
-            )
-        check_quantized_served(shape, engine_dims(rollout), model, rollout.engine)
+    ignore = tuple(rollout.quantization_ignore)
+    return _quantized(
+        rollout.quantization, ignore, rollout.engine, engine_dims(rollout), shape, dtype
+    )
+
+
+@lru_cache(maxsize=2)  # pushes and plans ask again and again, and it takes a second for 1,000B
+def _quantized(
+    quantization: str,
+    ignore: tuple[str, ...],
+    engine: str,
+    dims: EngineDims,
+    shape: ModelShape,
+    dtype: str,
+) -> QuantizedModel | None:
+    model = quantized_model(quantization, shape, NAMES[dtype], ignore)
+    if model is None:
+        return None
+    if engine == "sglang" and shape.family in WITHOUT_SCALES:
+        raise ValueError(
+            f"rollout.quantization {quantization} with rollout.engine sglang is not "
+            f"supported for {shape.family}, whose scales SGLang drops: leave it out, or use "
+            "rollout.engine=vllm"
+        )
+    down = ".kv_a_proj_with_mqa.weight"
+    if (
+        engine == "sglang"
+        and shape.family in WITH_QUANTIZED_LATENTS
+        and _num_quantized(model, down) < shape.num_layers
+    ):
+        raise ValueError(
+            f"rollout.quantization_ignore names {down.removesuffix('.weight')[1:]}, which "
+            f"SGLang quantises in {shape.family} all the same: leave it and q_a_proj out, or "
+            "use rollout.engine=vllm"
+        )
+    check_quantized_served(shape, dims, model, engine)
     return model
 
 

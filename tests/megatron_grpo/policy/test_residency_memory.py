@@ -1,0 +1,75 @@
+"""What a rank's process holds in each phase, as the operating system says, beside the plan."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_convert import read_shape
+from helpers.memory import WIDE, held
+from helpers.models import tiny_model
+from helpers.policies import Lengths, accumulate, pack_all, start_policy, tiny_config
+from helpers.ranks import run_ranks
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.offload import Phase, parts_away, parts_copied
+from megatron_grpo.planning.state import part_bytes, state_bytes
+from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.optimizer import apply_gradient, gradient_norm
+from megatron_grpo.policy.reference import build_reference
+from megatron_grpo.policy.residency import build_residency
+from parallel import ParallelDims
+
+DIMS = ParallelDims()
+NUM_GENERATIONS = 3
+
+
+def config(folder: Path, offload: str) -> Config:
+    sleeps = "rollout.enable_sleep_mode=true"
+    return tiny_config(folder, DIMS, f"train.offload={offload}", sleeps, "grpo.beta=0.04")
+
+
+def measure(rank: int, folder: Path, offload: str) -> list[tuple[Phase, int]]:
+    """What the process holds more than before it had a model, in the phases of generations.
+
+    When a phase begins; training when it has ended and given back what it freed, as gradients that
+    were away have no pages before it fills them.
+    """
+    empty = held()
+    policy, groups = start_policy(rank, folder, DIMS)
+    cfg = config(folder, offload)
+    reference = build_reference(cfg, read_shape(folder), groups)
+    residency = build_residency(cfg, policy, reference, torch.device("cpu"), num_ranks=1)
+    found: list[tuple[Phase, int]] = []
+    for number in range(NUM_GENERATIONS):
+        torch.cuda.empty_cache()  # as before each push
+        if number:
+            found.append(("train", held() - empty))
+        phases: tuple[Phase, ...] = ("push", "generate", "log-probabilities")
+        for phase in phases:
+            residency.enter(phase)
+            found.append((phase, held() - empty))
+        lengths: Lengths = [[(60, 12 + number)] * 6, [(60, 9 + number)] * 4]
+        batches = pack_all(lengths, DIMS)
+        for model in (policy, reference):
+            compute_logprobs(model, batches, 1.0, groups)
+        residency.enter("train")
+        accumulate(policy, groups, batches)
+        apply_gradient(policy.optimizer, gradient_norm(policy.optimizer))
+        policy.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all", "[gradients]", "[weights]"])
+def test_a_process_holds_in_each_phase_what_the_plan_says(tmp_path: Path, offload: str) -> None:
+    folder = tiny_model(tmp_path, "qwen3", tied=True, **WIDE)
+    cfg = config(folder, offload)
+    state = state_bytes(cfg, read_shape(folder), 0)
+    on_host = part_bytes(state, parts_copied(cfg.offload))
+    [found] = run_ranks(1, measure, folder, offload)
+    first_step = [phase for phase, _ in found].index("train")
+    for phase, held_now in found[first_step:]:
+        planned = state.total - part_bytes(state, parts_away(cfg.offload, phase)) + on_host
+        if phase == "log-probabilities" and "gradients" in parts_away(cfg.offload, "generate"):
+            planned -= state.gradients  # they are back, and have no pages yet
+        assert held_now == pytest.approx(planned, rel=0.05), phase
