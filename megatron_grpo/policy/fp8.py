@@ -55,10 +55,7 @@ def check_fp8(
                 )
         return
     prefix = f"model.megatron.fp8 {told}"
-    if shape.indexer is not None:
-        raise ValueError(
-            f"{prefix} is not supported for a model with sparse attention: leave it out"
-        )
+    check_fp8_model(settings, shape, dims)
     if implementation == "local" or dtype != torch.bfloat16:
         raise ValueError(
             f"{prefix} needs Transformer Engine's layers in bfloat16, and these are of "
@@ -76,6 +73,15 @@ def check_fp8(
         is_there, reason = False, "Blackwell only emulates it: use mxfp8"
     if not is_there:
         raise ValueError(f"model.megatron.fp8_recipe {recipe} is not for this GPU: {reason}")
+
+
+def check_fp8_model(settings: Mapping[str, Any], shape: ModelShape, dims: ParallelDims) -> None:
+    """Raise ValueError for a model that these fields do not go with on any GPU."""
+    prefix = f"model.megatron.fp8 {settings['fp8']}"
+    if shape.indexer is not None:
+        raise ValueError(
+            f"{prefix} is not supported for a model with sparse attention: leave it out"
+        )
     multiple = token_multiple(settings)  # of columns as well
     for name, size in _sizes(shape, dims).items():
         if size % multiple:
