@@ -6,7 +6,7 @@ Each cell is what the checks before a run say of the model's config.json.
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.kernels import check_attention, check_served
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
+from megatron_grpo.policy.fp8 import check_fp8_model
 from megatron_grpo.policy.lora_targets import check_lora
 from parallel import ParallelDims
 from tests.megatron_grpo.policy import test_model, test_moe
@@ -47,6 +48,9 @@ prompts. That every vLLM worker holds what vLLM loads itself is tested for every
   only kept in exports.
 - **8 bits**: the schemes of `rollout.quantization` in which vLLM serves it, at a tensor-parallel
   size of 1.
+- **FP8**: whether sizes and attention allow `model.megatron.fp8`, [training in
+  FP8](low-precision.md#training-in-fp8), or the tensor-parallel sizes at which they do; in brackets
+  for `mxfp8`, if that differs. No GPU has trained these models so.
 - **SGLang**: `rollout.engine: sglang`, and `fp8` if it serves that as well, at a tensor-parallel
   size of 1, and pushes in it were compared for the family.
 - **numbers**: the file in `tests/megatron_grpo/policy/` that compares log-probabilities and all
@@ -105,6 +109,14 @@ are close. Of at most `index_topk` tokens all are chosen, and nothing differs. O
   token of its cache (500 GB for a million), and in 4 GB of a GPU for 8,192 tokens of prompts that
   are read at a time. All completions pass through rank 0 with their routes: 512 of 16,384 tokens
   would bring 4.2 TB of choices, or 1 TB as bits.
+
+Newer families that transformers 5.19 or vLLM 0.32 has are refused by name, as more than flags
+differs: DeepSeek-V4 (compressed attention, hyper-connections, experts chosen by hashes), Qwen4-exp
+(an indexer, embeddings of n-grams and of layers), GLM-5-Next and Kimi-Linear (linear attention that
+forgets by channel), MiniMax-M3 (an indexer for grouped queries), Mistral 4 (latent attention whose
+queries grow with their position), Gemma 4 (embeddings of layers, keys that are values, or shared by
+layers), MiMo-V2-Flash and Laguna (heads that differ from layer to layer). Qwen3.6 is published as
+Qwen3.5. Of these Mistral 4 is nearest to what is here.
 """
 SIZES = range(1, 17)
 RUN_WITH_SGLANG = (
@@ -160,6 +172,23 @@ def mtp(shape: ModelShape) -> str:
     return "trained" if shape.can_train_mtp else "kept"
 
 
+def trained_in_fp8(shape: ModelShape, sizes: Sequence[int]) -> str:
+    """At which of the tensor-parallel sizes its matrices can be multiplied in FP8."""
+    cells = []
+    for recipe in ("blockwise", "mxfp8"):
+        fields = {"fp8": "e4m3", "fp8_recipe": recipe}
+        able = [
+            size
+            for size in sizes
+            if is_accepted(
+                check_fp8_model, fields, shape, ParallelDims(tensor=size, expert_tensor=1)
+            )
+        ]
+        all_of_them = {(): "no", tuple(sizes): "yes"}
+        cells.append(all_of_them.get(tuple(able), ", ".join(map(str, able))))
+    return cells[0] if cells[0] == cells[1] else f"{cells[0]} ({cells[1]})"
+
+
 def row(folder: Path) -> list[str]:
     """The cells of the model in a folder of its name."""
     shape = read_shape(folder)
@@ -196,6 +225,7 @@ def row(folder: Path) -> list[str]:
         yes_if(check_shared_prompts, grpo, shape),
         mtp(shape),
         ", ".join(schemes) or "no",
+        trained_in_fp8(shape, sizes),
         sglang,
         TESTED[shape.family],
     ]
@@ -206,7 +236,7 @@ def page() -> str:
     rows = [
         [
             *("model", "family", "parameters", "trainer TP", "engine TP", "LoRA", "replay"),
-            *("shared prompts", "MTP", "8 bits", "SGLang", "numbers"),
+            *("shared prompts", "MTP", "8 bits", "FP8", "SGLang", "numbers"),
         ]
     ]
     rows.append(["---"] * len(rows[0]))

@@ -29,7 +29,7 @@ from megatron_grpo.config.optimizer import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.kernels import check_kernels, check_served
+from megatron_grpo.engines.kernels import check_kernels, check_served, check_text_tower_served
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments
 from megatron_grpo.engines.sglang.args import check_folder_loaded
@@ -148,6 +148,8 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
     rollout = cfg.rollout
     check_engine_dims(shape, engine_dims(rollout))
     check_served(rollout, shape)
+    if has_other_towers(cfg.model.path):
+        check_text_tower_served(rollout, cfg.model.path)
     if rollout.engine == "sglang":
         check_folder_loaded(cfg.model, rollout)
     check_drafts(cfg, shape)
@@ -310,17 +312,12 @@ def _check_model(cfg: Config) -> ModelShape:
 
 def check_text_tower(cfg: Config) -> None:
     """Raise ValueError for what is not there for the text tower of a multimodal model."""
-    supported = {
-        "train.export_quantization": (cfg.train.export_quantization, ("none",)),
-        "rollout.quantization": (cfg.rollout.quantization, ("none",)),
-        "rollout.engine": (cfg.rollout.engine, ("vllm", "sglang")),
-    }
-    for key, (value, values) in supported.items():
-        if value not in values:
-            raise ValueError(
-                f"{key} is {value}, and model.path {cfg.model.path} has other towers beside that "
-                f"of text; supported: {', '.join(values)}"
-            )
+    if cfg.train.export_quantization != "none":
+        raise ValueError(
+            f"train.export_quantization is {cfg.train.export_quantization}, and model.path "
+            f"{cfg.model.path} has other towers beside that of text; supported: none"
+        )
+    check_text_tower_served(cfg.rollout, cfg.model.path)
 
 
 def _check_nccl(environ: Mapping[str, str]) -> None:

@@ -1,5 +1,7 @@
 """Whether an engine can serve a model: at all, and with the kernels that it has on this machine."""
 
+from pathlib import Path
+
 from checkpoint_convert import ModelShape
 from checkpoint_convert.families import FAMILIES
 from megatron_grpo.config.rollout import RolloutConfig
@@ -57,6 +59,21 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
             f"rollout.recompute_kv_cache false is not supported for a model with {kind} attention: "
             "leave it out"
         )
+
+
+def check_text_tower_served(rollout: RolloutConfig, folder: Path) -> None:
+    """Raise ValueError for engines of the text tower of a multimodal model in `folder` that are
+    not there."""
+    supported = {
+        "rollout.quantization": (rollout.quantization, ("none",)),
+        "rollout.engine": (rollout.engine, ("vllm", "sglang")),
+    }
+    for key, (value, values) in supported.items():
+        if value not in values:
+            raise ValueError(
+                f"{key} is {value}, and model.path {folder} has other towers beside that of text; "
+                f"supported: {', '.join(values)}"
+            )
 
 
 def _check_mamba(rollout: RolloutConfig, shape: ModelShape) -> None:

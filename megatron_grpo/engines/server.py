@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.hf_config import has_other_towers
+from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
@@ -24,7 +26,13 @@ from megatron_grpo.engines.joining import (
     serve_joined,
     settings_of,
 )
-from megatron_grpo.engines.kernels import check_kernels, check_served, num_gpus
+from megatron_grpo.engines.kernels import (
+    check_kernels,
+    check_served,
+    check_text_tower_served,
+    num_gpus,
+)
+from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
     check_sglang_arguments,
@@ -221,7 +229,10 @@ def serve(
         )
     check_arguments(rollout)
     model.check_folder()
-    check_served(rollout, shape := read_shape(model.path))
+    check_engine_dims(shape := read_shape(model.path), engine_dims(rollout))
+    check_served(rollout, shape)
+    if has_other_towers(model.path):
+        check_text_tower_served(rollout, model.path)
     check_kernels(rollout.model_copy(update={"base_urls": ()}), shape, model.dtype)
     # vLLM takes the visible GPUs of a node for its workers there.
     size = rollout.gpus_per_engine // node.nnodes

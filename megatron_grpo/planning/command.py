@@ -22,6 +22,7 @@ from megatron_grpo.planning.job_plan import (
     plan_job,
 )
 from megatron_grpo.planning.memory import EngineBytes, StageMemory, engine_bytes
+from megatron_grpo.planning.quantized_engines import EngineOption, engine_options
 from megatron_grpo.planning.reward_models import file_bytes
 from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
 from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
@@ -256,6 +257,34 @@ def _forecast_line(cfg: Config, forecast: Forecast) -> str:
     )
 
 
+def _engines_table(cfg: Config, options: Sequence[EngineOption]) -> str:
+    """Engines beside the first layout; those of 8 bits with what to add for them."""
+    rows = [
+        f"{'engines':>7}{'GPUs each':>11}{'weights':>10}{'tokens at once':>16}{'a generation':>14}"
+        f"{'a step':>9}  add"
+    ]
+    for each in options:
+        words = " ".join(each.overrides) or "nothing: as they are"
+        step = f"{each.step_seconds:.1f} s" if each.step_seconds is not None else "-"
+        least = f"{each.generation_seconds:.1f} s" if each.generation_seconds is not None else "-"
+        rows.append(
+            f"{each.num_engines:>7}{each.gpus_per_engine:>11}{each.engine.weights / 1e9:>7.1f} GB"
+            f"{each.engine.cached_tokens:>16,}{least:>14}{step:>9}  {words}"
+        )
+    corrects = "corrects for that already" if cfg.grpo.corrects_rollouts else "then corrects for it"
+    return "\n".join(
+        [
+            "weights of 8 bits in engines beside the first layout (docs/low-precision.md); a",
+            "generation takes at least that, and a step is simulated:",
+            "",
+            *rows,
+            "",
+            f"such engines compute other log-probabilities than the ranks: grpo.* {corrects}; "
+            "--suggest with the words of a row divides the GPUs anew",
+        ]
+    )
+
+
 def _asynchrony_row(label: str, updates: int, forecast: Forecast) -> str:
     return (
         f"{label:<23}{forecast.seconds / updates:>7.1f} s{forecast.tokens_per_second:>12,.0f}"
@@ -289,12 +318,17 @@ def print_suggestions(
     lengths = _lengths(cfg, shape, lengths_file)
     num_gpus = num_gpus or min_gpus(cfg, card, engine_bytes(cfg, shape, card))
     suggestions = suggest(cfg, shape, card, lengths, num_gpus)
+    first = suggestions[0] if suggestions else None
+    options = engine_options(first, shape, card, lengths, num_gpus) if first else []
     if as_json:
-        print(json.dumps([suggestion.as_json() for suggestion in suggestions]))
-    elif suggestions:
+        engines = {"engines": [option.as_json() for option in options]}
+        print(json.dumps([each.as_json() | engines for each in suggestions]))
+    elif first:
         print(suggestion_table(suggestions, num_gpus, gpu))
-        if forecast := simulated(suggestions[0], shape, card, lengths, num_gpus):
-            print(f"\n{_forecast_line(suggestions[0].cfg, forecast)}")
+        if forecast := simulated(first, shape, card, lengths, num_gpus):
+            print(f"\n{_forecast_line(first.cfg, forecast)}")
+        if options:
+            print(f"\n{_engines_table(first.cfg, options)}")
     if not suggestions:
         ways = ["use more GPUs", _less_work(cfg, lengths)]
         if cfg.num_engines and cfg.rollout.engine in PLANNED:

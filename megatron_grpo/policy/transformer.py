@@ -27,12 +27,8 @@ from torch.nn.functional import gelu, relu, silu
 from checkpoint_convert import ModelShape, MoeShape
 from checkpoint_convert.shape import Module
 from megatron_grpo.policy.attention import packed_attention_of, use_windows, window_fields
-from megatron_grpo.policy.fused_layers import (
-    REQUANTIZED,
-    best_implementation,
-    check_fp8,
-    check_transformer_engine,
-)
+from megatron_grpo.policy.fp8 import REQUANTIZED, check_fp8
+from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
 from megatron_grpo.policy.linear_attention import (
     leave_out,
     linear_fields,

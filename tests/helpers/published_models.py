@@ -336,6 +336,20 @@ PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
+    "Qwen3.5-397B-A17B": _QWEN_3_5
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 60,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 64,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 15,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 1024,
+        "shared_expert_intermediate_size": 1024,
+    },
     "GLM-4.5-Air": _GLM_4_5
     | {
         "num_hidden_layers": 46,

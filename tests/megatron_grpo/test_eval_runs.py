@@ -15,6 +15,7 @@ from helpers.environments import write_environments
 from helpers.jobs import NUM_RANKS, NUM_STEPS, Runs, assert_same_run
 from helpers.runs import TINY_CONFIG, Finished, read_json_lines, read_metrics
 from helpers.sabotage import InPhase, preempt
+from helpers.towers import tiny_multimodal
 from helpers.trainers import as_soon_as
 from megatron_grpo.config.file import load_config
 from megatron_grpo.eval_command import FolderEvaluation
@@ -272,4 +273,13 @@ def test_without_held_out_prompts_nothing_is_evaluated(
 ) -> None:
     cfg = load_config(TINY_CONFIG, arguments[:2])
     with pytest.raises(ValueError, match=r"give eval.data.path=FILE, or, .* several sets in"):
+        FolderEvaluation(cfg, tmp_path / "out")
+
+
+def test_engines_that_could_not_serve_other_towers_are_refused(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    path = f"model.path={tiny_multimodal(tmp_path / 'towers', 'mistral3')}"
+    cfg = load_config(TINY_CONFIG, [*arguments, path, "rollout.engine=transformers"])
+    with pytest.raises(ValueError, match=r"rollout.engine is transformers, and model.path"):
         FolderEvaluation(cfg, tmp_path / "out")

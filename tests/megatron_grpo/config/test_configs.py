@@ -36,6 +36,8 @@ RUNS = [
     ("grpo_106b_a12b", "GLM-4.5-Air"),
     ("grpo_235b_a22b", "Qwen3-235B-A22B"),
     ("grpo_235b_a22b", "MiniMax-M2"),
+    ("grpo_355b_a32b", "GLM-4.5"),
+    ("grpo_397b_a17b", "Qwen3.5-397B-A17B"),
     ("grpo_405b", "Llama-3.1-405B"),
     ("grpo_671b_a37b", "DeepSeek-V3"),
     ("grpo_671b_a37b", "DeepSeek-V3.2"),
@@ -45,7 +47,7 @@ ADAPTED = [("grpo_70b_lora", "Llama-3.3-70B"), ("grpo_70b_lora", "Qwen2.5-72B")]
 """With adapters: ranks are not built, and no weights pushed."""
 ON_H200 = ("grpo_671b_a37b",)
 """The others are for H100."""
-OWN_NODES = ("grpo_235b_a22b", "grpo_405b", "grpo_671b_a37b")
+OWN_NODES = ("grpo_235b_a22b", "grpo_355b_a32b", "grpo_397b_a17b", "grpo_405b", "grpo_671b_a37b")
 """Whose engines are on nodes behind those of the trainer."""
 REPRESENTATIVE = ("Llama-3.1-8B", "Llama-3.3-70B", "Qwen3-30B-A3B")
 """On one node, on several, a mixture: the others differ in sizes alone, and are slow tests."""

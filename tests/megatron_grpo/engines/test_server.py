@@ -14,7 +14,9 @@ import pytest
 
 from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.ranks import shared_memory
-from helpers.runs import RUN_MARK, marked_processes
+from helpers.runs import RUN_MARK, TINY_CONFIG, marked_processes
+from helpers.towers import tiny_multimodal
+from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.http import EngineError, EngineStale, NoServingEngine
@@ -24,6 +26,7 @@ from megatron_grpo.engines.server import (
     engine_command,
     engine_devices,
     engine_environment,
+    serve,
     share_gpus,
 )
 from megatron_grpo.engines.vllm.args import EngineNode
@@ -229,3 +232,20 @@ def test_vllm_on_other_nodes_is_told_the_address_that_was_given():
         model = ModelConfig(path=Path("model"))
         _, environment = engine_command(model, rollout, host, 8000, None, "token", node)
         assert environment["VLLM_HOST_IP"] == host
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.tensor_parallel_size=3", r"tensor_parallel_size\(3\) cannot split the model"),
+        ("rollout.router_replay=true", "rollout.router_replay true needs a mixture"),
+        ("rollout.quantization=int8", "rollout.quantization is int8, and model.path"),
+        ("rollout.engine=transformers", "rollout.engine is transformers, and model.path"),
+    ],
+)
+def test_an_engine_by_itself_refuses_what_it_could_not_serve(tmp_path, override, message):
+    path = tiny_multimodal(tmp_path / "towers", "mistral3")
+    cfg = load_config(TINY_CONFIG, [f"model.path={path}", "model.dtype=bfloat16", override])
+    alone = EngineNode(1, 0, "127.0.0.1", 29501)
+    with pytest.raises(ValueError, match=message):
+        serve(cfg, "127.0.0.1", 0, "token", alone)

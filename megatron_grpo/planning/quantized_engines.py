@@ -1,0 +1,145 @@
+"""Engines with weights of 8 bits that a job could have: what they take, and what they gain."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.hf_config import has_other_towers
+from checkpoint_convert.vllm import engine_sizes
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.trained_shape import trained_shape
+from megatron_grpo.engines.kernels import WITH_FP8, check_text_tower_served
+from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.launch.launch import check_engine_size
+from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.job_plan import shares_gpus
+from megatron_grpo.planning.memory import EngineBytes, engine_bytes
+from megatron_grpo.planning.rollout_time import rollout_time
+from megatron_grpo.planning.suggest import Suggestion, simulated
+
+SCHEMES = ("fp8", "fp8_channel", "int8")
+"""Of these the first is taken with which engines can serve the model."""
+CORRECTION = {"rollout_importance_sampling_mode": "token_truncate"}
+"""Fields of `grpo` that correct for what quantised engines compute differently."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOption:
+    """Engines beside the ranks of a suggestion."""
+
+    overrides: Sequence[str]
+    """What to write behind the config's name; empty: the engines that it has."""
+    num_engines: int
+    gpus_per_engine: int
+    engine: EngineBytes
+    generation_seconds: float | None
+    """The least that a generation takes; None if the length of prompts is unknown."""
+    step_seconds: float | None
+    """Simulated; None like the former, and where ranks and engines share GPUs."""
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures for scripts, in bytes and seconds."""
+        return {
+            "overrides": self.overrides,
+            "num_engines": self.num_engines,
+            "gpus_per_engine": self.gpus_per_engine,
+            "weights": self.engine.weights,
+            "cached_tokens": self.engine.cached_tokens,
+            "generation_seconds": self.generation_seconds,
+            "step_seconds": self.step_seconds,
+        }
+
+
+def engine_options(
+    suggestion: Suggestion,
+    shape: ModelShape,
+    card: GpuSpec,
+    lengths: Sequence[int],
+    num_gpus: int,
+) -> list[EngineOption]:
+    """The engines of a suggestion, and behind them those of 8 bits that the job could have instead.
+
+    These have as many tensor-parallel ranks, or fewer, if the longest sequence still fits. Engines
+    that share GPUs with ranks stay on all of these, and take no more of each. Empty if there are
+    none, as of a model whose shapes, attention or other towers refuse it, or if the engines have
+    8 bits already.
+    """
+    cfg = suggestion.cfg
+    plain = engine_bytes(cfg, shape, card)
+    if plain is None or cfg.rollout.quantization != "none":
+        return []
+    is_shared = shares_gpus(cfg, card, num_gpus)
+    found = [_option(suggestion, [], plain, shape, card, lengths, num_gpus)]
+    for other, words in _quantized(cfg, shape, card, is_shared=is_shared):
+        engine = engine_bytes(other, shape, card)
+        assert engine is not None, "engines are as before, but for their weights"
+        is_larger = is_shared and engine.total > plain.total
+        if engine.cached_tokens >= lengths[-1] and not is_larger:
+            each = replace(suggestion, cfg=other)
+            found.append(_option(each, words, engine, shape, card, lengths, num_gpus))
+    return found if found[1:] else []
+
+
+def _quantized(
+    cfg: Config, shape: ModelShape, card: GpuSpec, *, is_shared: bool
+) -> Iterator[tuple[Config, list[str]]]:
+    """For each size of engines, `cfg` with those that are legal, and the overrides that say so."""
+    size = cfg.rollout.tensor_parallel_size
+    corrections = {} if cfg.grpo.corrects_rollouts else CORRECTION
+    for tensor in reversed(engine_sizes(shape, engine_dims(cfg.rollout))):
+        if size % tensor:
+            continue
+        fields: dict[str, Any] = {} if tensor == size else {"tensor_parallel_size": tensor}
+        if fields and is_shared:
+            fields["num_engines"] = cfg.num_engines * (size // tensor)
+        for scheme in SCHEMES if card.capability >= WITH_FP8 else ("int8",):
+            sections = {"rollout": {"quantization": scheme, **fields}, "grpo": corrections}
+            if (other := _legal(cfg, sections, shape, card)) is not None:
+                words = (f"{s}.{k}={v}" for s, each in sections.items() for k, v in each.items())
+                yield other, [*words]
+                break
+
+
+def _legal(
+    cfg: Config, sections: dict[str, dict[str, Any]], shape: ModelShape, card: GpuSpec
+) -> Config | None:
+    """`cfg` with these fields of its sections; None if a run would be refused."""
+    try:
+        rollout = RolloutConfig.model_validate(cfg.rollout.model_dump() | sections["rollout"])
+        grpo = cfg.grpo.model_copy(update=sections["grpo"])
+        other = Config.model_validate(dict(cfg) | {"rollout": rollout, "grpo": grpo})
+        if has_other_towers(cfg.model.path):
+            check_text_tower_served(rollout, cfg.model.path)
+        trained_shape(other)
+        check_engine_size(rollout, card.per_node)
+        engine_bytes(other, shape, card)
+    except ValueError:  # another size or scheme may be legal
+        return None
+    return other
+
+
+def _option(
+    suggestion: Suggestion,
+    overrides: Sequence[str],
+    engine: EngineBytes,
+    shape: ModelShape,
+    card: GpuSpec,
+    lengths: Sequence[int],
+    num_gpus: int,
+) -> EngineOption:
+    cfg = suggestion.cfg
+    generation = rollout_time(cfg, shape, engine, card, lengths)
+    forecast = simulated(suggestion, shape, card, lengths, num_gpus)
+    return EngineOption(
+        overrides=overrides,
+        num_engines=cfg.num_engines,
+        gpus_per_engine=cfg.rollout.gpus_per_engine,
+        engine=engine,
+        generation_seconds=generation.seconds if generation else None,
+        step_seconds=forecast.seconds / BatchSchedule.of(cfg.grpo).updates_per_generation
+        if forecast
+        else None,
+    )

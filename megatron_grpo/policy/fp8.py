@@ -1,0 +1,111 @@
+"""Linear layers that multiply in FP8, by Transformer Engine: `model.megatron.fp8`."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from checkpoint_convert import ModelShape
+from megatron_grpo.config.megatron_fields import token_multiple
+from parallel import ParallelDims
+
+FIELDS = (
+    "fp8_recipe",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+)
+AVAILABLE = {
+    "tensorwise": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+"""Transformer Engine's functions that say whether a GPU has a recipe, and if not, why."""
+BLACKWELL = (10, 0)
+"""Compute capability."""
+
+REQUANTIZED = {"disable_parameter_transpose_cache": True}
+"""Each microbatch quantises the weights anew. They would be kept otherwise, at two bytes for each,
+until Megatron's schedule says that another step begins; and whoever else changes weights would have
+to say so, too. It reads and writes each weight once, for products over thousands of tokens."""
+
+
+def check_fp8(
+    settings: Mapping[str, Any],
+    shape: ModelShape,
+    dims: ParallelDims,
+    dtype: torch.dtype,
+    implementation: str,
+) -> None:
+    """Raise ValueError for fields of `fp8` that cannot work with this model, or on this host."""
+    told, recipe = settings.get("fp8"), settings.get("fp8_recipe")
+    at_ends = [name for name in settings if name.startswith("num_layers_at_")]
+    if at_ends and not settings.get("first_last_layers_bf16"):
+        raise ValueError(
+            f"model.megatron.{at_ends[0]} does nothing without "
+            "model.megatron.first_last_layers_bf16=true: set that, or leave it out"
+        )
+    if told is None:
+        for name in FIELDS:
+            if name in settings:
+                raise ValueError(
+                    f"model.megatron.{name} does nothing without model.megatron.fp8: set that to "
+                    "e4m3 or hybrid, or leave it out"
+                )
+        return
+    prefix = f"model.megatron.fp8 {told}"
+    check_fp8_model(settings, shape, dims)
+    if implementation == "local" or dtype != torch.bfloat16:
+        raise ValueError(
+            f"{prefix} needs Transformer Engine's layers in bfloat16, and these are of "
+            f"transformer_impl {implementation} in {str(dtype).removeprefix('torch.')}: train on "
+            "GPUs with Transformer Engine and model.dtype=bfloat16, or leave fp8 out"
+        )
+    if recipe is None:
+        raise ValueError(
+            f"{prefix} needs model.megatron.fp8_recipe: blockwise for Hopper, mxfp8 for Blackwell, "
+            "or tensorwise"
+        )
+    library = import_module("transformer_engine.pytorch")
+    is_there, reason = getattr(library, AVAILABLE[recipe])(return_reason=True)
+    if recipe == "blockwise" and torch.cuda.get_device_capability() >= BLACKWELL:
+        is_there, reason = False, "Blackwell only emulates it: use mxfp8"
+    if not is_there:
+        raise ValueError(f"model.megatron.fp8_recipe {recipe} is not for this GPU: {reason}")
+
+
+def check_fp8_model(settings: Mapping[str, Any], shape: ModelShape, dims: ParallelDims) -> None:
+    """Raise ValueError for a model that these fields do not go with on any GPU."""
+    prefix = f"model.megatron.fp8 {settings['fp8']}"
+    if shape.indexer is not None:
+        raise ValueError(
+            f"{prefix} is not supported for a model with sparse attention: leave it out"
+        )
+    multiple = token_multiple(settings)  # of columns as well
+    for name, size in _sizes(shape, dims).items():
+        if size % multiple:
+            raise ValueError(
+                f"{prefix} multiplies matrices whose sides are multiples of {multiple}, and what a "
+                f"rank has of {name} is {size}: leave it out"
+            )
+
+
+def _sizes(shape: ModelShape, dims: ParallelDims) -> dict[str, int]:
+    """The sides of matrices, by what users call them."""
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size // dims.tensor,
+        "the width of attention": shape.num_attention_heads * shape.value_dim // dims.tensor,
+    }
+    if shape.moe is not None:
+        sizes["moe_intermediate_size"] = shape.moe.intermediate_size // dims.expert_tensor
+        sizes["the shared experts"] = shape.moe.shared_intermediate_size // dims.tensor
+    if (linear := shape.linear) is not None:
+        values = linear.num_value_heads * linear.value_dim
+        sizes["the projections of linear attention"] = linear.projected_dim // dims.tensor
+        sizes["the width of linear attention"] = values // dims.tensor
+    if shape.latent is not None:
+        sizes["kv_lora_rank"] = shape.latent.rank
+        sizes["q_lora_rank"] = shape.latent.query_rank or 0
+    return sizes
