@@ -100,11 +100,9 @@ class Endpoint:
 
     async def _run(self) -> None:
         application = web.Application(client_max_size=MAX_BODY)
-        chats = self._chat_turns, openai_api.chat_answer, openai_api.chat_chunks
-        texts = self._text_turns, openai_api.text_answer, openai_api.text_chunks
         routes = {
-            "/v1/chat/completions": lambda request: self._openai(request, *chats),
-            "/v1/completions": lambda request: self._openai(request, *texts),
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._text,
             "/v1/messages": self._messages,
         }
         for path, handler in routes.items():
@@ -142,6 +140,16 @@ class Endpoint:
             return _refused(openai_api.error_body, 401, NO_SESSION)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megatron-grpo"}
         return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._openai(
+            request, self._chat_turns, openai_api.chat_answer, openai_api.chat_chunks
+        )
+
+    async def _text(self, request: web.Request) -> web.StreamResponse:
+        return await self._openai(
+            request, self._text_turns, openai_api.text_answer, openai_api.text_chunks
+        )
 
     async def _openai(
         self,

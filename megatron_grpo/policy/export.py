@@ -136,8 +136,8 @@ def check_finite(tensors: Iterable[tuple[str, Tensor | SplitFloats]], what: str)
         names.append(name)
     if not bounds:
         return
-    # Some may be of tensors in host memory.
-    bounds = [each.to(bounds[0].device, non_blocking=True) for each in bounds]
+    # Some may be of tensors in host memory. Copies wait: on the host they would be read too early.
+    bounds = [each.to(bounds[0].device) for each in bounds]
     is_finite = torch.stack(bounds).isfinite().all(dim=1)
     if not is_finite.all():
         name = names[int(is_finite.byte().argmin())]

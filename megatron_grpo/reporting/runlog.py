@@ -77,9 +77,8 @@ class RunLog:
         indices = self._batches.minibatches(cursor.generation, cfg.train.seed)[cursor.minibatch]
         updates, times = self._batches.updates_per_generation, timer.metrics()
         compared_version = step - 1
-        if (
-            cfg.grpo.old_logprobs != "rollout"
-        ):  # with the policy that training on the generation began with
+        if cfg.grpo.old_logprobs != "rollout":
+            # With the policy that training on the generation began with.
             compared_version -= compared_version % updates
         metrics = {
             **metrics,
