@@ -67,6 +67,7 @@ class Config(Section):
     def _check_training(self) -> Self:
         if self.train.num_steps is not None:  # else checked when known: see `with_num_steps`
             self.optimizer.check_schedule(self.train.num_steps)
+        self.parallel.check_context(self.grpo.shared_prompts, self.model.megatron)
         # Megatron-Core's optimizer for the host would not update float32 weights on the GPU.
         keys = "grad_reduce_in_fp32", "use_precision_aware_optimizer", "optimizer_cpu_offload"
         for key, value in zip(keys, (False, True, True), strict=True):
@@ -171,7 +172,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_rewards(self) -> Self:
-        self.parallel.check_context(self.grpo.shared_prompts, self.model.megatron)
         has_steps = self.environment.name is not None or self.reward.process_model is not None
         if self.grpo.supervision == "process" and not has_steps:
             raise ValueError(
