@@ -163,7 +163,7 @@ def _faults_of_mtp(
 
 
 def check_weights(
-    folder: Path, shape: ModelShape, names: Collection[str] | None = None
+    folder: str | Path, shape: ModelShape, names: Collection[str] | None = None
 ) -> dict[str, TensorPlace]:
     """Places of exactly the tensors that `shape` requires; reads headers, not weights.
 
@@ -174,6 +174,7 @@ def check_weights(
     a folder with an adapter, which would change the weights. Other towers than that of text are not
     checked.
     """
+    folder = Path(folder)
     if (folder / ADAPTER_FILE).is_file():
         raise ValueError(
             f"{folder} has a LoRA adapter, which would be left out: merge it into the weights "

@@ -77,12 +77,12 @@ def _descendants(root: int) -> Iterator[int]:
 
 def children(pid: int) -> list[int]:
     """The children of a process, the latest last; none once it has ended."""
-    children: list[int] = []
+    found: list[int] = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             path = Path(f"/proc/{pid}/task/{task}/children")
-            children += map(int, path.read_text().split())
-    return children
+            found += map(int, path.read_text().split())
+    return found
 
 
 def _is_living(pid: int) -> bool:
