@@ -112,7 +112,8 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     exit_when_interrupted(None if is_silent else lambda: interrupted_text(cfg.train.run_dir))
     if place is None:
         with exit_when_preempted():
-            cfg.model.check_folder()
+            _check_layout(cfg)
+            check_files(cfg)
             _check_host(cfg)
             cfg, _ = _preflight(cfg, token)
             start_ranks(cfg, ["train", str(config), *(overrides or [])], token)
@@ -129,6 +130,15 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     from megatron_grpo.rank import run_rank
 
     run_rank(cfg, place, token)
+
+
+def _check_layout(cfg: Config) -> None:
+    """Refuse a layout that cannot split the model, which needs no torch."""
+    from checkpoint_convert import check_divisible
+    from megatron_grpo.config.trained_shape import trained_shape
+
+    cfg.model.check_folder()
+    check_divisible(trained_shape(cfg), cfg.dims)
 
 
 def _check_host(cfg: Config) -> None:
