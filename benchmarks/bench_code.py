@@ -96,7 +96,7 @@ def trace_step(checkout: Path) -> dict[str, set[tuple[str, str]]]:
         run(str(make_model), str(folder / "model"))
         run("-m", "demo.make_sums", str(folder / "sums.jsonl"))
         run(
-            *("-m", "megatron_grpo.cli", "train", "configs/tiny_cpu.yaml", "train.num_steps=4"),
+            *("-m", "megatron_grpo", "train", "configs/tiny_cpu.yaml", "train.num_steps=4"),
             *(f"model.path={folder / 'model'}", f"data.path={folder / 'sums.jsonl'}"),
             *(f"train.run_dir={folder / 'run'}", "parallel.tensor_parallel_size=1"),
         )

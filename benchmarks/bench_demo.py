@@ -22,7 +22,7 @@ NUM_STEPS, NUM_WARMUP_STEPS = 5, 1
 def main() -> None:
     with tempfile.TemporaryDirectory() as run_dir:
         start = time.monotonic()
-        command = [sys.executable, "-m", "megatron_grpo.cli", "train", CONFIG]
+        command = [sys.executable, "-m", "megatron_grpo", "train", CONFIG]
         command += [f"train.num_steps={NUM_STEPS}", f"train.run_dir={run_dir}", *sys.argv[1:]]
         subprocess.run(command, check=True)
         total = time.monotonic() - start

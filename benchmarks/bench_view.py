@@ -69,7 +69,7 @@ def main() -> None:
         print(f"{STEPS * PER_STEP:,} completions of {STEPS:,} steps, {size / 1e9:.2f} GB")
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "megatron_grpo.cli", "view", folder, f"--port={port}"]
+        command = [sys.executable, "-m", "megatron_grpo", "view", folder, f"--port={port}"]
         start = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE) as view:
             view.stdout.readline()

@@ -52,7 +52,7 @@ def main() -> None:
     if not arguments.model.exists():
         write_model(arguments.model)
     write_data(arguments.data)
-    command = [sys.executable, "-m", "megatron_grpo.cli", "train", CONFIG]
+    command = [sys.executable, "-m", "megatron_grpo", "train", CONFIG]
     command += [f"model.path={arguments.model}", f"data.path={arguments.data}"]
     subprocess.run([*command, f"train.run_dir={arguments.run}"], check=True)
     found = curves(arguments.run)

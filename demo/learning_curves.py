@@ -79,7 +79,7 @@ def draw(panels: dict[str, dict[str, list[float]]], out: Path) -> None:
 def train(model: Path, data: Path, run_dir: Path, recipe: list[str]) -> None:
     """Run the config with the overrides of a `recipe`."""
     common = [f"model.path={model}", f"data.path={data}", f"train.run_dir={run_dir}"]
-    command = [sys.executable, "-m", "megatron_grpo.cli", "train", CONFIG, *common, *recipe]
+    command = [sys.executable, "-m", "megatron_grpo", "train", CONFIG, *common, *recipe]
     subprocess.run(command, check=True)
 
 

@@ -132,14 +132,16 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 def _check_host(cfg: Config) -> None:
-    """Refuse a job of many hosts that is started on one, such as a login node."""
+    """Refuse a wrong layout, missing files, and many hosts' job on one, such as a login node."""
     silence_libraries()
-    from checkpoint_convert import hf_tensors
+    from checkpoint_convert import check_divisible, hf_tensors
     from megatron_grpo.config.trained_shape import trained_shape
     from megatron_grpo.engines.kernels import num_gpus
     from megatron_grpo.planning.card import ITEMSIZE
 
-    sizes = [prod(shape) for shape in hf_tensors(trained_shape(cfg)).values()]
+    check_divisible(shape := trained_shape(cfg), cfg.dims)
+    check_files(cfg)  # before `num_gpus` imports torch
+    sizes = [prod(tensor) for tensor in hf_tensors(shape).values()]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     check_host(cfg, sum(sizes) * ITEMSIZE[cfg.model.dtype], num_gpus(), memory)
 

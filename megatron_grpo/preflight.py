@@ -117,15 +117,15 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
         check_engines(cfg, shape, token)
         quantized_engine(cfg.rollout, shape, cfg.model.dtype)
         check_adapters(cfg.lora, shape)
+    check_same_run(cfg)
+    check_start(cfg)
+    check_files(cfg)
     if starts_here:
         if cfg.train.replay is None:
             check_kernels(cfg.rollout, shape, cfg.model.dtype)
         _warn_of_slow_dtype(cfg.model.dtype)
         if cfg.train.offload_communicators:
             _check_nccl(os.environ)
-    check_same_run(cfg)
-    check_start(cfg)
-    check_files(cfg)
     for package in cfg.trackers:
         if importlib.util.find_spec(package) is None:
             use, install = TRACKERS[package]

@@ -200,7 +200,7 @@ start_trainer() {
         torchrun "${others:-0}" "$LOGS" \
         --nnodes="$nodes" --nproc-per-node="$RANKS_PER_NODE" \
         --master-addr="$address" --master-port="$FIRST_PORT" --rdzv-id="$SLURM_JOB_ID" \
-        -m megatron_grpo.cli train "$@" "rollout.base_urls=[$(IFS=,; echo "${urls[*]}")]" &
+        -m megatron_grpo train "$@" "rollout.base_urls=[$(IFS=,; echo "${urls[*]}")]" &
     TRAINER=$!
 }
 

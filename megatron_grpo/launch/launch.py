@@ -176,7 +176,7 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
         to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))
         torchrun += [f"--redirects={to_files}"]
     length = [f"train.num_steps={cfg.num_steps}", "train.num_epochs=null"]
-    command = [*torchrun, "-m", "megatron_grpo.cli", *arguments, *length]
+    command = [*torchrun, "-m", "megatron_grpo", *arguments, *length]
     # exec keeps the process id
     for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
     if token is not None:

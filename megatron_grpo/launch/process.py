@@ -26,6 +26,11 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they reclaim the machine."""
 
+STDOUT, STDERR = 1, 2
+
+SPINNER_END = "\r\033[2K\033[?25h"
+"""On a terminal, clears the line of a spinner and shows the cursor, which it has hidden."""
+
 START_SIGNALS = {signal.SIGINT, *PREEMPTION_SIGNALS}
 """Signals that wait while the process that starts a run becomes its torchrun."""
 
@@ -34,7 +39,7 @@ START_SIGNALS = {signal.SIGINT, *PREEMPTION_SIGNALS}
 def exit_when_preempted() -> Iterator[None]:
     """In the block, the signals end this process with EXIT_PREEMPTED: there is nothing to save."""
     before = {
-        number: signal.signal(number, lambda *_: sys.exit(EXIT_PREEMPTED))
+        number: signal.signal(number, lambda _, frame: _end(EXIT_PREEMPTED, frame))
         for number in PREEMPTION_SIGNALS
     }
     try:
@@ -57,12 +62,18 @@ def exit_when_interrupted(text: Callable[[], str] | None) -> None:
 
     def end(_: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would cut the closing short
-        os.write(STDERR, f"megatron-grpo: {text()}\n".encode())  # print may be at work already
-        if _is_importing(frame):  # C code that imports may drop an exception, and fail later
-            os._exit(EXIT_INTERRUPTED)
-        sys.exit(EXIT_INTERRUPTED)
+        _end(EXIT_INTERRUPTED, frame, f"megatron-grpo: {text()}\n")
 
     signal.signal(signal.SIGINT, end)
+
+
+def _end(code: int, frame: FrameType | None, line: str = "") -> None:
+    """In a handler: print `line`, and exit. `frame` is what the signal has interrupted."""
+    end_of_spinner = SPINNER_END if os.isatty(STDERR) else ""
+    os.write(STDERR, f"{end_of_spinner}{line}".encode())  # print may be at work already
+    if _is_importing(frame):  # C code that imports may drop an exception, and fail later
+        os._exit(code)
+    sys.exit(code)
 
 
 def _is_importing(frame: FrameType | None) -> bool:
@@ -108,9 +119,6 @@ def is_user_error(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno not in TRANSIENT_ERRORS
     return isinstance(error, (ValueError, ModuleNotFoundError))
-
-
-STDOUT, STDERR = 1, 2
 
 
 def outlive_readers() -> None:

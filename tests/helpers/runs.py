@@ -43,7 +43,7 @@ def start_run(
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
     environment |= {RUN_MARK: mark, TOKEN_VARIABLE: token}
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_grpo.cli", "train", config, *arguments],
+        [sys.executable, "-m", "megatron_grpo", "train", config, *arguments],
         cwd=TINY_CONFIG.parents[1],
         env=environment,
         stdout=subprocess.PIPE,

@@ -128,7 +128,7 @@ def shown(*arguments: str) -> str:
 
 
 def run_check(*overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_grpo.cli", "check", str(TINY_CONFIG), *overrides]
+    command = [sys.executable, "-m", "megatron_grpo", "check", str(TINY_CONFIG), *overrides]
     root = TINY_CONFIG.parents[1]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root)
 
@@ -153,7 +153,7 @@ def test_check_says_that_a_config_can_start_and_starts_nothing(
 def serve(
     tied_model: Path, token: str, *options: str, output: Any = subprocess.PIPE, **variables: str
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megatron_grpo.cli", "serve", str(TINY_CONFIG)]
+    command = [sys.executable, "-m", "megatron_grpo", "serve", str(TINY_CONFIG)]
     return subprocess.Popen(
         [*command, f"model.path={tied_model}", *options],
         env=os.environ | variables | {TOKEN_VARIABLE: token},

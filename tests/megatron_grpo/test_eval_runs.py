@@ -153,7 +153,7 @@ def test_a_finished_run_can_be_evaluated_on_two_sets_when_it_is_extended(
 
 def evaluate(*arguments: str, timeout: float = 300) -> Finished:
     """`megatron-grpo eval`, as a user calls it."""
-    command = [sys.executable, "-m", "megatron_grpo.cli", "eval", str(TINY_CONFIG), *arguments]
+    command = [sys.executable, "-m", "megatron_grpo", "eval", str(TINY_CONFIG), *arguments]
     result = subprocess.run(
         command,
         capture_output=True,

@@ -33,7 +33,7 @@ def start_doctor(
     *arguments: str | Path, cwd: Path, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_grpo.cli", "doctor", *map(str, arguments)],
+        [sys.executable, "-m", "megatron_grpo", "doctor", *map(str, arguments)],
         env=os.environ | (environment or {}),
         cwd=cwd,
         stdout=subprocess.PIPE,

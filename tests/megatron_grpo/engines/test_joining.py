@@ -270,7 +270,7 @@ def test_an_engine_joins_a_run_while_it_trains_and_leaves_it(
         job.wait_for(lambda: steps_of(run_dir), 120)
         port = reserved.getsockname()[1]
         url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "megatron_grpo.cli", "serve", run_dir / "config.yaml"]
+        command = [sys.executable, "-m", "megatron_grpo", "serve", run_dir / "config.yaml"]
         engine = subprocess.Popen(
             [*command, "--join", f"--port={port}"], env=os.environ | {TOKEN_VARIABLE: token}
         )

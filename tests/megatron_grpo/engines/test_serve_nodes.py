@@ -23,7 +23,7 @@ ADDRESSES = ("127.0.0.2", "127.0.0.3")
 def two_nodes(model: Path, folder: Path) -> Iterator[str]:
     """The URL of an engine that `megatron-grpo serve` runs on both nodes, as in a Slurm step."""
     port, master_port = free_ports(2)
-    command = [sys.executable, "-m", "megatron_grpo.cli", "serve", str(TINY_CONFIG)]
+    command = [sys.executable, "-m", "megatron_grpo", "serve", str(TINY_CONFIG)]
     command += [f"model.path={model}", "rollout.tensor_parallel_size=2", f"--port={port}"]
     command += ["--nnodes=2", f"--master-addr={ADDRESSES[0]}", f"--master-port={master_port}"]
     environment = os.environ | {TOKEN_VARIABLE: TOKEN, "SLURM_STEP_NUM_NODES": "2"}

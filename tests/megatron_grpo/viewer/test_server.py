@@ -138,7 +138,7 @@ def test_runs_are_called_by_their_folders_unless_two_have_the_same(tmp_path: Pat
 def test_ctrl_c_ends_it_quietly(run_dir: Path) -> None:
     reserved = reserve_port()
     port = reserved.getsockname()[1]
-    command = [sys.executable, "-m", "megatron_grpo.cli", "view", str(run_dir), f"--port={port}"]
+    command = [sys.executable, "-m", "megatron_grpo", "view", str(run_dir), f"--port={port}"]
     # What is started in the background by a shell script would ignore the signal.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     view = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, preexec_fn=heeds)
