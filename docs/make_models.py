@@ -110,13 +110,13 @@ are close. Of at most `index_topk` tokens all are chosen, and nothing differs. O
   are read at a time. All completions pass through rank 0 with their routes: 512 of 16,384 tokens
   would bring 4.2 TB of choices, or 1 TB as bits.
 
-Newer families that transformers 5.19 or vLLM 0.32 has are refused by name, as more than flags
-differs: DeepSeek-V4 (compressed attention, hyper-connections, experts chosen by hashes), Qwen4-exp
-(an indexer, embeddings of n-grams and of layers), GLM-5-Next and Kimi-Linear (linear attention that
-forgets by channel), MiniMax-M3 (an indexer for grouped queries), Mistral 4 (latent attention whose
-queries grow with their position), Gemma 4 (embeddings of layers, keys that are values, or shared by
-layers), MiMo-V2-Flash and Laguna (heads that differ from layer to layer). Qwen3.6 is published as
-Qwen3.5. Of these Mistral 4 is nearest to what is here.
+Newer families that transformers 5.19 or vLLM 0.32 has are refused by name, as they differ in more
+than flags: DeepSeek-V4 (compressed attention, hyper-connections, experts chosen by hashes),
+Qwen4-exp (hyper-connections, an indexer, embeddings of n-grams and of layers), GLM-5-Next and
+Kimi-Linear (linear attention that forgets by channel), MiniMax-M3 (an indexer for grouped queries),
+Mistral 4, also as the text of a `mistral3` (latent attention whose queries grow with their
+position), Gemma 4 (embeddings of layers, keys that are values, or shared by layers), MiMo-V2-Flash
+and Laguna (numbers of heads that differ from layer to layer). Qwen3.6 is published as Qwen3.5.
 """
 SIZES = range(1, 17)
 RUN_WITH_SGLANG = (

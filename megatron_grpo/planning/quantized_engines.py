@@ -19,6 +19,7 @@ from megatron_grpo.planning.job_plan import shares_gpus
 from megatron_grpo.planning.memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.rollout_time import rollout_time
 from megatron_grpo.planning.suggest import Suggestion, simulated
+from megatron_grpo.planning.workload import longest_sequence
 
 SCHEMES = ("fp8", "fp8_channel", "int8")
 """Of these the first is taken with which engines can serve the model."""
@@ -77,7 +78,8 @@ def engine_options(
         engine = engine_bytes(other, shape, card)
         assert engine is not None, "engines are as before, but for their weights"
         is_larger = is_shared and engine.total > plain.total
-        if engine.cached_tokens >= lengths[-1] and not is_larger:
+        at_once = engine.cached_tokens // cfg.rollout.data_parallel_size  # of a group of an engine
+        if at_once >= longest_sequence(cfg, shape) and not is_larger:
             each = replace(suggestion, cfg=other)
             found.append(_option(each, words, engine, shape, card, lengths, num_gpus))
     return found if found[1:] else []

@@ -336,6 +336,9 @@ PUBLISHED_MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
+    # Sizes as in the copy of its config.json in ai-dynamo/aiconfigurator, src/aiconfigurator/
+    # model_configs. That has no rope_parameters: base and rotated part are those with which slime
+    # trains it (scripts/models/qwen3.5-397B-A17B.sh), the rest as of the smaller ones.
     "Qwen3.5-397B-A17B": _QWEN_3_5
     | {
         "model_type": "qwen3_5_moe_text",

@@ -428,6 +428,10 @@ def test_suggestions_count_shared_prompts(cfg, capsys):
         room = "train.max_tokens_per_microbatch=16384"
         print_suggestions(cfg(room, *overrides), **DEFAULTS | {"as_json": True})
         found = json.loads(capsys.readouterr().out)
+        # Of 8 bits instead of those that it has, beside the first alone.
+        _, *engines = found[0]["engines"]
+        assert engines[0]["overrides"][0] == "rollout.quantization=fp8"
+        assert not any("engines" in each for each in found[1:])
         return {tuple(each["overrides"]): each["step"]["estimate_seconds"] for each in found}
 
     shared, unshared = seconds("grpo.shared_prompts=true"), seconds()

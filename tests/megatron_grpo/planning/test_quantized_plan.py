@@ -9,6 +9,7 @@ from checkpoint_convert import read_shape
 from helpers.published_models import PUBLISHED_MODELS, write_config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
+from megatron_grpo.planning.command import print_suggestions
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.quantized_engines import EngineOption, engine_options
@@ -92,7 +93,7 @@ def test_an_engine_of_sglang_is_counted_as_one_of_vllm(
     assert of_sglang.pushed == of_vllm.pushed
 
 
-SMALL = "grpo.generation_batch_size=512", "rollout.max_staleness=0"
+SMALL = "grpo.generation_batch_size=128", "rollout.max_staleness=0"
 
 
 def options(
@@ -117,7 +118,9 @@ LAYOUT = (
 UNCORRECTED = "grpo.rollout_importance_sampling_mode=null"
 
 
-def test_suggested_engines_of_8_bits_can_be_pasted_and_have_fewer_gpus_or_more_room(tmp_path):
+def test_suggested_engines_of_8_bits_can_be_pasted_and_have_fewer_gpus_or_more_room(
+    tmp_path, capsys
+):
     (plain, *found), given = options(tmp_path, "Qwen3-235B-A22B", UNCORRECTED)
     assert plain.overrides == [] and plain.gpus_per_engine == 4
     assert [each.gpus_per_engine for each in found] == [4, 2, 1]
@@ -132,7 +135,13 @@ def test_suggested_engines_of_8_bits_can_be_pasted_and_have_fewer_gpus_or_more_r
         pasted = load_config(CONFIG, [*given, *each.overrides])
         assert pasted.grpo.corrects_rollouts
         assert plan_job(pasted, shape, CARDS["h100"], [8192], 8).engine == each.engine
-    corrected, _ = options(tmp_path, "Qwen3-235B-A22B")
+    corrected, given = options(tmp_path, "Qwen3-235B-A22B")
+    print_suggestions(
+        load_config(CONFIG, given), gpu="h100", num_gpus=8, lengths_file=None, as_json=False
+    )
+    shown = capsys.readouterr().out.splitlines()
+    for each in corrected[1:]:
+        assert sum(line.endswith("  " + " ".join(each.overrides)) for line in shown) == 1
     assert "grpo." not in " ".join(word for each in corrected for word in each.overrides)
 
 
