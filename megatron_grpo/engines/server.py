@@ -16,7 +16,7 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.access import check_host
-from megatron_grpo.engines.arguments import PLANNED, engine_table
+from megatron_grpo.engines.arguments import ONE_NODE, PLANNED, EngineNode, engine_table
 from megatron_grpo.engines.joining import (
     FOLDER,
     JoinedEngine,
@@ -33,8 +33,6 @@ from megatron_grpo.engines.sglang.args import (
 )
 from megatron_grpo.engines.vllm.args import (
     NO_ADAPTERS,
-    ONE_NODE,
-    EngineNode,
     check_engine_arguments,
     vllm_command,
     vllm_environment,
@@ -165,8 +163,8 @@ def engine_command(
     environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
     if rollout.engine == "sglang":
         on_gpu = devices is not None
-        environment |= sglang_environment(rollout, on_gpu)
-        return sglang_command(model, rollout, host, port, on_gpu), environment
+        environment |= sglang_environment(rollout, on_gpu) | {"SGLANG_HOST_IP": host}  # as below
+        return sglang_command(model, rollout, host, port, on_gpu, node), environment
     if rollout.engine == "transformers":
         command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers.server"]
         command += [f"--model={model.path}", f"--dtype={model.dtype}"]
@@ -200,18 +198,12 @@ def serve(
     if join and (reason := refusal(cfg)):
         raise ValueError(f"--join: {reason}")
     check_host(host, port if node.node_rank == 0 else 0)
-    # vLLM's processes do not notice when those on another node end, but Slurm does.
+    # Processes do not always notice when those on another node end, vLLM's never; Slurm does.
     if node.nnodes > 1 and os.environ.get("SLURM_STEP_NUM_NODES") != str(node.nnodes):
         raise ValueError(
             f"--nnodes {node.nnodes}: an engine spans nodes only as a Slurm step over them, which "
             "the job scripts in slurm/ start; elsewhere set rollout.tensor_parallel_size (times "
             "rollout.data_parallel_size) to the GPUs of one host at most"
-        )
-    if node.nnodes > 1 and rollout.engine != "vllm":
-        raise ValueError(
-            f"--nnodes {node.nnodes}: an engine of {rollout.engine} runs on one host: set "
-            "rollout.tensor_parallel_size to the GPUs of one host at most, or use "
-            "rollout.engine=vllm"
         )
     if node.node_rank >= node.nnodes or rollout.gpus_per_engine % node.nnodes:
         raise ValueError(
@@ -223,7 +215,7 @@ def serve(
     model.check_folder()
     check_served(rollout, shape := read_shape(model.path))
     check_kernels(rollout.model_copy(update={"base_urls": ()}), shape, model.dtype)
-    # vLLM takes the visible GPUs of a node for its workers there.
+    # Engines take the visible GPUs of a node for their workers there.
     size = rollout.gpus_per_engine // node.nnodes
     sizes = {"num_engines": 1, "tensor_parallel_size": size, "data_parallel_size": 1}
     part = rollout.model_copy(update=sizes)

@@ -43,9 +43,9 @@ from megatron_grpo.engines.access import TokenGuard
 from megatron_grpo.engines.choice import CUT, NOT_FINITE, npy_of
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
-from megatron_grpo.engines.sglang.args import RENDEZVOUS_VARIABLE, TOLD_TOKENS, VARIABLES
+from megatron_grpo.engines.sglang.args import TOLD_TOKENS, VARIABLES
 from megatron_grpo.engines.sglang.model_folder import server_arguments
-from megatron_grpo.engines.sglang.worker import call_of, run_scheduler_process
+from megatron_grpo.engines.sglang.worker import call_of, launch
 
 ABORTED: Json = {
     "token_ids": [],
@@ -385,10 +385,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # uvicorn may raise it again
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         tempfile.tempdir = own  # SGLang leaves its sockets behind
-        os.environ |= VARIABLES | {RENDEZVOUS_VARIABLE: f"file://{own}/workers", "TMPDIR": own}
+        os.environ |= VARIABLES | {"TMPDIR": own}
         arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own, "model")))
         try:
-            http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
+            launch(arguments, own)
         finally:
             signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # else the end of a worker kills us
             # Python's own child unlinks the shared memory that the others leave behind.

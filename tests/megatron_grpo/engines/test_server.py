@@ -17,6 +17,7 @@ from helpers.ranks import shared_memory
 from helpers.runs import RUN_MARK, marked_processes
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.arguments import EngineNode
 from megatron_grpo.engines.http import EngineError, EngineStale, NoServingEngine
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.engines.server import (
@@ -26,7 +27,6 @@ from megatron_grpo.engines.server import (
     engine_environment,
     share_gpus,
 )
-from megatron_grpo.engines.vllm.args import EngineNode
 from megatron_grpo.workers.child_process import EngineProcess
 
 # A trainer that starts an engine, says when it is ready, and waits to be killed.
@@ -221,11 +221,12 @@ def test_an_engine_sees_nothing_of_the_trainers_ranks():
     assert engine_environment(trainer, devices=None)["OMP_NUM_THREADS"] == "1"
 
 
-def test_vllm_on_other_nodes_is_told_the_address_that_was_given():
-    """By default vLLM takes any address of the host, on whichever network."""
-    rollout = RolloutConfig(tensor_parallel_size=2, max_completion_length=8)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_on_several_nodes_is_told_the_address_of_each(tied_model, engine):
+    """By default it takes any address of the host, on whichever network."""
+    rollout = RolloutConfig(engine=engine, tensor_parallel_size=2, max_completion_length=8)
     for rank, host in enumerate(("10.0.0.7", "10.0.0.8")):
         node = EngineNode(2, rank, "10.0.0.7", 29501)
-        model = ModelConfig(path=Path("model"))
+        model = ModelConfig(path=tied_model)
         _, environment = engine_command(model, rollout, host, 8000, None, "token", node)
-        assert environment["VLLM_HOST_IP"] == host
+        assert environment[f"{engine.upper()}_HOST_IP"] == host
