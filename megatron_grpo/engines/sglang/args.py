@@ -53,6 +53,9 @@ VARIABLES = {
     # /health would generate a token, which a paused engine does not.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     "SGLANG_FORCE_STREAM_INTERVAL": str(TOLD_TOKENS),
+    # Its server would stay for 5 to 65 s when a worker has died, without an answer.
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     # On GPUs it would have two matrices of some indexers as one.
     "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
 }
