@@ -37,7 +37,7 @@ from megatron_grpo.engines.vllm.args import (
     vllm_command,
     vllm_environment,
 )
-from megatron_grpo.launch.launch import check_shared
+from megatron_grpo.launch.launch import check_engine_size, check_shared
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
 
 # A trainer rank's place in its distributed job; an engine that saw it would try to join.
@@ -211,12 +211,12 @@ def serve(
             f"{rollout.engine_size_text}: nodes are counted from 0, and each has an equal part of "
             "the engine"
         )
+    check_engine_size(rollout, size := rollout.gpus_per_engine // node.nnodes)
     check_arguments(rollout)
     model.check_folder()
     check_served(rollout, shape := read_shape(model.path))
     check_kernels(rollout.model_copy(update={"base_urls": ()}), shape, model.dtype)
     # Engines take the visible GPUs of a node for their workers there.
-    size = rollout.gpus_per_engine // node.nnodes
     sizes = {"num_engines": 1, "tensor_parallel_size": size, "data_parallel_size": 1}
     part = rollout.model_copy(update=sizes)
     [devices] = engine_devices(part, num_gpus(), 0, os.environ)

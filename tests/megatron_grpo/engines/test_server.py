@@ -14,7 +14,8 @@ import pytest
 
 from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.ranks import shared_memory
-from helpers.runs import RUN_MARK, marked_processes
+from helpers.runs import RUN_MARK, TINY_CONFIG, marked_processes
+from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import EngineNode
@@ -25,6 +26,7 @@ from megatron_grpo.engines.server import (
     engine_command,
     engine_devices,
     engine_environment,
+    serve,
     share_gpus,
 )
 from megatron_grpo.workers.child_process import EngineProcess
@@ -230,3 +232,12 @@ def test_an_engine_on_several_nodes_is_told_the_address_of_each(tied_model, engi
         model = ModelConfig(path=tied_model)
         _, environment = engine_command(model, rollout, host, 8000, None, "token", node)
         assert environment[f"{engine.upper()}_HOST_IP"] == host
+
+
+def test_groups_of_sglang_are_not_served_on_several_nodes(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    cfg = load_config(TINY_CONFIG, [])
+    sizes = {"engine": "sglang", "tensor_parallel_size": 2, "data_parallel_size": 4}
+    cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=sizes)})
+    with pytest.raises(ValueError, match=r"size 4: .* rollout.data_parallel_size to 2 at "):
+        serve(cfg, "127.0.0.1", 0, "token", EngineNode(2, 1, "127.0.0.2", 29501))
