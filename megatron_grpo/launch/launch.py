@@ -306,8 +306,8 @@ def check_engine_size(rollout: RolloutConfig, gpus_per_node: int) -> None:
     """Raise ValueError if an engine is larger than a node, and does not fill nodes or cannot span
     them.
 
-    Engines are split evenly over their nodes. Several groups of workers have one node in SGLang:
-    on others they would ask for their settings at a further port, which no job has set apart.
+    Engines are split evenly over their nodes. Those of SGLang with several groups of workers have
+    one: over several, nodes ask the first at one more port, and this was not tried.
     """
     size = rollout.gpus_per_engine
     if size > gpus_per_node and rollout.engine == "sglang" and rollout.data_parallel_size > 1:

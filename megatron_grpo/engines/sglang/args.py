@@ -91,6 +91,9 @@ RESERVED = {
     "dist_init_addr": SPANNING,
     "api_key": "every route requires MEGATRON_GRPO_TOKEN",
     "admin_api_key": "every route requires MEGATRON_GRPO_TOKEN",
+    **dict.fromkeys(
+        ("grpc_port", "grpc_mode", "smg_grpc_mode"), "calls by gRPC would need no token"
+    ),
     "weight_version": "it tells which push sampled a token",
     "custom_weight_loader": "weights are received over this project's own channels",
     "tokenizer_worker_num": "one process holds requests back during a push",
