@@ -25,7 +25,7 @@ MasterAddr = Annotated[str, typer.Option(help="Address of node 0 for the others.
 MasterPort = Annotated[
     int,
     typer.Option(
-        help="A free port of node 0. vLLM's workers meet there, on all interfaces and without "
+        help="A free port of node 0. The workers meet there, on all interfaces and without "
         "authentication: keep others off this network.",
         min=1,
         max=65535,
@@ -80,8 +80,8 @@ def serve(
     allow_open_files()
     token = check_token(take_token(os.environ))
     cfg = load_config(config, overrides or [])
-    from megatron_grpo.engines.server import serve as serve_engine  # not for `--help`
-    from megatron_grpo.engines.vllm.args import EngineNode
+    from megatron_grpo.engines.arguments import EngineNode  # not for `--help`
+    from megatron_grpo.engines.server import serve as serve_engine
 
     node = EngineNode(nnodes, node_rank, master_addr, master_port)
     checkpoints, num_steps = cfg.train.run_dir / "checkpoints", cfg.train.num_steps

@@ -80,6 +80,22 @@ def command_flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
+class EngineNode:
+    """One node of an engine, by the names of vLLM's options."""
+
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    """The address of node 0, where the engine's workers meet at a port."""
+    master_port: int
+
+
+ONE_NODE = EngineNode(1, 0, "127.0.0.1", 29501)
+SPANNING = "set by the job scripts in slurm/, for an engine over several nodes"
+"""Why a config cannot set what is in it."""
+
+
+@dataclass(frozen=True)
 class PlannedArguments:
     """How an engine calls the arguments that a plan depends on."""
 

@@ -18,7 +18,7 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.access import check_host
-from megatron_grpo.engines.arguments import PLANNED, engine_table
+from megatron_grpo.engines.arguments import ONE_NODE, PLANNED, EngineNode, engine_table
 from megatron_grpo.engines.joining import (
     FOLDER,
     JoinedEngine,
@@ -41,13 +41,11 @@ from megatron_grpo.engines.sglang.args import (
 )
 from megatron_grpo.engines.vllm.args import (
     NO_ADAPTERS,
-    ONE_NODE,
-    EngineNode,
     check_engine_arguments,
     vllm_command,
     vllm_environment,
 )
-from megatron_grpo.launch.launch import check_shared
+from megatron_grpo.launch.launch import check_engine_size, check_shared
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
 
 # A trainer rank's place in its distributed job; an engine that saw it would try to join.
@@ -173,8 +171,8 @@ def engine_command(
     environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
     if rollout.engine == "sglang":
         on_gpu = devices is not None
-        environment |= sglang_environment(rollout, on_gpu)
-        return sglang_command(model, rollout, host, port, on_gpu), environment
+        environment |= sglang_environment(rollout, on_gpu) | {"SGLANG_HOST_IP": host}  # as below
+        return sglang_command(model, rollout, host, port, on_gpu, node), environment
     if rollout.engine == "transformers":
         command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers.server"]
         command += [f"--model={model.path}", f"--dtype={model.dtype}"]
@@ -208,18 +206,12 @@ def serve(
     if join and (reason := refusal(cfg)):
         raise ValueError(f"--join: {reason}")
     check_host(host, port if node.node_rank == 0 else 0)
-    # vLLM's processes do not notice when those on another node end, but Slurm does.
+    # Processes do not always notice when those on another node end, vLLM's never; Slurm does.
     if node.nnodes > 1 and os.environ.get("SLURM_STEP_NUM_NODES") != str(node.nnodes):
         raise ValueError(
             f"--nnodes {node.nnodes}: an engine spans nodes only as a Slurm step over them, which "
             "the job scripts in slurm/ start; elsewhere set rollout.tensor_parallel_size (times "
             "rollout.data_parallel_size) to the GPUs of one host at most"
-        )
-    if node.nnodes > 1 and rollout.engine != "vllm":
-        raise ValueError(
-            f"--nnodes {node.nnodes}: an engine of {rollout.engine} runs on one host: set "
-            "rollout.tensor_parallel_size to the GPUs of one host at most, or use "
-            "rollout.engine=vllm"
         )
     if node.node_rank >= node.nnodes or rollout.gpus_per_engine % node.nnodes:
         raise ValueError(
@@ -227,6 +219,7 @@ def serve(
             f"{rollout.engine_size_text}: nodes are counted from 0, and each has an equal part of "
             "the engine"
         )
+    check_engine_size(rollout, size := rollout.gpus_per_engine // node.nnodes)
     check_arguments(rollout)
     model.check_folder()
     check_engine_dims(shape := read_shape(model.path), engine_dims(rollout))
@@ -234,8 +227,7 @@ def serve(
     if has_other_towers(model.path):
         check_text_tower_served(rollout, model.path)
     check_kernels(rollout.model_copy(update={"base_urls": ()}), shape, model.dtype)
-    # vLLM takes the visible GPUs of a node for its workers there.
-    size = rollout.gpus_per_engine // node.nnodes
+    # Engines take the visible GPUs of a node for their workers there.
     sizes = {"num_engines": 1, "tensor_parallel_size": size, "data_parallel_size": 1}
     part = rollout.model_copy(update=sizes)
     [devices] = engine_devices(part, num_gpus(), 0, os.environ)

@@ -305,7 +305,7 @@ def check_shared_gpus(models: Sequence[RewardFunction], gpus_per_node: int) -> N
 def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Placement:
     """Fill all nodes with engines, whose ranks are another job's.
 
-    Raises ValueError if an engine is larger than a node and does not fill nodes, or than all.
+    Raises ValueError if an engine is larger than a node and cannot fill nodes, or than all.
     """
     size = cfg.rollout.gpus_per_engine
     check_engine_size(cfg.rollout, gpus_per_node)
@@ -319,11 +319,20 @@ def place_engines(cfg: Config, nodes: Sequence[str], gpus_per_node: int) -> Plac
 
 
 def check_engine_size(rollout: RolloutConfig, gpus_per_node: int) -> None:
-    """Raise ValueError if an engine is larger than a node and does not fill nodes.
+    """Raise ValueError if an engine is larger than a node, and does not fill nodes or cannot span
+    them.
 
-    vLLM splits an engine evenly over its nodes.
+    Engines are split evenly over their nodes. Those of SGLang with several groups of workers have
+    one: over several, nodes ask the first at one more port, and this was not tried.
     """
     size = rollout.gpus_per_engine
+    if size > gpus_per_node and rollout.engine == "sglang" and rollout.data_parallel_size > 1:
+        raise ValueError(
+            f"{rollout.engine_size_text}: an engine of SGLang with several groups of workers does "
+            f"not span nodes, of {gpus_per_node} GPUs here: set rollout.data_parallel_size to "
+            f"{max(1, gpus_per_node // rollout.tensor_parallel_size)} at most, or use "
+            "rollout.engine=vllm"
+        )
     if size > gpus_per_node and size % gpus_per_node:
         raise ValueError(
             f"{rollout.engine_size_text} does not fill nodes of {gpus_per_node} GPUs: set it to "

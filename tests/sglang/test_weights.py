@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
 from checkpoint_convert import read_shape
 from demo.make_sums import sums as all_sums
 from helpers import towers
+from helpers.engine_nodes import TOKEN, two_nodes
 from helpers.engines import (
     PACKAGES,
     SGLANG_PYTHON,
@@ -184,6 +186,32 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, siz
         renamed(folder, "deepseek_v3")
     assert largest_logprob_error(folder, samples) < 1e-4
     assert {*Path("/dev/shm").glob("sgl_shm_mq*")} == memory
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("killed", ["python", "scheduler_TP1"])
+def test_an_engine_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, killed):
+    """The head is killed, or a worker of the other node."""
+    folder, others = (model(tmp_path / str(seed), "qwen3_moe", seed) for seed in range(2))
+    of_sglang = ["rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"]
+    options = {"python": SGLANG_PYTHON, "tensor_parallel_size": 2}
+    with (
+        two_nodes(tmp_path, f"model.path={folder}", *of_sglang) as (url, nodes),
+        running_engine("sglang", folder, tmp_path, TOKEN, base_urls=(url,), **options) as engine,
+    ):
+        loaded = own_checksums(engine)
+        assert len(loaded) == 2
+        assert push(engine, others, TP2_PP2) == ""
+        assert all_differ(loaded, own_checksums(engine))
+        assert push(engine, folder, ParallelDims()) == ""
+        assert own_checksums(engine) == loaded
+        assert largest_logprob_error(folder, engine.generate(random_prompts(4))) < 1e-4
+        heads = [psutil.Process(node.process.pid) for node in nodes]
+        processes = [each for head in heads for each in (head, *head.children(recursive=True))]
+        next(each for each in processes if killed in each.cmdline()[0]).kill()
+        assert all(node.end(within=10) for node in nodes)
+        assert not psutil.wait_procs(processes, timeout=5)[1]
 
 
 def model(folder: Path, family: str, seed: int) -> Path:

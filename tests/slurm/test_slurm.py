@@ -139,11 +139,26 @@ def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(endles
 
 
 @pytest.mark.timeout(600)  # its two waits for an engine alone may take 440 s beside other tests
-def test_an_engine_over_two_nodes_is_started_again_on_both(submit):
+@pytest.mark.parametrize(
+    ("engine", "modules"),
+    [
+        pytest.param(
+            [],
+            ("vllm.entrypoints.openai.api_server", "megatron_grpo.engines.vllm.headless"),
+            id="vllm",
+        ),
+        pytest.param(
+            SGLANG,
+            ("megatron_grpo.engines.sglang.server",),
+            id="sglang",
+            marks=[*OF_SGLANG, pytest.mark.slow],
+        ),
+    ],
+)
+def test_an_engine_over_two_nodes_is_started_again_on_both(submit, engine, modules):
     """The engine has two GPUs, and each node has one."""
-    run = submit("rollout.tensor_parallel_size=2", "train.num_steps=5000")
+    run = submit(*engine, "rollout.tensor_parallel_size=2", "train.num_steps=5000")
     run.await_step(2, seconds=240)
-    modules = ("vllm.entrypoints.openai.api_server", "megatron_grpo.engines.vllm.headless")
     before = [process for module in modules for process in run.processes_of(module)]
     assert [process.environ()["SLURMD_NODENAME"] for process in before] == run.job.nodes()
     before[1].kill()

@@ -17,6 +17,9 @@ from checkpoint_convert.shape import IndexerShape
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import (
+    ONE_NODE,
+    SPANNING,
+    EngineNode,
     check_names,
     check_parser,
     command_flags,
@@ -50,15 +53,17 @@ VARIABLES = {
     # /health would generate a token, which a paused engine does not.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     "SGLANG_FORCE_STREAM_INTERVAL": str(TOLD_TOKENS),
+    # Its server would stay for 5 to 65 s when a worker has died, without an answer.
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     # On GPUs it would have two matrices of some indexers as one.
     "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
 }
 """Of the environment of every engine, likewise."""
 RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""Where its workers meet: in a file, as torch's store would listen on all networks of the host."""
+"""Where the workers of one host meet: in a file, as torch's store would listen on all networks."""
 
 _PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
-_SPANNING = "an engine of SGLang runs on one host"
 _MOVED = "experts would move between workers, but weights are pushed to fixed ones"
 RESERVED = {
     "model_path": "set model.path",
@@ -81,11 +86,14 @@ RESERVED = {
     "attn_cp_size": _PUSHED,
     "moe_a2a_backend": _PUSHED,
     "moe_dense_tp_size": _PUSHED,
-    "nnodes": _SPANNING,
-    "node_rank": _SPANNING,
-    "dist_init_addr": _SPANNING,
+    "nnodes": SPANNING,
+    "node_rank": SPANNING,
+    "dist_init_addr": SPANNING,
     "api_key": "every route requires MEGATRON_GRPO_TOKEN",
     "admin_api_key": "every route requires MEGATRON_GRPO_TOKEN",
+    **dict.fromkeys(
+        ("grpc_port", "grpc_mode", "smg_grpc_mode"), "calls by gRPC would need no token"
+    ),
     "weight_version": "it tells which push sampled a token",
     "custom_weight_loader": "weights are received over this project's own channels",
     "tokenizer_worker_num": "one process holds requests back during a push",
@@ -130,9 +138,14 @@ RESERVED = {
 
 
 def sglang_command(
-    model: ModelConfig, rollout: RolloutConfig, host: str, port: int, on_gpu: bool
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    host: str,
+    port: int,
+    on_gpu: bool,
+    node: EngineNode = ONE_NODE,
 ) -> list[str]:
-    """The command of an engine on `host`:`port`.
+    """The command of an engine on `host`:`port`, or of a further `node` of it.
 
     Raises ValueError if SGLang cannot do what the config asks for.
     """
@@ -162,7 +175,8 @@ def sglang_command(
         # dispatch_w8a8_block_fp8_linear in its fp8_utils.py); the default may be DeepGEMM.
         arguments["fp8_gemm_backend"] = "triton" if on_gpu else None
     arguments["json_model_override_args"] = overrides or None
-    arguments |= _of_platform(on_gpu) | _of_attention(shape, on_gpu) | rollout.sglang
+    arguments |= _of_node(node) | _of_platform(on_gpu) | _of_attention(shape, on_gpu)
+    arguments |= rollout.sglang
     # Most of its switches have no form that is off: they are left out.
     return [*command, *command_flags({k: None if v is False else v for k, v in arguments.items()})]
 
@@ -239,6 +253,18 @@ def full_interval(shape: ModelShape) -> int | None:
     layers, linear = range(shape.num_layers), {*shape.linear_layers}
     interval = next((each for each in layers if each not in linear), shape.num_layers) + 1
     return interval if linear == {each for each in layers if (each + 1) % interval} else None
+
+
+def _of_node(node: EngineNode) -> dict[str, Any]:
+    """Where one of several nodes finds the others."""
+    if node.nnodes == 1:
+        return {}
+    address = f"[{node.master_addr}]" if ":" in node.master_addr else node.master_addr
+    return {
+        "nnodes": node.nnodes,
+        "node_rank": node.node_rank,
+        "dist_init_addr": f"{address}:{node.master_port}",
+    }
 
 
 def _of_platform(on_gpu: bool) -> dict[str, Any]:

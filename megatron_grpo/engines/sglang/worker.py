@@ -5,16 +5,20 @@ way into them that brings data back. So the client's calls travel as actions of 
 """
 
 import json
+import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.layers.layernorm import GemmaRMSNorm
 from sglang.srt.managers import schedule_batch, scheduler
 from sglang.srt.managers.io_struct import CheckWeightsReqInput, CheckWeightsReqOutput
@@ -31,6 +35,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
 )
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_exec
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from sglang.srt.utils import is_cpu
 from sglang.srt.utils.weight_versions import compute_weight_version_spans
@@ -44,7 +49,7 @@ from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
-from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE
+from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE, RENDEZVOUS_VARIABLE
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
@@ -181,6 +186,23 @@ def unlink_queues() -> None:
     for file in Path("/dev/shm").glob(f"sgl_shm_mq_{os.getpid()}_*"):
         file.unlink(missing_ok=True)
         resource_tracker.unregister(f"/{file.name}", "shared_memory")
+
+
+def launch(arguments: ServerArgs, folder: str) -> None:
+    """Run an engine with our workers until it ends, or those of a further node of one.
+
+    Of such a node SGLang's own function would see no end but that of the first worker, ignore
+    SIGTERM, and open a port. `folder` is for a file in which the workers of one host meet.
+    """
+    if arguments.nnodes == 1:
+        os.environ[RENDEZVOUS_VARIABLE] = f"file://{folder}/workers"
+    if arguments.node_rank == 0:
+        http_server.launch_server(arguments, run_scheduler_process_func=run_scheduler_process)
+        return
+    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    Engine._launch_subprocesses(arguments, None, run_scheduler_process, None)
+    connection.wait([worker.sentinel for worker in multiprocessing.active_children()])
+    sys.exit("a worker of this node has ended")
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:

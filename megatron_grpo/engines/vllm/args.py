@@ -7,7 +7,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import (
+    ONE_NODE,
+    SPANNING,
+    EngineNode,
     check_names,
     check_parser,
     command_flags,
@@ -56,7 +59,6 @@ ADAPTER_ID = 1
 """Its number in vLLM."""
 
 OF_ADAPTERS = "engines hold one adapter, in the form that is pushed: see the section lora"
-SPANNING = "set by the job scripts in slurm/, for an engine over several nodes"
 
 KEPT_ELSEWHERE = "keys and values outside the GPU's cache would outlive a push of new weights"
 OFFLOADED = "weights in host memory would replace those that were pushed; use more GPUs per engine"
@@ -116,18 +118,6 @@ RESERVED = {
 LIMIT = "limit_mm_per_prompt"
 
 
-@dataclass(frozen=True)
-class EngineNode:
-    """One node of an engine, by the names of vLLM's options."""
-
-    nnodes: int
-    node_rank: int
-    master_addr: str
-    """The address of node 0, where vLLM's workers meet at a port."""
-    master_port: int
-
-
-ONE_NODE = EngineNode(1, 0, "127.0.0.1", 29501)
 NO_ADAPTERS = LoraConfig()
 
 

@@ -19,6 +19,7 @@ from helpers.towers import tiny_multimodal
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.arguments import EngineNode
 from megatron_grpo.engines.http import EngineError, EngineStale, NoServingEngine
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.engines.server import (
@@ -29,7 +30,6 @@ from megatron_grpo.engines.server import (
     serve,
     share_gpus,
 )
-from megatron_grpo.engines.vllm.args import EngineNode
 from megatron_grpo.workers.child_process import EngineProcess
 
 # A trainer that starts an engine, says when it is ready, and waits to be killed.
@@ -224,14 +224,15 @@ def test_an_engine_sees_nothing_of_the_trainers_ranks():
     assert engine_environment(trainer, devices=None)["OMP_NUM_THREADS"] == "1"
 
 
-def test_vllm_on_other_nodes_is_told_the_address_that_was_given():
-    """By default vLLM takes any address of the host, on whichever network."""
-    rollout = RolloutConfig(tensor_parallel_size=2, max_completion_length=8)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_on_several_nodes_is_told_the_address_of_each(tied_model, engine):
+    """By default it takes any address of the host, on whichever network."""
+    rollout = RolloutConfig(engine=engine, tensor_parallel_size=2, max_completion_length=8)
     for rank, host in enumerate(("10.0.0.7", "10.0.0.8")):
         node = EngineNode(2, rank, "10.0.0.7", 29501)
-        model = ModelConfig(path=Path("model"))
+        model = ModelConfig(path=tied_model)
         _, environment = engine_command(model, rollout, host, 8000, None, "token", node)
-        assert environment["VLLM_HOST_IP"] == host
+        assert environment[f"{engine.upper()}_HOST_IP"] == host
 
 
 @pytest.mark.parametrize(
@@ -249,3 +250,12 @@ def test_an_engine_by_itself_refuses_what_it_could_not_serve(tmp_path, override,
     alone = EngineNode(1, 0, "127.0.0.1", 29501)
     with pytest.raises(ValueError, match=message):
         serve(cfg, "127.0.0.1", 0, "token", alone)
+
+
+def test_groups_of_sglang_are_not_served_on_several_nodes(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    cfg = load_config(TINY_CONFIG, [])
+    sizes = {"engine": "sglang", "tensor_parallel_size": 2, "data_parallel_size": 4}
+    cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=sizes)})
+    with pytest.raises(ValueError, match=r"size 4: .* rollout.data_parallel_size to 2 at "):
+        serve(cfg, "127.0.0.1", 0, "token", EngineNode(2, 1, "127.0.0.2", 29501))

@@ -13,6 +13,7 @@ from helpers.mxfp4 import mxfp4_copies
 from helpers.towers import tiny_multimodal
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.arguments import EngineNode
 from megatron_grpo.engines.layouts import WITHOUT_SCALES
 from megatron_grpo.engines.sglang.args import (
     check_folder_loaded,
@@ -62,6 +63,19 @@ def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on(tmp_p
     assert not any("fp8" in each for each in command)
     on_cpu = sglang_command(model, config, "10.0.0.7", 8000, on_gpu=False)
     assert "--device=cpu" in on_cpu and "--enable-memory-saver" not in on_cpu
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "fd00::7"])
+def test_nodes_of_an_engine_have_the_same_settings_but_their_number(tmp_path, address):
+    model = ModelConfig(path=tiny_model(tmp_path, "qwen3"))
+    nodes = [EngineNode(2, rank, address, 29501) for rank in range(2)]
+    config = rollout(tensor_parallel_size=16)
+    first, second = ({*sglang_command(model, config, address, 8000, True, node)} for node in nodes)
+    assert (first - second, second - first) == ({"--node-rank=0"}, {"--node-rank=1"})
+    place = address if "." in address else f"[{address}]"
+    expected = {"--tp-size=16", "--nnodes=2", f"--dist-init-addr={place}:29501"}
+    assert expected < first
+    assert not any("nnodes" in each for each in sglang_command(model, config, address, 8000, True))
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.quantized_model import quantized_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.arguments import engine_number
+from megatron_grpo.engines.arguments import EngineNode, engine_number
 from megatron_grpo.engines.kernels import CPU_HEAD_SIZES, CPU_LATENT_SIZE
 from megatron_grpo.engines.vllm.args import (
     RESERVED,
-    EngineNode,
     check_engine_arguments,
     engine_argument_names,
     vllm_command,

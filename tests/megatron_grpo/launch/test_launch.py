@@ -144,6 +144,22 @@ def test_job_that_does_not_fit_is_refused_with_the_numbers(ranks, engines, tenso
         place(job(ranks, engines, tensor), NODES, 8)
 
 
+@pytest.mark.parametrize(("tensor", "most"), [(2, 4), (16, 1)])
+def test_groups_of_sglang_that_would_span_nodes_are_refused_with_the_most(tensor, most):
+    cfg = job(8, 1, tensor)
+
+    def placed(engine: str, groups: int) -> EnginePlace:
+        sizes = {"engine": engine, "data_parallel_size": groups}
+        rollout = cfg.rollout.model_copy(update=sizes)
+        [engine_place] = place(cfg.model_copy(update={"rollout": rollout}), NODES, 8).engines
+        return engine_place
+
+    assert placed("sglang", most).gpus == range(8)
+    assert len(placed("vllm", 2 * most).nodes) > 1
+    with pytest.raises(ValueError, match=f"data_parallel_size to {most} at most, or .*=vllm"):
+        placed("sglang", 2 * most)
+
+
 @pytest.mark.parametrize(
     ("ranks", "gpus", "gigabytes", "message"),
     [
