@@ -25,6 +25,8 @@ CPU_LATENT_SIZE = 576
 """The only size of the cache of a token, with latent attention, for which vLLM has a CPU kernel."""
 SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
 """Families whose sliding windows SGLang 0.5.23 computes; in all others it attends to all tokens."""
+SGLANG_GROUPS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "qwen3_moe")
+"""Families of which engines of SGLang were tried with several groups of workers."""
 WITH_FP8 = (8, 9)
 """Compute capability from which GPUs have units for FP8."""
 WITH_ROUTERS_OF_16_BITS = (9, 10)
@@ -47,6 +49,8 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
             "it out"
         )
     check_attention(rollout.engine, shape)
+    if rollout.engine == "sglang":
+        _check_groups(rollout.data_parallel_size, shape)
     if shape.has_mamba:
         _check_mamba(rollout, shape)
     if shape.indexer is not None:
@@ -56,6 +60,18 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
         raise ValueError(
             f"rollout.recompute_kv_cache false is not supported for a model with {kind} attention: "
             "leave it out"
+        )
+
+
+def _check_groups(num_groups: int, shape: ModelShape) -> None:
+    """Raise ValueError for a mixture that SGLang was not tried with in several groups of workers.
+
+    Attention of some is not data-parallel (Mixtral), or their embedding is whole (Qwen3.5).
+    """
+    if num_groups > 1 and shape.moe is not None and shape.family not in SGLANG_GROUPS:
+        raise ValueError(
+            f"rollout.data_parallel_size {num_groups} with rollout.engine sglang is not supported "
+            f"for a {shape.family}: set it to 1, or use rollout.engine=vllm"
         )
 
 

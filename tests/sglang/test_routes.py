@@ -57,12 +57,13 @@ def chosen_by(folder: Path, sample: Sample) -> np.ndarray:
     return np.sort(torch.stack([layer.topk(topk).indices for layer in logits], dim=1).numpy())
 
 
-def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path):
-    folder = mixture(tmp_path)
-    with running_engine("sglang", folder, tmp_path, **ENGINE) as engine:
+@pytest.mark.parametrize("num_groups", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path, num_groups):
+    folder, options = mixture(tmp_path), ENGINE | {"data_parallel_size": num_groups}
+    with running_engine("sglang", folder, tmp_path, **options) as engine:
         engine.push(folder)
         # The second time, the prompts are in its cache.
-        made = [engine.generate(random_prompts(2), router_replay=True) for _ in range(2)]
+        made = [engine.generate(random_prompts(3), router_replay=True) for _ in range(2)]
     for sample in (*made[0], *made[1]):
         np.testing.assert_array_equal(np.sort(sample.routed_experts), chosen_by(folder, sample))
 
@@ -90,12 +91,16 @@ def gaps_on_rank(
 
 
 @pytest.mark.slow
-def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(tmp_path):
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
+    tmp_path, num_groups
+):
     folders = [mixture(tmp_path / "old"), mixture(tmp_path / "new", seed=1)]
     params = sampling_params(
         num_generations=8, max_completion_length=300, stop_token_ids=(), router_replay=True
     )
-    with running_engine("sglang", folders[0], tmp_path, **ENGINE) as engine:
+    options = ENGINE | {"data_parallel_size": num_groups}
+    with running_engine("sglang", folders[0], tmp_path, **options) as engine:
         params = replace(params, policy_version=engine.push(folders[0]))
         asked = Generation(random_prompts(2), params)
         client = engine.client()

@@ -30,6 +30,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import (
     CheckWeightsReqInput,
     ContinueGenerationReqInput,
+    FlushCacheReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
@@ -47,13 +48,8 @@ from megatron_grpo.engines.sglang.args import RENDEZVOUS_VARIABLE, TOLD_TOKENS, 
 from megatron_grpo.engines.sglang.model_folder import server_arguments
 from megatron_grpo.engines.sglang.worker import call_of, run_scheduler_process
 
-ABORTED: Json = {
-    "token_ids": [],
-    "logprobs": {"content": []},
-    "finish_reason": CUT,
-    "text": "",
-    "weight_versions": [],
-}
+ABORTED: Json = {"token_ids": [], "logprobs": {"content": []}, "finish_reason": CUT}
+ABORTED |= {"text": "", "weight_versions": []}
 """The completion of a request that was given up before SGLang had it."""
 
 router = APIRouter()
@@ -283,6 +279,7 @@ async def pause(mode: str) -> Json:
     """Hold requests back; with mode `abort`, answer those that run with what they have."""
     await gate.close(cut=mode == "abort")
     if mode == "abort":
+        await manager().get_internal_state()  # until then a group may not have its last requests
         manager().abort_request(abort_all=True)
     else:
         await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -299,8 +296,9 @@ async def resume() -> Json:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache() -> Json:
-    """Drop keys and values of the weights so far."""
-    return {"success": (await manager().flush_cache()).success}
+    """Drop keys and values of the weights so far; tells whether all groups of workers have."""
+    answers = await manager().flush_cache_communicator(FlushCacheReqInput())
+    return {"success": all(each.success for each in answers)}
 
 
 @router.post("/update_weight_version")
@@ -353,8 +351,7 @@ async def is_sleeping() -> Json:
 @router.post("/init_weight_transfer_engine")
 async def init_weight_transfer_engine(request: Request) -> Json:
     """Let the workers open channels to all ranks that send to this engine."""
-    info = (await request.json())["init_info"]
-    await ask_workers("open_channels", {"question": "", **info})
+    await ask_workers("open_channels", {"question": "", **(await request.json())["init_info"]})
     return {}
 
 
@@ -371,8 +368,7 @@ async def ask_workers(method: str, arguments: Json) -> list[Json]:
     succeeded, answers, *_ = await manager().check_weights(call)
     if not succeeded:
         raise RuntimeError(f"{method}: {answers}")
-    found: list[Json] = json.loads(answers)
-    return found
+    return [*json.loads(answers.strip(" |"))]  # SGLang joins what groups say, of which one does
 
 
 def main() -> None:

@@ -64,6 +64,16 @@ def test_a_command_has_the_runs_settings_and_then_those_that_are_passed_on(tmp_p
     assert "--device=cpu" in on_cpu and "--enable-memory-saver" not in on_cpu
 
 
+def test_workers_of_all_groups_are_those_of_one_engine(tmp_path):
+    model = ModelConfig(path=tiny_model(tmp_path, "qwen3_moe"))
+    sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2, "sglang": {"ep_size": 4}}
+    command = sglang_command(model, rollout(**sizes), "10.0.0.7", 8000, on_gpu=True)
+    flags = {"--tp-size=4", "--attn-dp-size=2", "--enable-dp-lm-head", "--ep-size=4"}
+    assert flags < {*command}
+    bound = sglang_environment(rollout(**sizes), on_gpu=False)["SGLANG_CPU_OMP_THREADS_BIND"]
+    assert len(bound.split("|")) == 4
+
+
 @pytest.mark.parametrize(
     ("family", "on_gpu", "argument"),
     [
