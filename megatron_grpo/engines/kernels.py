@@ -50,7 +50,7 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
         )
     check_attention(rollout.engine, shape)
     if rollout.engine == "sglang":
-        _check_groups(rollout.data_parallel_size, shape)
+        _check_groups(rollout, shape)
     if shape.has_mamba:
         _check_mamba(rollout, shape)
     if shape.indexer is not None:
@@ -63,15 +63,22 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
         )
 
 
-def _check_groups(num_groups: int, shape: ModelShape) -> None:
-    """Raise ValueError for a mixture that SGLang was not tried with in several groups of workers.
+def _check_groups(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError for a mixture that SGLang does not serve in several groups of workers, or
+    with whole experts.
 
     Attention of some is not data-parallel (Mixtral), or their embedding is whole (Qwen3.5).
     """
-    if num_groups > 1 and shape.moe is not None and shape.family not in SGLANG_GROUPS:
+    groups, experts = rollout.data_parallel_size, rollout.sglang.get("ep_size", 1)
+    if groups > 1 and shape.moe is not None and shape.family not in SGLANG_GROUPS:
         raise ValueError(
-            f"rollout.data_parallel_size {num_groups} with rollout.engine sglang is not supported "
-            f"for a {shape.family}: set it to 1, or use rollout.engine=vllm"
+            f"rollout.data_parallel_size {groups} with rollout.engine sglang is not supported for "
+            f"a {shape.family}: set it to 1, or use rollout.engine=vllm"
+        )
+    if experts > 1 and shape.moe is not None and shape.moe.stacks == "alternating":
+        raise ValueError(
+            f"rollout.sglang.ep_size {experts}: SGLang cannot load whole experts of a "
+            f"{shape.family}: leave it out"
         )
 
 

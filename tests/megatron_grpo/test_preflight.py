@@ -440,6 +440,10 @@ def test_groups_of_workers_are_refused_with_sglang_for_families_that_were_not_tr
         check_served(rollout, MIXTRAL_8X7B)
     check_served(rollout, QWEN3_30B)
     check_served(rollout.model_copy(update={"data_parallel_size": 1}), MIXTRAL_8X7B)
+    whole = rollout.model_copy(update={"sglang": {"ep_size": 2}})
+    stacked = replace(QWEN3_30B, moe=replace(QWEN3_30B.moe, stacks="alternating"))
+    with pytest.raises(ValueError, match="ep_size 2: SGLang cannot load whole experts of a"):
+        check_served(whole, stacked)
 
 
 def test_engines_refuse_sparse_attention_by_name(config, tmp_path, monkeypatch):
