@@ -23,6 +23,7 @@ from megatron_grpo.engines.sglang import server
 
 class Manager:
     abort_request = lambda self, abort_all: None
+    async def get_internal_state(self): pass
 
 async def busy():
     return {"success": False}
