@@ -28,7 +28,7 @@ def of_own_experts(
     Every choice of one of these counts as a token of its own.
     """
     weights, ids, logits = topk_output
-    if (ids >= 0).all():
+    if len(x) and (ids >= 0).all():
         return of_all_experts(layer, x, topk_output, config)
     summed = torch.zeros_like(x)
     tokens, choices = (ids >= 0).nonzero(as_tuple=True)
