@@ -193,7 +193,7 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, siz
 @pytest.mark.parametrize(
     ("family", "groups", "size", "has_whole_experts"),
     [
-        ("deepseek_v3", 2, 1, True),
+        pytest.param("deepseek_v3", 2, 1, True, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 2, 2, False, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, 1, False, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 1, 2, True, marks=pytest.mark.slow),
