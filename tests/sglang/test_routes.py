@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,11 @@ from parallel.packing import TokenSequence, pack
 ENGINE = {"python": SGLANG_PYTHON, "router_replay": True}
 
 
+def of_groups(count: int) -> dict[str, Any]:
+    """Options of an engine of that many groups of workers, each with whole experts."""
+    return ENGINE | {"data_parallel_size": count, "sglang": {"ep_size": count}}
+
+
 def mixture(folder: Path, seed: int = 0) -> Path:
     return servable_model(folder, "qwen3_moe", moe_intermediate_size=128, seed=seed)
 
@@ -59,8 +65,8 @@ def chosen_by(folder: Path, sample: Sample) -> np.ndarray:
 
 @pytest.mark.parametrize("num_groups", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path, num_groups):
-    folder, options = mixture(tmp_path), ENGINE | {"data_parallel_size": num_groups}
-    with running_engine("sglang", folder, tmp_path, **options) as engine:
+    folder = mixture(tmp_path)
+    with running_engine("sglang", folder, tmp_path, **of_groups(num_groups)) as engine:
         engine.push(folder)
         # The second time, the prompts are in its cache.
         made = [engine.generate(random_prompts(3), router_replay=True) for _ in range(2)]
@@ -99,8 +105,7 @@ def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
     params = sampling_params(
         num_generations=8, max_completion_length=300, stop_token_ids=(), router_replay=True
     )
-    options = ENGINE | {"data_parallel_size": num_groups}
-    with running_engine("sglang", folders[0], tmp_path, **options) as engine:
+    with running_engine("sglang", folders[0], tmp_path, **of_groups(num_groups)) as engine:
         params = replace(params, policy_version=engine.push(folders[0]))
         asked = Generation(random_prompts(2), params)
         client = engine.client()

@@ -18,12 +18,12 @@ from megatron_grpo.engines.sglang import args
 
 ASKED_TO_SLEEP = """
 import asyncio
+from types import SimpleNamespace
 from fastapi import HTTPException
 from megatron_grpo.engines.sglang import server
 
 class Manager:
     abort_request = lambda self, abort_all: None
-    async def get_internal_state(self): pass
 
 async def busy():
     return {"success": False}
@@ -33,6 +33,7 @@ async def pushed():
     return {"success": True}
 
 server.manager, server.DRAIN_SECONDS = Manager, 0
+server.get_parallel = lambda: SimpleNamespace(num_dp_ranks=1)
 for server.reset_prefix_cache in (busy, pushed):
     try:
         asyncio.run(server.sleep())

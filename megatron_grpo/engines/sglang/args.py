@@ -60,6 +60,7 @@ RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
 _SPANNING = "an engine of SGLang runs on one host"
 _GROUPS = "set rollout.data_parallel_size"
+_HEAD = "each group of workers has the whole head"
 _MOVED = "experts would move between workers, but weights are pushed to fixed ones"
 RESERVED = {
     "model_path": "set model.path",
@@ -76,7 +77,8 @@ RESERVED = {
     "tp_size": "set rollout.tensor_parallel_size",
     "pp_size": _PUSHED,
     **dict.fromkeys(("dp_size", "attn_dp_size", "enable_dp_attention"), _GROUPS),
-    "enable_dp_lm_head": "each group of workers has the whole head",
+    "enable_dp_lm_head": _HEAD,
+    "enable_tp_lm_head_all_to_all": _HEAD,
     "enable_dp_attention_local_control_broadcast": "groups are paused for a push at the same time",
     "moe_dp_size": _PUSHED,
     "dwdp_size": _PUSHED,
