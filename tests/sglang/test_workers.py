@@ -17,7 +17,7 @@ from megatron_grpo.engines.kernels import SGLANG_GROUPS
 from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.engines.sglang.args import NEEDED, sglang_command, sglang_environment
 
-SIZES = [(1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 4), (2, 1, 2)]
+SIZES = [(1, 2, 1), (1, 2, 2), (2, 1, 2)]
 """Workers of a group, groups, and over how many workers whole experts are distributed."""
 WITHOUT_BROADCASTS = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
 """Else a worker waits for the others, to share memory with them."""

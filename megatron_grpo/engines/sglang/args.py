@@ -267,6 +267,7 @@ def _of_platform(on_gpu: bool) -> dict[str, Any]:
         "attention_backend": "torch_native",  # the others need kernels that no package brings
         "max_total_tokens": 1 << 16,  # the default is a share of the machine's memory
         "sleep_on_idle": True,  # or its scheduler spins
+        "boundary_reduction": "ar",  # others call NCCL
     }
 
 
