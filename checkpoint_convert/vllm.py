@@ -30,6 +30,9 @@ class EngineDims:
     expert_parallel: bool = False
     """Whether whole experts are distributed over the workers, instead of splitting each expert's
     matrices."""
+    gathers_mlps: bool = False
+    """Whether all workers of all groups share MLPs and shared experts, too, as in SGLang, which
+    also gives each worker equally many experts."""
 
     @property
     def num_workers(self) -> int:
@@ -88,7 +91,6 @@ def worker_layout(
 ) -> Layout:
     """What worker `rank` of an engine holds of these `parameters` of the model."""
     experts = _experts(shape, dims, rank)
-    group, tensor_rank = divmod(rank, dims.tensor)
     shapes: dict[str, Shape] = {}
     pieces: list[ShardMapping] = []
     zeros: list[tuple[str, Box]] = []
@@ -97,7 +99,7 @@ def worker_layout(
         number, size = part_of(parameter, shape, dims, rank)
         if not parameter.is_expert:
             part = worker_shard(parameter, number, size)
-            is_copy = group > 0 or (size == 1 and tensor_rank > 0)
+            is_copy = number != rank  # the worker with the part's number has it, too
             first, num_rows = parameter.engine_rows or (0, part.shape[0])
             shapes[name] = (num_rows, *part.shape[1:])
             pieces += [
@@ -127,6 +129,8 @@ def part_of(
         return (0, 1) if dims.expert_parallel else (rank, dims.num_workers)
     names = FAMILIES[shape.family].experts
     is_shared = names is not None and f".{names.shared}." in parameter.sources[0].name
+    if dims.gathers_mlps and ".mlp." in parameter.sources[0].name:
+        return rank, dims.num_workers
     if is_shared and _has_whole_shared_expert(shape, dims):
         return 0, 1
     return rank % dims.tensor, dims.tensor
@@ -274,8 +278,14 @@ def _obstacles(shape: ModelShape, dims: EngineDims) -> list[str]:
     is_stacked = shape.moe.stacks == "alternating"
     if (is_stacked or not dims.expert_parallel) and size % dims.num_workers:
         obstacles.append(f"{workers}does not divide intermediate_size of the experts({size})")
-    if is_stacked and dims.expert_parallel and shape.moe.num_experts % dims.num_workers:
+    is_even = is_stacked or dims.gathers_mlps
+    if is_even and dims.expert_parallel and shape.moe.num_experts % dims.num_workers:
         obstacles.append(f"{workers}does not divide num_experts({shape.moe.num_experts})")
+    if dims.gathers_mlps and dims.data > 1:
+        shared = {"intermediate_size of the shared expert": shape.moe.shared_intermediate_size}
+        dense = {"intermediate_size": shape.intermediate_size if shape.num_dense_layers else 0}
+        split = {name: size for name, size in (dense | shared).items() if size % dims.num_workers}
+        obstacles += [f"{workers}does not divide {name}({size})" for name, size in split.items()]
     return obstacles
 
 

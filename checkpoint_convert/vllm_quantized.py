@@ -36,12 +36,13 @@ def check_quantized_served(
                 cut.append(f"{source.name} {list(source.shape)}")
     if cut:
         more = f" and {len(cut) - _NUM_SHOWN} more" if len(cut) > _NUM_SHOWN else ""
-        whole = (
-            ", rollout.vllm.enable_expert_parallel: true"
-            if any(".experts." in each for each in cut)
-            else ""
-        )
-        instead = f"{whole}, fp8_channel or int8" if engine == "vllm" else " or rollout.engine=vllm"
+        whole = {
+            "vllm": ", rollout.vllm.enable_expert_parallel: true",
+            "sglang": f", rollout.sglang.ep_size: {dims.num_workers}",
+        }[engine]
+        others = {"vllm": "fp8_channel or int8", "sglang": "or rollout.engine=vllm"}[engine]
+        cuts_experts = any(".experts." in each for each in cut)
+        instead = f"{whole if cuts_experts else ''}, {others}"
         raise ValueError(
             f"rollout.quantization fp8: the {dims.num_workers} workers of an engine "
             f"(rollout.tensor_parallel_size {dims.tensor}) would cut blocks of "

@@ -40,7 +40,7 @@ prompts. That every vLLM worker holds what vLLM loads itself is tested for every
 
 - **trainer TP**, **engine TP**: tensor-parallel sizes to 16 that can split it; of a mixture, with
   `expert_tensor_parallel_size` 1, which `gpt_oss` needs, and engines without
-  `enable_expert_parallel`.
+  `enable_expert_parallel` (of SGLang, `ep_size`).
 - **LoRA**: `lora.sync`: `adapter`, whose pushes carry adapters alone, or only `merged`.
 - **replay**: `rollout.router_replay`, of a mixture.
 - **shared prompts**: `grpo.shared_prompts`.

@@ -45,7 +45,7 @@ class WeightFolder:
     def init_info(self) -> Json:
         """What workers are told instead of channels; see `open_receiver`."""
         # What decides which part of the weights each worker holds.
-        sizes = {"tensor_parallel_size", "data_parallel_size", "vllm"}
+        sizes = {"tensor_parallel_size", "data_parallel_size", "vllm", "sglang"}
         fields = {"engine", "max_completion_length", *sizes}
         rollout = self._cfg.rollout.model_dump(mode="json", include=fields)
         model = str(self._cfg.model.path.absolute())

@@ -42,7 +42,8 @@ class RolloutConfig(Section):
     """Tensor-parallel ranks of each engine: at most the GPUs of a node, or a multiple of them."""
     data_parallel_size: PositiveInt = 1
     """Groups of tensor-parallel ranks in each engine of a mixture of experts, which share the
-    experts: each has requests, attention and a cache of its own (vLLM's data parallelism)."""
+    experts: each has requests, attention and a cache of its own (vLLM's data parallelism, SGLang's
+    of attention)."""
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)
     """Sampling temperature, at least 0.01; the trainer also divides its logits by it."""
     top_p: float = 1.0
@@ -242,7 +243,6 @@ class RolloutConfig(Section):
         if self.engine == "sglang":
             has_many_stops = len(self.stop) > SGLANG_STOPS
             others = {
-                "rollout.data_parallel_size": self.data_parallel_size > 1,
                 "rollout.quantization other than fp8": self.quantization not in ("none", "fp8"),
                 f"rollout.stop with more than {SGLANG_STOPS} strings": has_many_stops,
             }
@@ -268,6 +268,13 @@ class RolloutConfig(Section):
                 "rollout.weight_transport disk": self.weight_transport == "disk",
             }
             refuse_beside(f"rollout.quantization {self.quantization}", others)
+        size, workers = self.sglang.get("ep_size", 1), self.gpus_per_engine
+        if size not in (1, workers):
+            raise ValueError(
+                f"rollout.sglang.ep_size {size} is not 1, with which every worker has a part of "
+                f"each expert, nor {workers}, the workers of an engine ({self.engine_size_text}), "
+                "which then have whole experts: set it to one of these"
+            )
         if self.router_replay and self.vllm.get("enable_prefix_caching") is False:
             raise ValueError(
                 "rollout.vllm.enable_prefix_caching false: vLLM keeps the experts of tokens in its "

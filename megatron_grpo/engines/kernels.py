@@ -27,6 +27,8 @@ CPU_LATENT_SIZE = 576
 """The only size of the cache of a token, with latent attention, for which vLLM has a CPU kernel."""
 SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
 """Families whose sliding windows SGLang 0.5.23 computes; in all others it attends to all tokens."""
+SGLANG_GROUPS = ("deepseek_v3", "glm4_moe", "gpt_oss", "kimi_k2", "qwen3_moe")
+"""Families of which engines of SGLang were tried with several groups of workers."""
 WITH_FP8 = (8, 9)
 """Compute capability from which GPUs have units for FP8."""
 WITH_ROUTERS_OF_16_BITS = (9, 10)
@@ -49,6 +51,8 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
             "it out"
         )
     check_attention(rollout.engine, shape)
+    if rollout.engine == "sglang":
+        _check_groups(rollout, shape)
     if shape.has_mamba:
         _check_mamba(rollout, shape)
     if shape.indexer is not None:
@@ -74,6 +78,37 @@ def check_text_tower_served(rollout: RolloutConfig, folder: Path) -> None:
                 f"{key} is {value}, and model.path {folder} has other towers beside that of text; "
                 f"supported: {', '.join(values)}"
             )
+
+
+def _check_groups(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Raise ValueError for a mixture that SGLang does not serve in several groups of workers, or
+    with whole experts.
+
+    Attention of some is not data-parallel (Mixtral), or their embedding is whole (Qwen3.5).
+    """
+    groups, experts = rollout.data_parallel_size, rollout.sglang.get("ep_size", 1)
+    if groups > 1 and shape.moe is not None and shape.family not in SGLANG_GROUPS:
+        raise ValueError(
+            f"rollout.data_parallel_size {groups} with rollout.engine sglang is not supported for "
+            f"a {shape.family}: set it to 1, or use rollout.engine=vllm"
+        )
+    untried = {
+        "rollout.tensor_parallel_size above 1": rollout.tensor_parallel_size > 1,
+        "rollout.in_flight_updates": rollout.in_flight_updates,
+        "rollout.router_replay": rollout.router_replay,
+        "rollout.enable_sleep_mode": rollout.enable_sleep_mode,
+        "rollout.quantization": rollout.quantization != "none",
+    }
+    if groups > 1 and (told := [key for key, is_set in untried.items() if is_set]):
+        raise ValueError(
+            f"{told[0]} was not tried with rollout.data_parallel_size {groups} and rollout.engine "
+            "sglang: leave it out, or use rollout.engine=vllm"
+        )
+    if experts > 1 and shape.moe is not None and shape.moe.stacks == "alternating":
+        raise ValueError(
+            f"rollout.sglang.ep_size {experts}: SGLang cannot load whole experts of a "
+            f"{shape.family}: leave it out"
+        )
 
 
 def _check_mamba(rollout: RolloutConfig, shape: ModelShape) -> None:

@@ -149,10 +149,14 @@ def _quantized(
 
 def engine_dims(rollout: RolloutConfig) -> EngineDims:
     """Parallel sizes of each engine."""
+    has_whole_experts = rollout.vllm.get("enable_expert_parallel", False)
+    if rollout.engine == "sglang":
+        has_whole_experts = rollout.sglang.get("ep_size", 1) > 1
     return EngineDims(
         tensor=rollout.tensor_parallel_size,
         data=rollout.data_parallel_size,
-        expert_parallel=bool(rollout.vllm.get("enable_expert_parallel", False)),
+        expert_parallel=bool(has_whole_experts),
+        gathers_mlps=rollout.engine == "sglang",
     )
 
 

@@ -59,7 +59,7 @@ def rollout_time(
 
     Left out: the latency of kernels and all-reduces, all-reduces within a node, scheduling, prompts
     that are computed while completions wait, and those that several groups of an engine compute and
-    cache, as vLLM deals out their completions one by one.
+    cache, as engines deal out their completions one by one.
     """
     if cfg.data.max_prompt_length is None:
         return None
@@ -155,11 +155,12 @@ def training_loop(
 def _most_sequences(cfg: Config) -> int | None:
     """Completions that an engine runs at once at most; None if it is left to decide.
 
-    vLLM limits those of a data-parallel group.
+    vLLM limits those of a data-parallel group, SGLang those of all groups.
     """
     names = PLANNED.get(cfg.rollout.engine)
     limit = engine_number(cfg.rollout, names.max_sequences) if names else None
-    return limit and limit * cfg.rollout.data_parallel_size
+    num_limits = cfg.rollout.data_parallel_size if cfg.rollout.engine == "vllm" else 1
+    return limit and limit * num_limits
 
 
 def _split(length: int, prompt: int, longest: int) -> tuple[int, int]:

@@ -206,6 +206,17 @@ def test_neighbours_hold_the_same_key_value_head_where_there_are_fewer_than_work
             "it does not divide num_experts(6); legal values are [1, 2]",
         ),
         (
+            replace(MIXTRAL_8X7B, moe=replace(MIXTRAL_8X7B.moe, num_experts=6)),
+            EngineDims(tensor=2, data=2, expert_parallel=True, gathers_mlps=True),
+            "with 4 workers does not divide num_experts(6); legal values are [1]",
+        ),
+        (
+            replace(QWEN3_30B, moe=replace(QWEN3_30B.moe, shared_intermediate_size=2080)),
+            EngineDims(tensor=2, data=32, expert_parallel=True, gathers_mlps=True),
+            "with 64 workers does not divide intermediate_size of the shared expert(2080); legal "
+            "values are [1]",
+        ),
+        (
             replace(MIXTRAL_8X7B, vocab_size=64, num_attention_heads=128),
             EngineDims(tensor=128),
             "it does not divide padded vocabulary(64)",

@@ -95,5 +95,7 @@ def test_experts_are_cut_by_all_workers_unless_they_are_distributed():
     assert "use fewer workers, rollout.vllm.enable_expert_parallel: true" in str(e.value)
     dims = EngineDims(tensor=4, data=2, expert_parallel=True)
     check_quantized_served(QWEN3_30B, dims, model)
-    with pytest.raises(ValueError, match=r"use fewer workers or rollout\.engine=vllm$"):
+    with pytest.raises(
+        ValueError, match=r"workers, rollout\.sglang\.ep_size: 8, or rollout\.engine"
+    ):
         check_quantized_served(QWEN3_30B, EngineDims(tensor=8), model, "sglang")

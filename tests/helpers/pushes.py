@@ -80,6 +80,7 @@ def rollout_overrides(rollout: RolloutConfig, base_urls: Sequence[str]) -> list[
         f"rollout.in_flight_updates={str(rollout.in_flight_updates).lower()}",
         f"rollout.recompute_kv_cache={str(rollout.recompute_kv_cache).lower()}",
         *([f"rollout.vllm.enable_expert_parallel={expert_parallel}"] if rollout.vllm else []),
+        f"rollout.sglang={json.dumps(rollout.sglang)}",
     ]
 
 

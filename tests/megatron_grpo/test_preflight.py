@@ -21,6 +21,7 @@ from checkpoint_convert.quantized_model import quantized_model
 from helpers.environments import write_environments
 from helpers.models import add_mtp_layer, character_tokenizer, servable_model, tiny_model
 from helpers.quantized import FORMATS, quantized_copy
+from helpers.shapes import MIXTRAL_8X7B, QWEN3_30B
 from helpers.towers import tiny_multimodal
 from helpers.transformer_engines import write_transformer_engine
 from megatron_grpo.config.config import Config
@@ -434,6 +435,22 @@ def test_an_environment_in_which_nccl_gives_no_memory_back_is_refused(config, se
     preflight(config(*options), TOKEN)
     refused = refusal(config(*options, "train.offload_communicators=true"))
     assert f"with {setting}" in refused and "train.offload_communicators=false" in refused
+
+
+def test_groups_of_workers_are_refused_with_sglang_for_families_that_were_not_tried(config):
+    groups = "rollout.data_parallel_size=2"
+    rollout = config("rollout.engine=sglang", "rollout.vllm={}", groups).rollout
+    with pytest.raises(ValueError, match="sglang is not supported for a mixtral: set it to 1, or"):
+        check_served(rollout, MIXTRAL_8X7B)
+    check_served(rollout, QWEN3_30B)
+    check_served(rollout.model_copy(update={"data_parallel_size": 1}), MIXTRAL_8X7B)
+    for key, value in (("tensor_parallel_size", 2), ("router_replay", True)):
+        with pytest.raises(ValueError, match=rf"{key} .*not tried with rollout\.data_parallel"):
+            check_served(rollout.model_copy(update={key: value}), QWEN3_30B)
+    whole = rollout.model_copy(update={"sglang": {"ep_size": 2}})
+    stacked = replace(QWEN3_30B, moe=replace(QWEN3_30B.moe, stacks="alternating"))
+    with pytest.raises(ValueError, match="ep_size 2: SGLang cannot load whole experts of a"):
+        check_served(whole, stacked)
 
 
 def test_engines_refuse_sparse_attention_by_name(config, tmp_path, monkeypatch):

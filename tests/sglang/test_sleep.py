@@ -18,6 +18,7 @@ from megatron_grpo.engines.sglang import args
 
 ASKED_TO_SLEEP = """
 import asyncio
+from types import SimpleNamespace
 from fastapi import HTTPException
 from megatron_grpo.engines.sglang import server
 
@@ -32,6 +33,7 @@ async def pushed():
     return {"success": True}
 
 server.manager, server.DRAIN_SECONDS = Manager, 0
+server.get_parallel = lambda: SimpleNamespace(num_dp_ranks=1)
 for server.reset_prefix_cache in (busy, pushed):
     try:
         asyncio.run(server.sleep())

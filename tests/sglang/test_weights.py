@@ -97,7 +97,7 @@ seen, and 0.1 to 0.21 with ranks that do not quantise theirs."""
 
 
 def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
-    """SGLang's own checksum of every parameter of each worker."""
+    """SGLang's own checksum of every parameter of each worker; each group tells those of all."""
     [url] = engine.servers.base_urls
     answer = httpx.post(
         f"{url}/weights_checker",
@@ -105,7 +105,10 @@ def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
         headers=bearer(engine.servers.token),
         timeout=60,
     )
-    return [worker["checksums"] for worker in answer.raise_for_status().json()["ranks"]]
+    told = [worker["checksums"] for worker in answer.raise_for_status().json()["ranks"]]
+    num_workers = engine.rollout.gpus_per_engine
+    assert told == engine.rollout.data_parallel_size * told[:num_workers]
+    return told[:num_workers]
 
 
 def tells_matrices_of_latents(told: list[dict[str, str]], folder: Path) -> bool:
@@ -212,6 +215,39 @@ def test_an_engine_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, kille
         next(each for each in processes if killed in each.cmdline()[0]).kill()
         assert all(node.end(within=10) for node in nodes)
         assert not psutil.wait_procs(processes, timeout=5)[1]
+
+
+@pytest.mark.usefixtures("tells_all")
+@pytest.mark.parametrize(
+    ("family", "groups", "size", "has_whole_experts"),
+    [
+        pytest.param("deepseek_v3", 2, 1, True, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, 1, False, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 1, 2, True, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", 2, 1, False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", 2, 1, False, marks=pytest.mark.slow),
+        pytest.param("kimi_k2", 2, 1, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_so_does_one_in_a_group_of_workers_or_with_whole_experts(
+    tmp_path, family, groups, size, has_whole_experts
+):
+    folder, others = (model(tmp_path / str(seed), family, seed) for seed in range(2))
+    options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "data_parallel_size": groups}
+    options["sglang"] = {"ep_size": groups * size if has_whole_experts else 1}
+    with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
+        loaded = own_checksums(engine)
+        assert len(loaded) == groups * size
+        assert push(engine, others, EP2) == ""
+        assert all_differ(loaded, own_checksums(engine))
+        assert "differ from what was pushed" in push(engine, folder, EP2, num_flips=10**6)
+        assert push(engine, folder, EP2) == ""
+        assert own_checksums(engine) == loaded
+        samples = engine.generate(random_prompts(5))  # of which one group has more
+    if family == "kimi_k2":
+        renamed(folder, "deepseek_v3")
+    assert largest_logprob_error(folder, samples) < 1e-4
 
 
 def model(folder: Path, family: str, seed: int) -> Path:

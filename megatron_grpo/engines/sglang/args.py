@@ -64,6 +64,8 @@ RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """Where the workers of one host meet: in a file, as torch's store would listen on all networks."""
 
 _PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
+_GROUPS = "set rollout.data_parallel_size"
+_HEAD = "each group of workers has the whole head"
 _MOVED = "experts would move between workers, but weights are pushed to fixed ones"
 RESERVED = {
     "model_path": "set model.path",
@@ -79,9 +81,12 @@ RESERVED = {
     "device": "that of the machine",
     "tp_size": "set rollout.tensor_parallel_size",
     "pp_size": _PUSHED,
-    "dp_size": _PUSHED,
-    "ep_size": _PUSHED,
-    "enable_dp_attention": _PUSHED,
+    **dict.fromkeys(("dp_size", "attn_dp_size", "enable_dp_attention"), _GROUPS),
+    "enable_dp_lm_head": _HEAD,
+    "enable_tp_lm_head_all_to_all": _HEAD,
+    "enable_dp_attention_local_control_broadcast": "groups are paused for a push at the same time",
+    "moe_dp_size": _PUSHED,
+    "dwdp_size": _PUSHED,
     "enable_prefill_cp": _PUSHED,
     "attn_cp_size": _PUSHED,
     "moe_a2a_backend": _PUSHED,
@@ -157,7 +162,8 @@ def sglang_command(
         "host": host,
         "port": port,
         "dtype": model.dtype,
-        "tp_size": rollout.tensor_parallel_size,
+        "tp_size": rollout.gpus_per_engine,
+        **_of_groups(rollout),
         "log_level_http": "warning",
         "tool_call_parser": rollout.tool_call_parser,
         "enable_return_routed_experts": rollout.router_replay or None,
@@ -179,6 +185,13 @@ def sglang_command(
     arguments |= rollout.sglang
     # Most of its switches have no form that is off: they are left out.
     return [*command, *command_flags({k: None if v is False else v for k, v in arguments.items()})]
+
+
+def _of_groups(rollout: RolloutConfig) -> dict[str, Any]:
+    """What divides the workers into groups, each with the whole head, as with the embedding."""
+    if rollout.data_parallel_size == 1:
+        return {}
+    return {"attn_dp_size": rollout.data_parallel_size, "enable_dp_lm_head": True}
 
 
 def is_plain(model: Path) -> bool:
@@ -280,6 +293,7 @@ def _of_platform(on_gpu: bool) -> dict[str, Any]:
         "attention_backend": "torch_native",  # the others need kernels that no package brings
         "max_total_tokens": 1 << 16,  # the default is a share of the machine's memory
         "sleep_on_idle": True,  # or its scheduler spins
+        "boundary_reduction": "ar",  # others call NCCL
     }
 
 
@@ -307,7 +321,7 @@ def sglang_environment(rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
     if on_gpu:
         return environment
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    num_workers = rollout.tensor_parallel_size
+    num_workers = rollout.gpus_per_engine
     if num_workers > 1:
         # Else it wants a NUMA node for each, and takes the NCCL that torch's builds for GPUs bring.
         cores = sorted(os.sched_getaffinity(0))

@@ -45,6 +45,10 @@ class TorchAttention(TorchNativeAttnBackend):
         torch_native_backend.scaled_dot_product_attention = partial(attention, sinks=sinks)
         return super().forward(*args, **kwargs)
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """The length of a sequence by which a batch is padded to that of another group."""
+        return 1
+
 
 def attention(
     query: Tensor,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+from sglang.srt.layers.moe import fused_moe_native
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from torch import Tensor
@@ -60,5 +60,5 @@ def experts(
     weights = SimpleNamespace(num_experts=layer.num_experts, w13_weight=both, w2_weight=down)
     topk = dispatch_output.topk_output
     return StandardCombineInput(
-        hidden_states=moe_forward_native(weights, x, topk, self.moe_runner_config)
+        hidden_states=fused_moe_native.moe_forward_native(weights, x, topk, self.moe_runner_config)
     )

@@ -2,8 +2,7 @@
 
     MEGATRON_GRPO_TOKEN=... python -m megatron_grpo.engines.sglang.server --model-path FOLDER ...
 
-takes SGLang's own arguments, and adds those that every engine needs. SGLang's own routes are there
-as well, all behind the token.
+takes SGLang's own arguments. SGLang's own routes are there as well, all behind the token.
 """
 
 import asyncio
@@ -22,11 +21,13 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import (
     CheckWeightsReqInput,
     ContinueGenerationReqInput,
+    FlushCacheReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightVersionReqInput,
 )
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
@@ -72,6 +73,8 @@ async def pause(mode: str) -> Json:
     """Hold requests back; with mode `abort`, answer those that run with what they have."""
     await gate.close(cut=mode == "abort")
     if mode == "abort":
+        if get_parallel().num_dp_ranks > 1:
+            await manager().get_internal_state()  # till then a group may lack its last requests
         manager().abort_request(abort_all=True)
     else:
         await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -88,8 +91,10 @@ async def resume() -> Json:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache() -> Json:
-    """Drop keys and values of the weights so far."""
-    return {"success": (await manager().flush_cache()).success}
+    """Drop keys and values of the weights so far; tells whether all groups of workers have."""
+    manager().auto_create_handle_loop()  # which reads the answers
+    answers = await manager().flush_cache_communicator(FlushCacheReqInput())
+    return {"success": all(each.success for each in answers)}
 
 
 @router.post("/update_weight_version")
@@ -142,8 +147,7 @@ async def is_sleeping() -> Json:
 @router.post("/init_weight_transfer_engine")
 async def init_weight_transfer_engine(request: Request) -> Json:
     """Let the workers open channels to all ranks that send to this engine."""
-    info = (await request.json())["init_info"]
-    await ask_workers("open_channels", {"question": "", **info})
+    await ask_workers("open_channels", {"question": "", **(await request.json())["init_info"]})
     return {}
 
 
@@ -160,8 +164,7 @@ async def ask_workers(method: str, arguments: Json) -> list[Json]:
     succeeded, answers, *_ = await manager().check_weights(call)
     if not succeeded:
         raise RuntimeError(f"{method}: {answers}")
-    found: list[Json] = json.loads(answers)
-    return found
+    return [*json.loads(answers.strip(" |"))]  # SGLang joins what groups say, of which one does
 
 
 def main() -> None:
@@ -183,6 +186,8 @@ def main() -> None:
             # Python's own child unlinks the shared memory that the others leave behind.
             tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
             kill_process_tree(os.getpid(), include_parent=False, skip_pid=tracker)
+            if state := http_server._global_state:  # has the one in which workers told their load
+                Path(state.tokenizer_manager.load_snapshot_reader.path).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE, RENDEZVOUS_VARIABLE
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
+from megatron_grpo.engines.sglang.cpu_experts import skip_others
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
 from megatron_grpo.engines.weight_receivers import Receiver
@@ -226,7 +227,9 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         answers: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
         dist.all_gather_object(answers, own, group=self.tp_cpu_group)
         succeeded = not any(FAILED in each for each in answers)
-        return CheckWeightsReqOutput(success=succeeded, message=json.dumps(answers))
+        # SGLang joins what the first worker of each group says.
+        told = json.dumps(answers) if dist.get_rank(self.tp_cpu_group) == 0 else ""
+        return CheckWeightsReqOutput(success=succeeded, message=told)
 
     SchedulerWeightUpdaterManager.check_weights = answer
     if folder := os.environ.get(WEIGHTS_VARIABLE):
@@ -236,6 +239,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     if is_cpu():
         attend_by_torch()
         multiply_by_torch()
+        skip_others()
     Req._check_token_based_finish = ends_at_stop_token
     accumulator = _GenerationStreamAccumulator
     accumulator.accept = tells_versions(accumulator.accept)

@@ -465,10 +465,13 @@ REFUSED = [
     *(
         (f"rollout.engine=sglang + {key}", "does not go with rollout.engine sglang yet")
         for key in (
-            "rollout.data_parallel_size=2",
             "rollout.quantization=int8",
             "rollout.quantization=fp8_channel",
         )
+    ),
+    (
+        "rollout.engine=sglang + rollout.data_parallel_size=4 + rollout.sglang.ep_size=2",
+        "rollout.data_parallel_size 4), which then have whole experts: set it to one of these",
     ),
     (
         "rollout.engine=sglang + lora.r=4",

@@ -78,6 +78,16 @@ def test_nodes_of_an_engine_have_the_same_settings_but_their_number(tmp_path, ad
     assert not any("nnodes" in each for each in sglang_command(model, config, address, 8000, True))
 
 
+def test_workers_of_all_groups_are_those_of_one_engine(tmp_path):
+    model = ModelConfig(path=tiny_model(tmp_path, "qwen3_moe"))
+    sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2, "sglang": {"ep_size": 4}}
+    command = sglang_command(model, rollout(**sizes), "10.0.0.7", 8000, on_gpu=True)
+    flags = {"--tp-size=4", "--attn-dp-size=2", "--enable-dp-lm-head", "--ep-size=4"}
+    assert flags < {*command}
+    bound = sglang_environment(rollout(**sizes), on_gpu=False)["SGLANG_CPU_OMP_THREADS_BIND"]
+    assert len(bound.split("|")) == 4
+
+
 @pytest.mark.parametrize(
     ("family", "on_gpu", "argument"),
     [

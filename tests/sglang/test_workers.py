@@ -1,0 +1,63 @@
+"""What SGLang loads into each worker of an engine of several groups, against what is pushed."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterable
+
+import pytest
+
+from checkpoint_convert import read_shape
+from helpers.engines import PACKAGES, SGLANG_PYTHON, worker_sums
+from helpers.models import servable_model
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.arguments import command_flags
+from megatron_grpo.engines.kernels import SGLANG_GROUPS
+from megatron_grpo.engines.layouts import worker_layouts
+from megatron_grpo.engines.sglang.args import NEEDED, sglang_command, sglang_environment
+
+SIZES = [(1, 2, 1), (1, 2, 2), (2, 1, 2)]
+"""Workers of a group, groups, and over how many workers whole experts are distributed."""
+WITHOUT_BROADCASTS = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
+"""Else a worker waits for the others, to share memory with them."""
+
+
+def told(names: Iterable[str]) -> list[str]:
+    """All but sinks, which SGLang rounds to bfloat16."""
+    return [name for name in names if not name.endswith(".sinks")]
+
+
+@pytest.mark.slow
+def test_every_worker_of_every_family_with_groups_loads_the_part_that_is_pushed_to_it(tmp_path):
+    cases, wanted = [], []
+    for family in SGLANG_GROUPS:
+        sizes = {"moe_intermediate_size": 128} if family != "gpt_oss" else {}
+        folder = servable_model(tmp_path / family, family, intermediate_size=128, **sizes)
+        for tensor, data, expert in SIZES:
+            if family == "gpt_oss" and expert > 1:
+                continue  # refused
+            rollout = RolloutConfig(
+                engine="sglang",
+                max_completion_length=16,
+                tensor_parallel_size=tensor,
+                data_parallel_size=data,
+                sglang={"ep_size": expert},
+            )
+            command = sglang_command(
+                ModelConfig(path=folder, dtype="float32"), rollout, "127.0.0.1", 1, False
+            )
+            cases.append(([*command[4:], *command_flags(NEEDED)], tensor * data))
+            shapes = [each.shapes for each in worker_layouts(read_shape(folder), rollout)]
+            for shape, sums in zip(shapes, worker_sums(folder, rollout), strict=True):
+                wanted.append({name: [[*shape[name]], sums[name]] for name in told(shape)})
+    (given := tmp_path / "cases.json").write_text(json.dumps(cases))
+    environment = sglang_environment(rollout, on_gpu=False) | WITHOUT_BROADCASTS
+    subprocess.run(
+        [SGLANG_PYTHON, "-P", "-m", "helpers.sglang_workers", given, tmp_path / "out.json"],
+        env=os.environ | environment | {"PYTHONPATH": PACKAGES},
+        check=True,
+        timeout=250,
+    )
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [{name: each[name] for name in told(each)} for each in found] == wanted
