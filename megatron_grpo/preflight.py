@@ -29,7 +29,7 @@ from megatron_grpo.config.optimizer import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.kernels import check_kernels, check_served
+from megatron_grpo.engines.kernels import check_kernels, check_served, check_tower
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments
 from megatron_grpo.engines.sglang.args import check_folder_loaded
@@ -149,6 +149,7 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
     check_served(rollout, shape)
     if rollout.engine == "sglang":
         check_folder_loaded(cfg.model, rollout)
+        check_tower(cfg.model, rollout)
     check_drafts(cfg, shape)
     check_shared_prompts(cfg.grpo, shape)
     for url in rollout.base_urls:

@@ -1,10 +1,17 @@
 """Whether an engine can serve a model: at all, and with the kernels that it has on this machine."""
 
-from checkpoint_convert import ModelShape
+from math import prod
+from typing import Any
+
+from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.folder import read_json
+from checkpoint_convert.hf_config import read_scheme
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.config.vision import TRAINABLE
 from megatron_grpo.engines.layouts import engine_dims
-from megatron_grpo.engines.sglang.args import full_interval
+from megatron_grpo.engines.sglang.args import LIMIT, full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM 0.32 has an attention kernel for CPUs."""
@@ -25,6 +32,12 @@ CPU_LATENT_SIZE = 576
 """The only size of the cache of a token, with latent attention, for which vLLM has a CPU kernel."""
 SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
 """Families whose sliding windows SGLang 0.5.23 computes; in all others it attends to all tokens."""
+SGLANG_PATCH = 1176
+"""Values of a patch of a Qwen2.5-VL's images: SGLang takes others for features."""
+SGLANG_LEVELS = 3
+"""To the outputs of how many layers of a Qwen3-VL with experts SGLang adds features."""
+SGLANG_EPSILON = 1e-6
+"""Of norms of vision towers. SGLang gives a Qwen3-VL's that of the text."""
 WITH_FP8 = (8, 9)
 """Compute capability from which GPUs have units for FP8."""
 WITH_ROUTERS_OF_16_BITS = (9, 10)
@@ -134,6 +147,43 @@ def _obstacle_of_sglang(shape: ModelShape) -> str | None:
     if shape.family == "gemma3_text" and not shape.tie_word_embeddings:
         return "as SGLang takes its embedding for the head, and they are not tied"
     return None
+
+
+def check_tower(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError if SGLang would compute other features of images than the trainer."""
+    if rollout.engine != "sglang" or LIMIT not in rollout.sglang:
+        return
+    config, shape = read_json(model.path / "config.json"), read_shape(model.path)
+    kind, vision = config.get("model_type"), config.get("vision_config") or {}
+    if kind not in TRAINABLE:
+        raise ValueError(
+            f"rollout.sglang.{LIMIT} lets engines see images, and model.path is a {kind}: leave it "
+            "out"
+        )
+    if read_scheme(model.path) is not None:
+        raise ValueError(
+            f"rollout.engine sglang with images does not go with quantised weights in {model.path}"
+            ": convert them to bfloat16 with checkpoint-convert first"
+        )
+    needed: dict[str, tuple[Any, Any]] = {
+        "the rope_type of its text": ((shape.rope_scaling or {}).get("rope_type"), None),
+        "rollout.sglang.rl_on_policy_target": (rollout.sglang.get("rl_on_policy_target"), None),
+    }
+    if kind == "qwen2_5_vl":
+        sizes = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
+        values = prod((vision.get("in_channels", 3), sizes[0], *sizes))
+        needed["the number of values of a patch"] = values, SGLANG_PATCH
+    else:
+        needed["the rms_norm_eps of its text"] = shape.rms_norm_eps, SGLANG_EPSILON
+    if kind == "qwen3_vl_moe":
+        levels = len(vision.get("deepstack_visual_indexes") or ())
+        needed["the number of deepstack_visual_indexes"] = levels, SGLANG_LEVELS
+    for name, (found, value) in needed.items():
+        if found != value:
+            raise ValueError(
+                f"rollout.engine sglang with images of a {kind} needs {value} as {name}, and it is "
+                f"{found}: use rollout.engine=vllm"
+            )
 
 
 def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None:

@@ -24,7 +24,7 @@ from megatron_grpo.engines.joining import (
     serve_joined,
     settings_of,
 )
-from megatron_grpo.engines.kernels import check_kernels, check_served, num_gpus
+from megatron_grpo.engines.kernels import check_kernels, check_served, check_tower, num_gpus
 from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
     check_sglang_arguments,
@@ -165,7 +165,7 @@ def engine_command(
     environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
     if rollout.engine == "sglang":
         on_gpu = devices is not None
-        environment |= sglang_environment(rollout, on_gpu)
+        environment |= sglang_environment(model, rollout, on_gpu)
         return sglang_command(model, rollout, host, port, on_gpu), environment
     if rollout.engine == "transformers":
         command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers.server"]
@@ -222,6 +222,7 @@ def serve(
     check_arguments(rollout)
     model.check_folder()
     check_served(rollout, shape := read_shape(model.path))
+    check_tower(model, rollout)
     check_kernels(rollout.model_copy(update={"base_urls": ()}), shape, model.dtype)
     # vLLM takes the visible GPUs of a node for its workers there.
     size = rollout.gpus_per_engine // node.nnodes

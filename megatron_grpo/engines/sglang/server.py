@@ -40,20 +40,15 @@ from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
 from megatron_grpo.engines.access import TokenGuard
-from megatron_grpo.engines.choice import CUT, NOT_FINITE, npy_of
+from megatron_grpo.engines.choice import NOT_FINITE, Choice, npy_of
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.args import RENDEZVOUS_VARIABLE, TOLD_TOKENS, VARIABLES
+from megatron_grpo.engines.sglang.images import read_prompts
 from megatron_grpo.engines.sglang.model_folder import server_arguments
 from megatron_grpo.engines.sglang.worker import call_of, run_scheduler_process
 
-ABORTED: Json = {
-    "token_ids": [],
-    "logprobs": {"content": []},
-    "finish_reason": CUT,
-    "text": "",
-    "weight_versions": [],
-}
+ABORTED: Json = msgspec.to_builtins(Choice.empty())
 """The completion of a request that was given up before SGLang had it."""
 
 router = APIRouter()
@@ -189,6 +184,7 @@ def sglang_request(body: Json) -> GenerateReqInput:
     params = body["sampling_params"]
     return GenerateReqInput(
         input_ids=body["token_ids"],
+        image_data=body.get("features"),
         sampling_params={
             "max_new_tokens": params["max_tokens"],
             "temperature": params["temperature"],
@@ -382,6 +378,7 @@ def main() -> None:
     routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)
+    read_prompts()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # uvicorn may raise it again
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         tempfile.tempdir = own  # SGLang leaves its sockets behind
