@@ -6,7 +6,7 @@ travel to the workers as bytes, where the vision tower scales and shifts them.
 """
 
 from base64 import b64decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -24,6 +24,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor
 from torch.nn import Module
 
+from checkpoint_convert.text_tower import text_name
 from megatron_grpo.engines.push_protocol import Json
 from parallel.images import prompt_positions
 
@@ -100,9 +101,21 @@ def read_prompts() -> None:
 
 
 def see_bytes() -> None:
-    """From now on, vision towers that a worker loads take patches of bytes."""
+    """From now on, vision towers that a worker loads take patches of bytes.
+
+    Their weights have the names of engines, as SGLang would leave some out by those that
+    transformers gives them.
+    """
     Scheduler.init_tokenizer = with_tokenizer_alone(Scheduler.init_tokenizer)
-    load_model = DefaultModelLoader.load_model
+    load_model, all_weights = DefaultModelLoader.load_model, DefaultModelLoader._get_all_weights
+
+    def weights(
+        self: DefaultModelLoader, model_config: Any, model: Module
+    ) -> Iterator[tuple[str, Tensor]]:
+        found: Iterator[tuple[str, Tensor]] = all_weights(self, model_config, model)
+        if not model_config.is_multimodal:
+            return found
+        return ((text_name(name), values) for name, values in found)
 
     def loaded(self: DefaultModelLoader, *, model_config: Any, **arguments: Any) -> Module:
         model: Module = load_model(self, model_config=model_config, **arguments)
@@ -111,7 +124,7 @@ def see_bytes() -> None:
             tower.register_forward_pre_hook(scale(model_config.model_path))
         return model
 
-    DefaultModelLoader.load_model = loaded
+    DefaultModelLoader.load_model, DefaultModelLoader._get_all_weights = loaded, weights
 
 
 def with_tokenizer_alone(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
