@@ -50,6 +50,8 @@ NEEDED = {
     "disable_shared_experts_fusion": True,
     # Requests bring pixels, in host memory.
     "mm_feature_transport": "cpu",
+    # As transformers has places of images, in CUDA graphs of vision towers, too.
+    "enable_precise_embedding_interpolation": True,
 }
 """Arguments of every engine, which our server adds to those that it is given."""
 VARIABLES = {
@@ -127,6 +129,7 @@ RESERVED = {
         "set rollout.quantization",
     ),
     "mm_feature_transport": "prompts with images come with the bytes of their pixels",
+    "enable_precise_embedding_interpolation": "places of images are the trainer's",
     **dict.fromkeys(
         ("enable_multimodal", "encoder_only", "language_only", "language_model_only"),
         "it follows data.image_column",
