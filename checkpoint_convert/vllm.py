@@ -160,7 +160,7 @@ def _has_whole_shared_expert(shape: ModelShape, dims: EngineDims) -> bool:
 
 
 def worker_shard(parameter: Parameter, rank: int, size: int) -> Shard:
-    """Worker `rank`'s share of every source, one after the other, followed by its zero rows."""
+    """Worker `rank`'s share of every source, one after the other, each followed by zeros."""
     name = parameter.name_in_engine
     sources = tuple([(source.shape, source.num_heads) for source in parameter.sources])
     split = parameter.split if parameter.engine_split is None else parameter.engine_split
@@ -190,8 +190,9 @@ def _cut(
     parts, zeros = [], []
     row = 0
     for number, (shape, num_heads) in enumerate(sources):
-        box = Box.whole((shape[0] + zero_rows, *shape[1:]))
-        is_replica = rank > 0
+        dim = split or 0
+        padded = (*shape[:dim], shape[dim] + zero_rows, *shape[dim + 1 :])
+        box, is_replica = Box.whole(padded), rank > 0
         if split is not None:
             # With fewer key-value heads than workers, neighbouring workers hold the same head.
             num_parts = min(size, num_heads or size)
@@ -199,17 +200,17 @@ def _cut(
             extent = box.size[split] // num_parts
             box = box.narrowed(split, part * extent, extent)
             is_replica = copy > 0
-        num_stored = min(max(shape[0] - box.start[0], 0), box.size[0])
+        num_stored = min(max(shape[dim] - box.start[dim], 0), box.size[dim])
         local = Box((row, *(0 for _ in shape[1:])), box.size)
-        if num_stored < box.size[0]:
-            zeros.append(local.narrowed(0, num_stored, box.size[0] - num_stored))
-            local, stored = local.narrowed(0, 0, num_stored), box.narrowed(0, 0, num_stored)
+        if num_stored < box.size[dim]:
+            zeros.append(local.narrowed(dim, num_stored, box.size[dim] - num_stored))
+            local, stored = (each.narrowed(dim, 0, num_stored) for each in (local, box))
         else:
             stored = box
         if num_stored:
             parts.append((number, local, stored, is_replica))
         row += box.size[0]
-    return tuple(parts), tuple(zeros), (row, *local.size[1:])
+    return tuple(parts), tuple(zeros), (row, *box.size[1:])
 
 
 def _from(box: Box, row: int) -> Box:

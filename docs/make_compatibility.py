@@ -16,6 +16,7 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.data.images import check_images
 from megatron_grpo.engines.drafts import check_drafts
+from megatron_grpo.engines.kernels import check_tower
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.preflight import check_text_tower
 from megatron_grpo.prompt_checks import check_reward_models
@@ -30,7 +31,12 @@ ADAPTERS = "lora.r=8 lora.lora_alpha=8"
 SLEEPS = "rollout.enable_sleep_mode=true"
 EIGHT_BITS = f"rollout.quantization=fp8 {CORRECTED}"
 DIALOGUE = "environment.name=demo/environments.py:GuessTheNumber data.max_prompt_length=64"
-IMAGES = "data.image_column=image rollout.vllm.limit_mm_per_prompt={image: 1, video: 0}"
+LIMITS = {
+    "vllm": "rollout.vllm.limit_mm_per_prompt={image: 1, video: 0}",
+    "sglang": "rollout.sglang.limit_mm_data_per_request={image: 1}",
+}
+"""How an engine is told of images."""
+IMAGES = f"data.image_column=image {LIMITS['vllm']}"
 DRAFTS = "{method: ngram, num_speculative_tokens: 2, prompt_lookup_max: 3}"
 FEATURES = {
     "lora.sync: adapter": ADAPTERS,
@@ -93,11 +99,14 @@ def refusal(features: tuple[str, ...], models: Path) -> str:
     """Why these features do not go together, by the checks before a run; empty if they do."""
     name = next((MODELS[each] for each in MODELS if each in features), "Qwen3-32B")
     keys = [key for each in features for key in overrides(each)]
+    if "rollout.engine: sglang" in features:
+        keys = [LIMITS["sglang"] if key == LIMITS["vllm"] else key for key in keys]
     try:
         cfg = load_config(BASE, ["model.dtype=bfloat16", f"model.path={models / name}", *keys])
         shape = trained_shape(cfg)
         check_drafts(cfg, shape)
         check_images(cfg)
+        check_tower(cfg.model, cfg.rollout)
         check_reward_models(cfg)
         if has_other_towers(cfg.model.path):
             check_text_tower(cfg)

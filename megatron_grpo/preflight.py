@@ -29,7 +29,7 @@ from megatron_grpo.config.optimizer import OPTIMIZER_MEMORY_KEYS
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.kernels import check_kernels, check_served, check_text_tower_served
+from megatron_grpo.engines.kernels import check_kernels, check_served, check_towers_served
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments
 from megatron_grpo.engines.sglang.args import check_folder_loaded
@@ -148,8 +148,7 @@ def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
     rollout = cfg.rollout
     check_engine_dims(shape, engine_dims(rollout))
     check_served(rollout, shape)
-    if has_other_towers(cfg.model.path):
-        check_text_tower_served(rollout, cfg.model.path)
+    check_towers_served(cfg.model, rollout)
     if rollout.engine == "sglang":
         check_folder_loaded(cfg.model, rollout)
     check_drafts(cfg, shape)
@@ -317,7 +316,6 @@ def check_text_tower(cfg: Config) -> None:
             f"train.export_quantization is {cfg.train.export_quantization}, and model.path "
             f"{cfg.model.path} has other towers beside that of text; supported: none"
         )
-    check_text_tower_served(cfg.rollout, cfg.model.path)
 
 
 def _check_nccl(environ: Mapping[str, str]) -> None:

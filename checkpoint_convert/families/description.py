@@ -220,6 +220,7 @@ class Parameter:
     """Whether each rank holds its share of every source, one after the other (gate and up), which
     makes as many groups as ranks."""
     zero_rows: int = 0
+    """In an engine they follow each source along the dimension that is split."""
     is_copy: bool = False
     """Whether another parameter holds the same elements and owns them."""
     is_expert: bool = False

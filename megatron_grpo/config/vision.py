@@ -72,6 +72,9 @@ def trained_vision(cfg: Config, shape: ModelShape) -> tuple[tuple[str, tuple[int
         "auto": cfg.rollout.weight_transport == "disk",
         "rollout.vllm.mm_encoder_tp_mode data, as pushes send each worker its share of the tower, "
         "not all of it: set weights": cfg.rollout.vllm.get("mm_encoder_tp_mode") == "data",
+        "rollout.sglang.mm_enable_dp_encoder true, likewise: set false": cfg.rollout.sglang.get(
+            "mm_enable_dp_encoder"
+        ),
     }
     if told := [name for name, is_used in refused.items() if is_used]:
         raise ValueError(f"model.freeze_vision false does not go with {told[0]}, or leave it out")

@@ -21,6 +21,7 @@ from checkpoint_convert.text_tower import text_config
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import REWARD_MODEL
+from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.rows import BASE64, Fault, Row
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
 FAMILIES = {"qwen2_5_vl": False, "qwen3_vl": True, "qwen3_vl_moe": True}
 """Model types, and whether their frequencies of height and width alternate in M-RoPE."""
+LIMITS = {
+    "vllm": ("limit_mm_per_prompt", {"video": 0}),
+    "sglang": ("limit_mm_data_per_request", {}),
+}
+"""The engines that take images, their argument for the most of a prompt, and what else it says."""
 WIDE_MODES = ("I", "F")
 """Beginnings of Pillow's names for pixels of more than 8 bits, which it would cut to 8."""
 _SHORT = reprlib.Repr()
@@ -55,6 +61,12 @@ class ImageSource:
         """What tells it from other images, if files do not change; files may have moved."""
         own = self.content if isinstance(self.content, bytes) else self.name.encode()
         return hashlib.blake2b(own).digest()
+
+
+def image_limits(rollout: RolloutConfig) -> tuple[str, Any]:
+    """The key of the most images of a prompt, and its value."""
+    name, _ = LIMITS[rollout.engine]
+    return f"rollout.{rollout.engine}.{name}", getattr(rollout, rollout.engine).get(name)
 
 
 def images_of(data: DataConfig, row: Row) -> list[ImageSource] | Fault:
@@ -129,7 +141,8 @@ class ImageReader:
         from transformers import AutoImageProcessor  # noqa: PLC0415
 
         self.token_id: int = read_json(cfg.model.path / "config.json")["image_token_id"]
-        self.most: int = cfg.rollout.vllm["limit_mm_per_prompt"]["image"]
+        self.limit, limits = image_limits(cfg.rollout)
+        self.most: int = limits["image"]
         self._processor: Any = AutoImageProcessor.from_pretrained(cfg.model.path)
         self._merge: int = self._processor.merge_size
 
@@ -152,7 +165,7 @@ class ImageReader:
             )
         if len(images) > self.most:
             return Fault(
-                "more images than rollout.vllm.limit_mm_per_prompt.image",
+                f"more images than {self.limit}.image",
                 f"{len(images)} of at most {self.most}",
             )
         counts = []
@@ -254,24 +267,27 @@ def check_images(cfg: Config) -> None:
     if cfg.data.image_column is None:
         raise ValueError(f"{key} needs data.image_column, too: the run itself has no images")
     _check_model(key, cfg.model.path / "config.json")
-    if cfg.rollout.engine != "vllm":
+    engine = cfg.rollout.engine
+    if engine not in LIMITS:
         raise ValueError(
-            f"{key} needs engines that take images, and rollout.engine is {cfg.rollout.engine}: "
-            "use vllm"
+            f"{key} needs engines that take images, and rollout.engine is {engine}: use "
+            f"{' or '.join(LIMITS)}"
         )
-    limits = cfg.rollout.vllm.get("limit_mm_per_prompt")
+    (limit, limits), (_, others) = image_limits(cfg.rollout), LIMITS[engine]
     most = limits.get("image") if isinstance(limits, dict) else None
-    if type(most) is not int or most < 1 or limits != {"image": most, "video": 0}:
+    if type(most) is not int or most < 1 or limits != {"image": most, **others}:
+        legal = ", ".join(f"{name}: {value}" for name, value in {"image": 1, **others}.items())
         raise ValueError(
-            f"{key} needs engines that take images, and rollout.vllm.limit_mm_per_prompt is "
-            f"{limits}: set it to {{image: 1, video: 0}}, with the most images of one prompt"
+            f"{key} needs engines that take images, and {limit} is {limits}: set it to "
+            f"{{{legal}}}, with the most images of one prompt"
         )
+    table = getattr(cfg.rollout, engine)
     refused = {
         "data.apply_chat_template false": not cfg.data.apply_chat_template,
         "an environment or an agent": cfg.has_dialogues,
         "rollout.enable_sleep_mode true": cfg.rollout.enable_sleep_mode,
-        "rollout.vllm.load_format dummy": cfg.rollout.vllm.get("load_format") == "dummy",
-        "rollout.vllm.speculative_config": "speculative_config" in cfg.rollout.vllm,
+        f"rollout.{engine}.load_format dummy": table.get("load_format") == "dummy",
+        "rollout.vllm.speculative_config": "speculative_config" in table,
         "a reward_model": any(
             each.name == REWARD_MODEL
             for reward in cfg.rewards.values()

@@ -1,12 +1,17 @@
 """Whether an engine can serve a model: at all, and with the kernels that it has on this machine."""
 
-from pathlib import Path
+from math import prod
+from typing import Any
 
-from checkpoint_convert import ModelShape
+from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.families import FAMILIES
+from checkpoint_convert.folder import read_json
+from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.config.vision import TRAINABLE
 from megatron_grpo.engines.layouts import engine_dims
-from megatron_grpo.engines.sglang.args import full_interval
+from megatron_grpo.engines.sglang.args import LIMIT, full_interval
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM 0.32 has an attention kernel for CPUs."""
@@ -29,6 +34,12 @@ SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
 """Families whose sliding windows SGLang 0.5.23 computes; in all others it attends to all tokens."""
 SGLANG_GROUPS = ("deepseek_v3", "glm4_moe", "gpt_oss", "kimi_k2", "qwen3_moe")
 """Families of which engines of SGLang were tried with several groups of workers."""
+SGLANG_PATCH = 1176
+"""Values of a patch of a Qwen2.5-VL's images: SGLang takes others for features."""
+SGLANG_LEVELS = 3
+"""To the outputs of how many layers of a Qwen3-VL with experts SGLang adds features."""
+SGLANG_EPSILON = 1e-6
+"""Of norms of vision towers. SGLang gives a Qwen3-VL's that of the text."""
 WITH_FP8 = (8, 9)
 """Compute capability from which GPUs have units for FP8."""
 WITH_ROUTERS_OF_16_BITS = (9, 10)
@@ -65,9 +76,11 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
         )
 
 
-def check_text_tower_served(rollout: RolloutConfig, folder: Path) -> None:
-    """Raise ValueError for engines of the text tower of a multimodal model in `folder` that are
-    not there."""
+def check_towers_served(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError for engines of a multimodal model that are not there."""
+    _check_images(model, rollout)
+    if not has_other_towers(folder := model.path):
+        return
     supported = {
         "rollout.quantization": (rollout.quantization, ("none",)),
         "rollout.engine": (rollout.engine, ("vllm", "sglang")),
@@ -98,6 +111,7 @@ def _check_groups(rollout: RolloutConfig, shape: ModelShape) -> None:
         "rollout.router_replay": rollout.router_replay,
         "rollout.enable_sleep_mode": rollout.enable_sleep_mode,
         "rollout.quantization": rollout.quantization != "none",
+        f"rollout.sglang.{LIMIT}": LIMIT in rollout.sglang,
     }
     if groups > 1 and (told := [key for key, is_set in untried.items() if is_set]):
         raise ValueError(
@@ -186,6 +200,43 @@ def _obstacle_of_sglang(shape: ModelShape) -> str | None:
     if shape.family == "gemma3_text" and not shape.tie_word_embeddings:
         return "as SGLang takes its embedding for the head, and they are not tied"
     return None
+
+
+def _check_images(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError if SGLang would compute other features of images than the trainer."""
+    if rollout.engine != "sglang" or LIMIT not in rollout.sglang:
+        return
+    config, shape = read_json(model.path / "config.json"), read_shape(model.path)
+    kind, vision = config.get("model_type"), config.get("vision_config") or {}
+    if kind not in TRAINABLE:
+        raise ValueError(
+            f"rollout.sglang.{LIMIT} lets engines see images, and model.path is a {kind}: leave it "
+            "out"
+        )
+    if read_scheme(model.path) is not None:
+        raise ValueError(
+            f"rollout.engine sglang with images does not go with quantised weights in {model.path}"
+            ": convert them to bfloat16 with checkpoint-convert first"
+        )
+    needed: dict[str, tuple[Any, Any]] = {
+        "the rope_type of its text": ((shape.rope_scaling or {}).get("rope_type"), None),
+        "rollout.sglang.rl_on_policy_target": (rollout.sglang.get("rl_on_policy_target"), None),
+    }
+    if kind == "qwen2_5_vl":
+        sizes = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
+        values = prod((vision.get("in_channels", 3), sizes[0], *sizes))
+        needed["the number of values of a patch"] = values, SGLANG_PATCH
+    else:
+        needed["the rms_norm_eps of its text"] = shape.rms_norm_eps, SGLANG_EPSILON
+    if kind == "qwen3_vl_moe":
+        levels = len(vision.get("deepstack_visual_indexes") or ())
+        needed["the number of deepstack_visual_indexes"] = levels, SGLANG_LEVELS
+    for name, (found, value) in needed.items():
+        if found != value:
+            raise ValueError(
+                f"rollout.engine sglang with images of a {kind} needs {value} as {name}, and it is "
+                f"{found}: use rollout.engine=vllm"
+            )
 
 
 def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None:

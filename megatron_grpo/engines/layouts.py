@@ -1,19 +1,24 @@
 """What each worker of an engine holds: layouts, dtypes and sizes, from the config alone."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from checkpoint_convert import ModelShape
+from checkpoint_convert.families.description import Parameter
+from checkpoint_convert.families.vision import VISION, vision_tower
 from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.megatron import file_layout, hf_dtypes
 from checkpoint_convert.quantized_model import QuantizedModel, quantized_model
 from checkpoint_convert.vllm import (
+    VOCAB_MULTIPLE,
     EngineDims,
     engine_dtypes,
     engine_layouts,
     first_worker_layout,
+    worker_layout,
 )
 from checkpoint_convert.vllm_lora import adapter_layouts
 from checkpoint_convert.vllm_quantized import (
@@ -60,6 +65,12 @@ IN_ONE_MATRIX = (".indexer.wk_weights_proj.", (".indexer.wk.", ".indexer.weights
 WITH_WHOLE_EMBEDDING = ("gemma3_text",)
 """Families of which each worker of SGLang has the whole embedding, without padding."""
 EMBEDDING = "model.embed_tokens.weight"
+SGLANG_TOWER = {".attn.qkv.": ".attn.qkv_proj."}
+"""The same as `SGLANG_NAMES` for vision towers."""
+PLACES, PLACES_MULTIPLE = "visual.pos_embed.weight", VOCAB_MULTIPLE
+"""What workers of SGLang split and pad as they do an embedding of tokens."""
+HIDDEN, HIDDEN_MULTIPLE = re.compile(r"\.mlp\.(gate_up_proj|down_proj)\."), 8
+"""The MLP of a Qwen2.5-VL's vision tower, which SGLang pads."""
 
 
 @dataclass(frozen=True)
@@ -181,14 +192,15 @@ def worker_layouts(
         layouts = quantized_engine_layouts(layouts, shape, dims, model)
     if rollout.engine != "sglang":
         return layouts
-    return [_sglang_layout(layout, shape, number) for number, layout in enumerate(layouts)]
+    return [_sglang_layout(layout, shape, dims, number) for number, layout in enumerate(layouts)]
 
 
 def first_worker(shape: ModelShape, rollout: RolloutConfig) -> Layout:
     """The layout of an engine's first worker, in a fraction of the time of `worker_layouts`; no
     other worker holds more."""
-    layout = first_worker_layout(served_shape(shape, rollout), engine_dims(rollout))
-    return _sglang_layout(layout, shape, 0) if rollout.engine == "sglang" else layout
+    dims = engine_dims(rollout)
+    layout = first_worker_layout(served_shape(shape, rollout), dims)
+    return _sglang_layout(layout, shape, dims, 0) if rollout.engine == "sglang" else layout
 
 
 def worker_dtypes(
@@ -210,13 +222,13 @@ def worker_dtypes(
     return dtypes
 
 
-def _sglang_layout(layout: Layout, shape: ModelShape, number: int) -> Layout:
+def _sglang_layout(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
     """What worker `number` of SGLang holds instead of one of vLLM.
 
     Its layers come from vLLM's: the same parts, fused and padded alike, but for names, for
-    `IN_ONE_MATRIX` and for `WITH_WHOLE_EMBEDDING`.
+    `IN_ONE_MATRIX`, for `WITH_WHOLE_EMBEDDING`, and for vision towers.
     """
-    layout = _in_own_matrices(layout)
+    layout = _with_own_tower(_in_own_matrices(layout), shape, dims, number)
     names = {name: _sglang_name(name, shape.family) for name in layout.shapes}
     shapes = {names[name]: size for name, size in layout.shapes.items()}
     pieces = tuple(replace(piece, local=names[piece.local]) for piece in layout.pieces)
@@ -242,6 +254,26 @@ def _in_own_matrices(layout: Layout) -> Layout:
     return Layout(shapes | own, pieces, layout.zeros)
 
 
+def _with_own_tower(layout: Layout, shape: ModelShape, dims: EngineDims, number: int) -> Layout:
+    """The same with what SGLang pads of a vision tower, if that is trained."""
+    parameters = [_in_sglang(each) for each in vision_tower(shape.vision, in_engine=True)]
+    tower = worker_layout(parameters, shape, dims, number)
+    pieces = tuple(each for each in layout.pieces if not each.local.startswith(VISION))
+    shapes = {**layout.shapes, **tower.shapes}
+    return Layout(shapes, pieces + tower.pieces, layout.zeros + tower.zeros)
+
+
+def _in_sglang(parameter: Parameter) -> Parameter:
+    """A parameter of a vision tower, padded along the dimension that workers split."""
+    dim = parameter.engine_split
+    if parameter.engine_name == PLACES:
+        zeros = -parameter.shape[0] % PLACES_MULTIPLE
+        return replace(parameter, engine_split=0, zero_rows=zeros)
+    if dim is None or not HIDDEN.search(parameter.engine_name):
+        return parameter
+    return replace(parameter, zero_rows=-parameter.sources[0].shape[dim] % HIDDEN_MULTIPLE)
+
+
 def _sglang_names(name: str, family: str) -> list[str]:
     fused, own = IN_ONE_MATRIX
     names = [name.replace(fused, each) for each in own] if fused in name else [name]
@@ -249,7 +281,8 @@ def _sglang_names(name: str, family: str) -> list[str]:
 
 
 def _sglang_name(name: str, family: str) -> str:
-    for part, own in (SGLANG_NAMES | SGLANG_NAMES_OF.get(family, {})).items():
+    of_family = SGLANG_TOWER if name.startswith(VISION) else SGLANG_NAMES_OF.get(family, {})
+    for part, own in (SGLANG_NAMES | of_family).items():
         name = name.replace(part, own)
     return name
 

@@ -122,7 +122,7 @@ def own_parameters(model: "Module", with_vision: bool = False) -> dict[str, "Ten
     (`absorb_latents` in vllm/worker.py).
     """
     first: dict[int, tuple[str, Tensor]] = {}
-    is_multimodal = hasattr(model, "language_model")
+    is_multimodal = hasattr(model, "language_model") or hasattr(model, "visual")  # SGLang's
     family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
     experts = None if family is None else family.experts
     alternates = experts is not None and experts.stacks == "alternating"

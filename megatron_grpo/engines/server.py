@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from checkpoint_convert import read_shape
-from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
@@ -29,7 +28,7 @@ from megatron_grpo.engines.joining import (
 from megatron_grpo.engines.kernels import (
     check_kernels,
     check_served,
-    check_text_tower_served,
+    check_towers_served,
     num_gpus,
 )
 from megatron_grpo.engines.layouts import engine_dims
@@ -171,7 +170,9 @@ def engine_command(
     environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
     if rollout.engine == "sglang":
         on_gpu = devices is not None
-        environment |= sglang_environment(rollout, on_gpu) | {"SGLANG_HOST_IP": host}  # as below
+        environment |= sglang_environment(model, rollout, on_gpu) | {
+            "SGLANG_HOST_IP": host
+        }  # as below
         return sglang_command(model, rollout, host, port, on_gpu, node), environment
     if rollout.engine == "transformers":
         command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers.server"]
@@ -224,8 +225,7 @@ def serve(
     model.check_folder()
     check_engine_dims(shape := read_shape(model.path), engine_dims(rollout))
     check_served(rollout, shape)
-    if has_other_towers(model.path):
-        check_text_tower_served(rollout, model.path)
+    check_towers_served(model, rollout)
     check_kernels(rollout.model_copy(update={"base_urls": ()}), shape, model.dtype)
     # Engines take the visible GPUs of a node for their workers there.
     sizes = {"num_engines": 1, "tensor_parallel_size": size, "data_parallel_size": 1}

@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from checkpoint_convert import ModelShape
-from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.vllm import engine_sizes
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.engines.kernels import WITH_FP8, check_text_tower_served
+from megatron_grpo.engines.kernels import WITH_FP8, check_towers_served
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.launch.launch import check_engine_size
 from megatron_grpo.planning.card import GpuSpec
@@ -113,8 +112,7 @@ def _legal(
         rollout = RolloutConfig.model_validate(cfg.rollout.model_dump() | sections["rollout"])
         grpo = cfg.grpo.model_copy(update=sections["grpo"])
         other = Config.model_validate(dict(cfg) | {"rollout": rollout, "grpo": grpo})
-        if has_other_towers(cfg.model.path):
-            check_text_tower_served(rollout, cfg.model.path)
+        check_towers_served(cfg.model, rollout)
         trained_shape(other)
         check_engine_size(rollout, card.per_node)
         engine_bytes(other, shape, card)

@@ -95,7 +95,8 @@ class Rollouter:
         self.rewards = RewardsBySource(cfg.by_source, self.pools)
         tokenizer = load_tokenizer(cfg.model.path)
         pool = EnginePool.of_run(self.servers, cfg)
-        keeps_features = cfg.model.freeze_vision
+        # Workers of SGLang drop those of a tower that a push fills.
+        keeps_features = cfg.model.freeze_vision or cfg.rollout.engine != "vllm"
         self.engines = RolloutClient(pool, cfg.rollout, cfg.lora, keeps_features=keeps_features)
         self.in_flight: InFlight | None = None
         """Has the engines work on several generations at a time; None if they make one after the

@@ -162,11 +162,13 @@ def running_engine(
     log_dir: Path,
     token: str | None = None,
     dtype: str = "float32",
+    freeze_vision: bool = True,
     **rollout,
 ) -> Iterator[TestEngine]:
     """An engine that serves the model in `folder` in `dtype`; `token` belongs to `base_urls`."""
     config = RolloutConfig(engine=engine, max_completion_length=16, **rollout)
-    servers = EngineServers(ModelConfig(path=folder, dtype=dtype), config, log_dir, token)
+    model = ModelConfig(path=folder, dtype=dtype, freeze_vision=freeze_vision)
+    servers = EngineServers(model, config, log_dir, token)
     try:
         servers.wait_ready(240)
         yield TestEngine(folder, servers, config)

@@ -58,9 +58,12 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_vision_model(folder: Path, family: str = FAMILY, *, seed: int = 0) -> Path:
-    """Save a random model whose tokenizer has one token per character, and those of images."""
-    tiny_multimodal(folder, family, tied=True, seed=seed)
+def tiny_vision_model(
+    folder: Path, family: str = FAMILY, *, seed: int = 0, **overrides: Any
+) -> Path:
+    """Save a random model whose tokenizer has one token per character, and those of images, with
+    other fields of its `text_config`."""
+    tiny_multimodal(folder, family, tied=True, seed=seed, **overrides)
     config = json.loads((folder / "config.json").read_text())
     config |= {"vision_start_token_id": START, "vision_end_token_id": END}
     (folder / "config.json").write_text(json.dumps(config))

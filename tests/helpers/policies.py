@@ -138,7 +138,7 @@ def start_policy(
     setup_device(rank)
     cfg = tiny_config(folder, dims, *overrides)
     groups = init_groups(dims, dynamic_context=cfg.parallel.dynamic_context_parallel)
-    return build_policy(cfg, read_shape(folder), groups), groups
+    return build_policy(cfg, trained_shape(cfg), groups), groups
 
 
 def accumulate(policy: Policy, groups: Groups, batches: list[PackedBatch]) -> None:

@@ -17,6 +17,7 @@ from helpers.policies import start_policy, tiny_config
 from helpers.ranks import run_ranks
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.pool import EnginePool
@@ -157,7 +158,7 @@ def push(
         chosen = cfg.rollout.model_dump(include={*keys})
         engines = client_of(cfg.rollout.base_urls, token, **chosen)
     with closing(
-        WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1, engines)
+        WeightSync(cfg, trained_shape(cfg), sender, torch.device("cpu"), 1, engines)
     ) as sync:
         try:
             sync.push(parameters, version, timer)

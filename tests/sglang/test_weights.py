@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
@@ -17,7 +16,6 @@ from helpers.engine_nodes import TOKEN, two_nodes
 from helpers.engines import (
     PACKAGES,
     SGLANG_PYTHON,
-    TestEngine,
     largest_logprob_error,
     random_prompts,
     running_engine,
@@ -31,14 +29,14 @@ from helpers.models import (
     tiny_model,
 )
 from helpers.mxfp4 import mxfp4_copies
-from helpers.pushes import export_quantized, push_policy, rollout_overrides
+from helpers.pushes import export_quantized
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy, rounded_copy
 from helpers.ranks import run_ranks
 from helpers.runs import finish_run, read_metrics
+from helpers.sglang_sums import all_differ, own_checksums, push
 from megatron_grpo.engines import layouts
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.engines.sglang import args
-from megatron_grpo.launch.run_dir import bearer
 from parallel import ParallelDims
 
 FILE = "model.safetensors"
@@ -96,21 +94,6 @@ MOST_GAP = 0.05
 seen, and 0.1 to 0.21 with ranks that do not quantise theirs."""
 
 
-def own_checksums(engine: TestEngine) -> list[dict[str, str]]:
-    """SGLang's own checksum of every parameter of each worker; each group tells those of all."""
-    [url] = engine.servers.base_urls
-    answer = httpx.post(
-        f"{url}/weights_checker",
-        json={"action": "checksum"},
-        headers=bearer(engine.servers.token),
-        timeout=60,
-    )
-    told = [worker["checksums"] for worker in answer.raise_for_status().json()["ranks"]]
-    num_workers = engine.rollout.gpus_per_engine
-    assert told == engine.rollout.data_parallel_size * told[:num_workers]
-    return told[:num_workers]
-
-
 def tells_matrices_of_latents(told: list[dict[str, str]], folder: Path) -> bool:
     """Whether these are checksums of what each layer with latents makes of its weights, too."""
     shape = read_shape(folder)
@@ -118,23 +101,6 @@ def tells_matrices_of_latents(told: list[dict[str, str]], folder: Path) -> bool:
     return all(
         sum(name.endswith((".w_kc", ".w_vc")) for name in each) == num_matrices for each in told
     )
-
-
-def all_differ(these: list[dict[str, str]], others: list[dict[str, str]]) -> bool:
-    """Whether all checksums do; biases that the first worker adds are zero in others."""
-    return all(
-        one[name] != other[name] or (number > 0 and name.endswith("w2_weight_bias"))
-        for number, (one, other) in enumerate(zip(these, others, strict=True))
-        for name in one
-    )
-
-
-def push(engine: TestEngine, folder: Path, dims: ParallelDims, num_flips: int = 0) -> str:
-    """Push the weights of a folder from the ranks of a policy; returns the error of rank 0."""
-    engine.version += 1
-    overrides = rollout_overrides(engine.rollout, engine.servers.base_urls)
-    arguments = (folder, dims, engine.servers.token, overrides, engine.version, num_flips)
-    return run_ranks(dims.world_size, push_policy, *arguments)[0][0]
 
 
 @pytest.fixture

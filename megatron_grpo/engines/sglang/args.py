@@ -30,6 +30,10 @@ from megatron_grpo.engines.layouts import quantized_engine
 SERVER = "megatron_grpo.engines.sglang.server"
 QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
 """By which scheme the workers quantise the weights that they load."""
+VISION_VARIABLE = "MEGATRON_GRPO_VISION"
+"""Set if pushes fill the vision tower, too."""
+LIMIT = "limit_mm_data_per_request"
+"""The argument that makes an engine serve the whole of a multimodal model: prompts have images."""
 PARSERS = Path("function_call", "function_call_parser.py")
 """The file of SGLang's runtime that lists its parsers of calls of tools."""
 
@@ -47,6 +51,10 @@ NEEDED = {
     "disable_priority_preemption": True,
     # Shared experts would be one more in the stack of the others.
     "disable_shared_experts_fusion": True,
+    # Requests bring pixels, in host memory.
+    "mm_feature_transport": "cpu",
+    # As transformers has places of images, in CUDA graphs of vision towers, too.
+    "enable_precise_embedding_interpolation": True,
 }
 """Arguments of every engine, which our server adds to those that it is given."""
 VARIABLES = {
@@ -133,6 +141,13 @@ RESERVED = {
         ("modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
         "set rollout.quantization",
     ),
+    "mm_feature_transport": "prompts with images come with the bytes of their pixels",
+    "enable_precise_embedding_interpolation": "places of images are the trainer's",
+    **dict.fromkeys(
+        ("enable_multimodal", "encoder_only", "language_only", "language_model_only"),
+        "it follows data.image_column",
+    ),
+    "enable_mm_global_cache": "features of images outside the engine would outlive a push",
     "preferred_sampling_params": "the trainer would not know how they change the distribution",
     "enable_watermark": "the trainer would not know how it changes the distribution",
     "allow_auto_truncate": "the trainer would not know what was left out",
@@ -312,11 +327,12 @@ def _of_attention(shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
     return {"attention_backend": "intel_amx", "disable_hybrid_swa_memory": True}
 
 
-def sglang_environment(rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
+def sglang_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
     """Variables that an engine needs in addition to the user's environment."""
     environment = {
         "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
         QUANTIZATION_VARIABLE: rollout.quantization,
+        **({} if model.freeze_vision else {VISION_VARIABLE: "1"}),
     }
     if on_gpu:
         return environment

@@ -16,18 +16,12 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from megatron_grpo.engines.choice import CUT, NOT_FINITE, npy_of
+from megatron_grpo.engines.choice import NOT_FINITE, Choice, npy_of
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.args import TOLD_TOKENS
 
-ABORTED: Json = {
-    "token_ids": [],
-    "logprobs": {"content": []},
-    "finish_reason": CUT,
-    "text": "",
-    "weight_versions": [],
-}
+ABORTED: Json = msgspec.to_builtins(Choice.empty())
 """The completion of a request that was given up before SGLang had it."""
 
 router = APIRouter()
@@ -158,6 +152,7 @@ def sglang_request(body: Json) -> GenerateReqInput:
     params = body["sampling_params"]
     return GenerateReqInput(
         input_ids=body["token_ids"],
+        image_data=body.get("features"),
         sampling_params={
             "max_new_tokens": params["max_tokens"],
             "temperature": params["temperature"],

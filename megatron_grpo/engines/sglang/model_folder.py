@@ -2,6 +2,7 @@
 
 SGLang would build all towers, and layers that hold the weights as they are stored. It is given a
 folder that says neither, and its workers read the weights of text, dequantised, from the other one.
+If prompts have images, it is given the folder of the whole model.
 """
 
 import json
@@ -17,7 +18,7 @@ from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.quantization import CONFIG_KEYS, MODELOPT_FILE
 from checkpoint_convert.text_tower import text_config
 from megatron_grpo.engines.arguments import command_flags
-from megatron_grpo.engines.sglang.args import NEEDED, is_plain
+from megatron_grpo.engines.sglang.args import LIMIT, NEEDED, is_plain
 
 WEIGHTS_VARIABLE = "MEGATRON_GRPO_WEIGHTS"
 """The folder with the weights, for the workers, if it is not the one that SGLang is given."""
@@ -35,9 +36,11 @@ def server_arguments(given: Sequence[str], own: Path) -> list[str]:
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", type=Path, required=True)
-    model, others = parser.parse_known_args(given)
-    folder = plain_folder(model.model_path, own)
-    return [f"--model-path={folder}", *others, *command_flags(NEEDED)]
+    parser.add_argument("--" + LIMIT.replace("_", "-"), type=json.loads)
+    found, others = parser.parse_known_args(given)
+    images = getattr(found, LIMIT)
+    folder = found.model_path if images else plain_folder(found.model_path, own)
+    return [f"--model-path={folder}", *others, *command_flags({LIMIT: images, **NEEDED})]
 
 
 def plain_folder(model: Path, own: Path) -> Path:

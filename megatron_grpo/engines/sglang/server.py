@@ -35,6 +35,7 @@ from megatron_grpo.engines.access import TokenGuard
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.args import VARIABLES
 from megatron_grpo.engines.sglang.completions import gate, manager, router
+from megatron_grpo.engines.sglang.images import read_prompts
 from megatron_grpo.engines.sglang.model_folder import server_arguments
 from megatron_grpo.engines.sglang.worker import call_of, launch
 
@@ -174,6 +175,7 @@ def main() -> None:
     routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
     http_server.app.include_router(router)
     http_server.app.add_middleware(TokenGuard)
+    read_prompts()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # uvicorn may raise it again
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         tempfile.tempdir = own  # SGLang leaves its sockets behind

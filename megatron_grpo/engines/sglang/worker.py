@@ -49,10 +49,15 @@ from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
-from megatron_grpo.engines.sglang.args import QUANTIZATION_VARIABLE, RENDEZVOUS_VARIABLE
+from megatron_grpo.engines.sglang.args import (
+    QUANTIZATION_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    VISION_VARIABLE,
+)
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from megatron_grpo.engines.sglang.cpu_experts import skip_others
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
+from megatron_grpo.engines.sglang.images import forget_features, see_bytes
 from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
 from megatron_grpo.engines.weight_receivers import Receiver
 from parallel import Layout, ShardMapping
@@ -93,7 +98,7 @@ class SchedulerWorker(PushWorker):
         Quantised ones have scales for keys and values besides, which are ones: these are cached as
         they are.
         """
-        held = own_parameters(self.runner.model)
+        held = own_parameters(self.runner.model, VISION_VARIABLE in os.environ)
         return {name: each for name, each in held.items() if not name.endswith(OF_CACHE)}
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
@@ -103,6 +108,8 @@ class SchedulerWorker(PushWorker):
         sums = super().receive(receiver, received)
         self.runner.weight_updater.end_weight_update(run_post_load=True)
         refresh_norms(self.runner.model)
+        if VISION_VARIABLE in os.environ:
+            forget_features()
         held = self.tensors()
         return checksums(held) if any(each.itemsize == 1 for each in held.values()) else sums
 
@@ -236,6 +243,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
         load_from(Path(folder))
     if (scheme := os.environ.get(QUANTIZATION_VARIABLE, "none")) != "none":
         quantize_loaded(scheme)
+    see_bytes()
     if is_cpu():
         attend_by_torch()
         multiply_by_torch()

@@ -209,7 +209,16 @@ def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("rollout.engine=sglang + rollout.vllm={}", "rollout.engine is sglang: use vllm"),
+        ("rollout.engine=transformers + rollout.vllm={}", "is transformers: use vllm or sglang"),
+        (
+            "rollout.engine=sglang + rollout.vllm={}",
+            "rollout.sglang.limit_mm_data_per_request is None: set it to {image: 1}, with",
+        ),
+        (
+            "rollout.engine=sglang + rollout.vllm={} + rollout.sglang.limit_mm_data_per_request="
+            "{image: 1} + rollout.sglang.load_format=dummy",
+            "rollout.sglang.load_format dummy",
+        ),
         ("rollout.vllm={}", "limit_mm_per_prompt is None: set it to {image: 1, video: 0}"),
         ("rollout.vllm.limit_mm_per_prompt.image=true", "set it to {image: 1, video: 0}"),
         ("rollout.vllm.limit_mm_per_prompt.image=0", "set it to {image: 1, video: 0}"),

@@ -14,6 +14,7 @@ from helpers.towers import tiny_multimodal
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import EngineNode
+from megatron_grpo.engines.kernels import check_towers_served
 from megatron_grpo.engines.layouts import WITHOUT_SCALES
 from megatron_grpo.engines.sglang.args import (
     check_folder_loaded,
@@ -21,7 +22,11 @@ from megatron_grpo.engines.sglang.args import (
     sglang_command,
     sglang_environment,
 )
-from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE, plain_folder
+from megatron_grpo.engines.sglang.model_folder import (
+    WEIGHTS_VARIABLE,
+    plain_folder,
+    server_arguments,
+)
 
 YARN = {
     "rope_type": "yarn",
@@ -136,6 +141,40 @@ def test_sglang_is_told_of_a_text_tower_by_a_class_that_it_has(tmp_path, monkeyp
     assert read_json(folder / "config.json")["architectures"] == ["DeepseekV3ForCausalLM"]
 
 
+def test_sglang_is_given_the_whole_model_if_prompts_have_images(tmp_path):
+    model = ModelConfig(path=tiny_multimodal(tmp_path / "model", "qwen3_vl"))
+    config = rollout(sglang={"limit_mm_data_per_request": {"image": 2}})
+    command = sglang_command(model, config, "10.0.0.7", 8000, on_gpu=True)
+    arguments = server_arguments(command[4:], tmp_path / "own")
+    assert f"--model-path={model.path}" in arguments
+    assert '--limit-mm-data-per-request={"image": 2}' in arguments
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "change", "told"),
+    [
+        ("qwen3_vl", "text_config", {"rms_norm_eps": 1e-5}, "needs 1e-06 as the rms_norm_eps"),
+        ("qwen3_vl_moe", "vision_config", {"deepstack_visual_indexes": [0]}, "needs 3 as the num"),
+        ("qwen2_5_vl", "vision_config", {"patch_size": 16}, "needs 1176 as the .* it is 1536"),
+        ("qwen2_5_vl", "text_config", {}, "needs None as rollout.sglang.rl_on_policy_target"),
+        ("qwen3_5", "text_config", {}, "lets engines see images, and model.path is a qwen3_5"),
+    ],
+)
+def test_towers_that_sglang_computes_otherwise_are_refused(tmp_path, family, part, change, told):
+    folder = tiny_multimodal(tmp_path, family)
+    config = read_json(folder / "config.json")
+    table = {"limit_mm_data_per_request": {"image": 1}}
+    check_towers_served(ModelConfig(path=folder), rollout())
+    if family != "qwen3_5":
+        check_towers_served(ModelConfig(path=folder), rollout(sglang=table))
+    config[part] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    table |= {} if change else {"rl_on_policy_target": "fsdp"}
+    with pytest.raises(ValueError, match=told):
+        check_towers_served(ModelConfig(path=folder), rollout(sglang=table))
+
+
 def test_formats_of_weights_do_not_go_with_a_folder_whose_weights_engines_convert(tmp_path):
     quantized, plain = mxfp4_copies(tiny_model(tmp_path / "model", "gpt_oss"), tmp_path)
     multimodal = tiny_multimodal(tmp_path / "multimodal", "qwen3_vl")
@@ -158,7 +197,7 @@ def test_quantised_engines_have_the_scheme_and_products_that_leave_weights_as_lo
     table = json.loads(overrides.partition("=")[2])["quantization_config"]
     assert (table["quant_method"], table["weight_block_size"]) == ("fp8", [128, 128])
     assert ("--fp8-gemm-backend=triton" in command) == on_gpu
-    assert sglang_environment(config, on_gpu)["MEGATRON_GRPO_QUANTIZATION"] == "fp8"
+    assert sglang_environment(model, config, on_gpu)["MEGATRON_GRPO_QUANTIZATION"] == "fp8"
     with pytest.raises(ValueError, match=r"rollout\.sglang\.load_format dummy does not go with"):
         loading = rollout(quantization="fp8", sglang={"load_format": "dummy"})
         sglang_command(model, loading, "10.0.0.7", 8000, on_gpu)

@@ -1,0 +1,167 @@
+"""Prompts with images in an SGLang engine.
+
+SGLang would read images once more, by code of its own. Here requests bring patches as the trainer
+has made them, and tokens with one for each feature (`image_features` in sampling_params.py). They
+travel to the workers as bytes, where the vision tower scales and shifts them.
+"""
+
+from base64 import b64decode
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import msgspec
+import torch
+from sglang.srt.managers import mm_schedule
+from sglang.srt.managers.schedule_batch import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalProcessorOutput,
+)
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from torch import Tensor
+from torch.nn import Module
+
+from checkpoint_convert.text_tower import text_name
+from megatron_grpo.engines.push_protocol import Json
+from parallel.images import prompt_positions
+
+
+class PromptReader:
+    """Makes of a request with images what SGLang's schedulers take, as its own processors do."""
+
+    prefer_tokenized_input = True
+    """SGLang's name: `process_mm_data_async` gets tokens, not text."""
+
+    def __init__(self, config: Any) -> None:
+        self._token_id: int = config.image_token_id
+        self._merge: int = config.vision_config.spatial_merge_size
+
+    async def process_mm_data_async(
+        self, *, image_data: Sequence[Json], input_text: list[int], **others: Any
+    ) -> MultimodalProcessorOutput:
+        """SGLang's method: `image_data` are the `features` of a request, `input_text` its tokens,
+        behind the prompt those that were sampled before it was cut."""
+        [features] = image_data
+        parts = (features[key]["image"] for key in ("kwargs_data", "mm_hashes", "mm_placeholders"))
+        items = [_item(*part) for part in zip(*parts, strict=True)]
+        grids = [item.image_grid_thw[0].tolist() for item in items]
+        sizes = [(times, h // self._merge, w // self._merge) for times, h, w in grids]
+        starts = [item.offsets[0][0] for item in items]
+        positions = prompt_positions(len(input_text), starts, sizes)
+        return MultimodalProcessorOutput(
+            mm_items=items,
+            input_ids=input_text,
+            padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(input_text, items),
+            im_token_id=self._token_id,
+            mrope_positions=positions,
+            mrope_position_delta=positions.max().view(1, 1) + 1 - len(input_text),
+        )
+
+    def clear_preprocess_cache(self) -> None:
+        """SGLang's method: nothing is kept."""
+
+    def shutdown(self) -> None:
+        """SGLang's method: nothing runs."""
+
+
+def _item(encoded: str, digest: str, place: Json) -> MultimodalDataItem:
+    """An image. Tokens of others have other cached keys and values: these are found by a hash of
+    `digest`, that of pixels and sizes, in the places of its tokens."""
+    tensors = msgspec.msgpack.decode(b64decode(encoded))
+    start, count = place["offset"], place["length"]
+    item = MultimodalDataItem(
+        modality=Modality.IMAGE,
+        feature=_tensor(*tensors["pixel_values"]["data"]),
+        offsets=[(start, start + count - 1)],
+        model_specific_data={"image_grid_thw": _tensor(*tensors["image_grid_thw"]["data"])[None]},
+    )
+    item.set_identity(2 * bytes.fromhex(digest))  # SGLang wants 32 bytes, and hashes them
+    return item
+
+
+def _tensor(dtype: str, size: list[int], raw: msgspec.msgpack.Ext) -> Tensor:
+    values = torch.frombuffer(bytearray(raw.data), dtype=getattr(torch, dtype))
+    assert len(values) == prod(size), f"{len(values)} values for {size}"
+    return values.view(size)
+
+
+def read_prompts() -> None:
+    """From now on, the process with the requests reads those with images by `PromptReader`."""
+    prepare = with_tokenizer_alone(TokenizerManager.init_tokenizer_and_processor)
+
+    def prepared(self: TokenizerManager) -> None:
+        prepare(self)
+        if self.model_config.is_multimodal:
+            self.mm_processor = PromptReader(self.model_config.hf_config)
+
+    TokenizerManager.init_tokenizer_and_processor = prepared
+
+
+def see_bytes() -> None:
+    """From now on, vision towers that a worker loads take patches of bytes.
+
+    Their weights have the names of engines, as SGLang would leave some out by those that
+    transformers gives them.
+    """
+    Scheduler.init_tokenizer = with_tokenizer_alone(Scheduler.init_tokenizer)
+    load_model, all_weights = DefaultModelLoader.load_model, DefaultModelLoader._get_all_weights
+
+    def weights(
+        self: DefaultModelLoader, model_config: Any, model: Module
+    ) -> Iterator[tuple[str, Tensor]]:
+        found: Iterator[tuple[str, Tensor]] = all_weights(self, model_config, model)
+        if not model_config.is_multimodal:
+            return found
+        return ((text_name(name), values) for name, values in found)
+
+    def loaded(self: DefaultModelLoader, *, model_config: Any, **arguments: Any) -> Module:
+        model: Module = load_model(self, model_config=model_config, **arguments)
+        if model_config.is_multimodal:
+            tower: Any = model.visual
+            tower.register_forward_pre_hook(scale(model_config.model_path))
+        return model
+
+    DefaultModelLoader.load_model, DefaultModelLoader._get_all_weights = loaded, weights
+
+
+def with_tokenizer_alone(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Let `prepare` make the tokenizer of a model, and no processor of images."""
+
+    def prepared(self: Any) -> None:
+        config = self.model_config
+        is_multimodal, config.is_multimodal = config.is_multimodal, False
+        prepare(self)
+        config.is_multimodal = is_multimodal
+
+    return prepared
+
+
+def scale(folder: str) -> Callable[[Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """A hook that makes of bytes what the image processor in `folder` makes of them, by the same
+    operations as the trainer's `VisionTower`.
+
+    SGLang has them in the dtype of the tower by then, which has all integers up to 256.
+    """
+    from transformers import AutoImageProcessor  # noqa: PLC0415 - takes seconds
+
+    processor = AutoImageProcessor.from_pretrained(folder)
+    mean, std = (
+        (torch.tensor(values) / processor.rescale_factor).view(1, -1, 1)
+        for values in (processor.image_mean, processor.image_std)
+    )
+
+    def scaled(tower: Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        patches, *others = arguments
+        pixels = patches.float().view(len(patches), mean.shape[1], -1)
+        normal = (pixels - mean.to(pixels.device)) / std.to(pixels.device)
+        return normal.flatten(1), *others
+
+    return scaled
+
+
+def forget_features() -> None:
+    """Drop the features of images that a worker has kept: those of an earlier vision tower."""
+    mm_schedule.embedding_cache.clear()
