@@ -197,6 +197,7 @@ def test_after_a_push_every_worker_holds_what_sglang_loads(tmp_path, family, siz
         pytest.param("qwen3_moe", 2, 1, False, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 1, 2, True, marks=pytest.mark.slow),
         pytest.param("glm4_moe", 2, 1, False, marks=pytest.mark.slow),
+        pytest.param("glm4_moe_lite", 2, 1, True, marks=pytest.mark.slow),
         pytest.param("gpt_oss", 2, 1, False, marks=pytest.mark.slow),
         pytest.param("kimi_k2", 2, 1, False, marks=pytest.mark.slow),
     ],
