@@ -191,6 +191,7 @@ def test_an_engine_over_two_nodes_is_one_engine_and_ends_on_both(tmp_path, kille
         pytest.param("qwen3_moe", 2, 1, False, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 1, 2, True, marks=pytest.mark.slow),
         pytest.param("glm4_moe", 2, 1, False, marks=pytest.mark.slow),
+        pytest.param("glm4_moe_lite", 2, 1, True, marks=pytest.mark.slow),
         pytest.param("gpt_oss", 2, 1, False, marks=pytest.mark.slow),
         pytest.param("kimi_k2", 2, 1, False, marks=pytest.mark.slow),
     ],
