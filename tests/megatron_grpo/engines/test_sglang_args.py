@@ -89,7 +89,7 @@ def test_workers_of_all_groups_are_those_of_one_engine(tmp_path):
     command = sglang_command(model, rollout(**sizes), "10.0.0.7", 8000, on_gpu=True)
     flags = {"--tp-size=4", "--attn-dp-size=2", "--enable-dp-lm-head", "--ep-size=4"}
     assert flags < {*command}
-    bound = sglang_environment(rollout(**sizes), on_gpu=False)["SGLANG_CPU_OMP_THREADS_BIND"]
+    bound = sglang_environment(model, rollout(**sizes), on_gpu=False)["SGLANG_CPU_OMP_THREADS_BIND"]
     assert len(bound.split("|")) == 4
 
 
