@@ -44,15 +44,14 @@ def test_every_worker_of_every_family_with_groups_loads_the_part_that_is_pushed_
                 data_parallel_size=data,
                 sglang={"ep_size": expert},
             )
-            command = sglang_command(
-                ModelConfig(path=folder, dtype="float32"), rollout, "127.0.0.1", 1, False
-            )
+            model = ModelConfig(path=folder, dtype="float32")
+            command = sglang_command(model, rollout, "127.0.0.1", 1, False)
             cases.append(([*command[4:], *command_flags(NEEDED)], tensor * data))
             shapes = [each.shapes for each in worker_layouts(read_shape(folder), rollout)]
             for shape, sums in zip(shapes, worker_sums(folder, rollout), strict=True):
                 wanted.append({name: [[*shape[name]], sums[name]] for name in told(shape)})
     (given := tmp_path / "cases.json").write_text(json.dumps(cases))
-    environment = sglang_environment(rollout, on_gpu=False) | WITHOUT_BROADCASTS
+    environment = sglang_environment(model, rollout, on_gpu=False) | WITHOUT_BROADCASTS
     subprocess.run(
         [SGLANG_PYTHON, "-P", "-m", "helpers.sglang_workers", given, tmp_path / "out.json"],
         env=os.environ | environment | {"PYTHONPATH": PACKAGES},
