@@ -16,7 +16,7 @@ from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.data.images import check_images
 from megatron_grpo.engines.drafts import check_drafts
-from megatron_grpo.engines.kernels import check_tower
+from megatron_grpo.engines.kernels import check_towers_served
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.preflight import check_text_tower
 from megatron_grpo.prompt_checks import check_reward_models
@@ -106,7 +106,7 @@ def refusal(features: tuple[str, ...], models: Path) -> str:
         shape = trained_shape(cfg)
         check_drafts(cfg, shape)
         check_images(cfg)
-        check_tower(cfg.model, cfg.rollout)
+        check_towers_served(cfg.model, cfg.rollout)
         check_reward_models(cfg)
         if has_other_towers(cfg.model.path):
             check_text_tower(cfg)

@@ -30,6 +30,7 @@ from helpers.ranks import run_ranks
 from megatron_grpo.engines.push_protocol import WorkerSums, check_reports, own_parameters
 from megatron_grpo.engines.vllm.args import (
     BACKEND,
+    CPU_ATTENTION,
     DRAFTING_BACKEND,
     VISION_BACKEND,
     WORKER_EXTENSION,
@@ -44,7 +45,13 @@ Read = Callable[[Module, Path, EngineDims], Any]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
-    "mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+    "mtp": {
+        "speculative_config": {
+            "attention_backend": CPU_ATTENTION,
+            "method": "mtp",
+            "num_speculative_tokens": 1,
+        }
+    },
     "vision": {"limit_mm_per_prompt": IMAGE_LIMITS},
 }
 """Arguments of a worker by what pushes fill, too: the layer that it drafts with, or its tower."""
@@ -173,7 +180,7 @@ def start_worker(
         enable_expert_parallel=dims.expert_parallel,
         enforce_eager=True,
         block_size=32,
-        attention_backend="CPU_MLA",
+        attention_backend=CPU_ATTENTION,
         kv_cache_memory_bytes=2**20,
         distributed_executor_backend="mp",
         weight_transfer_config=WeightTransferConfig(backend=BACKENDS[also]),

@@ -53,6 +53,10 @@ TOKEN_GUARD = "megatron_grpo.engines.access.TokenGuard"
 ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
 """Set in the environment of our engines; in any other process our plugin does nothing."""
 
+CPU_ATTENTION = "CPU_MLA"
+"""The kernel of latent attention without a GPU, to be named for the model and for its drafter.
+vLLM's default on CPUs with AMX packs a weight and deletes it, so that it could not be pushed."""
+
 ADAPTER = "policy"
 """The name by which requests choose the adapter that is pushed."""
 ADAPTER_ID = 1
@@ -192,7 +196,10 @@ def engine_flags(
         arguments |= dequantizing_arguments(overrides, rollout.vllm)
     if lora.is_served:
         arguments |= adapter_arguments(model, lora, on_gpu)
-    return list(command_flags(arguments | rollout.vllm))
+    arguments |= rollout.vllm
+    if not on_gpu and (drafts := rollout.vllm.get("speculative_config")):
+        arguments["speculative_config"] = {"attention_backend": CPU_ATTENTION} | drafts
+    return list(command_flags(arguments))
 
 
 def backend_of(model: ModelConfig, rollout: RolloutConfig) -> str:
@@ -302,9 +309,7 @@ def platform_arguments(num_workers: int, on_gpu: bool) -> dict[str, Any]:
         "enforce_eager": True,
         # With the default of 128, prefixes shorter than that are not shared.
         "block_size": 32,
-        # Only latent attention follows this. vLLM's default for it on CPUs with AMX packs a weight
-        # and deletes it, so that it could not be pushed.
-        "attention_backend": "CPU_MLA",
+        "attention_backend": CPU_ATTENTION,
         # The default is 92% of the machine's memory.
         "kv_cache_memory_bytes": 2**30,
         # A seeded request whose prompt is split into chunks crashes the engine: vLLM rewinds its

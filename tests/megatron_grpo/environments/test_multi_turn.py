@@ -79,9 +79,8 @@ def converse(engine, folder: Path, name: str, prompts: list[Prompt], pool=None, 
         generation, told = generation_of(engine, environments, prompts, **settings), []
         generation.tell_groups(told.append)
         samples = engine.client().generate(generation)
-    order = [prompt.index for prompt in prompts]
-    by_prompt = sorted(told, key=lambda group: order.index(group[0].prompt.index))
-    assert [*itertools.chain(*by_prompt)] == samples
+    in_order = sorted(told, key=lambda group: samples.index(group[0]))
+    assert [*itertools.chain(*in_order)] == samples
     return samples, generation
 
 
