@@ -273,7 +273,9 @@ def check_gradients(
             actual[name][box.slices] = values.double()
     for name, gradient in expected.items():
         error = (actual[name] - gradient).norm() / gradient.norm()
-        assert error < bound, f"{name}: {error:.1e}"
+        # The terms of this sum over tokens cancel: in float32 1.1e-5 was seen, on a CPU with AMX.
+        of_name = 2 * bound if name.endswith("router.bias") else bound
+        assert error < of_name, f"{name}: {error:.1e}"
 
 
 @dataclass(frozen=True)
