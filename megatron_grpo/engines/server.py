@@ -170,9 +170,8 @@ def engine_command(
     environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
     if rollout.engine == "sglang":
         on_gpu = devices is not None
-        environment |= sglang_environment(model, rollout, on_gpu) | {
-            "SGLANG_HOST_IP": host
-        }  # as below
+        environment |= sglang_environment(model, rollout, on_gpu)
+        environment["SGLANG_HOST_IP"] = host  # as below
         return sglang_command(model, rollout, host, port, on_gpu, node), environment
     if rollout.engine == "transformers":
         command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers.server"]

@@ -1,22 +1,28 @@
-"""Layers of an SGLang for CPUs that multiply by 8-bit weights, by torch, as they were loaded.
+"""Products of an SGLang for CPUs, by torch: by 8-bit weights, and of experts that workers share.
 
-SGLang's own packs them after loading, for kernels that no package has: pushed ones would not fit.
+SGLang's own packs 8-bit weights after loading, for kernels that no package has: pushed ones would
+not fit. And it takes an expert that another worker holds, which has the number -1, for an index.
 GPUs have SGLang's kernels.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang.srt.layers.moe import fused_moe_native
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from torch import Tensor
 
 from checkpoint_convert.quantizer import dequantized
 from megatron_grpo.engines.products import product_of_blocks
 from parallel import Shape
+
+of_all_experts: Callable[..., Tensor] = fused_moe_native.moe_forward_native
 
 
 def multiply_by_torch() -> None:
@@ -28,6 +34,7 @@ def multiply_by_torch() -> None:
         method.process_weights_after_loading = lambda self, layer: None
     Fp8LinearMethod.apply = linear
     Fp8MoEMethod.apply = experts
+    fused_moe_native.moe_forward_native = of_own_experts
 
 
 def linear(self: Fp8LinearMethod, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -60,5 +67,23 @@ def experts(
     weights = SimpleNamespace(num_experts=layer.num_experts, w13_weight=both, w2_weight=down)
     topk = dispatch_output.topk_output
     return StandardCombineInput(
-        hidden_states=fused_moe_native.moe_forward_native(weights, x, topk, self.moe_runner_config)
+        hidden_states=of_own_experts(weights, x, topk, self.moe_runner_config)
     )
+
+
+def of_own_experts(
+    layer: Any, x: Tensor, topk_output: StandardTopKOutput, config: MoeRunnerConfig
+) -> Tensor:
+    """What the worker's experts add up to for tokens `x` [tokens, hidden].
+
+    Every choice of one of these counts as a token of its own.
+    """
+    weights, ids, logits = topk_output
+    if len(x) and (ids >= 0).all():
+        return of_all_experts(layer, x, topk_output, config)
+    summed = torch.zeros_like(x)
+    tokens, choices = (ids >= 0).nonzero(as_tuple=True)
+    if len(tokens):
+        own = StandardTopKOutput(weights[tokens, choices, None], ids[tokens, choices, None], logits)
+        summed.index_add_(0, tokens, of_all_experts(layer, x[tokens], own, config))
+    return summed

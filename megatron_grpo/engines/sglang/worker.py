@@ -55,7 +55,6 @@ from megatron_grpo.engines.sglang.args import (
     VISION_VARIABLE,
 )
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
-from megatron_grpo.engines.sglang.cpu_experts import skip_others
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.images import forget_features, see_bytes
 from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
@@ -247,7 +246,6 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     if is_cpu():
         attend_by_torch()
         multiply_by_torch()
-        skip_others()
     Req._check_token_based_finish = ends_at_stop_token
     accumulator = _GenerationStreamAccumulator
     accumulator.accept = tells_versions(accumulator.accept)

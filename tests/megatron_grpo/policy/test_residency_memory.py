@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from checkpoint_convert import read_shape
-from helpers.memory import WIDE, held
 from helpers.models import tiny_model
 from helpers.policies import Lengths, accumulate, pack_all, start_policy, tiny_config
 from helpers.ranks import run_ranks
@@ -21,11 +20,31 @@ from parallel import ParallelDims
 
 DIMS = ParallelDims()
 NUM_GENERATIONS = 3
+WIDE = {
+    "num_hidden_layers": 12,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""Of a model of 47 million parameters, whose state is much more than what else a rank takes.
+
+In float32: in bfloat16 oneDNN keeps its kernels for each length of a microbatch, about a megabyte
+for each product.
+"""
 
 
 def config(folder: Path, offload: str) -> Config:
     sleeps = "rollout.enable_sleep_mode=true"
     return tiny_config(folder, DIMS, f"train.offload={offload}", sleeps, "grpo.beta=0.04")
+
+
+def held() -> int:
+    """Bytes of this process's memory: what is its own and what it shares, but no mapped files."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return 1024 * (sizes["Anonymous"] + sizes["Pss_Shmem"])
 
 
 def measure(rank: int, folder: Path, offload: str) -> list[tuple[Phase, int]]:
