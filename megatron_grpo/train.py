@@ -175,9 +175,7 @@ class Trainer:
             self.zero, lambda zero: zero.with_engines.probe(self.step), lambda: self.push(self.step)
         )
         self.sleep_engines()
-        self._unlogged |= probe_logprobs(
-            experience, self.policy, self.cost, self.cfg, self.run.groups, self.run.device
-        )
+        self._unlogged |= probe_logprobs(experience, self.preparation)
         if self.cfg.rollout.enable_sleep_mode:
             self.push(self.step)
 
