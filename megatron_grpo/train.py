@@ -33,9 +33,8 @@ from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.profiler import profiled_step
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
-from megatron_grpo.rollout.generate import RolloutBatch
+from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
 from megatron_grpo.rollout.probe import probe_logprobs
-from megatron_grpo.rollout.replay import rollouter_of
 from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
@@ -103,9 +102,9 @@ class Trainer:
         self.schedule = BatchSchedule.of(cfg.grpo)
         self.cost = CostModel.transformer(shape.hidden_size, shape.attending_share)
         rollouter = None
-        if run.groups.rank == 0:
+        if run.groups.rank == 0 and cfg.train.replay is None:
             num_ranks = cfg.dims.world_size // run.num_hosts
-            rollouter = stack.enter_context(closing(rollouter_of(cfg, shape, run.token, num_ranks)))
+            rollouter = stack.enter_context(closing(Rollouter(cfg, shape, run.token, num_ranks)))
             rollouter.wait_for_memory()
         if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
             wait_for_rank_0()  # the engines measure free memory first, or give theirs back
@@ -130,8 +129,8 @@ class Trainer:
         sync = WeightSync(cfg, shape, sender, *place, engines, self.residency, loaded)
         self.weight_sync = stack.enter_context(closing(sync))
         self.zero: RankZero | None = None
-        if rollouter is not None:
-            self.zero = RankZero.open(cfg, run.watchdog, rollouter, self.state, stack)
+        if run.groups.rank == 0:
+            self.zero = RankZero.open(cfg, run.watchdog, shape, rollouter, self.state, stack)
         runner = self.zero.runner if self.zero else None
         self.rollouts = RolloutScheduler(cfg, runner, self.push)
         self.experience: Experience | None = None
@@ -360,7 +359,7 @@ class Trainer:
             step=self.step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
-            prompts=self.zero.rollouter.stream.fingerprint if self.zero else None,
+            prompts=self.zero.stream.fingerprint if self.zero else None,
             beta=self.beta,
             base=self.policy.adapters.base if self.policy.adapters else None,
             ready=tuple(Ready(generation=n, metrics=batch.metrics) for n, batch in ready.items()),

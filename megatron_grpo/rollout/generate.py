@@ -1,10 +1,11 @@
 """From prompts to experience: generate, score, compare. Rank 0 only."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,7 @@ from megatron_grpo.rewards import RewardPools
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup, as_experience
 from megatron_grpo.rollout.group_scorer import EarlyScores, GroupScorer
-from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.timing import IDLE, ROLLOUT, WAIT, PhaseTimer, Timeline
 from megatron_grpo.workers.child_process import COLLECTOR
 
 if TYPE_CHECKING:
@@ -155,24 +156,6 @@ class Rollouter:
         nothing = torch.zeros(len(samples), dtype=torch.float64)
         return Experience(samples, [], nothing, nothing.long(), nothing)
 
-    def rollout(self, request: RolloutRequest) -> "Rollout":
-        """A generation that is to be made."""
-        return Rollout(self, request)
-
-    def requests(self, sampler: DynamicSampler, request: RolloutRequest) -> SampleRequests:
-        """The requests of one round of a generation; dialogues begin at once."""
-        params = self.sampling_params(request.generation, sampler.round, request.policy_version)
-        if self.dialogues is None:
-            return Generation(sampler.prompts, params)
-        self.dialogues.wait_ready([prompt.row for prompt in self.stream.prompts])
-        return self.dialogues.generation(sampler.prompts, params, self.cfg)
-
-    def answers(self, request: RolloutRequest, requests: SampleRequests) -> list[Sample]:
-        """All samples of the requests of one round."""
-        if self.in_flight:
-            return self.in_flight.generate(request.generation, requests)
-        return (self.dialogues or self.engines).generate(requests)
-
     def sampling_params(
         self, generation: int, round_number: int, policy_version: int
     ) -> SamplingParams:
@@ -215,8 +198,9 @@ class Rollouter:
 class Rollout:
     """One generation in progress: its open requests, and the groups found so far.
 
-    `run` may raise NoServingEngine; after a push of the same weights, another `run` continues where
-    that one stopped. A generation from other weights is another Rollout.
+    It is made by `finish`, or from `start` on if the rollouter has threads. Either may fail with
+    NoServingEngine; after a push of the same weights, both continue where they stopped. A
+    generation from other weights is another Rollout.
     """
 
     def __init__(self, rollouter: Rollouter, request: RolloutRequest) -> None:
@@ -227,6 +211,44 @@ class Rollout:
         """The requests of this round."""
         early = EarlyScores(rollouter.scorer, request.generation)
         self.early = early if rollouter.threads else None
+        self.made: Future[RolloutBatch] | None = None
+        """The result of the thread, if there is one."""
+        self._phases: SimpleQueue[str | None] = SimpleQueue()
+        """The phases that the thread enters; None when it ends."""
+
+    def restore(
+        self, samples: Sequence[Sample], scored: Sequence[ScoredGroup], engines: set[str]
+    ) -> None:
+        """Continue a generation of a checkpoint, before it is started: with its `samples`, those of
+        its groups that were `scored`, and the addresses of `engines` that had answered."""
+        self.open = self._new_requests()
+        assert isinstance(self.open, Generation), "a checkpoint holds no dialogues"
+        self.open.restore(samples)
+        self.open.engines |= engines
+        if self.early:
+            self.early.restore(scored)
+
+    def start(self, timeline: Timeline) -> None:
+        """Begin to make the generation in a thread, if the rollouter has any."""
+        if threads := self._rollouter.threads:
+            self._phases = SimpleQueue()
+            self.made = threads.submit(self._run_in_thread, timeline)
+
+    def finish(self, timer: PhaseTimer) -> RolloutBatch:
+        """Wait for the generation; make it here if there is no thread. Raises what `run` raises.
+
+        While a thread makes it, `timer` enters the thread's phases: the watchdog has a limit for
+        each.
+        """
+        if self.made is None:
+            return self.run(timer)
+        phase: str | None = IDLE
+        while phase is not None:
+            with timer.phase(WAIT, phase):
+                phase = self._phases.get()
+            while not self._phases.empty():  # skip phases that are over
+                phase = self._phases.get()
+        return self.made.result()
 
     def run(self, timer: PhaseTimer) -> RolloutBatch:
         """Sample the prompts and score the samples, in as many rounds as dynamic sampling takes.
@@ -238,8 +260,8 @@ class Rollout:
         sampler = self.sampler
         while sampler.prompts:
             with timer.phase("generate"):
-                self.open = self.open or self.begin()
-                samples = self._rollouter.answers(self.request, self.open)
+                self.open = self.open or self._new_requests()
+                samples = self._answers(self.open)
                 self.open.print_failures()
             with timer.phase("score"):
                 early, scorer = self.early, self._rollouter.scorer
@@ -250,19 +272,51 @@ class Rollout:
             sampler.tally.check_failed(self._cfg.reward)
         return self._batch()
 
-    def begin(self) -> SampleRequests:
-        """New requests for this round."""
-        requests = self._rollouter.requests(self.sampler, self.request)
-        if self.early:
-            requests.tell_groups(self.early.begin)
-        return requests
-
     def abandon(self) -> None:
         """Drop the open requests, and end what they have started."""
         if self.open:
             self.open.abandon()
         if self.early:
             self.early.abandon()
+
+    def _run_in_thread(self, timeline: Timeline) -> RolloutBatch:
+        """`run` in a thread; the metrics include the seconds that it took."""
+
+        def record(name: str, began: float, seconds: float) -> None:
+            row = ROLLOUT + self.request.generation % timeline.num_rollouts
+            timeline.add(name, began, seconds, row, **asdict(self.request))
+
+        timer = PhaseTimer(self._phases.put, record)
+        try:
+            made = self.run(timer)
+            seconds = timer.metrics()
+            del seconds["time/step"]
+            return replace(made, metrics={**made.metrics, **seconds})
+        finally:
+            self._phases.put(None)
+
+    def _new_requests(self) -> SampleRequests:
+        """The requests of this round; dialogues begin at once."""
+        rollouter, request, prompts = self._rollouter, self.request, self.sampler.prompts
+        params = rollouter.sampling_params(
+            request.generation, self.sampler.round, request.policy_version
+        )
+        requests: SampleRequests
+        if dialogues := rollouter.dialogues:
+            dialogues.wait_ready([prompt.row for prompt in rollouter.stream.prompts])
+            requests = dialogues.generation(prompts, params, self._cfg)
+        else:
+            requests = Generation(prompts, params)
+        if self.early:
+            requests.tell_groups(self.early.begin)
+        return requests
+
+    def _answers(self, requests: SampleRequests) -> list[Sample]:
+        """All samples of the requests of one round."""
+        rollouter = self._rollouter
+        if rollouter.in_flight:
+            return rollouter.in_flight.generate(self.request.generation, requests)
+        return (rollouter.dialogues or rollouter.engines).generate(requests)
 
     def _batch(self) -> RolloutBatch:
         sampler = self.sampler

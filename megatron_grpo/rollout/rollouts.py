@@ -21,6 +21,7 @@ from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
 from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.open_samples import may_be_saved
+from megatron_grpo.rollout.replay import Replay
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
@@ -28,8 +29,9 @@ from parallel.collectives import on_rank_0
 Z = TypeVar("Z")
 T = TypeVar("T")
 
-Runner = GroupRunner | RolloutRunner
-"""Makes generations: all from one queue of groups with over-sampling, else each by itself."""
+Runner = GroupRunner | RolloutRunner | Replay
+"""Makes generations: all from one queue of groups with over-sampling, else each by itself; or reads
+those of another run."""
 
 STOPS = (Preempted, NoServingEngine, RolloutAborted)
 """What all ranks raise together when rank 0 does."""

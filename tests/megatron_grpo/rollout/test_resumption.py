@@ -159,7 +159,7 @@ class Process:
         """Whether the engine has sampled all that it may."""
         numbers = set()
         for generation in self.scheduler.pending:
-            if (requests := self.runner._making[generation].rollout.open) is None:
+            if (requests := self.runner._rollouts[generation].open) is None:
                 return False
             numbers |= {generation * MOST_REQUESTS + number for number in requests.open.copy()}
         at_engine = self.engine.lengths.copy()
