@@ -1,11 +1,9 @@
 """The training loop that every rank runs; `rank` sets up what it runs on."""
 
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
 
 import torch
 
-from checkpoint_convert import ModelShape
 from megatron_grpo.algorithm.kl import adapted_beta
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
@@ -16,47 +14,28 @@ from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.experience_file import CURRENT, OPEN, ready_prefix
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
-from megatron_grpo.config.config import Config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.http import RolloutAborted
-from megatron_grpo.engines.pushed import loaded_sums, pushed_sender, pushed_weights
+from megatron_grpo.engines.pushed import pushed_weights
 from megatron_grpo.evaluation.evaluation import is_due
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.export import export_model
-from megatron_grpo.policy.model import unwrapped, weight_sender
-from megatron_grpo.policy.quantized import policy_of
-from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.residency import build_residency
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.profiler import profiled_step
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
-from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
+from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.probe import probe_logprobs
 from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
+from megatron_grpo.run import Run, build_models, open_weight_sync, start_engines
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
-from megatron_grpo.watchdog import START, Watchdog, agree_to_stop
-from megatron_grpo.weight_sync import WeightSync
+from megatron_grpo.watchdog import START, agree_to_stop
 from parallel.collectives import wait_for_rank_0
-from parallel.groups import Groups
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
-
-
-@dataclass(frozen=True)
-class Run:
-    """One process of a run, and what it works with."""
-
-    cfg: Config
-    groups: Groups
-    device: torch.device
-    num_hosts: int
-    token: str | None
-    """Authorizes requests to the engines in `rollout.base_urls`; only rank 0 talks to them."""
-    watchdog: Watchdog
 
 
 def train(run: Run) -> None:
@@ -97,36 +76,27 @@ class Trainer:
 
     def __init__(self, run: Run, stack: ExitStack) -> None:
         self.run, self.cfg, cfg = run, run.cfg, run.cfg
+        self.schedule = BatchSchedule.of(cfg.grpo)
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
-        self.schedule = BatchSchedule.of(cfg.grpo)
-        self.cost = CostModel.transformer(shape.hidden_size, shape.attending_share)
-        rollouter = None
-        if run.groups.rank == 0 and cfg.train.replay is None:
-            num_ranks = cfg.dims.world_size // run.num_hosts
-            rollouter = stack.enter_context(closing(Rollouter(cfg, shape, run.token, num_ranks)))
-            rollouter.wait_for_memory()
-        if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
-            wait_for_rank_0()  # the engines measure free memory first, or give theirs back
+        rollouter = start_engines(run, shape, stack)
         self._engines_may_be_awake = False
-        self._build_models(shape)
-        self.checkpoints = stack.enter_context(
-            closing(Checkpoints(cfg, self.policy, self.reference, self.residency))
-        )
+        self.policy, self.reference = build_models(run, shape)
+        models = self.policy, self.reference
+        self.residency = build_residency(cfg, *models, run.device, run.ranks_per_host)
+        cost = CostModel.transformer(shape.hidden_size, shape.attending_share)
+        self.preparation = Preparation(*models, cost, cfg, run.groups, run.device)
+        self.checkpoints = stack.enter_context(closing(Checkpoints(cfg, *models, self.residency)))
         self.state = self.checkpoints.load()
         self.state.check_base(self.policy.adapters.base if self.policy.adapters else None)
         run.watchdog.enter(START)  # all ranks have loaded
         self.step = self._first_step = self._exported_step = self.state.step
+        self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
         self.beta = cfg.grpo.beta
         if cfg.grpo.kl_target is not None and self.state.beta is not None:
             self.beta = self.state.beta
-        self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
-        sender = weight_sender(self.policy, run.groups)
-        loaded = loaded_sums(cfg, shape, sender, self.policy.parameters())
-        sender = pushed_sender(self.policy, sender, cfg, run.groups)
         engines = rollouter.engines if rollouter else None
-        place = run.device, run.num_hosts
-        sync = WeightSync(cfg, shape, sender, *place, engines, self.residency, loaded)
+        sync = open_weight_sync(run, self.policy, self.residency, engines)
         self.weight_sync = stack.enter_context(closing(sync))
         self.zero: RankZero | None = None
         if run.groups.rank == 0:
@@ -138,24 +108,6 @@ class Trainer:
         self._unlogged: dict[str, float] = {}
         """Metrics of the probe and of a new generation, which the next step logs."""
         self.timer = self._new_timer()
-
-    def _build_models(self, shape: ModelShape) -> None:
-        run, cfg = self.run, self.cfg
-        if steps_done(cfg.train.run_dir / "checkpoints"):  # they have the adapters
-            lora = cfg.lora.model_copy(update={"adapter_path": None})
-            cfg = cfg.model_copy(update={"lora": lora})
-        self.policy = policy_of(cfg, shape, run.groups)
-        if run.groups.rank == 0:
-            print(describe(unwrapped(self.policy.chunks[0]), self.policy.optimizer))
-        self.reference = reference_of(self.policy, cfg, run.groups) if cfg.grpo.beta > 0 else None
-        num_ranks = cfg.dims.world_size // run.num_hosts
-        self.residency = build_residency(cfg, self.policy, self.reference, run.device, num_ranks)
-        for model in (self.policy, self.reference):
-            for chunk in model.chunks if model else ():
-                chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
-        self.preparation = Preparation(
-            self.policy, self.reference, self.cost, cfg, run.groups, run.device
-        )
 
     def start(self) -> None:
         """Push the weights, compare log-probabilities with the engines', and evaluate if due."""
