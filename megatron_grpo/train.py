@@ -32,8 +32,8 @@ from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
 from megatron_grpo.run import Run, build_models, open_weight_sync, start_engines
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
-from megatron_grpo.watchdog import START, agree_to_stop
-from parallel.collectives import wait_for_rank_0
+from megatron_grpo.watchdog import START
+from parallel.collectives import any_rank, wait_for_rank_0
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
 
@@ -326,8 +326,11 @@ class Trainer:
         self.checkpoints.save(state, saved)
 
     def stop_if_preempted(self) -> None:
-        """Raise Preempted on all ranks if any rank was told to stop."""
-        if agree_to_stop(self.run.watchdog.is_preempted):
+        """Raise Preempted on all ranks if any rank was told to stop.
+
+        Ranks learn of a signal at different times: else one might stop a step before another.
+        """
+        if any_rank(self.run.watchdog.is_preempted):
             raise Preempted
 
     def save_and_stop(self, reason: Preempted | RolloutAborted) -> None:
@@ -340,7 +343,7 @@ class Trainer:
             self.rollouts.finish_for_save(self.step, self.timer)
         self.rollouts.give_up()
         self.save(now=True)
-        told = agree_to_stop(self.run.watchdog.is_preempted)
+        told = any_rank(self.run.watchdog.is_preempted)
         if isinstance(reason, RolloutAborted) and not told:
             raise reason
         if self.step < self.cfg.num_steps:

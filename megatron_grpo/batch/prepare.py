@@ -29,9 +29,9 @@ from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.mtp import with_second_tokens
 from megatron_grpo.policy.router import with_own_layers
-from megatron_grpo.policy.skipped_steps import is_so_on_all_ranks
 from megatron_grpo.policy.vision import with_features
 from megatron_grpo.timing import PhaseTimer
+from parallel.collectives import any_rank
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
@@ -173,7 +173,7 @@ class Preparation:
         """
         if not is_skipped:
             return with_old_logprobs(batches, logprobs, self.groups)
-        if is_so_on_all_ranks(not logprobs, self.device):
+        if not any_rank(bool(logprobs), self.device):
             return list(batches)
         temperature = self.cfg.rollout.temperature
         computed = compute_logprobs(self.policy, batches, temperature, self.groups)
