@@ -112,13 +112,13 @@ class Trainer:
     def start(self) -> None:
         """Push the weights, compare log-probabilities with the engines', and evaluate if due."""
         if self.cfg.train.replay is None:
-            self._meet_engines()
+            self._probe_engines()
         self._evaluate()  # one that an interrupted run did not get to, or before the first step
         self.rollouts.after_push(self.step)
         self._restore_ready()
         self._begin_step()
 
-    def _meet_engines(self) -> None:
+    def _probe_engines(self) -> None:
         if self.zero:
             self.zero.wait_ready()
         self.push(self.step)

@@ -102,12 +102,12 @@ class WeightSync:
         rank 0 was told to stop while waiting for an engine.
         """
         with timer.phase("await_engines"):
-            self._assemble()
+            self._await_engines()
         is_repeated = False
         while failure := self._try_push(parameters, policy_version, timer):
             self.close()
             with timer.phase("await_engines"):
-                has_changed = self._assemble()
+                has_changed = self._await_engines()
             if is_repeated and not has_changed:
                 raise RolloutAborted(str(failure))
             is_repeated = not has_changed
@@ -118,20 +118,20 @@ class WeightSync:
         """Close this rank's channels."""
         self._transport.close()
 
-    def _assemble(self) -> bool:
+    def _await_engines(self) -> bool:
         """Tell all ranks how many engines the push is for; returns whether the engines changed.
 
         If they did, the channels to the earlier ones are closed.
         """
 
-        def assemble(engines: RolloutClient) -> tuple[int, int]:
+        def await_engines(engines: RolloutClient) -> tuple[int, int]:
             try:
-                return engines.assemble(self._check_engine)
+                return engines.await_engines(self._check_engine)
             except ConnectionError as error:
                 raise RolloutAborted(str(error)) from None
 
         self._make_room()
-        assembled = on_rank_0(self._engines, assemble, (Preempted, RolloutAborted))
+        assembled = on_rank_0(self._engines, await_engines, (Preempted, RolloutAborted))
         found = torch.tensor(assembled or (0, 0))
         dist.broadcast(found, src=0)
         self._num_engines, chain_number = found.tolist()
@@ -149,7 +149,7 @@ class WeightSync:
         """
         needs_room = torch.tensor(False)
         if self._engines is not None:
-            self._engines.take_stock(self._check_engine)
+            self._engines.update_health(self._check_engine)
             pool = self._engines.pool
             needs_room.fill_(bool(pool.starting) or not pool.up)
         dist.broadcast(needs_room, src=0)
@@ -165,7 +165,7 @@ class WeightSync:
     ) -> ConnectionError | None:
         """Returns on all ranks the error of the first rank that failed; None if none did."""
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
-        self._take_caches(timer)
+        self._sleep_engines(timer)
         with timer.phase("push"):
             self._residency.enter("push")
             failure = first_failure(lambda: self._begin(push), ConnectionError)
@@ -189,7 +189,7 @@ class WeightSync:
                 )
         return failure or broken
 
-    def _take_caches(self, timer: PhaseTimer) -> None:
+    def _sleep_engines(self, timer: PhaseTimer) -> None:
         """Let engines sleep if their caches may be where this rank's weights go. Collective."""
         if "weights" not in self._residency.away:
             return

@@ -20,7 +20,7 @@ from megatron_grpo.data.prompts import end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import Generation, SampleRequests
+from megatron_grpo.engines.generation import CompletionRequests, SampleRequests
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.layouts import holdings
 from megatron_grpo.engines.pool import EnginePool
@@ -150,7 +150,7 @@ class Rollouter:
         """Short, unscored samples of the first prompts; the same in every run of this config."""
         length = min(PROBE_LENGTH, self.cfg.rollout.max_completion_length)
         params = replace(self.sampling_params(0, 0, policy_version), max_completion_length=length)
-        samples = self.engines.generate(Generation(self.stream.batch(0), params))
+        samples = self.engines.generate(CompletionRequests(self.stream.batch(0), params))
         # Cut short on purpose: overlong_filter must not mask them.
         samples = [replace(sample, finish_reason="stop") for sample in samples]
         nothing = torch.zeros(len(samples), dtype=torch.float64)
@@ -222,7 +222,7 @@ class Rollout:
         """Continue a generation of a checkpoint, before it is started: with its `samples`, those of
         its groups that were `scored`, and the addresses of `engines` that had answered."""
         self.open = self._new_requests()
-        assert isinstance(self.open, Generation), "a checkpoint holds no dialogues"
+        assert isinstance(self.open, CompletionRequests), "a checkpoint holds no dialogues"
         self.open.restore(samples)
         self.open.engines |= engines
         if self.early:
@@ -306,9 +306,9 @@ class Rollout:
             dialogues.wait_ready([prompt.row for prompt in rollouter.stream.prompts])
             requests = dialogues.generation(prompts, params, self._cfg)
         else:
-            requests = Generation(prompts, params)
+            requests = CompletionRequests(prompts, params)
         if self.early:
-            requests.tell_groups(self.early.begin)
+            requests.on_group_complete(self.early.begin)
         return requests
 
     def _answers(self, requests: SampleRequests) -> list[Sample]:

@@ -15,7 +15,7 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt, images_by_prompt
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.engines.sampling_params import image_features
 from megatron_grpo.launch.process import preempted_instead
@@ -38,7 +38,7 @@ class Attempt:
     key: int
     """The number of its requests at `InFlight`. It grows with each attempt: earlier ones have
     priority."""
-    requests: Generation
+    requests: CompletionRequests
     began: float = field(default_factory=time.time)
     ended: float = 0.0
     scored: ScoredGroup | None = None
@@ -195,7 +195,7 @@ class GroupRunner:
             generation, position = divmod(number, self._schedule.num_prompts)
             params = self._rollouter.sampling_params(generation, 0, self._policy_version)
             params = replace(params, first_position=position)
-            requests = Generation([self._prompt(number)], params, features)
+            requests = CompletionRequests([self._prompt(number)], params, features)
             attempt = Attempt(self._num_attempts, requests)
             self._num_attempts += 1
             self._attempts[number] = attempt

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import preempted_instead
@@ -111,7 +111,7 @@ class RolloutRunner:
             made = rollout.made
             if made and made.done() and not made.exception():
                 complete[generation] = made.result()
-            elif isinstance(requests := rollout.open, Generation):
+            elif isinstance(requests := rollout.open, CompletionRequests):
                 prompts = self._rollouter.stream.batch(generation)
                 first = generation * len(prompts)
                 places = {prompt.index: first + number for number, prompt in enumerate(prompts)}

@@ -31,7 +31,7 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import decode_choice
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.transformers.engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.reference import reference_of
@@ -185,7 +185,7 @@ def bfloat16_samples(folder: Path) -> list[Sample]:
     params = sampling_params(
         num_generations=4, max_completion_length=24, stop_token_ids=[], router_replay=True
     )
-    generation = Generation(random_prompts(NUM_SAMPLES // 4), params)
+    generation = CompletionRequests(random_prompts(NUM_SAMPLES // 4), params)
     for number, request in [*generation.open.items()]:
         answer = json.dumps(engine.generate(request, lambda: True)).encode()
         asyncio.run(generation.take_answer(number, decode_choice(answer), "http://a"))
