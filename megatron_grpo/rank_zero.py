@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
-from megatron_grpo.checkpoints.experience_file import OPEN, read_experience
-from megatron_grpo.checkpoints.folders import step_folder
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
@@ -64,8 +62,6 @@ class RankZero:
         keep_export(cfg, state.step)  # before the log writes the new config
         log = stack.enter_context(closing(RunLog(cfg, state.step, source.tokenizer)))
         log.begin(len(stream.prompts))
-        folder = step_folder(cfg.train.run_dir / "checkpoints", state.step)
-        samples = read_experience(folder, stream.prompts, OPEN)
         runner: Runner
         if isinstance(source, Replay):
             runner = source
@@ -73,8 +69,6 @@ class RankZero:
             runner = GroupRunner(source, watchdog, log.timeline, state)
         else:
             runner = RolloutRunner(source, watchdog, log.timeline)
-        if state.groups and samples:
-            runner.restore(state.groups, samples)
         stack.enter_context(closing(runner))
         drafts = None
         if rollouter and cfg.rollout.vllm.get("speculative_config"):

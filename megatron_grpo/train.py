@@ -114,8 +114,8 @@ class Trainer:
         if self.cfg.train.replay is None:
             self._probe_engines()
         self._evaluate()  # one that an interrupted run did not get to, or before the first step
+        self._restore_generations()
         self.rollouts.after_push(self.step)
-        self._restore_ready()
         self._begin_step()
 
     def _probe_engines(self) -> None:
@@ -143,13 +143,18 @@ class Trainer:
             return PhaseTimer(self.run.watchdog.enter)
         return PhaseTimer(self.zero.enter, self.zero.log.timeline.add_step)
 
-    def _restore_ready(self) -> None:
-        """Restore the generations that were ready, but not trained on, when the run was saved."""
+    def _restore_generations(self) -> None:
+        """Restore the generations that were ready, but not trained on, when the run was saved, and
+        the samples of those in progress."""
         for number, ready in enumerate(self.state.ready):
             experience = self._load_experience(ready_prefix(number))
             assert experience or not self.zero, "the manifest of the checkpoint is right"
             batch = RolloutBatch(experience, ready.metrics) if experience else None
             self.rollouts.ready[ready.generation] = batch
+        if groups := self.state.groups:
+            samples = self._load_experience(OPEN)
+            if self.zero and samples:
+                self.zero.runner.restore(groups, samples)
 
     def _load_experience(self, prefix: str) -> Experience | None:
         """On rank 0, what the checkpoint of this step has in files of that prefix."""
