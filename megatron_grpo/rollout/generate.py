@@ -32,7 +32,7 @@ from megatron_grpo.rewards import RewardPools
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup, as_experience
 from megatron_grpo.rollout.group_scorer import EarlyScores, GroupScorer
-from megatron_grpo.timing import IDLE, ROLLOUT, WAIT, PhaseTimer, Timeline
+from megatron_grpo.timing import IDLE, WAIT, PhaseTimer, Timeline
 from megatron_grpo.workers.child_process import COLLECTOR
 
 if TYPE_CHECKING:
@@ -282,10 +282,7 @@ class Rollout:
     def _run_in_thread(self, timeline: Timeline) -> RolloutBatch:
         """`run` in a thread; the metrics include the seconds that it took."""
 
-        def record(name: str, began: float, seconds: float) -> None:
-            row = ROLLOUT + self.request.generation % timeline.num_rollouts
-            timeline.add(name, began, seconds, row, **asdict(self.request))
-
+        record = partial(timeline.add_rollout, **asdict(self.request))
         timer = PhaseTimer(self._phases.put, record)
         try:
             made = self.run(timer)

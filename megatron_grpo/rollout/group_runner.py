@@ -24,7 +24,7 @@ from megatron_grpo.rollout.generate import RolloutBatch, Rollouter, RolloutReque
 from megatron_grpo.rollout.group_queue import GroupQueue
 from megatron_grpo.rollout.open_samples import experience_of, groups_of
 from megatron_grpo.rollout.runner import as_rollout_aborted
-from megatron_grpo.timing import ROLLOUT, WAIT, PhaseTimer, Timeline
+from megatron_grpo.timing import WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
 
 NUM_READ_AT_ONCE = 64
@@ -269,11 +269,8 @@ class GroupRunner:
         groups = [attempt.scored for attempt in attempts if attempt.scored]
         experience = as_experience(groups, self._cfg)
         began, ended = min(each.began for each in attempts), max(each.ended for each in attempts)
-        row = ROLLOUT + generation % self._timeline.num_rollouts
-        version = self._policy_version
-        self._timeline.add(
-            "generate", began, ended - began, row, generation=generation, policy_version=version
-        )
+        about = {"generation": generation, "policy_version": self._policy_version}
+        self._timeline.add_rollout("generate", began, ended - began, **about)
         metrics = self._tally.metrics(len(self._rejected), self._cfg.grpo) | {
             "rollout/num_engines": len(set().union(*(each.requests.engines for each in attempts))),
             "rollout/dropped_stale": self._num_dropped,

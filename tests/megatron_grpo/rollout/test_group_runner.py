@@ -56,7 +56,7 @@ def rollouter(tmp_path: Path, model: Path) -> Iterator[Rollouter]:
 
 
 def runner_of(rollouter: Rollouter, state: TrainerState) -> GroupRunner:
-    timeline = SimpleNamespace(add=lambda *args, **kwargs: None, num_rollouts=1)
+    timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
     return GroupRunner(rollouter, SimpleNamespace(is_preempted=False), timeline, state)
 
 

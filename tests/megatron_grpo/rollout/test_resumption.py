@@ -124,7 +124,7 @@ class Process:
         self.rollouter, self.folder = rollouter, folder
         self.engine = SteadyEngine(version=0)
         use(rollouter, self.engine)
-        timeline = SimpleNamespace(add=lambda *args, **kwargs: None, num_rollouts=1)
+        timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
         self.runner = RolloutRunner(rollouter, SimpleNamespace(is_preempted=False), timeline)
         self.scheduler = RolloutScheduler(rollouter.cfg, self.runner, lambda step: None)
         self.step, self.weights = 0, b"pretrained"

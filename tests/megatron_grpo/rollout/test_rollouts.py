@@ -30,7 +30,8 @@ def finish(thread, monkeypatch):
         cfg, nothing = SimpleNamespace(grpo=None), dict.fromkeys(("scorer", "in_flight"))
         rollouter = SimpleNamespace(threads=thread, stream=stream, cfg=cfg, **nothing)
         watchdog = SimpleNamespace(is_preempted=is_preempted)
-        runner = RolloutRunner(rollouter, watchdog, None)
+        timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
+        runner = RolloutRunner(rollouter, watchdog, timeline)
         runner.begin(RolloutRequest(generation=3, policy_version=1))
         runner.finish(3, PhaseTimer(lambda phase: None))
 

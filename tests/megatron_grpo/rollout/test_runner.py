@@ -36,7 +36,7 @@ def rollouter(tmp_path: Path) -> Iterator[Rollouter]:
 
 
 def runner_of(rollouter: Rollouter) -> RolloutRunner:
-    timeline = SimpleNamespace(add=lambda *args, **kwargs: None, num_rollouts=1)
+    timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
     return RolloutRunner(rollouter, SimpleNamespace(is_preempted=False), timeline)
 
 
