@@ -21,8 +21,7 @@ from megatron_grpo.reporting.tracking import write_whole
 from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
 from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.replay import Replay, write_generation
-from megatron_grpo.rollout.rollouts import Runner
-from megatron_grpo.rollout.runner import RolloutRunner, as_rollout_aborted
+from megatron_grpo.rollout.runner import RolloutRunner, Runner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.watchdog import Watchdog
 

@@ -64,9 +64,9 @@ class WeightSync:
         limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
         worker_bytes = shard_bytes(workers, itemsizes)
         bucket_bytes = bucket_bytes_for(limit, senders, cfg.rollout.num_engines, worker_bytes)
-        self._sends = cut_shares(shares, bucket_bytes // max(itemsizes.values()))
+        sends = cut_shares(shares, bucket_bytes // max(itemsizes.values()))
         self._transport: WeightChannels | WeightFolder
-        folder = WeightFolder(cfg, shape, sender, workers, self._sends, dtypes)
+        folder = WeightFolder(cfg, shape, sender, workers, sends, dtypes)
         folder.close()  # that of a run which was killed in a push
         if cfg.rollout.weight_transport == "disk":
             self._transport = folder
@@ -74,7 +74,7 @@ class WeightSync:
             self._transport = WeightChannels(
                 cfg.rollout,
                 workers,
-                self._sends,
+                sends,
                 dtypes,
                 senders=senders,
                 bucket_bytes=bucket_bytes,

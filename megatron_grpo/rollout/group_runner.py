@@ -47,8 +47,7 @@ class Attempt:
 class GroupRunner:
     """Has as many groups at the engines as over-sampling allows; see `GroupQueue`.
 
-    Takes the place of a `RolloutRunner`, but begins no generations: it requests new groups as
-    others leave.
+    A `Runner` that begins no generations: it requests new groups as others leave.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class GroupRunner:
         """Does nothing: groups are requested as others leave."""
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Wait until enough groups are complete; raises what `RolloutRunner.finish` raises."""
+        """Wait until enough groups are complete; raises what `Runner.finish` raises."""
         with (
             preempted_instead(lambda: self._watchdog.is_preempted),
             as_rollout_aborted(f"generation {generation}"),

@@ -83,7 +83,7 @@ def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
 
 
 class Replay:
-    """Reads the generations of the run in `train.replay`, in place of a `RolloutRunner`.
+    """A `Runner` that reads the generations of the run in `train.replay`.
 
     Raises ValueError if they were drawn from other prompts.
     """

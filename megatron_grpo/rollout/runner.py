@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
+from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards import RewardError
@@ -32,6 +34,44 @@ def as_rollout_aborted(what: str) -> Iterator[None]:
         raise RolloutAborted(f"{what} failed: {error}") from error
 
 
+class Runner(Protocol):
+    """Makes the generations of a run, on rank 0; `RolloutScheduler` knows when.
+
+    A `RolloutRunner` makes each by itself, a `GroupRunner` all from one queue of groups, and a
+    `Replay` reads those of another run.
+    """
+
+    @property
+    def in_flight(self) -> InFlight | None:
+        """Has the engines work on several generations at a time, through pushes of weights."""
+
+    def begin(self, request: RolloutRequest) -> None:
+        """Begin a generation; one whose engines were lost continues if the request is the same."""
+
+    def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
+        """Wait for a generation and return it.
+
+        Raises NoServingEngine if engines may come back, and RolloutAborted for any other failure,
+        so that the run saves what it has learnt before it ends; Preempted instead of these if the
+        scheduler wants the machine back.
+        """
+        ...
+
+    def resume(self, policy_version: int) -> None:
+        """Continue with weights of that version."""
+
+    def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
+        """What a checkpoint holds: the groups of unfinished generations, their samples so far, and
+        the finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
+        ...
+
+    def restore(self, saved: OpenGroups, samples: Experience) -> None:
+        """Restore the groups of a checkpoint, before anything is begun or resumed."""
+
+    def close(self) -> None:
+        """Cancel the generations in progress, since their rollouter is about to be closed."""
+
+
 @dataclass
 class Restored:
     """What a checkpoint holds of an unfinished generation."""
@@ -44,7 +84,7 @@ class Restored:
 
 
 class RolloutRunner:
-    """Makes generations, each by itself."""
+    """Makes generations, each by itself; see `Runner`."""
 
     def __init__(self, rollouter: Rollouter, watchdog: Watchdog, timeline: Timeline) -> None:
         self._rollouter, self._watchdog, self._timeline = rollouter, watchdog, timeline
@@ -68,12 +108,7 @@ class RolloutRunner:
         rollout.start(self._timeline)
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Wait for a generation and return it.
-
-        Raises NoServingEngine if engines may come back, and RolloutAborted for any other failure,
-        so that the run saves what it has learnt before it ends; Preempted instead of these if the
-        scheduler wants the machine back.
-        """
+        """Wait for a generation and return it."""
         with (
             preempted_instead(lambda: self._watchdog.is_preempted),
             as_rollout_aborted(f"generation {generation}"),
@@ -94,8 +129,7 @@ class RolloutRunner:
                 rollout.start(self._timeline)
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """What a checkpoint holds: the groups of unfinished generations, their samples so far, and
-        the finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
+        """What a checkpoint holds of the generations in progress."""
         if not may_be_saved(self._rollouter.cfg):
             return None, None, {}
         assert self.in_flight is not None
