@@ -28,7 +28,7 @@ from megatron_grpo.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class RankZero:
-    """Rank 0's part of a run from its state on; see `on_rank_0`."""
+    """Rank 0's part of a run, once its checkpoint is loaded; all ranks reach it by `on_rank_0`."""
 
     cfg: Config
     watchdog: Watchdog

@@ -70,7 +70,7 @@ class GroupRunner:
             max_staleness=cfg.rollout.max_staleness,
             row_of=lambda number: self._prompt(number).index,
             next_number=groups.next_number if groups else self._num_taken * size,
-            again=[*groups.untaken] if groups else [],
+            requeued=[*groups.untaken] if groups else [],
         )
         self._attempts: dict[int, Attempt] = {}
         """By number, the attempt at each group that is open or complete."""
@@ -131,7 +131,7 @@ class GroupRunner:
         with self.in_flight.suspended(), self._changed:
             queue = self._queue
             each = {n: attempt.scored or attempt for n, attempt in sorted(self._attempts.items())}
-            next_number, untaken, asked_at = queue.next_number, queue.untaken, queue.asked_at
+            next_number, untaken, asked_at = queue.next_number, queue.untaken, queue.requested_at
             engines = {n: sorted(a.requests.engines.copy()) for n, a in self._attempts.items()}
         groups = {
             number: found if isinstance(found, ScoredGroup) else found.requests.so_far()
