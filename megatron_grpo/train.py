@@ -27,7 +27,7 @@ from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.profiler import profiled_step
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
 from megatron_grpo.rollout.generate import RolloutBatch
-from megatron_grpo.rollout.probe import probe_logprobs
+from megatron_grpo.rollout.probe import probe_logprobs, sample_probe
 from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
 from megatron_grpo.run import Run, build_models, open_weight_sync, start_engines
 from megatron_grpo.timing import PhaseTimer
@@ -123,7 +123,9 @@ class Trainer:
             self.zero.wait_ready()
         self.push(self.step)
         experience = ask_engines(
-            self.zero, lambda zero: zero.with_engines.probe(self.step), lambda: self.push(self.step)
+            self.zero,
+            lambda zero: sample_probe(zero.with_engines, self.step),
+            lambda: self.push(self.step),
         )
         self.sleep_engines()
         self._unlogged |= probe_logprobs(experience, self.preparation)

@@ -8,8 +8,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-import torch
-
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.agents.agents import open_dialogues
@@ -37,9 +35,6 @@ from megatron_grpo.workers.child_process import COLLECTOR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-PROBE_LENGTH = 8
-"""Most tokens per sample of the probe."""
 
 
 @dataclass(frozen=True)
@@ -145,16 +140,6 @@ class Rollouter:
                 check_engine(held.all, workers, held.dtypes)
             except ValueError as error:
                 raise ValueError(f"rollout engine {url}: {error}") from None
-
-    def probe(self, policy_version: int) -> Experience:
-        """Short, unscored samples of the first prompts; the same in every run of this config."""
-        length = min(PROBE_LENGTH, self.cfg.rollout.max_completion_length)
-        params = replace(self.sampling_params(0, 0, policy_version), max_completion_length=length)
-        samples = self.engines.generate(CompletionRequests(self.stream.batch(0), params))
-        # Cut short on purpose: overlong_filter must not mask them.
-        samples = [replace(sample, finish_reason="stop") for sample in samples]
-        nothing = torch.zeros(len(samples), dtype=torch.float64)
-        return Experience(samples, [], nothing, nothing.long(), nothing)
 
     def sampling_params(
         self, generation: int, round_number: int, policy_version: int

@@ -6,7 +6,7 @@ temperature rule, and a kernel may be wrong on some device. So a few tokens are 
 first prompts of the data, and compared with the trainer's log-probabilities of the same tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,11 @@ from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.quantized import quantized_weights
+from megatron_grpo.rollout.generate import Rollouter
 
 BOUNDS = {"float32": 1e-2, "bfloat16": 0.15}
 """Largest allowed mean absolute difference of log-probabilities, in nats, by `model.dtype`.
@@ -33,12 +35,30 @@ more tokens change their experts: 0.22 on average with random routers and FP8 pe
 weights differ by 3 (tests/megatron_grpo/engines/test_vllm_worker.py)."""
 
 
+PROBE_LENGTH = 8
+"""Most tokens per sample of the probe."""
+
+
 @dataclass(frozen=True)
 class Gap:
     """Absolute difference of log-probabilities over the tokens of the probe, in nats."""
 
     mean: float
     largest: float
+
+
+def sample_probe(rollouter: Rollouter, policy_version: int) -> Experience:
+    """Short, unscored samples of the first prompts; the same in every run of this config."""
+    length = min(PROBE_LENGTH, rollouter.cfg.rollout.max_completion_length)
+    params = rollouter.sampling_params(0, 0, policy_version)
+    params = replace(params, max_completion_length=length)
+    requests = CompletionRequests(rollouter.stream.batch(0), params)
+    # Cut short on purpose: overlong_filter must not mask them.
+    samples = [
+        replace(sample, finish_reason="stop") for sample in rollouter.engines.generate(requests)
+    ]
+    nothing = torch.zeros(len(samples), dtype=torch.float64)
+    return Experience(samples, [], nothing, nothing.long(), nothing)
 
 
 def probe_logprobs(experience: Experience | None, preparation: Preparation) -> dict[str, float]:
