@@ -18,9 +18,10 @@ from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
 from megatron_grpo.reporting.tracking import write_whole
-from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
+from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.replay import Replay, write_generation
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.runner import RolloutRunner, Runner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.watchdog import Watchdog

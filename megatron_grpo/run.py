@@ -15,7 +15,7 @@ from megatron_grpo.policy.model import Policy, unwrapped, weight_sender
 from megatron_grpo.policy.quantized import policy_of
 from megatron_grpo.policy.reference import Reference, reference_of
 from megatron_grpo.policy.residency import Residency
-from megatron_grpo.rollout.generate import Rollouter
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.watchdog import Watchdog
 from megatron_grpo.weight_sync import WeightSync
 from parallel.collectives import wait_for_rank_0

@@ -20,9 +20,10 @@ from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.engines.sampling_params import image_features
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup, Tally, as_experience
-from megatron_grpo.rollout.generate import RolloutBatch, Rollouter, RolloutRequest
+from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
 from megatron_grpo.rollout.group_queue import GroupQueue
 from megatron_grpo.rollout.open_samples import experience_of, groups_of
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.runner import as_rollout_aborted
 from megatron_grpo.timing import WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog

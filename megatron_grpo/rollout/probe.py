@@ -19,7 +19,7 @@ from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.quantized import quantized_weights
-from megatron_grpo.rollout.generate import Rollouter
+from megatron_grpo.rollout.rollouter import Rollouter
 
 BOUNDS = {"float32": 1e-2, "bfloat16": 0.15}
 """Largest allowed mean absolute difference of log-probabilities, in nats, by `model.dtype`.

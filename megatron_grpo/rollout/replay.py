@@ -16,7 +16,8 @@ from megatron_grpo.checkpoints.experience_file import READY, read_experience, wr
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest, load_stream
+from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
+from megatron_grpo.rollout.rollouter import load_stream
 from megatron_grpo.timing import PhaseTimer
 
 FACTS_FILE = "generation.json"

@@ -17,8 +17,9 @@ from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.generate import Rollout, RolloutBatch, Rollouter, RolloutRequest
+from megatron_grpo.rollout.generate import Rollout, RolloutBatch, RolloutRequest
 from megatron_grpo.rollout.open_samples import experience_of, groups_of, may_be_saved
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.timing import PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
 

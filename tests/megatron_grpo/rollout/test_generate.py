@@ -17,7 +17,8 @@ from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.launch.run_dir import new_token
-from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
+from megatron_grpo.rollout.generate import RolloutRequest
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims

@@ -13,8 +13,9 @@ from helpers.policies import tiny_config
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rollout.generate import RolloutBatch, load_stream
+from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.replay import Replay, check_replay, write_generation
+from megatron_grpo.rollout.rollouter import load_stream
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 

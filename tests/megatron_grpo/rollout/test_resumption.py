@@ -41,7 +41,8 @@ from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
 from megatron_grpo.rollout import rollouts
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
+from megatron_grpo.rollout.generate import RolloutBatch
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.rollouts import RolloutScheduler
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer

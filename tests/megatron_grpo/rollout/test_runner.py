@@ -18,7 +18,8 @@ from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
 from megatron_grpo.rewards import RewardError
-from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
+from megatron_grpo.rollout.generate import RolloutRequest
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.rollouts import RolloutScheduler
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
