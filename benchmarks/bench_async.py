@@ -31,7 +31,7 @@ from engine_watch import Look, Watch, children_seconds, idle_share, pass_seconds
 from helpers.engines import TestEngine, random_prompts, running_engine, sampling_params
 from helpers.jobs import Job
 from helpers.models import EOS_ID, tiny_model
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.planning.simulation import Loop, Mode, simulate
 
@@ -189,7 +189,7 @@ def receive_seconds(engine: TestEngine) -> float:
         seconds()  # of the requests before
         engine.pause()
         without = seconds()
-        answered = in_flight.submit(number, Generation(prompts, params))
+        answered = in_flight.submit(number, CompletionRequests(prompts, params))
         took = seconds() - without
         engine.resume()
         answered.result()

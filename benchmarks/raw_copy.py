@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from helpers.vllm_workers import WorkerClient, WorkerEngines, WorkerProcess
-from megatron_grpo.weight_sync import WeightSync, meanwhile
+from megatron_grpo.engines.client import meanwhile
+from megatron_grpo.weight_channels import WeightChannels
+from megatron_grpo.weight_sync import WeightSync
 from parallel.weight_transfer.channels import Channel
 from parallel.weight_transfer.streams import InStream, OutStream
 
@@ -21,7 +23,8 @@ def plain_bytes(parameters: Mapping[str, Tensor]) -> Tensor:
 
 def push_raw(sync: WeightSync, rank: int, plain: Tensor, engines: WorkerEngines) -> None:
     """Send as many bytes of `plain` as a push would, over the channels of an earlier push."""
-    sender = sync._weight_sender
+    assert isinstance(sync._transport, WeightChannels)
+    sender = sync._transport._sender
     assert sender is not None
     streams = [*sender._streams.values()]
     jobs = [

@@ -254,14 +254,14 @@ def place(
       megatron-grpo place configs/grpo_8b.yaml --nodes node1 --gpus-per-node 8
     """
     cfg, hosts = load_config(config, overrides or []), nodes.split(",")
-    placed = (place_engines if only_engines else place_job)(cfg, hosts, gpus_per_node)
+    place_all = place_engines if only_engines else place_job
+    placed = place_all(cfg, hosts, gpus_per_node)
     if placed.shares_gpus:
         check_shared(cfg.rollout, cfg.dims.world_size, len(hosts) * gpus_per_node)
-    print(f"run_dir {cfg.train.run_dir}\nranks_per_node {placed.ranks_per_node}")
+    print(f"run_dir {cfg.train.run_dir}")
+    print(f"ranks_per_node {placed.ranks_per_node}")
     print(f"startup_timeout {cfg.rollout.startup_timeout:.0f}")
-    print("".join(f"trainer {node}\n" for node in placed.trainer_nodes), end="")
-    for engine in placed.engines:
-        print(f"engine {','.join(engine.nodes)} {','.join(map(str, engine.gpus))}")
+    print(placed)
     if not only_engines:
         check_files(cfg)
 

@@ -102,13 +102,13 @@ class FolderEvaluation:
     def _evaluate(self, timer: PhaseTimer, bar: EvaluationBar) -> dict[str, Evaluated]:
         while True:
             # Nothing is pushed to the engines: they serve the weights that they have loaded.
-            self._client.take_stock(lambda workers: None)
-            self._client.assemble(lambda workers: None)
+            self._client.update_health(lambda workers: None)
+            self._client.await_engines(lambda workers: None)
             try:
                 self._client.serve_loaded()
                 return self._evaluations.run(LOADED_VERSION, timer, bar.show)
             except (NoServingEngine, EngineDown):
-                continue  # `assemble` waits until one of the lost engines is back
+                continue  # `await_engines` waits until one of the lost engines is back
 
     def _write(self, evaluated: dict[str, Evaluated], metrics: dict[str, float]) -> None:
         with (self.out / EVAL_COMPLETIONS_FILE).open("w", encoding="utf-8") as file:

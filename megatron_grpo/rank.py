@@ -12,7 +12,8 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.run_dir import run_lock
-from megatron_grpo.train import Run, train
+from megatron_grpo.run import Run
+from megatron_grpo.train import train
 from megatron_grpo.watchdog import Limits, Watchdog
 from parallel.cpu_device import communication_backend, run_near, setup_device
 from parallel.groups import Groups, destroy_groups, init_groups

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
+from checkpoint_convert import ModelShape
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
-from megatron_grpo.checkpoints.experience_file import OPEN, read_experience
-from megatron_grpo.checkpoints.folders import step_folder
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.drafts import DraftMeter
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.policy.export import keep_export
@@ -18,22 +18,24 @@ from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
 from megatron_grpo.reporting.tracking import write_whole
-from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
+from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.replay import Replay, write_generation
-from megatron_grpo.rollout.rollouts import Runner
-from megatron_grpo.rollout.runner import RolloutRunner, as_rollout_aborted
+from megatron_grpo.rollout.rollouter import Rollouter
+from megatron_grpo.rollout.runner import RolloutRunner, Runner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
 class RankZero:
-    """Rank 0's part of a run from its state on; see `on_rank_0`."""
+    """Rank 0's part of a run, once its checkpoint is loaded; all ranks reach it by `on_rank_0`."""
 
     cfg: Config
     watchdog: Watchdog
-    rollouter: Rollouter | Replay
+    rollouter: Rollouter | None
+    """Has the engines; None with `train.replay`."""
+    stream: PromptStream
     log: RunLog
     runner: Runner
     drafts: DraftMeter | None
@@ -43,44 +45,45 @@ class RankZero:
         cls,
         cfg: Config,
         watchdog: Watchdog,
-        rollouter: Rollouter | Replay,
+        shape: ModelShape,
+        rollouter: Rollouter | None,
         state: TrainerState,
         stack: ExitStack,
     ) -> "RankZero":
         """Continue the log after the step of `state`.
 
-        Raises ValueError if the state was saved with other prompts.
+        Raises ValueError if the state, or what is replayed, was saved with other prompts.
         """
-        state.check_prompts(rollouter.stream.fingerprint)
+        source = rollouter or Replay(cfg, shape)
+        stream = source.stream
+        state.check_prompts(stream.fingerprint)
         if state.wandb_id is not None:
             write_whole(cfg.train.run_dir / WANDB_ID_FILE, state.wandb_id)
         keep_export(cfg, state.step)  # before the log writes the new config
-        log = stack.enter_context(closing(RunLog(cfg, state.step, rollouter.tokenizer)))
-        log.begin(len(rollouter.stream.prompts))
-        folder = step_folder(cfg.train.run_dir / "checkpoints", state.step)
-        samples = read_experience(folder, rollouter.stream.prompts, OPEN)
+        log = stack.enter_context(closing(RunLog(cfg, state.step, source.tokenizer)))
+        log.begin(len(stream.prompts))
         runner: Runner
-        if cfg.rollout.over_sampling > 1 and isinstance(rollouter, Rollouter):
-            runner = GroupRunner(rollouter, watchdog, log.timeline, state)
+        if isinstance(source, Replay):
+            runner = source
+        elif cfg.rollout.over_sampling > 1:
+            runner = GroupRunner(source, watchdog, log.timeline, state)
         else:
-            runner = RolloutRunner(rollouter, watchdog, log.timeline)
-        if state.groups and samples:
-            runner.restore(state.groups, samples)
+            runner = RolloutRunner(source, watchdog, log.timeline)
         stack.enter_context(closing(runner))
         drafts = None
-        if cfg.rollout.vllm.get("speculative_config") and isinstance(rollouter, Rollouter):
+        if rollouter and cfg.rollout.vllm.get("speculative_config"):
             drafts = DraftMeter(rollouter.engines, are_new=not cfg.rollout.base_urls)
-        return cls(cfg, watchdog, rollouter, log, runner, drafts)
+        return cls(cfg, watchdog, rollouter, stream, log, runner, drafts)
 
     @property
     def prompts(self) -> Sequence[Prompt]:
         """All prompts of the data."""
-        return self.rollouter.stream.prompts
+        return self.stream.prompts
 
     @property
     def with_engines(self) -> Rollouter:
         """The rollouter of a run that makes its generations."""
-        assert isinstance(self.rollouter, Rollouter), "train.replay starts no engines"
+        assert self.rollouter is not None, "train.replay starts no engines"
         return self.rollouter
 
     def wait_ready(self) -> None:
@@ -93,7 +96,7 @@ class RankZero:
         if awaited := self.with_engines.pools.awaited:
             with self.log.bar.waiting(awaited, "answer") as show:
                 self.with_engines.pools.wait_ready(show)
-        self.watchdog.on_preempt(self.rollouter.cancel)
+        self.watchdog.on_preempt(self.with_engines.cancel)
 
     def enter(self, phase: str) -> None:
         """Record and show that the step enters `phase`; `timing.IDLE` between phases."""
@@ -120,7 +123,7 @@ class RankZero:
         write that generation if `train.save_generations` says so."""
         if self.cfg.train.save_generations:
             with timer.phase("save"):
-                write_generation(self.cfg, generation, batch, self.rollouter.stream.fingerprint)
+                write_generation(self.cfg, generation, batch, self.stream.fingerprint)
         self.log.replaced(
             step,
             [
@@ -140,7 +143,7 @@ class RankZero:
     ) -> None:
         """Log optimizer step `step`, counted from 1, which trained on `experience`."""
         updates = BatchSchedule.of(self.cfg.grpo).updates_per_generation
-        metrics["epoch"] = self.rollouter.stream.epochs(step / updates)
+        metrics["epoch"] = self.stream.epochs(step / updates)
         with timer.phase("log"):
             metrics |= self.drafts.metrics() if self.drafts else {}
             self.log.step(step, metrics, report, experience, timer)

@@ -103,6 +103,13 @@ class Timeline:
             name=name, ph="X", ts=round(start * 1e6), dur=round(seconds * 1e6), tid=row, args=about
         )
 
+    def add_rollout(
+        self, name: str, start: float, seconds: float, *, generation: int, policy_version: int
+    ) -> None:
+        """Add a phase of a generation that is made in the background; safe from any thread."""
+        row = ROLLOUT + generation % self.num_rollouts
+        self.add(name, start, seconds, row, generation=generation, policy_version=policy_version)
+
     def add_step(self, phase: str, start: float, seconds: float) -> None:
         """Add a phase of the current step."""
         self.add(phase, start, seconds, TRAINER, step=self.step)

@@ -1,11 +1,9 @@
 """The training loop that every rank runs; `rank` sets up what it runs on."""
 
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
 
 import torch
 
-from checkpoint_convert import ModelShape
 from megatron_grpo.algorithm.kl import adapted_beta
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
@@ -16,17 +14,12 @@ from megatron_grpo.checkpoints.checkpointer import Checkpoints
 from megatron_grpo.checkpoints.experience_file import CURRENT, OPEN, ready_prefix
 from megatron_grpo.checkpoints.newest import steps_done
 from megatron_grpo.checkpoints.trainer_state import Ready, TrainerState
-from megatron_grpo.config.config import Config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.http import RolloutAborted
-from megatron_grpo.engines.pushed import loaded_sums, pushed_sender, pushed_weights
+from megatron_grpo.engines.pushed import pushed_weights
 from megatron_grpo.evaluation.evaluation import is_due
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.policy.chunks import describe
 from megatron_grpo.policy.export import export_model
-from megatron_grpo.policy.model import unwrapped, weight_sender
-from megatron_grpo.policy.quantized import policy_of
-from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.residency import build_residency
 from megatron_grpo.policy.skipped_steps import SkippedSteps
 from megatron_grpo.rank_zero import RankZero
@@ -34,30 +27,15 @@ from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.profiler import profiled_step
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
 from megatron_grpo.rollout.generate import RolloutBatch
-from megatron_grpo.rollout.probe import probe_logprobs
-from megatron_grpo.rollout.replay import rollouter_of
+from megatron_grpo.rollout.probe import probe_logprobs, sample_probe
 from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
+from megatron_grpo.run import Run, build_models, open_weight_sync, start_engines
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
-from megatron_grpo.watchdog import START, Watchdog, agree_to_stop
-from megatron_grpo.weight_sync import WeightSync
-from parallel.collectives import wait_for_rank_0
-from parallel.groups import Groups
+from megatron_grpo.watchdog import START
+from parallel.collectives import any_rank, wait_for_rank_0
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
-
-
-@dataclass(frozen=True)
-class Run:
-    """One process of a run, and what it works with."""
-
-    cfg: Config
-    groups: Groups
-    device: torch.device
-    num_hosts: int
-    token: str | None
-    """Authorizes requests to the engines in `rollout.base_urls`; only rank 0 talks to them."""
-    watchdog: Watchdog
 
 
 def train(run: Run) -> None:
@@ -98,40 +76,31 @@ class Trainer:
 
     def __init__(self, run: Run, stack: ExitStack) -> None:
         self.run, self.cfg, cfg = run, run.cfg, run.cfg
+        self.schedule = BatchSchedule.of(cfg.grpo)
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
-        self.schedule = BatchSchedule.of(cfg.grpo)
-        self.cost = CostModel.transformer(shape.hidden_size, shape.attending_share)
-        rollouter = None
-        if run.groups.rank == 0:
-            num_ranks = cfg.dims.world_size // run.num_hosts
-            rollouter = stack.enter_context(closing(rollouter_of(cfg, shape, run.token, num_ranks)))
-            rollouter.wait_for_memory()
-        if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
-            wait_for_rank_0()  # the engines measure free memory first, or give theirs back
+        rollouter = start_engines(run, shape, stack)
         self._engines_may_be_awake = False
-        self._build_models(shape)
-        self.checkpoints = stack.enter_context(
-            closing(Checkpoints(cfg, self.policy, self.reference, self.residency))
-        )
+        self.policy, self.reference = build_models(run, shape)
+        models = self.policy, self.reference
+        self.residency = build_residency(cfg, *models, run.device, run.ranks_per_host)
+        cost = CostModel.transformer(shape.hidden_size, shape.attending_share)
+        self.preparation = Preparation(*models, cost, cfg, run.groups, run.device)
+        self.checkpoints = stack.enter_context(closing(Checkpoints(cfg, *models, self.residency)))
         self.state = self.checkpoints.load()
         self.state.check_base(self.policy.adapters.base if self.policy.adapters else None)
         run.watchdog.enter(START)  # all ranks have loaded
         self.step = self._first_step = self._exported_step = self.state.step
+        self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
         self.beta = cfg.grpo.beta
         if cfg.grpo.kl_target is not None and self.state.beta is not None:
             self.beta = self.state.beta
-        self.skipped = SkippedSteps(cfg.train.max_skipped_steps, self.state.num_skipped_in_a_row)
-        sender = weight_sender(self.policy, run.groups)
-        loaded = loaded_sums(cfg, shape, sender, self.policy.parameters())
-        sender = pushed_sender(self.policy, sender, cfg, run.groups)
         engines = rollouter.engines if rollouter else None
-        place = run.device, run.num_hosts
-        sync = WeightSync(cfg, shape, sender, *place, engines, self.residency, loaded)
+        sync = open_weight_sync(run, self.policy, self.residency, engines)
         self.weight_sync = stack.enter_context(closing(sync))
         self.zero: RankZero | None = None
-        if rollouter is not None:
-            self.zero = RankZero.open(cfg, run.watchdog, rollouter, self.state, stack)
+        if run.groups.rank == 0:
+            self.zero = RankZero.open(cfg, run.watchdog, shape, rollouter, self.state, stack)
         runner = self.zero.runner if self.zero else None
         self.rollouts = RolloutScheduler(cfg, runner, self.push)
         self.experience: Experience | None = None
@@ -140,44 +109,26 @@ class Trainer:
         """Metrics of the probe and of a new generation, which the next step logs."""
         self.timer = self._new_timer()
 
-    def _build_models(self, shape: ModelShape) -> None:
-        run, cfg = self.run, self.cfg
-        if steps_done(cfg.train.run_dir / "checkpoints"):  # they have the adapters
-            lora = cfg.lora.model_copy(update={"adapter_path": None})
-            cfg = cfg.model_copy(update={"lora": lora})
-        self.policy = policy_of(cfg, shape, run.groups)
-        if run.groups.rank == 0:
-            print(describe(unwrapped(self.policy.chunks[0]), self.policy.optimizer))
-        self.reference = reference_of(self.policy, cfg, run.groups) if cfg.grpo.beta > 0 else None
-        num_ranks = cfg.dims.world_size // run.num_hosts
-        self.residency = build_residency(cfg, self.policy, self.reference, run.device, num_ranks)
-        for model in (self.policy, self.reference):
-            for chunk in model.chunks if model else ():
-                chunk.register_forward_pre_hook(lambda *_: run.watchdog.tick())
-        self.preparation = Preparation(
-            self.policy, self.reference, self.cost, cfg, run.groups, run.device
-        )
-
     def start(self) -> None:
         """Push the weights, compare log-probabilities with the engines', and evaluate if due."""
         if self.cfg.train.replay is None:
-            self._meet_engines()
+            self._probe_engines()
         self._evaluate()  # one that an interrupted run did not get to, or before the first step
+        self._restore_generations()
         self.rollouts.after_push(self.step)
-        self._restore_ready()
         self._begin_step()
 
-    def _meet_engines(self) -> None:
+    def _probe_engines(self) -> None:
         if self.zero:
             self.zero.wait_ready()
         self.push(self.step)
         experience = ask_engines(
-            self.zero, lambda zero: zero.with_engines.probe(self.step), lambda: self.push(self.step)
+            self.zero,
+            lambda zero: sample_probe(zero.with_engines, self.step),
+            lambda: self.push(self.step),
         )
         self.sleep_engines()
-        self._unlogged |= probe_logprobs(
-            experience, self.policy, self.cost, self.cfg, self.run.groups, self.run.device
-        )
+        self._unlogged |= probe_logprobs(experience, self.preparation)
         if self.cfg.rollout.enable_sleep_mode:
             self.push(self.step)
 
@@ -194,13 +145,18 @@ class Trainer:
             return PhaseTimer(self.run.watchdog.enter)
         return PhaseTimer(self.zero.enter, self.zero.log.timeline.add_step)
 
-    def _restore_ready(self) -> None:
-        """Restore the generations that were ready, but not trained on, when the run was saved."""
+    def _restore_generations(self) -> None:
+        """Restore the generations that were ready, but not trained on, when the run was saved, and
+        the samples of those in progress."""
         for number, ready in enumerate(self.state.ready):
             experience = self._load_experience(ready_prefix(number))
             assert experience or not self.zero, "the manifest of the checkpoint is right"
             batch = RolloutBatch(experience, ready.metrics) if experience else None
             self.rollouts.ready[ready.generation] = batch
+        if groups := self.state.groups:
+            samples = self._load_experience(OPEN)
+            if self.zero and samples:
+                self.zero.runner.restore(groups, samples)
 
     def _load_experience(self, prefix: str) -> Experience | None:
         """On rank 0, what the checkpoint of this step has in files of that prefix."""
@@ -362,7 +318,7 @@ class Trainer:
             step=self.step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
             wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
-            prompts=self.zero.rollouter.stream.fingerprint if self.zero else None,
+            prompts=self.zero.stream.fingerprint if self.zero else None,
             beta=self.beta,
             base=self.policy.adapters.base if self.policy.adapters else None,
             ready=tuple(Ready(generation=n, metrics=batch.metrics) for n, batch in ready.items()),
@@ -377,8 +333,11 @@ class Trainer:
         self.checkpoints.save(state, saved)
 
     def stop_if_preempted(self) -> None:
-        """Raise Preempted on all ranks if any rank was told to stop."""
-        if agree_to_stop(self.run.watchdog.is_preempted):
+        """Raise Preempted on all ranks if any rank was told to stop.
+
+        Ranks learn of a signal at different times: else one might stop a step before another.
+        """
+        if any_rank(self.run.watchdog.is_preempted):
             raise Preempted
 
     def save_and_stop(self, reason: Preempted | RolloutAborted) -> None:
@@ -391,7 +350,7 @@ class Trainer:
             self.rollouts.finish_for_save(self.step, self.timer)
         self.rollouts.give_up()
         self.save(now=True)
-        told = agree_to_stop(self.run.watchdog.is_preempted)
+        told = any_rank(self.run.watchdog.is_preempted)
         if isinstance(reason, RolloutAborted) and not told:
             raise reason
         if self.step < self.cfg.num_steps:

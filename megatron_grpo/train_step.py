@@ -18,8 +18,9 @@ from megatron_grpo.policy.optimizer import (
     gradient_norm,
     own_gradient_is_finite,
 )
-from megatron_grpo.policy.skipped_steps import SkippedSteps, is_so_on_all_ranks, name_nonfinite
+from megatron_grpo.policy.skipped_steps import SkippedSteps, name_nonfinite
 from megatron_grpo.reporting.metrics import StepReport, TrainMetrics
+from parallel.collectives import any_rank
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
 
@@ -75,7 +76,7 @@ def _why_not(
         and own_gradient_is_finite(policy.optimizer)
         and math.isfinite(sum(metrics.losses))
     )
-    if is_so_on_all_ranks(is_finite, device):
+    if not any_rank(not is_finite, device):
         return None
     return name_nonfinite(policy, metrics.losses, device)
 

@@ -17,6 +17,7 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.hf_export import create_export, shard_bytes_for, write_weights
 from checkpoint_convert.megatron import file_layout
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines.client import RolloutClient, meanwhile
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.push_protocol import Json, WorkerSums
 from megatron_grpo.engines.pushed import sums_of_copies
@@ -25,7 +26,10 @@ from parallel.collectives import raise_first_failure
 
 
 class WeightFolder:
-    """A rank's end of the folder `pushed` in the run directory, which is there during a push."""
+    """A rank's end of the folder `pushed` in the run directory, which is there during a push.
+
+    It takes the place of `WeightChannels`.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,8 @@ class WeightFolder:
         self._cfg, self._shape, self._sender = cfg, shape, sender
         self._workers, self._sends, self._dtypes = workers, sends, dtypes
         self._folder = cfg.train.run_dir.absolute() / "pushed"
+        self._is_known = False
+        """Whether the workers know the folder."""
 
     @property
     def init_info(self) -> Json:
@@ -51,7 +57,13 @@ class WeightFolder:
         model = str(self._cfg.model.path.absolute())
         return {"folder": str(self._folder), "model": model, "rollout": rollout}
 
-    def write(self, parameters: Mapping[str, Tensor]) -> None:
+    def open(self, engines: RolloutClient | None, num_engines: int) -> None:
+        """Tell all workers of all engines of the folder, unless they know it."""
+        if engines is not None and not self._is_known:
+            engines.open_channels(self.init_info, lambda: True)
+        self._is_known = True
+
+    def prepare(self, parameters: Mapping[str, Tensor]) -> None:
         """Write `parameters`, this rank's shard; on return all ranks have written. Collective.
 
         Raises RolloutAborted on all ranks if one could not write, such as when the disk is full.
@@ -60,22 +72,31 @@ class WeightFolder:
             raise_first_failure(self._create, RolloutAborted)
             raise_first_failure(lambda: self._fill(parameters), RolloutAborted)
         except RolloutAborted:
-            self.close()  # the last checkpoint needs the room
+            self._remove()  # the last checkpoint needs the room
             raise
 
-    def send_weights(self, parameters: Mapping[str, Tensor]) -> dict[int, WorkerSums]:
-        """The checksums of this rank's share of what each worker reads."""
-        return sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
+    def send(
+        self, engines: RolloutClient | None, push: str, parameters: Mapping[str, Tensor]
+    ) -> Mapping[int, WorkerSums]:
+        """Let the workers read the folder, and remove it.
+
+        Returns the checksums of this rank's share of what each worker reads. Raises
+        ConnectionError.
+        """
+        with meanwhile(engines, lambda engines, _: engines.receive_push(push, lambda: True)):
+            sums = sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
+        self._remove()
+        return sums
 
     def close(self) -> None:
-        """Remove the folder, which no worker reads any more."""
-        if self._sender.rank == 0:
-            self._remove()
+        """Remove the folder; the next `open` tells the workers of it again."""
+        self._remove()
+        self._is_known = False
 
     def _create(self) -> None:
         if self._sender.rank > 0:
             return
-        self._remove()
+        self._remove()  # that of a push which was killed
         dtype = getattr(torch, self._cfg.model.dtype)
         shard_bytes = shard_bytes_for(dist.get_world_size(), self._shape, dtype)
         shape = replace(self._shape, num_mtp_layers=0)  # no worker reads these
@@ -89,7 +110,9 @@ class WeightFolder:
             write_weights(self._folder, layout, parameters, first_file=rank, files=files)
 
     def _remove(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove the folder, which no worker reads any more."""
+        if self._sender.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @contextmanager

@@ -1,18 +1,15 @@
 """A push of weights: from the trainer's shards into the engines' workers.
 
-It goes over channels of its own, or through a folder (`WeightFolder`).
+It goes over channels of its own (`WeightChannels`), or through a folder (`WeightFolder`).
 
 A push is a transaction. After each phase, all ranks know whether it succeeded everywhere, and no
 engine serves requests until every worker is verified to hold the same weights as the ranks, by
 checksums of every parameter that are summed over the ranks.
 """
 
-import json
-import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -22,7 +19,7 @@ from torch import Tensor
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.client import RolloutClient, meanwhile
+from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.layouts import holdings, shard_bytes
 from megatron_grpo.engines.push_protocol import WorkerSums
@@ -30,20 +27,11 @@ from megatron_grpo.engines.pushed import NOTHING, sums_of_all_ranks
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.residency import EVERYTHING_STAYS, Residency
 from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.weight_channels import WeightChannels
 from megatron_grpo.weight_folder import WeightFolder
 from parallel import Sender, cut_shares, plan_shares
-from parallel.collectives import broadcast_text, first_failure, on_rank_0, wait_for_rank_0
-from parallel.weight_transfer import (
-    TIMEOUT,
-    Rendezvous,
-    RendezvousAddress,
-    TransferInitInfo,
-    WeightSender,
-    bucket_bytes_for,
-    join,
-    open_rendezvous,
-    rendezvous_address,
-)
+from parallel.collectives import first_failure, on_rank_0, wait_for_rank_0
+from parallel.weight_transfer import bucket_bytes_for
 
 
 class WeightSync:
@@ -65,33 +53,35 @@ class WeightSync:
         residency: Residency = EVERYTHING_STAYS,
         loaded: Mapping[int, WorkerSums] = NOTHING,
     ) -> None:
-        self._sender, self._device, self._engines = sender, device, engines
-        self._residency = residency
-        self._network_only = cfg.rollout.weight_transport == "network"
-        # As resolved by the last rank: on rank 0's own host, its name may resolve to loopback.
-        address = rendezvous_address(cfg.rollout.base_urls, num_hosts, os.environ)
-        self._address = broadcast_text(address, source=dist.get_world_size() - 1)
+        self._engines, self._residency = engines, residency
         held = holdings(cfg, shape)
-        self._dtypes = {name: getattr(torch, dtype) for name, dtype in held.dtypes.items()}
-        self._workers, self._held, self._loaded = held.pushed, held.all, loaded
-        shares = plan_shares(sender, self._workers)
-        self._senders = self._all_senders({worker for worker, *_ in shares})
-        limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
-        itemsizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
-        self._bucket_bytes = bucket_bytes_for(
-            limit,
-            self._senders,
-            cfg.rollout.num_engines,
-            shard_bytes(self._workers, itemsizes),
-        )
-        self._sends = cut_shares(shares, self._bucket_bytes // max(itemsizes.values()))
+        workers, self._held, self._loaded = held.pushed, held.all, loaded
         self._check_engine = partial(check_engine, held.all, dtypes=held.dtypes)
-        self._num_engines, self._chain_number = 0, 0
-        folder = WeightFolder(cfg, shape, sender, self._workers, self._sends, self._dtypes)
+        dtypes = {name: getattr(torch, dtype) for name, dtype in held.dtypes.items()}
+        itemsizes = {name: dtype.itemsize for name, dtype in dtypes.items()}
+        shares = plan_shares(sender, workers)
+        senders = _all_senders({worker for worker, *_ in shares}, len(workers))
+        limit = cfg.rollout.update_weights_bucket_megabytes * 1_000_000
+        worker_bytes = shard_bytes(workers, itemsizes)
+        bucket_bytes = bucket_bytes_for(limit, senders, cfg.rollout.num_engines, worker_bytes)
+        sends = cut_shares(shares, bucket_bytes // max(itemsizes.values()))
+        self._transport: WeightChannels | WeightFolder
+        folder = WeightFolder(cfg, shape, sender, workers, sends, dtypes)
         folder.close()  # that of a run which was killed in a push
-        self._folder = folder if cfg.rollout.weight_transport == "disk" else None
-        self._weight_sender: WeightSender | WeightFolder | None = None
-        self._rendezvous: Rendezvous | None = None
+        if cfg.rollout.weight_transport == "disk":
+            self._transport = folder
+        else:
+            self._transport = WeightChannels(
+                cfg.rollout,
+                workers,
+                sends,
+                dtypes,
+                senders=senders,
+                bucket_bytes=bucket_bytes,
+                device=device,
+                num_hosts=num_hosts,
+            )
+        self._num_engines, self._chain_number = 0, 0
 
     def push(
         self,
@@ -112,12 +102,12 @@ class WeightSync:
         rank 0 was told to stop while waiting for an engine.
         """
         with timer.phase("await_engines"):
-            self._assemble()
+            self._await_engines()
         is_repeated = False
         while failure := self._try_push(parameters, policy_version, timer):
             self.close()
             with timer.phase("await_engines"):
-                has_changed = self._assemble()
+                has_changed = self._await_engines()
             if is_repeated and not has_changed:
                 raise RolloutAborted(str(failure))
             is_repeated = not has_changed
@@ -126,24 +116,22 @@ class WeightSync:
 
     def close(self) -> None:
         """Close this rank's channels."""
-        if self._weight_sender is not None:
-            self._weight_sender.close()
-        self._weight_sender = None
+        self._transport.close()
 
-    def _assemble(self) -> bool:
+    def _await_engines(self) -> bool:
         """Tell all ranks how many engines the push is for; returns whether the engines changed.
 
         If they did, the channels to the earlier ones are closed.
         """
 
-        def assemble(engines: RolloutClient) -> tuple[int, int]:
+        def await_engines(engines: RolloutClient) -> tuple[int, int]:
             try:
-                return engines.assemble(self._check_engine)
+                return engines.await_engines(self._check_engine)
             except ConnectionError as error:
                 raise RolloutAborted(str(error)) from None
 
         self._make_room()
-        assembled = on_rank_0(self._engines, assemble, (Preempted, RolloutAborted))
+        assembled = on_rank_0(self._engines, await_engines, (Preempted, RolloutAborted))
         found = torch.tensor(assembled or (0, 0))
         dist.broadcast(found, src=0)
         self._num_engines, chain_number = found.tolist()
@@ -161,7 +149,7 @@ class WeightSync:
         """
         needs_room = torch.tensor(False)
         if self._engines is not None:
-            self._engines.take_stock(self._check_engine)
+            self._engines.update_health(self._check_engine)
             pool = self._engines.pool
             needs_room.fill_(bool(pool.starting) or not pool.up)
         dist.broadcast(needs_room, src=0)
@@ -177,18 +165,17 @@ class WeightSync:
     ) -> ConnectionError | None:
         """Returns on all ranks the error of the first rank that failed; None if none did."""
         push = f"{policy_version}-{uuid.uuid4().hex[:12]}"
-        self._take_caches(timer)
+        self._sleep_engines(timer)
         with timer.phase("push"):
             self._residency.enter("push")
             failure = first_failure(lambda: self._begin(push), ConnectionError)
-            self._rendezvous = None  # all have their channels, or have failed
             if failure is not None:
                 return failure
-            if self._folder is not None:
-                self._folder.write(parameters)  # the workers find all of it
+            self._transport.prepare(parameters)
             sent: dict[int, WorkerSums] = {}
             broken = first_failure(
-                lambda: sent.update(self._transfer(parameters, push)), ConnectionError
+                lambda: sent.update(self._transport.send(self._engines, push, parameters)),
+                ConnectionError,
             )
         # Ask the engines in any case: only the other end of a broken channel may know why it broke.
         with timer.phase("verify_weights"):
@@ -200,11 +187,9 @@ class WeightSync:
                 failure = self._ask_engines(
                     lambda engines: engines.finish_push(push, policy_version)
                 )
-        if failure is None and broken is None and self._folder is not None:
-            self._folder.close()
         return failure or broken
 
-    def _take_caches(self, timer: PhaseTimer) -> None:
+    def _sleep_engines(self, timer: PhaseTimer) -> None:
         """Let engines sleep if their caches may be where this rank's weights go. Collective."""
         if "weights" not in self._residency.away:
             return
@@ -219,66 +204,15 @@ class WeightSync:
         return first_failure(lambda: ask(engines) if engines else None, ConnectionError)
 
     def _begin(self, push: str) -> None:
-        if self._weight_sender is None:
-            self._weight_sender = self._open_channels()
+        self._transport.open(self._engines, self._num_engines)
         if self._engines is not None:
             self._engines.begin_push(push)
 
-    def _open_channels(self) -> WeightSender | WeightFolder:
-        """Open channels to the workers of the engines; collective over all ranks."""
-        if self._folder is not None:
-            if self._engines is not None:
-                self._engines.open_channels(self._folder.init_info, lambda: True)
-            return self._folder
-        address = None
-        if self._engines is not None:
-            address, self._rendezvous = open_rendezvous(self._address)
-        text = broadcast_text(json.dumps(asdict(address)) if address else "")
-        init_info = TransferInitInfo(
-            rendezvous=RendezvousAddress(**json.loads(text)),
-            bucket_bytes=self._bucket_bytes,
-            num_engines=self._num_engines,
-            network_only=self._network_only,
-            senders=self._senders,
-            zeros=[
-                [(name, [*box.start], [*box.size]) for name, box in worker.zeros]
-                for worker in self._workers
-            ],
-        )
 
-        def open_channels(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
-            try:
-                engines.open_channels(init_info.to_json(), is_sending)
-            except OSError as error:
-                join(init_info.rendezvous, TIMEOUT).publish_failure(str(error))
-                raise
-
-        with meanwhile(self._engines, open_channels):
-            return WeightSender(
-                init_info,
-                self._rendezvous or join(init_info.rendezvous, TIMEOUT),
-                rank=self._sender.rank,
-                sends=self._sends,
-                shapes=[worker.shapes for worker in self._workers],
-                dtypes=self._dtypes,
-                device=self._device,
-            )
-
-    def _transfer(self, parameters: Mapping[str, Tensor], push: str) -> Mapping[int, WorkerSums]:
-        """Send this rank's share; returns the checksums of what it has sent, by worker."""
-        assert self._weight_sender is not None
-
-        def receive(engines: RolloutClient, is_sending: Callable[[], bool]) -> None:
-            is_reading = self._folder is not None
-            engines.receive_push(push, lambda: is_reading or is_sending())
-
-        with meanwhile(self._engines, receive):
-            return self._weight_sender.send_weights(parameters)
-
-    def _all_senders(self, own: set[int]) -> list[list[int]]:
-        """The ranks that send to each worker; `own` are the workers of this rank. Collective."""
-        mine = torch.zeros(len(self._workers), dtype=torch.uint8)
-        mine[list(own)] = 1
-        by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(by_rank, mine)
-        return [column.nonzero().flatten().tolist() for column in torch.stack(by_rank, dim=1)]
+def _all_senders(own: set[int], num_workers: int) -> list[list[int]]:
+    """The ranks that send to each worker; `own` are the workers of this rank. Collective."""
+    mine = torch.zeros(num_workers, dtype=torch.uint8)
+    mine[list(own)] = 1
+    by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, mine)
+    return [column.nonzero().flatten().tolist() for column in torch.stack(by_rank, dim=1)]

@@ -1,6 +1,7 @@
 """What all ranks learn together: the failure of one, what rank 0 returns, a quantile.
 
-All but the quantile communicate over the CPU: a GPU that waits in a collective is busy.
+All but the quantile communicate over the CPU, unless told otherwise: a GPU that waits in a
+collective is busy.
 """
 
 import math
@@ -74,6 +75,13 @@ def on_rank_0(
         text = broadcast_text(str(error))
         raise error or raises[int(number)](text)
     return result
+
+
+def any_rank(is_so: bool, device: torch.device | str = "cpu") -> bool:
+    """Whether `is_so` is true on any rank; collective over the default group."""
+    flag = torch.tensor(int(is_so), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def wait_for_rank_0() -> None:

@@ -85,7 +85,7 @@ class AgentGeneration(DialogueRequests[Session]):
         session, place = self._place(number)
         if request := await session.next_request(place):
             return self._json(number, request)
-        self._tell_group(number // MOST_AT_ONCE)
+        self._complete_group(number // MOST_AT_ONCE)
         return None
 
     def samples(self) -> list[Sample]:

@@ -10,7 +10,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.engine import Json
-from megatron_grpo.engines.generation import Generation, SampleRequests, TakeGroup
+from megatron_grpo.engines.generation import CompletionRequests, GroupCallback, SampleRequests
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments.dialogues import Dialogues
@@ -77,10 +77,10 @@ class MixedGeneration(SampleRequests):
         part, own = self._part(number)
         return await part.next_request(own)
 
-    def tell_groups(self, take_group: TakeGroup) -> None:
+    def on_group_complete(self, callback: GroupCallback) -> None:
         """Have every part call this."""
         for part in self._parts:
-            part.tell_groups(take_group)
+            part.on_group_complete(callback)
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once every part is complete."""
@@ -153,7 +153,7 @@ class MixedDialogues:
             parts.append(
                 dialogues.generation(asked, of_part, view)
                 if dialogues
-                else Generation(asked, of_part)
+                else CompletionRequests(asked, of_part)
             )
             places.append(own)
             first += len(own)

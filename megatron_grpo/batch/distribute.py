@@ -175,8 +175,8 @@ def _tokens(sample: Sample) -> Tensor:
 
 
 def _routes(samples: list[Sample]) -> list[Tensor | None]:
-    """The experts of the tokens of each sample: None if no sample has any, and of no token for a
-    sample that has none itself."""
+    """For each sample, the experts [tokens, layers, topk] that were chosen: without tokens if only
+    other samples have any, None if no sample has."""
     found = [sample.routed_experts for sample in samples]
     nothing = next((routes[:0] for routes in found if routes is not None), None)
     all_or_none = [nothing if routes is None else routes for routes in found]

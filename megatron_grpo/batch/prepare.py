@@ -29,9 +29,9 @@ from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import Model, Policy
 from megatron_grpo.policy.mtp import with_second_tokens
 from megatron_grpo.policy.router import with_own_layers
-from megatron_grpo.policy.skipped_steps import is_so_on_all_ranks
-from megatron_grpo.policy.vision import VisionTower, with_features
+from megatron_grpo.policy.vision import with_features
 from megatron_grpo.timing import PhaseTimer
+from parallel.collectives import any_rank
 from parallel.groups import Groups
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
@@ -110,36 +110,6 @@ def _needs_policy(batches: Sequence[PackedBatch], cfg: Config, is_next: bool) ->
     return batches[0].old_logprobs is None and (are_all_needed or not is_next)
 
 
-def packed_minibatches(
-    experience: Experience | None,
-    generation: int,
-    cost: CostModel,
-    cfg: Config,
-    groups: Groups,
-    device: torch.device,
-    vision: VisionTower | None = None,
-) -> Minibatches:
-    """This rank's shard of the generation; collective, and only rank 0 has the `experience`.
-
-    Rank 0 divides the next optimizer batch while the others pack theirs.
-    """
-    shards = split_for_data_parallel(experience, generation, cost, cfg) if experience else None
-    minibatches, dims = [], groups.dims
-    for _ in range(cfg.grpo.steps_per_generation):
-        shard = distribute(next(shards) if shards else None, groups)
-        batches = shard.pack(
-            cfg.alignment,
-            share_prompts=cfg.grpo.shared_prompts,
-            context_rank=groups.coordinates.context,
-        )
-        # What this rank alone needs is computed while the host has the batches.
-        held = (with_own_layers(b, groups).on_rank(dims, groups.coordinates) for b in batches)
-        if cfg.model.mtp_num_layers:
-            held = (with_second_tokens(batch, groups) for batch in held)
-        minibatches.append([batch.to(device) for batch in with_features(held, vision)])
-    return minibatches
-
-
 @dataclass(frozen=True)
 class Preparation:
     """One rank's part of the work done once per generation, and again when it is resumed."""
@@ -152,15 +122,33 @@ class Preparation:
     groups: Groups
     device: torch.device
 
+    def packed(self, experience: Experience | None, generation: int) -> Minibatches:
+        """This rank's shard of the generation, without log-probabilities.
+
+        Rank 0 divides the next optimizer batch while the others pack theirs.
+        """
+        cfg, groups, shards = self.cfg, self.groups, None
+        if experience:
+            shards = split_for_data_parallel(experience, generation, self.cost, cfg)
+        minibatches, at = [], groups.coordinates
+        for _ in range(cfg.grpo.steps_per_generation):
+            shard = distribute(next(shards) if shards else None, groups)
+            batches = shard.pack(
+                cfg.alignment, share_prompts=cfg.grpo.shared_prompts, context_rank=at.context
+            )
+            # What this rank alone needs is computed while the host has the batches.
+            held = (with_own_layers(b, groups).on_rank(groups.dims, at) for b in batches)
+            if cfg.model.mtp_num_layers:
+                held = (with_second_tokens(batch, groups) for batch in held)
+            minibatches.append([b.to(self.device) for b in with_features(held, self.policy.vision)])
+        return minibatches
+
     def minibatches(
         self, experience: Experience | None, generation: int, timer: PhaseTimer
     ) -> Minibatches:
-        """Return this rank's shard of the generation, with the log-probabilities for the loss."""
-        vision = self.policy.vision
+        """This rank's shard of the generation, with the log-probabilities for the loss."""
         with timer.phase("pack"):
-            packed = packed_minibatches(
-                experience, generation, self.cost, self.cfg, self.groups, self.device, vision
-            )
+            packed = self.packed(experience, generation)
         with timer.phase("logprobs"):
             return [
                 add_logprobs(
@@ -185,7 +173,7 @@ class Preparation:
         """
         if not is_skipped:
             return with_old_logprobs(batches, logprobs, self.groups)
-        if is_so_on_all_ranks(not logprobs, self.device):
+        if not any_rank(bool(logprobs), self.device):
             return list(batches)
         temperature = self.cfg.rollout.temperature
         computed = compute_logprobs(self.policy, batches, temperature, self.groups)

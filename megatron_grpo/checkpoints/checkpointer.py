@@ -183,18 +183,18 @@ class Checkpoints:
         is_done = torch.tensor(self._saving.task.done(), dtype=torch.uint8)
         dist.all_reduce(is_done, dist.ReduceOp.MIN)
         if is_done:
-            self._go_on(self._saving)
+            self._advance(self._saving)
 
     def wait(self) -> None:
         """Block until the save in progress, if any, is a complete checkpoint."""
         while self._saving is not None:
-            self._go_on(self._saving)
+            self._advance(self._saving)
 
     def close(self) -> None:
         """Abandon a save in progress; for the end of a failed run."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _go_on(self, saving: _Saving) -> None:
+    def _advance(self, saving: _Saving) -> None:
         """Finish the current stage: once all files are written, start to publish; then, end."""
         self._saving = None
         hashes: dict[str, FileHash] = {}

@@ -27,18 +27,17 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenGroups:
-    """The prompts that no generation has taken, by their places in the stream."""
+    """The groups that no generation has taken, by the number of their prompt in the stream."""
 
     next_number: int
-    """The next one that was not asked for yet, nor any after it."""
+    """The first number that was not requested yet."""
     untaken: tuple[int, ...]
-    """Those before it that were asked for, and are to be asked for again."""
+    """The lower numbers that no generation has taken: they are requested again."""
     asked_at: tuple[tuple[int, int], ...] = ()
-    """Of those that the checkpoint has samples of, complete or cut: place, and the generation at
-    which they were asked for. The samples have these places as `group_ids`."""
+    """(number, generation at which it was requested) of groups with samples in the checkpoint,
+    whose `group_ids` are these numbers."""
     engines: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    """Places that the checkpoint has samples of, and the addresses of the engines that have
-    answered."""
+    """(number, addresses of the engines that have answered) of groups with samples there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,8 @@ class TrainerState:
     ready: tuple[Ready, ...] = ()
     """Generations that training has not begun, in their order."""
     groups: OpenGroups | None = None
-    """With `rollout.over_sampling`, what no generation has yet; else, with
-    `rollout.in_flight_updates`, what is of generations in progress."""
+    """The groups in the queue of `rollout.over_sampling`; without it, those of generations in
+    progress, with `rollout.in_flight_updates`."""
 
     def check_base(self, now: int | None) -> None:
         """Raise ValueError when the saved adapters are of a model with other weights than now."""

@@ -36,8 +36,8 @@ class RolloutClient:
     starts over. An answer that is not what was asked for, which another engine would not mend, is
     an EngineError that names the engine.
 
-    A push goes to the engines found by `assemble`. An engine that fails during a push gets no more
-    requests and is counted as lost by the next `take_stock`.
+    A push goes to the engines found by `await_engines`. An engine that fails during a push gets no
+    more requests and is counted as lost by the next `update_health`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RolloutClient:
         return generation.samples()
 
     def cancel(self) -> None:
-        """Make a running `generate` or `assemble` raise Preempted soon; from any thread."""
+        """Make a running `generate` or `await_engines` raise Preempted soon; from any thread."""
         self._is_cancelled = True
 
     async def raise_when_cancelled(self) -> NoReturn:
@@ -94,11 +94,11 @@ class RolloutClient:
             await asyncio.sleep(POLL_SECONDS)
         raise Preempted("the generation was given up")
 
-    def take_stock(self, check: Callable[[list[EngineReport]], None]) -> None:
-        """Drop engines that have failed, died, hang or leave; take in those that join or came back.
+    def update_health(self, check: Callable[[list[EngineReport]], None]) -> None:
+        """Drop engines that have failed, died, hang or leave; add those that join or came back.
 
-        An engine is taken in if `check` accepts the parameters of its workers, that is, does not
-        raise ValueError.
+        An engine is added if `check` accepts the parameters of its workers, that is, does not raise
+        ValueError.
         """
         for url, error in self._failed.items():
             self.pool.mark_dead(url, str(error))
@@ -113,8 +113,8 @@ class RolloutClient:
             else:
                 self.pool.mark_recovered(url)
 
-    def assemble(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
-        """The engines for the next push: all that are healthy by the last `take_stock`.
+    def await_engines(self, check: Callable[[list[EngineReport]], None]) -> tuple[int, int]:
+        """The engines for the next push: all that are healthy by the last `update_health`.
 
         As long as there is one, no other is waited for. Otherwise, wait up to
         `rollout.startup_timeout` seconds for one, then raise RolloutAborted, which says how each
@@ -128,7 +128,7 @@ class RolloutClient:
                 raise Preempted("the wait for an engine was given up")
             self.pool.raise_if_all_dead(deadline)
             time.sleep(POLL_SECONDS)
-            self.take_stock(check)
+            self.update_health(check)
         if self._chain != self.pool.up:
             self._chain = self.pool.up
             self._num_chains += 1

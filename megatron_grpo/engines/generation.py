@@ -1,4 +1,4 @@
-"""The requests of one generation; each is answered once, by any engine."""
+"""The requests for the samples of a generation; each is answered once, by any engine."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -11,7 +11,7 @@ from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVer
 from megatron_grpo.engines.engine import Json
 from megatron_grpo.engines.sampling_params import SamplingParams, image_features
 
-TakeGroup = Callable[[list[Sample]], None]
+GroupCallback = Callable[[list[Sample]], None]
 """Called with all samples of a prompt when the last of them is complete."""
 
 
@@ -35,7 +35,7 @@ class SampleRequests(ABC):
         self.begun: dict[int, Choice] = {}
         """What was sampled for open requests before they were cut."""
         self._params = params
-        self._take_group: TakeGroup | None = None
+        self._on_group: GroupCallback | None = None
 
     @property
     @abstractmethod
@@ -91,13 +91,13 @@ class SampleRequests(ABC):
     def abandon(self) -> None:  # noqa: B027 - only dialogues do something
         """End all dialogues that have not ended."""
 
-    def tell_groups(self, take_group: TakeGroup) -> None:
-        """Have `take_group` called for each prompt, though maybe not if its agents end last."""
-        self._take_group = take_group
+    def on_group_complete(self, callback: GroupCallback) -> None:
+        """Have `callback` called for each prompt, though maybe not if its agents end last."""
+        self._on_group = callback
 
 
-class Generation(SampleRequests):
-    """Samples of each prompt by `params`: the open requests and the samples received.
+class CompletionRequests(SampleRequests):
+    """Completions of each prompt by `params`: the open requests and the samples received.
 
     Each sample is a request of its own, so that a long answer does not wait for the others of its
     prompt, nor is lost with them. Requests of one prompt have successive numbers: most go to one
@@ -158,8 +158,8 @@ class Generation(SampleRequests):
         size = self._params.num_generations
         first = number - number % size
         group = [self._samples[n] for n in range(first, first + size) if n in self._samples]
-        if self._take_group and len(group) == size:
-            self._take_group(group)
+        if self._on_group and len(group) == size:
+            self._on_group(group)
 
     def samples(self) -> list[Sample]:
         """All samples, in the order of the prompts, once no request is open."""

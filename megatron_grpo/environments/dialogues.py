@@ -50,8 +50,8 @@ class DialogueRequests(SampleRequests, Generic[D]):
     def __init__(self, params: SamplingParams) -> None:
         super().__init__(params)
         self.dialogues: list[D] = []
-        self._told: dict[int, list[Sample]] = {}
-        """The groups that `_take_group` had, by their first dialogue."""
+        self._groups: dict[int, list[Sample]] = {}
+        """The groups that `_on_group` was called with, by their first dialogue."""
 
     @abstractmethod
     def numbers(self) -> Iterable[int]:
@@ -80,18 +80,18 @@ class DialogueRequests(SampleRequests, Generic[D]):
         """All samples, in the order of the prompts, once every dialogue has ended."""
         assert self.is_complete
         firsts = range(0, len(self.dialogues), self._params.num_generations)
-        groups = (self._told.get(first) or self._group(first) for first in firsts)
+        groups = (self._groups.get(first) or self._group(first) for first in firsts)
         return [sample for group in groups for sample in group]
 
-    def _tell_group(self, number: int) -> None:
-        """Tell the samples of a prompt, once, if dialogue `number` was the last of them to end."""
+    def _complete_group(self, number: int) -> None:
+        """Call `_on_group` with the samples of a prompt if `number` was the last of them to end."""
         size = self._params.num_generations
         first = number - number % size
-        if not self._take_group or first in self._told:
+        if not self._on_group or first in self._groups:
             return
         if all(dialogue.is_over for dialogue in self.dialogues[first : first + size]):
-            group = self._told[first] = self._group(first)
-            self._take_group(group)
+            group = self._groups[first] = self._group(first)
+            self._on_group(group)
 
     def _group(self, first: int) -> list[Sample]:
         return [*map(self.sample_of, self.dialogues[first : first + self._params.num_generations])]

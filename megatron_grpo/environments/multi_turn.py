@@ -124,7 +124,7 @@ class Dialogue:
 
 
 class DialogueGeneration(DialogueRequests[Dialogue]):
-    """Dialogues for each prompt, by `params`; otherwise like a `Generation`.
+    """Dialogues for each prompt, by `params`; otherwise like a `CompletionRequests`.
 
     Each turn is a separate request with all tokens so far; the engine has their prefix cached. If
     an engine is lost, its dialogues continue on another one with the same request, and environment
@@ -218,7 +218,7 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
         dialogue.pending = None
         if dialogue.is_over:
             dialogue.instance.end()
-            self._tell_group(number)
+            self._complete_group(number)
 
     def sample_of(self, dialogue: Dialogue) -> Sample:
         """The sample of a dialogue that has ended."""

@@ -15,7 +15,7 @@ from megatron_grpo.config.eval import EvalSet, section_of
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, columns_by_prompt
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import Generation, SampleRequests
+from megatron_grpo.engines.generation import CompletionRequests, SampleRequests
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments.dialogues import Dialogues
 from megatron_grpo.rewards import (
@@ -199,7 +199,7 @@ class Evaluation:
     def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Sample]:
         if self._open is None and self._dialogues:
             self._open = self._dialogues.generation(prompts, params, self._view)
-        self._open = requests = self._open or Generation(prompts, params)
+        self._open = requests = self._open or CompletionRequests(prompts, params)
         samples = (self._dialogues or self._engines).generate(requests)
         requests.print_failures()
         return samples

@@ -204,6 +204,15 @@ class Placement:
     ranks_per_node: int
     engines: Sequence[EnginePlace]
 
+    def __str__(self) -> str:
+        """A line for each node of ranks and for each engine, as the job scripts read them."""
+        ranks = [f"trainer {node}" for node in self.trainer_nodes]
+        engines = [
+            f"engine {','.join(each.nodes)} {','.join(map(str, each.gpus))}"
+            for each in self.engines
+        ]
+        return "\n".join([*ranks, *engines])
+
     @property
     def shares_gpus(self) -> bool:
         """Whether an engine has GPUs of ranks."""

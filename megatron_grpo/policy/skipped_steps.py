@@ -47,13 +47,6 @@ LARGEST_VALUE = 1e12
 """The norm of a gradient overflows float32 only if some value is larger than this."""
 
 
-def is_so_on_all_ranks(is_so: bool, device: torch.device) -> bool:
-    """Whether `is_so` is true on every rank; collective over the default group."""
-    differs = torch.tensor(int(not is_so), device=device)
-    dist.all_reduce(differs, dist.ReduceOp.MAX)
-    return not differs
-
-
 def name_nonfinite(policy: Policy, losses: Sequence[Tensor], device: torch.device) -> str:
     """The loss or gradient that first became non-finite, in words; collective over all ranks.
 

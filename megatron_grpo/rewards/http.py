@@ -25,11 +25,11 @@ class Unscored(Exception):
     """A completion could not be scored."""
 
 
-def check_address(name: str, url: str) -> None:
-    """Raise ValueError unless the argument `name` is an address."""
-    parts = urlsplit(url)
+def check_base_url(base_url: str) -> None:
+    """Raise ValueError unless the argument `base_url` is an address."""
+    parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{name} {url!r} is not an address like http://host:8000/v1")
+        raise ValueError(f"base_url {base_url!r} is not an address like http://host:8000/v1")
 
 
 def key_from(api_key_env: str) -> str | None:

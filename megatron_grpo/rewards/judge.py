@@ -12,7 +12,7 @@ from megatron_grpo.rewards.http import (
     MAX_TEXT,
     SHARE_OF_TIME,
     Unscored,
-    check_address,
+    check_base_url,
     http_client,
     key_from,
     post,
@@ -79,7 +79,7 @@ async def judge(
 def _checked(base_url: str, prompt: str, max_score: float, pattern: str) -> re.Pattern[str]:
     """The compiled `pattern`; raises ValueError for unusable arguments."""
     expression = re.compile(pattern, re.DOTALL)
-    check_address("base_url", base_url)
+    check_base_url(base_url)
     if "{completion}" not in prompt:
         raise ValueError(
             "prompt has no {completion}: put it where the judge is to read the completion"

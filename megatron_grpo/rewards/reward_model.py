@@ -16,7 +16,7 @@ from megatron_grpo.rewards.http import (
     MAX_TEXT,
     SHARE_OF_TIME,
     Unscored,
-    check_address,
+    check_base_url,
     http_client,
     key_from,
     post,
@@ -96,7 +96,7 @@ def _check(
             "address of a vLLM that serves it, such as http://host:8000"
         )
     if base_url is not None:
-        check_address("base_url", base_url)
+        check_base_url(base_url)
     if isinstance(api_key, str):
         raise ValueError("api_key: name the environment variable that has the key, in api_key_env")
     if not step_separator:

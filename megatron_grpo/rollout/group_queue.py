@@ -26,7 +26,7 @@ class GroupQueue:
     row_of: Callable[[int], int]
     """The row of the data that a number's prompt comes from."""
     next_number: int = 0
-    again: list[int] = field(default_factory=list)
+    requeued: list[int] = field(default_factory=list)
     """Numbers to request before any new one: dropped as too old, or open when a run was saved."""
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class GroupQueue:
     @property
     def untaken(self) -> list[int]:
         """All numbers below `next_number` that no generation has taken."""
-        return sorted([*self._open, *self._complete, *self.again])
+        return sorted([*self._open, *self._complete, *self.requeued])
 
     def open_new(self, now: int, limit: int) -> list[int]:
         """Open groups until `num_wanted`, at most `limit`, are open or complete; returns the new
@@ -49,9 +49,9 @@ class GroupQueue:
         new = []
         rows = {self.row_of(number) for number in (*self._open, *self._complete)}
         most = min(limit, self.num_wanted)
-        while limit and (len(self.asked_at) < most or len(rows) < self.size):
-            if self.again:
-                number = self.again.pop(0)
+        while limit and (len(self.requested_at) < most or len(rows) < self.size):
+            if self.requeued:
+                number = self.requeued.pop(0)
             else:
                 number, self.next_number = self.next_number, self.next_number + 1
             self._open[number] = now
@@ -59,14 +59,14 @@ class GroupQueue:
             new.append(number)
         return new
 
-    def restore(self, asked_at: Mapping[int, int]) -> None:
+    def restore(self, requested_at: Mapping[int, int]) -> None:
         """Restore the open groups of a checkpoint, with the generation at which each was
         requested."""
-        self.again = [number for number in self.again if number not in asked_at]
-        self._open |= asked_at
+        self.requeued = [number for number in self.requeued if number not in requested_at]
+        self._open |= requested_at
 
     @property
-    def asked_at(self) -> dict[int, int]:
+    def requested_at(self) -> dict[int, int]:
         """The generation at which each open or complete group was requested."""
         return self._open | self._complete
 
@@ -97,9 +97,11 @@ class GroupQueue:
 
     def drop_stale(self, now: int) -> list[int]:
         """Drop groups that are too old for generation `now`; they will be requested again."""
-        dropped = sorted(n for n, then in self.asked_at.items() if then < now - self.max_staleness)
+        dropped = sorted(
+            n for n, then in self.requested_at.items() if then < now - self.max_staleness
+        )
         for number in dropped:
             self._open.pop(number, None)
             self._complete.pop(number, None)
-        self.again = sorted([*self.again, *dropped])
+        self.requeued = sorted([*self.requeued, *dropped])
         return dropped

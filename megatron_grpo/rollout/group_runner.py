@@ -15,16 +15,17 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt, images_by_prompt
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.engines.sampling_params import image_features
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup, Tally, as_experience
-from megatron_grpo.rollout.generate import RolloutBatch, Rollouter, RolloutRequest
+from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
 from megatron_grpo.rollout.group_queue import GroupQueue
 from megatron_grpo.rollout.open_samples import experience_of, groups_of
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.runner import as_rollout_aborted
-from megatron_grpo.timing import ROLLOUT, WAIT, PhaseTimer, Timeline
+from megatron_grpo.timing import WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
 
 NUM_READ_AT_ONCE = 64
@@ -38,7 +39,7 @@ class Attempt:
     key: int
     """The number of its requests at `InFlight`. It grows with each attempt: earlier ones have
     priority."""
-    requests: Generation
+    requests: CompletionRequests
     began: float = field(default_factory=time.time)
     ended: float = 0.0
     scored: ScoredGroup | None = None
@@ -47,8 +48,7 @@ class Attempt:
 class GroupRunner:
     """Has as many groups at the engines as over-sampling allows; see `GroupQueue`.
 
-    Takes the place of a `RolloutRunner`, but begins no generations: it requests new groups as
-    others leave.
+    A `Runner` that begins no generations: it requests new groups as others leave.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GroupRunner:
             max_staleness=cfg.rollout.max_staleness,
             row_of=lambda number: self._prompt(number).index,
             next_number=groups.next_number if groups else self._num_taken * size,
-            again=[*groups.untaken] if groups else [],
+            requeued=[*groups.untaken] if groups else [],
         )
         self._attempts: dict[int, Attempt] = {}
         """By number, the attempt at each group that is open or complete."""
@@ -89,7 +89,7 @@ class GroupRunner:
         """Does nothing: groups are requested as others leave."""
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Wait until enough groups are complete; raises what `RolloutRunner.finish` raises."""
+        """Wait until enough groups are complete; raises what `Runner.finish` raises."""
         with (
             preempted_instead(lambda: self._watchdog.is_preempted),
             as_rollout_aborted(f"generation {generation}"),
@@ -132,7 +132,7 @@ class GroupRunner:
         with self.in_flight.suspended(), self._changed:
             queue = self._queue
             each = {n: attempt.scored or attempt for n, attempt in sorted(self._attempts.items())}
-            next_number, untaken, asked_at = queue.next_number, queue.untaken, queue.asked_at
+            next_number, untaken, asked_at = queue.next_number, queue.untaken, queue.requested_at
             engines = {n: sorted(a.requests.engines.copy()) for n, a in self._attempts.items()}
         groups = {
             number: found if isinstance(found, ScoredGroup) else found.requests.so_far()
@@ -195,7 +195,7 @@ class GroupRunner:
             generation, position = divmod(number, self._schedule.num_prompts)
             params = self._rollouter.sampling_params(generation, 0, self._policy_version)
             params = replace(params, first_position=position)
-            requests = Generation([self._prompt(number)], params, features)
+            requests = CompletionRequests([self._prompt(number)], params, features)
             attempt = Attempt(self._num_attempts, requests)
             self._num_attempts += 1
             self._attempts[number] = attempt
@@ -269,11 +269,8 @@ class GroupRunner:
         groups = [attempt.scored for attempt in attempts if attempt.scored]
         experience = as_experience(groups, self._cfg)
         began, ended = min(each.began for each in attempts), max(each.ended for each in attempts)
-        row = ROLLOUT + generation % self._timeline.num_rollouts
-        version = self._policy_version
-        self._timeline.add(
-            "generate", began, ended - began, row, generation=generation, policy_version=version
-        )
+        about = {"generation": generation, "policy_version": self._policy_version}
+        self._timeline.add_rollout("generate", began, ended - began, **about)
         metrics = self._tally.metrics(len(self._rejected), self._cfg.grpo) | {
             "rollout/num_engines": len(set().union(*(each.requests.engines for each in attempts))),
             "rollout/dropped_stale": self._num_dropped,

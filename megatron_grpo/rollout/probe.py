@@ -6,21 +6,20 @@ temperature rule, and a kernel may be wrong on some device. So a few tokens are 
 first prompts of the data, and compared with the trainer's log-probabilities of the same tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
-from megatron_grpo.batch.prepare import packed_minibatches
+from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.config.config import Config
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.forward import compute_logprobs
-from megatron_grpo.policy.model import Policy
 from megatron_grpo.policy.quantized import quantized_weights
-from parallel.groups import Groups
-from parallel.microbatches import CostModel
+from megatron_grpo.rollout.rollouter import Rollouter
 
 BOUNDS = {"float32": 1e-2, "bfloat16": 0.15}
 """Largest allowed mean absolute difference of log-probabilities, in nats, by `model.dtype`.
@@ -36,6 +35,10 @@ more tokens change their experts: 0.22 on average with random routers and FP8 pe
 weights differ by 3 (tests/megatron_grpo/engines/test_vllm_worker.py)."""
 
 
+PROBE_LENGTH = 8
+"""Most tokens per sample of the probe."""
+
+
 @dataclass(frozen=True)
 class Gap:
     """Absolute difference of log-probabilities over the tokens of the probe, in nats."""
@@ -44,14 +47,21 @@ class Gap:
     largest: float
 
 
-def probe_logprobs(
-    experience: Experience | None,
-    policy: Policy,
-    cost: CostModel,
-    cfg: Config,
-    groups: Groups,
-    device: torch.device,
-) -> dict[str, float]:
+def sample_probe(rollouter: Rollouter, policy_version: int) -> Experience:
+    """Short, unscored samples of the first prompts; the same in every run of this config."""
+    length = min(PROBE_LENGTH, rollouter.cfg.rollout.max_completion_length)
+    params = rollouter.sampling_params(0, 0, policy_version)
+    params = replace(params, max_completion_length=length)
+    requests = CompletionRequests(rollouter.stream.batch(0), params)
+    # Cut short on purpose: overlong_filter must not mask them.
+    samples = [
+        replace(sample, finish_reason="stop") for sample in rollouter.engines.generate(requests)
+    ]
+    nothing = torch.zeros(len(samples), dtype=torch.float64)
+    return Experience(samples, [], nothing, nothing.long(), nothing)
+
+
+def probe_logprobs(experience: Experience | None, preparation: Preparation) -> dict[str, float]:
     """The differences between engines and trainer as metrics, on every rank.
 
     Collective; rank 0 holds the `experience` of the probe. For quantised engines, the difference is
@@ -60,27 +70,27 @@ def probe_logprobs(
     Only rank 0 raises ValueError when the mean is beyond `BOUNDS`, or that of quantised engines
     beyond what may stay uncorrected; the other ranks continue and then wait for it.
     """
-    minibatches = packed_minibatches(experience, 0, cost, cfg, groups, device, policy.vision)
-    gap = same = _gap(minibatches, policy, cfg, groups, device)
+    policy, cfg = preparation.policy, preparation.cfg
+    minibatches = preparation.packed(experience, 0)
+    gap = same = _gap(minibatches, preparation)
     metrics = {"probe/logprob_gap_mean": gap.mean, "probe/logprob_gap_max": gap.largest}
     model = quantized_engine(cfg.rollout, policy.shape, cfg.model.dtype)
     # A policy that is aware of quantization has computed with quantised weights already.
     if model and not cfg.rollout.quantization_aware:
-        with quantized_weights(policy, model, groups):
-            same = _gap(minibatches, policy, cfg, groups, device)
+        with quantized_weights(policy, model, preparation.groups):
+            same = _gap(minibatches, preparation)
         metrics["probe/quantized_logprob_gap_mean"] = same.mean
     if experience:
         _check(cfg, gap, same, len(experience.samples))
     return metrics
 
 
-def _gap(
-    minibatches: Minibatches, policy: Policy, cfg: Config, groups: Groups, device: torch.device
-) -> Gap:
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    largest = torch.zeros(1, dtype=torch.float64, device=device)
+def _gap(minibatches: Minibatches, preparation: Preparation) -> Gap:
+    groups, temperature = preparation.groups, preparation.cfg.rollout.temperature
+    sums = torch.zeros(2, dtype=torch.float64, device=preparation.device)
+    largest = torch.zeros(1, dtype=torch.float64, device=preparation.device)
     for minibatch in minibatches:
-        computed = compute_logprobs(policy, minibatch, cfg.rollout.temperature, groups)
+        computed = compute_logprobs(preparation.policy, minibatch, temperature, groups)
         for batch, (logprobs, _) in zip(minibatch, computed, strict=bool(computed)):
             if batch.loss_mask.any() and groups.answers_for(batch.context_size):
                 gaps = (logprobs - batch.rollout_logprobs).abs()[batch.loss_mask].double()

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert import ModelShape
+from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
+from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.rollout.generate import RolloutBatch, Rollouter, RolloutRequest, load_stream
+from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
+from megatron_grpo.rollout.rollouter import load_stream
 from megatron_grpo.timing import PhaseTimer
 
 FACTS_FILE = "generation.json"
@@ -69,17 +72,6 @@ def _sizes(cfg: Config) -> dict[str, int]:
     return {f"grpo.{name}": getattr(cfg.grpo, name) for name in names}
 
 
-def rollouter_of(
-    cfg: Config, shape: ModelShape, token: str | None, num_ranks: int
-) -> "Rollouter | Replay":
-    """What has the generations of a run; the arguments are those of `Rollouter`."""
-    if cfg.train.replay is not None:
-        replay = Replay(cfg.train.replay, cfg, shape)
-        _facts(generation_folder(cfg.train.replay, 0), replay.stream)  # before anything is trained
-        return replay
-    return Rollouter(cfg, shape, token, num_ranks)
-
-
 def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
     """What is known of a generation; raises ValueError if it was drawn from other prompts."""
     facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text())
@@ -92,49 +84,46 @@ def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
 
 
 class Replay:
-    """Has the generations of the run in `run_dir`, in place of a `Rollouter`."""
+    """A `Runner` that reads the generations of the run in `train.replay`.
 
-    threads = engines = in_flight = None
+    Raises ValueError if they were drawn from other prompts.
+    """
 
-    def __init__(self, run_dir: Path, cfg: Config, shape: ModelShape) -> None:
+    in_flight = None
+
+    def __init__(self, cfg: Config, shape: ModelShape) -> None:
         # Imports transformers, which the other ranks make no use of.
         from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
 
-        self._run_dir = run_dir
+        assert cfg.train.replay is not None, "there is a run to replay"
+        self._run_dir = cfg.train.replay
         self.tokenizer = load_tokenizer(cfg.model.path)
         self.stream = load_stream(cfg, shape, self.tokenizer)
+        _facts(generation_folder(self._run_dir, 0), self.stream)  # before anything is trained
 
-    def rollout(self, request: RolloutRequest) -> "ReplayedRollout":
-        """The generation of that number, from whatever weights it was sampled."""
-        return ReplayedRollout(self._run_dir, request, self.stream)
-
-    def wait_for_memory(self) -> None:
-        """No engine takes any."""
-
-    def cancel(self) -> None:
-        """Nothing lasts."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class ReplayedRollout:
-    """A generation that is read; see `Rollout`."""
-
-    def __init__(self, run_dir: Path, request: RolloutRequest, stream: PromptStream) -> None:
-        self.request = request
-        self._folder = generation_folder(run_dir, request.generation)
-        self._stream = stream
-
-    def run(self, timer: PhaseTimer) -> RolloutBatch:
-        """Read it; raises ValueError if it was drawn from other prompts."""
+    def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
+        """Read a generation."""
+        folder = generation_folder(self._run_dir, generation)
         with timer.phase("load"):
-            facts = _facts(self._folder, self._stream)
-            experience = read_experience(self._folder, self._stream.prompts, READY)
+            facts = _facts(folder, self.stream)
+            experience = read_experience(folder, self.stream.prompts, READY)
         assert experience is not None, "the preflight has found it"
         # Its seconds are no part of this run's steps.
         metrics = {k: v for k, v in facts["metrics"].items() if not k.startswith("time/")}
         return RolloutBatch(experience, metrics)
 
-    def abandon(self) -> None:
-        """Nothing has begun."""
+    def begin(self, request: RolloutRequest) -> None:
+        """A generation is read when it is needed."""
+
+    def resume(self, policy_version: int) -> None:
+        """Nothing is made."""
+
+    def open_groups(self) -> tuple[None, None, dict[int, RolloutBatch]]:
+        """Nothing is in progress."""
+        return None, None, {}
+
+    def restore(self, saved: OpenGroups, samples: Experience) -> None:
+        """As above."""
+
+    def close(self) -> None:
+        """Nothing is open."""

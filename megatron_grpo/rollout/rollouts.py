@@ -19,17 +19,13 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
-from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.open_samples import may_be_saved
-from megatron_grpo.rollout.runner import RolloutRunner
+from megatron_grpo.rollout.runner import Runner
 from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
 
 Z = TypeVar("Z")
 T = TypeVar("T")
-
-Runner = GroupRunner | RolloutRunner
-"""Makes generations: all from one queue of groups with over-sampling, else each by itself."""
 
 STOPS = (Preempted, NoServingEngine, RolloutAborted)
 """What all ranks raise together when rank 0 does."""
@@ -146,9 +142,8 @@ class RolloutScheduler:
                 self._request(generation, step)
 
         try:
-            finish = self._runner.finish if self._runner else None
             self.ready[generation] = ask_engines(
-                finish, lambda finish: finish(generation, timer), push_and_request
+                self._runner, lambda runner: runner.finish(generation, timer), push_and_request
             )
         finally:
             del self.pending[generation]

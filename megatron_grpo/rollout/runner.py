@@ -1,26 +1,26 @@
-"""Makes generations, in threads of their own if they are made beside the training. Rank 0 only."""
+"""Makes generations, each by itself, and gives what a checkpoint holds of them. Rank 0 only."""
 
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from queue import SimpleQueue
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
+from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.generate import Rollout, RolloutBatch, Rollouter, RolloutRequest
+from megatron_grpo.rollout.generate import Rollout, RolloutBatch, RolloutRequest
 from megatron_grpo.rollout.open_samples import experience_of, groups_of, may_be_saved
-from megatron_grpo.rollout.replay import Replay, ReplayedRollout
-from megatron_grpo.timing import IDLE, ROLLOUT, WAIT, PhaseTimer, Timeline
+from megatron_grpo.rollout.rollouter import Rollouter
+from megatron_grpo.timing import PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
 
 
@@ -35,27 +35,42 @@ def as_rollout_aborted(what: str) -> Iterator[None]:
         raise RolloutAborted(f"{what} failed: {error}") from error
 
 
-@dataclass
-class Making:
-    """A generation that is being made."""
+class Runner(Protocol):
+    """Makes the generations of a run, on rank 0; `RolloutScheduler` knows when.
 
-    rollout: Rollout | ReplayedRollout
-    made: Future[RolloutBatch] | None = None
-    """What its thread makes; None without a thread."""
-    phases: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
-    """The phases that the thread enters; None when it ends."""
+    A `RolloutRunner` makes each by itself, a `GroupRunner` all from one queue of groups, and a
+    `Replay` reads those of another run.
+    """
 
-    def wait(self, timer: PhaseTimer) -> RolloutBatch:
-        """The thread's result. Meanwhile `timer` enters the thread's phases, since the watchdog has
-        a limit for each."""
-        assert self.made is not None
-        phase: str | None = IDLE
-        while phase is not None:
-            with timer.phase(WAIT, phase):
-                phase = self.phases.get()
-            while not self.phases.empty():  # skip phases that are over
-                phase = self.phases.get()
-        return self.made.result()
+    @property
+    def in_flight(self) -> InFlight | None:
+        """Has the engines work on several generations at a time, through pushes of weights."""
+
+    def begin(self, request: RolloutRequest) -> None:
+        """Begin a generation; one whose engines were lost continues if the request is the same."""
+
+    def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
+        """Wait for a generation and return it.
+
+        Raises NoServingEngine if engines may come back, and RolloutAborted for any other failure,
+        so that the run saves what it has learnt before it ends; Preempted instead of these if the
+        scheduler wants the machine back.
+        """
+        ...
+
+    def resume(self, policy_version: int) -> None:
+        """Continue with weights of that version."""
+
+    def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
+        """What a checkpoint holds: the groups of unfinished generations, their samples so far, and
+        the finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
+        ...
+
+    def restore(self, saved: OpenGroups, samples: Experience) -> None:
+        """Restore the groups of a checkpoint, before anything is begun or resumed."""
+
+    def close(self) -> None:
+        """Cancel the generations in progress, since their rollouter is about to be closed."""
 
 
 @dataclass
@@ -70,50 +85,38 @@ class Restored:
 
 
 class RolloutRunner:
-    """Makes generations, in the threads of the rollouter if it has any."""
+    """Makes generations, each by itself; see `Runner`."""
 
-    def __init__(
-        self, rollouter: Rollouter | Replay, watchdog: Watchdog, timeline: Timeline
-    ) -> None:
+    def __init__(self, rollouter: Rollouter, watchdog: Watchdog, timeline: Timeline) -> None:
         self._rollouter, self._watchdog, self._timeline = rollouter, watchdog, timeline
         self.in_flight = rollouter.in_flight
-        self._making: dict[int, Making] = {}
+        self._rollouts: dict[int, Rollout] = {}
+        """The generations in progress, by number."""
         self._restored: dict[int, Restored] = defaultdict(Restored)
         """By generation, until it is begun."""
 
     def begin(self, request: RolloutRequest) -> None:
         """Begin a generation; one whose engines were lost continues if the request is the same."""
-        making = self._making.get(request.generation)
-        if making is None or making.rollout.request != request:
-            if making is not None:
-                making.rollout.abandon()
-            making = Making(rollout := self._rollouter.rollout(request))
-            restored = self._restored.pop(request.generation, None)
-            if restored and restored.samples and isinstance(rollout, Rollout):
-                rollout.open = rollout.begin()
-                assert isinstance(rollout.open, Generation), "a checkpoint holds no dialogues"
-                rollout.open.restore(restored.samples)
-                rollout.open.engines |= restored.engines
-                if rollout.early:
-                    rollout.early.restore(restored.scored)
-            self._making[request.generation] = making
-        self._submit(making)
+        number = request.generation
+        rollout = self._rollouts.get(number)
+        if rollout is None or rollout.request != request:
+            if rollout is not None:
+                rollout.abandon()
+            rollout = self._rollouts[number] = Rollout(self._rollouter, request)
+            restored = self._restored.pop(number, None)
+            if restored and restored.samples:
+                rollout.restore(restored.samples, restored.scored, restored.engines)
+        rollout.start(self._timeline)
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Wait for a generation and return it; without a thread, make it here.
-
-        Raises NoServingEngine if engines may come back, and RolloutAborted for any other failure,
-        so that the run saves what it has learnt before it ends; Preempted instead of these if the
-        scheduler wants the machine back.
-        """
-        making = self._making[generation]
+        """Wait for a generation and return it."""
         with (
             preempted_instead(lambda: self._watchdog.is_preempted),
             as_rollout_aborted(f"generation {generation}"),
         ):
-            made = making.wait(timer) if making.made else making.rollout.run(timer)
-        del self._making[generation]
-        return made
+            batch = self._rollouts[generation].finish(timer)
+        del self._rollouts[generation]
+        return batch
 
     def resume(self, policy_version: int) -> None:
         """Continue with weights of that version; generations that failed for lack of an engine are
@@ -121,34 +124,30 @@ class RolloutRunner:
         if not self.in_flight:
             return
         self.in_flight.resume(policy_version)
-        for making in self._making.values():
-            made = making.made
+        for rollout in self._rollouts.values():
+            made = rollout.made
             if made and made.done() and isinstance(made.exception(), NoServingEngine):
-                self._submit(making)
+                rollout.start(self._timeline)
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """What a checkpoint holds: the groups of unfinished generations, their samples so far, and
-        the finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
-        rollouter = self._rollouter
-        if isinstance(rollouter, Replay) or not may_be_saved(rollouter.cfg):
+        """What a checkpoint holds of the generations in progress."""
+        if not may_be_saved(self._rollouter.cfg):
             return None, None, {}
         assert self.in_flight is not None
         with self.in_flight.suspended():
-            return self._open_groups(rollouter.stream)
+            return self._open_groups()
 
-    def _open_groups(
-        self, stream: PromptStream
-    ) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
+    def _open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
         complete: dict[int, RolloutBatch] = {}
         groups: dict[int, list[Sample]] = {}
         scored: dict[int, ScoredGroup] = {}
         engines: dict[int, tuple[str, ...]] = {}
-        for generation, making in self._making.items():
-            rollout, made = making.rollout, making.made
+        for generation, rollout in self._rollouts.items():
+            made = rollout.made
             if made and made.done() and not made.exception():
                 complete[generation] = made.result()
-            elif isinstance(rollout, Rollout) and isinstance(requests := rollout.open, Generation):
-                prompts = stream.batch(generation)
+            elif isinstance(requests := rollout.open, CompletionRequests):
+                prompts = self._rollouter.stream.batch(generation)
                 first = generation * len(prompts)
                 places = {prompt.index: first + number for number, prompt in enumerate(prompts)}
                 for sample in requests.so_far():
@@ -177,28 +176,6 @@ class RolloutRunner:
 
     def close(self) -> None:
         """Cancel the generations in progress, since their rollouter is about to be closed."""
-        if futures := [making.made for making in self._making.values() if making.made]:
+        if futures := [rollout.made for rollout in self._rollouts.values() if rollout.made]:
             self._rollouter.cancel()
             wait(futures)
-
-    def _submit(self, making: Making) -> None:
-        if threads := self._rollouter.threads:
-            making.phases = SimpleQueue()
-            making.made = threads.submit(self._make, making)
-
-    def _make(self, making: Making) -> RolloutBatch:
-        """Make the generation, in a thread; its metrics include the seconds it took."""
-        rollout = making.rollout
-
-        def record(name: str, began: float, seconds: float) -> None:
-            row = ROLLOUT + rollout.request.generation % self._timeline.num_rollouts
-            self._timeline.add(name, began, seconds, row, **asdict(rollout.request))
-
-        timer = PhaseTimer(making.phases.put, record)
-        try:
-            made = rollout.run(timer)
-            seconds = timer.metrics()
-            del seconds["time/step"]
-            return replace(made, metrics={**made.metrics, **seconds})
-        finally:
-            making.phases.put(None)

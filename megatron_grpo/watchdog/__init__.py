@@ -1,6 +1,6 @@
 """Failure detection over all ranks: a fault of one is reported once and ends all in seconds."""
 
 from megatron_grpo.watchdog.job import START, Limits
-from megatron_grpo.watchdog.watchdog import Watchdog, agree_to_stop
+from megatron_grpo.watchdog.watchdog import Watchdog
 
-__all__ = ["START", "Limits", "Watchdog", "agree_to_stop"]
+__all__ = ["START", "Limits", "Watchdog"]

@@ -16,8 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 
-import torch
-import torch.distributed as dist
 from torch.distributed import DistError, Store
 
 from megatron_grpo.engines.http import RolloutAborted
@@ -208,14 +206,3 @@ def _failure(error: BaseException, step: int) -> Failure:
     if str(error) and (is_early or is_whole or isinstance(error, RewardError)):
         return Failure(str(error), trace, is_for_user, is_consequence)
     return Failure(trace, "", is_for_user, is_consequence)
-
-
-def agree_to_stop(is_preempted: bool) -> bool:
-    """Whether `is_preempted` is true on any rank; collective over the default group.
-
-    Ranks learn of a signal at different times: without this, one might stop a step before another.
-    Over the CPU: it may be while engines generate.
-    """
-    flag = torch.tensor(int(is_preempted))
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)

@@ -148,7 +148,7 @@ def generation_of(agents: Agents, engine, num_prompts: int = 2, **params: Any) -
 def act(agents: Agents, engine, num_prompts: int = 2, **params: Any) -> tuple[list[Sample], Any]:
     """The samples of agents, and the generation that they come from."""
     made, told = generation_of(agents, engine, num_prompts, **params), []
-    made.tell_groups(told.append)
+    made.on_group_complete(told.append)
     samples = agents.generate(made)
     firsts = [samples.index(group[0]) for group in told]
     assert len({*firsts}) == len(told)  # those that ended last may be missing

@@ -29,7 +29,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import COUNTS
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.engines.push_protocol import WorkerSums
 from megatron_grpo.engines.sampling_params import SamplingParams
@@ -133,7 +133,7 @@ class TestEngine:
             "policy_version": self.version,
         }
         params = sampling_params(**settings | overrides)
-        return self.client().generate(Generation(prompts, params))
+        return self.client().generate(CompletionRequests(prompts, params))
 
 
 def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:

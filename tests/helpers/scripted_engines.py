@@ -25,7 +25,7 @@ from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.launch.run_dir import new_token
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.generate import Rollouter
+from megatron_grpo.rollout.rollouter import Rollouter
 from parallel import ParallelDims
 
 MAX_LENGTH = 8

@@ -21,7 +21,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
@@ -48,9 +48,11 @@ class Trainer:
     def push_again(self) -> None:
         self._sync.push(self._weights, self.version, PhaseTimer(lambda name: None))
 
-    def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> Generation:
+    def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> CompletionRequests:
         """The request for `generate`."""
-        return Generation(prompts, sampling_params(**{"policy_version": self.version} | overrides))
+        return CompletionRequests(
+            prompts, sampling_params(**{"policy_version": self.version} | overrides)
+        )
 
     def generate(self, prompts: Sequence[Prompt], **overrides: Any) -> list[Sample]:
         return self.client.generate(self.ask(prompts, **overrides))

@@ -335,10 +335,10 @@ class WorkerClient:
         self.workers = workers
         self.base_urls = workers.base_urls
 
-    def take_stock(self, check: Any) -> None:
+    def update_health(self, check: Any) -> None:
         """See `RolloutClient` for this method and those below; the engines never change."""
 
-    def assemble(self, check: Any) -> tuple[int, int]:
+    def await_engines(self, check: Any) -> tuple[int, int]:
         return len(self.workers.addresses), 1
 
     def open_channels(self, transfer: dict[str, Any], is_sending: Any) -> None:

@@ -154,9 +154,8 @@ def push(
     counts.clear()
     with closing(WeightSync(cfg, policy.shape, sender, torch.device("cpu"), 1, source)) as sync:
         sync.push(pushed_weights(policy, cfg, groups), 1, PhaseTimer(lambda name: None))
-        assert sync._sender is not None
-        num_boxes = sum(map(len, sync._sends.values()))
-        return Sent(sync._weight_sender.bytes_sent, num_boxes, sum(counts))
+        num_boxes = sum(map(len, sync._transport._sends.values()))
+        return Sent(sync._transport._sender.bytes_sent, num_boxes, sum(counts))
 
 
 def begin_with(process: WorkerProcess, others: Path, kind: EngineDims, also: str) -> None:

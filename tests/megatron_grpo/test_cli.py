@@ -22,7 +22,7 @@ from helpers.pushes import client_of, push_folder
 from helpers.runs import RUN_MARK, TINY_CONFIG, finish_run, marked_processes
 from megatron_grpo.cli import app
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
@@ -231,7 +231,7 @@ def test_serve_is_an_engine_for_runs_that_name_its_address(
         client = client_of([url], TOKEN)
         client.pool.finish_push([url])
         params = sampling_params(policy_version=1, max_completion_length=4)
-        samples = client.generate(Generation(random_prompts(1), params))
+        samples = client.generate(CompletionRequests(random_prompts(1), params))
         assert len(samples) == 2
         assert httpx.post(f"{url}/inference/v1/generate", json={}).status_code == 401
 

@@ -70,16 +70,15 @@ def while_rank_0_generates(deed: Callable[[], None], rank: int) -> InCall:
     return InCall(deed, rank, "megatron_grpo.rollout.rollouts", "ask_engines", 2)
 
 
-def in_step(deed: Callable[[], None], rank: int, function: str, nth: int = 2) -> InCall:
-    return InCall(deed, rank, "megatron_grpo.train", function, nth)
-
-
 DEATHS = {
     "rank 0 is killed in generation": (InPhase(die, 0, "generate"), "rank 0"),
     "rank 0 is killed in training": (InPhase(die, 0, "train"), "rank 0"),
     "rank 0 is killed while it pushes": (InPhase(die, 0, "push"), "rank 0"),
     "rank 0 is killed while it saves": (InPhase(die, 0, "save"), "rank 0"),
-    "a rank is killed while it builds the model": (in_step(die, 2, "policy_of", 1), "rank 2"),
+    "a rank is killed while it builds the model": (
+        InCall(die, 2, "megatron_grpo.run", "policy_of"),
+        "rank 2",
+    ),
     "a rank is killed while rank 0 generates": (while_rank_0_generates(die, 3), "rank 3"),
     "a rank is killed before it computes log-probabilities": (
         InPhase(die, 1, "logprobs"),

@@ -36,7 +36,8 @@ from megatron_grpo.engines.kernels import (
     check_served,
 )
 from megatron_grpo.policy.lora_targets import check_lora
-from megatron_grpo.preflight import check_same_run, check_start, preflight
+from megatron_grpo.preflight import preflight
+from megatron_grpo.resume_checks import check_same_run, check_start
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "configs" / "tiny_cpu.yaml"

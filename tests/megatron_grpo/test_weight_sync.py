@@ -139,9 +139,10 @@ def test_weights_leave_before_engines_take_their_cache_and_are_back_before_they_
     cfg, cpu = tiny_config(tied_model, ParallelDims()), torch.device("cpu")
     residency = Recorded(events)
     sync = WeightSync(cfg, read_shape(tied_model), sender, cpu, 1, engines, residency)
-    monkeypatch.setattr(sync, "_assemble", lambda: False)
+    monkeypatch.setattr(sync, "_await_engines", lambda: False)
     monkeypatch.setattr(sync, "_begin", lambda push: events.append("engine: weights"))
-    monkeypatch.setattr(sync, "_transfer", lambda parameters, push: {})
+    monkeypatch.setattr(sync._transport, "prepare", lambda parameters: None)
+    monkeypatch.setattr(sync._transport, "send", lambda engines, push, parameters: {})
     sync.push(weights, 1, PhaseTimer(lambda name: None))
     one = ["ranks: push", "engine: weights", "verified", "ranks: generate", "engine: cache"]
     assert events == [*one, "engine: sleep", *one]
@@ -160,7 +161,7 @@ def address_of_meeting(rank: int, folder: Path) -> str:
     sync = WeightSync(
         cfg, read_shape(folder), sender, torch.device("cpu"), num_hosts=2, engines=None
     )
-    return sync._address
+    return sync._transport._address
 
 
 class Servers:
@@ -208,7 +209,7 @@ def events_of_assembling(rank: int, folder: Path, loss: str) -> list[str]:
     sync = WeightSync(
         cfg, read_shape(folder), sender, torch.device("cpu"), 1, engines, Recorded(events)
     )
-    sync._assemble()
+    sync._await_engines()
     if engines is not None:
         assert sync._num_engines == len(engines.pool.up) == 2 - bool(loss)
     return [*dict.fromkeys(events), *servers.restarted]

@@ -22,7 +22,7 @@ from helpers.policies import start_policy
 from helpers.ranks import run_ranks
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import CUT
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.router import with_own_layers
@@ -97,7 +97,7 @@ def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
     )
     with running_engine("sglang", folders[0], tmp_path, **ENGINE) as engine:
         params = replace(params, policy_version=engine.push(folders[0]))
-        asked = Generation(random_prompts(2), params)
+        asked = CompletionRequests(random_prompts(2), params)
         client = engine.client()
         in_flight = InFlight(client, lambda token_ids: "", streams=False)
         try:

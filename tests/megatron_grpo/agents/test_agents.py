@@ -328,7 +328,7 @@ def test_a_group_is_told_once_as_soon_as_the_last_of_its_agents_has_ended():
     params = sampling_params(num_generations=2)
     agents = SimpleNamespace(raise_if_lost=lambda: None)
     made = AgentGeneration(random_prompts(2), params, agents, lambda *args: Acting())
-    made.tell_groups((told := []).append)
+    made.on_group_complete((told := []).append)
     for number, expected in ((3, []), (0, []), (2, [[2, 3]]), (1, [[2, 3], [0, 1]])):
         made.dialogues[number].is_over = True
         for place in range(2):  # all of a session's places are told that it is over

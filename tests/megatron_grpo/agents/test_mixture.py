@@ -28,7 +28,7 @@ def test_parts_share_no_number_or_seed_and_their_samples_are_in_the_order_of_the
     ]
     dialogues = MixedDialogues(CONFIG, lambda view: None, in_flight=None, is_own=False)
     made = dialogues.generation(prompts, sampling_params(first_position=3), CONFIG)
-    made.tell_groups((told := []).append)
+    made.on_group_complete((told := []).append)
     asked = made.open
     assert len(asked) == 2 * len(prompts)
     assert len({request["sampling_params"]["seed"] for request in asked.values()}) == len(asked)

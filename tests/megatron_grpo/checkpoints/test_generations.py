@@ -13,7 +13,7 @@ from helpers.models import tiny_model
 from helpers.policies import start_policy, tiny_config
 from helpers.ranks import run_ranks
 from megatron_grpo.batch.experience import Experience
-from megatron_grpo.batch.prepare import add_logprobs, packed_minibatches
+from megatron_grpo.batch.prepare import Preparation, add_logprobs
 from megatron_grpo.batch.token_values import with_cached_values
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.data.prompts import Prompt
@@ -80,12 +80,12 @@ def logprobs_on_rank(
     policy, groups = start_policy(rank, folder, dims, *options)
     reference = build_reference(tiny_config(other, dims, *options), policy.shape, groups)
     cost, device = CostModel.transformer(64), torch.device("cpu")
+    preparation = Preparation(policy, reference, cost, cfg, groups, device)
 
     def minibatches(experience: Experience | None) -> list[list]:
-        received = packed_minibatches(experience, GENERATION, cost, cfg, groups, device)
         return [
             add_logprobs(batches, policy, reference, cfg, groups, is_next=False)
-            for batches in received
+            for batches in preparation.packed(experience, GENERATION)
         ]
 
     experience = generation() if rank == 0 else None

@@ -32,7 +32,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.joining import FOLDER, JoinedEngine, JoinFolder, settings_of
 from megatron_grpo.engines.pool import EnginePool
@@ -73,7 +73,7 @@ class Trainer:
         # Longer than a block of the prefix cache: one that outlived its adapter would show.
         prompts = random_prompts(4, lengths=(70, 100))
         params = sampling_params(**{"policy_version": self.version} | overrides)
-        return self.client.generate(Generation(prompts, params))
+        return self.client.generate(CompletionRequests(prompts, params))
 
     def num_generated(self, url: str) -> float:
         """Tokens that an engine has generated."""

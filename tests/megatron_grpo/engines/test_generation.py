@@ -11,17 +11,17 @@ from helpers.engines import sampling_params
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.choice import Choice, Logprobs, Token
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 
 PROMPTS = [Prompt(index=7 + i, token_ids=(i,), text="", row={}) for i in range(3)]
 NUM_GENERATIONS, LENGTH = 2, 5
 
 
-def generation(**changes) -> Generation:
+def generation(**changes) -> CompletionRequests:
     params = sampling_params(
         num_generations=NUM_GENERATIONS, max_completion_length=LENGTH, policy_version=4, **changes
     )
-    return Generation(PROMPTS, params)
+    return CompletionRequests(PROMPTS, params)
 
 
 def choice(number: int) -> Choice:

@@ -28,7 +28,7 @@ from megatron_grpo.engines import engine as engine_module
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion, npy_of
 from megatron_grpo.engines.cuts import joined
 from megatron_grpo.engines.engine import GENERATE, Engine
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import EngineError, NoServingEngine
 from megatron_grpo.engines.in_flight import MOST_REQUESTS, InFlight, OpenGenerations
 from megatron_grpo.environments import EnvironmentsLost
@@ -74,7 +74,7 @@ def threads(client, in_flight):
         client.cancel()
 
 
-def generation(number, version, num_tokens=NUM_TOKENS, kind=Generation, **settings):
+def generation(number, version, num_tokens=NUM_TOKENS, kind=CompletionRequests, **settings):
     """Four samples of each of two prompts, without an end token."""
     defaults = {
         "num_generations": 4,
@@ -317,7 +317,7 @@ def test_what_is_asked_for_when_no_engine_is_left_is_told_so_until_there_is_a_pu
 def test_who_waits_is_told_that_environments_are_lost_and_the_others_go_on():
     engine, is_on_fire = ScriptedEngine(), threading.Event()
 
-    class Lost(Generation):
+    class Lost(CompletionRequests):
         waiting = (0,)
 
         async def next_request(self, number):
@@ -442,7 +442,7 @@ def test_a_push_decides_which_engines_go_on_with_the_requests():
 def test_an_engine_holds_its_requests_while_a_push_is_repeated():
     engine = ScriptedEngine()
     with scripted(only=engine) as (client, _):
-        client.assemble(lambda workers: None)
+        client.await_engines(lambda workers: None)
         client.open_channels({}, lambda: False)  # an earlier run may have let it sleep
         client.begin_push("8-a")
         client.open_channels({}, lambda: False)

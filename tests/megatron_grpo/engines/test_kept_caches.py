@@ -14,7 +14,7 @@ from helpers.engines import (
     served_model,
 )
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.in_flight import InFlight
 
 KEEPS = {"max_staleness": 2, "in_flight_updates": True, "recompute_kv_cache": False}
@@ -57,7 +57,7 @@ def generation(prompts, version, number=0, num_samples=8, num_tokens=400):
         stop_token_ids=(),
         series=number,
     )
-    return Generation(prompts, params)
+    return CompletionRequests(prompts, params)
 
 
 @pytest.mark.long

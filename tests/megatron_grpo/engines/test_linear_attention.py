@@ -15,7 +15,7 @@ from helpers.engines import (
     sampling_params,
 )
 from helpers.models import servable_model
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.in_flight import InFlight
 
 KEYS, HEADS, SIZE, KERNEL = 2, 4, 8, 4  # heads of keys, those of values, their size
@@ -33,7 +33,7 @@ def test_completions_go_on_under_new_weights_and_prompts_have_those_of_the_last_
             max_completion_length=200,
             stop_token_ids=(),
         )
-        asked = Generation(random_prompts(2, lengths=(20, 100)), params)
+        asked = CompletionRequests(random_prompts(2, lengths=(20, 100)), params)
         in_flight = InFlight(engine.client(), AutoTokenizer.from_pretrained(models[0]).decode)
         try:
             in_flight.resume(engine.version)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from helpers.engines import largest_logprob_error, random_prompts, running_engine, sampling_params
 from megatron_grpo.engines.dispatch import rebalance
 from megatron_grpo.engines.engine import Engine
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import http_client
 
 NUM_LONG, LONG, SHORT = 60, 300, 2
@@ -50,7 +50,7 @@ def test_afterwards_no_engine_has_more_than_before_and_those_that_take_have_equa
     assert all(min(fair, queue) <= left[giver] <= queue for giver, queue in unstarted.items())
 
 
-class Recorded(Generation):
+class Recorded(CompletionRequests):
     """A generation whose first samples are long; it records who answers which."""
 
     def __init__(self, prompts, params):
@@ -98,5 +98,5 @@ def test_requests_that_wait_for_room_move_to_the_engine_that_had_short_ones(tied
         lost = generated_tokens(engine) - before - sum(len(s.completion_ids) for s in samples)
         assert lost < LONG, "only those move that were not started, or not a second ago"
         # Nothing is left behind by those that were taken back.
-        few = Generation(random_prompts(2), replace(params, max_completion_length=SHORT))
+        few = CompletionRequests(random_prompts(2), replace(params, max_completion_length=SHORT))
         assert len(engine.client().generate(few)) == 2

@@ -173,7 +173,7 @@ def test_an_engine_serves_what_it_has_loaded_itself_until_something_is_pushed(ti
         with pytest.raises(NoServingEngine, match="it was restarted"):
             engine.generate(prompts, policy_version=LOADED_VERSION)
         client = engine.client()
-        client.assemble(lambda workers: None)
+        client.await_engines(lambda workers: None)
         client.serve_loaded()
         samples = engine.generate(prompts, policy_version=LOADED_VERSION)
         assert largest_logprob_error(tied_model, samples) < 1e-4

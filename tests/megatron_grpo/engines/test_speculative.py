@@ -17,7 +17,7 @@ from helpers.engines import (
 )
 from helpers.models import add_mtp_layer
 from megatron_grpo.engines.drafts import DraftMeter
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.in_flight import InFlight
 
 DRAFTERS = {
@@ -125,4 +125,4 @@ def generation_of(version):
     params = sampling_params(
         num_generations=32, policy_version=version, max_completion_length=400, stop_token_ids=()
     )
-    return Generation(random_prompts(2), params)
+    return CompletionRequests(random_prompts(2), params)

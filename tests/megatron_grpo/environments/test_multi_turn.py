@@ -77,7 +77,7 @@ def converse(engine, folder: Path, name: str, prompts: list[Prompt], pool=None, 
     """The samples of dialogues with environments of the class `name`, and their generation."""
     with environment_pool(folder, name, **(pool or {})) as environments:
         generation, told = generation_of(engine, environments, prompts, **settings), []
-        generation.tell_groups(told.append)
+        generation.on_group_complete(told.append)
         samples = engine.client().generate(generation)
     in_order = sorted(told, key=lambda group: samples.index(group[0]))
     assert [*itertools.chain(*in_order)] == samples
@@ -237,7 +237,7 @@ def test_a_group_is_told_as_soon_as_the_last_of_its_dialogues_ends():
     made = DialogueGeneration(
         prompts_with(2), params, environments=environments, turns=turns(), max_turns=1
     )
-    made.tell_groups((told := []).append)
+    made.on_group_complete((told := []).append)
     for number, expected in ((3, []), (0, []), (2, [2, 3]), (1, [2, 3, 0, 1])):
         made.dialogues[number].instance.began.set_exception(EnvironmentFailed("at birth"))
         assert asyncio.run(made.next_request(number)) is None

@@ -28,10 +28,10 @@ from helpers.policies import (
 )
 from helpers.ranks import run_ranks
 from megatron_grpo.batch.experience import Experience
-from megatron_grpo.batch.prepare import packed_minibatches
+from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import decode_choice
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.transformers.engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.reference import reference_of
@@ -185,7 +185,7 @@ def bfloat16_samples(folder: Path) -> list[Sample]:
     params = sampling_params(
         num_generations=4, max_completion_length=24, stop_token_ids=[], router_replay=True
     )
-    generation = Generation(random_prompts(NUM_SAMPLES // 4), params)
+    generation = CompletionRequests(random_prompts(NUM_SAMPLES // 4), params)
     for number, request in [*generation.open.items()]:
         answer = json.dumps(engine.generate(request, lambda: True)).encode()
         asyncio.run(generation.take_answer(number, decode_choice(answer), "http://a"))
@@ -203,7 +203,8 @@ def gaps_on_rank(
         nothing = torch.zeros(len(given), dtype=torch.float64)
         experience = Experience(given, [], nothing, nothing.long(), nothing) if rank == 0 else None
         cost, device = CostModel.transformer(64), torch.device("cpu")
-        [batches] = packed_minibatches(experience, 0, cost, cfg, groups, device)
+        preparation = Preparation(policy, None, cost, cfg, groups, device)
+        [batches] = preparation.packed(experience, 0)
         computed = compute_logprobs(policy, batches, 1.0, groups)
         gaps = [
             (logprobs - batch.rollout_logprobs).abs()[batch.loss_mask]

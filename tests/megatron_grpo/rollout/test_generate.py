@@ -14,10 +14,11 @@ from helpers.models import tiny_model
 from helpers.policies import tiny_config
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice, Logprobs, Token
-from megatron_grpo.engines.generation import Generation
+from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.launch.run_dir import new_token
-from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
+from megatron_grpo.rollout.generate import RolloutRequest
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
@@ -31,7 +32,7 @@ class Engines:
     def __init__(self, num_lost: int) -> None:
         self.num_lost, self.asked = num_lost, []
 
-    def generate(self, generation: Generation) -> list[Sample]:
+    def generate(self, generation: CompletionRequests) -> list[Sample]:
         self.asked.append((generation, len(generation.open)))
         url = f"http://engine-{len(self.asked)}"
         for number in [*generation.open]:

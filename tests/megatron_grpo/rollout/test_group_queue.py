@@ -69,7 +69,7 @@ class Schedule:
     def __init__(self, max_staleness: int, num_wanted: int) -> None:
         self.options = max_staleness, num_wanted
         self.queue = queue(*self.options)
-        self.now, self.asked_at, self.taken, self.rejected = 0, {}, [], []
+        self.now, self.requested_at, self.taken, self.rejected = 0, {}, [], []
         self.ask()
         self.save()
 
@@ -88,7 +88,7 @@ class Schedule:
     def ask(self) -> None:
         limit = (NUM_GENERATIONS - len(self.taken)) * SIZE
         for number in self.queue.open_new(self.now, limit):
-            self.asked_at[number] = self.now
+            self.requested_at[number] = self.now
 
     def complete(self, number: int, is_equal: bool) -> None:
         if is_equal:
@@ -102,7 +102,7 @@ class Schedule:
         if len(self.taken) == NUM_GENERATIONS or (numbers := self.queue.pop_generation()) is None:
             return
         assert len({number % NUM_ROWS for number in numbers}) == len(numbers) == SIZE
-        ages = [len(self.taken) - self.asked_at[number] for number in numbers]
+        ages = [len(self.taken) - self.requested_at[number] for number in numbers]
         assert 0 <= min(ages) <= max(ages) <= self.options[0]
         self.taken.append(numbers)
         self.ask()
@@ -116,7 +116,7 @@ class Schedule:
     def resume(self) -> None:
         self.taken, self.rejected = ([*each] for each in self.saved[:2])
         _, _, next_number, untaken = self.saved
-        self.queue = queue(*self.options, next_number=next_number, again=[*untaken])
+        self.queue = queue(*self.options, next_number=next_number, requeued=[*untaken])
         self.now = len(self.taken)
         self.ask()
 

@@ -31,9 +31,9 @@ from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.generate import Rollouter
 from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.open_samples import groups_of
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 
@@ -56,7 +56,7 @@ def rollouter(tmp_path: Path, model: Path) -> Iterator[Rollouter]:
 
 
 def runner_of(rollouter: Rollouter, state: TrainerState) -> GroupRunner:
-    timeline = SimpleNamespace(add=lambda *args, **kwargs: None, num_rollouts=1)
+    timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
     return GroupRunner(rollouter, SimpleNamespace(is_preempted=False), timeline, state)
 
 

@@ -17,6 +17,7 @@ from helpers.policies import LENGTHS, random_sequences, sequence_logprobs, tiny_
 from helpers.ranks import run_ranks
 from helpers.runs import finish_run
 from megatron_grpo.batch.experience import Experience
+from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.policy.model import build_policy
@@ -63,10 +64,11 @@ def probes(
         overrides = [f"grpo.generation_batch_size={size}", "grpo.num_generations=2"]
         cfg = tiny_config(folder, dims, f"model.dtype={dtype}", *overrides)
         policy, cost = build_policy(cfg, read_shape(folder), groups), CostModel.transformer(64)
+        preparation = Preparation(policy, None, cost, cfg, groups, device)
         for gap in of_dtype:
             mine = experience(logprobs, gap) if rank == 0 else None
             try:
-                found.append(probe_logprobs(mine, policy, cost, cfg, groups, device))
+                found.append(probe_logprobs(mine, preparation))
             except ValueError as refused:
                 found.append(str(refused))
     return found
@@ -114,8 +116,9 @@ def quantized_probes(
         policy, cost = build_policy(cfg, read_shape(folder), groups), CostModel.transformer(64)
         before = {name: value.clone() for name, value in policy.parameters().items()}
         mine = experience(logprobs, 9.0 if name == OTHER else 0.0) if rank == 0 else None
+        preparation = Preparation(policy, None, cost, cfg, groups, device)
         try:
-            found[name] = probe_logprobs(mine, policy, cost, cfg, groups, device)
+            found[name] = probe_logprobs(mine, preparation)
         except ValueError as refused:
             found[name] = str(refused)
     return found, all(torch.equal(before[name], v) for name, v in policy.parameters().items())

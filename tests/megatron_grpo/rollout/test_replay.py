@@ -1,18 +1,21 @@
 """Generations that are written are read again, bit for bit, by a run that fits them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from checkpoint_convert import read_shape
+from checkpoint_convert.tokenizer import load_tokenizer
 from helpers.policies import tiny_config
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
+from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.replay import Replay, check_replay, write_generation
+from megatron_grpo.rollout.rollouter import load_stream
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 
@@ -35,7 +38,7 @@ def config(tied_model: Path, tmp_path: Path):
 
 def write(cfg: Config, *generations: int) -> Experience:
     """Write generations of samples that nobody has made; return them."""
-    stream = Replay(cfg.train.run_dir, cfg, read_shape(cfg.model.path)).stream
+    stream = load_stream(cfg, read_shape(cfg.model.path), load_tokenizer(cfg.model.path))
     samples = [
         Sample(
             prompt=prompt,
@@ -57,14 +60,14 @@ def write(cfg: Config, *generations: int) -> Experience:
     return experience
 
 
-def replayed(cfg: Config, generation: int) -> RolloutBatch:
-    replay = Replay(cfg.train.run_dir, cfg, read_shape(cfg.model.path))
-    request = RolloutRequest(generation, policy_version=99)
-    return replay.rollout(request).run(PhaseTimer(lambda phase: None))
+def replayed(config: Callable[..., Config], generation: int, *overrides: str) -> RolloutBatch:
+    cfg = config(f"train.replay={config().train.run_dir}", *overrides)
+    replay = Replay(cfg, read_shape(cfg.model.path))
+    return replay.finish(generation, PhaseTimer(lambda phase: None))
 
 
 def test_a_generation_is_read_as_it_was_made(config) -> None:
-    written, read = write(config(), 1), replayed(config(), 1)
+    written, read = write(config(), 0, 1), replayed(config, 1)
     assert read.metrics == METRICS
     assert read.experience.samples == written.samples
     for name in ("totals", "advantages", "group_ids"):
@@ -75,7 +78,7 @@ def test_a_generation_is_read_as_it_was_made(config) -> None:
 def test_one_of_other_prompts_is_refused(config) -> None:
     write(config(), 0)
     with pytest.raises(ValueError, match=r"0 was drawn from 6 prompts .* now give 6 prompts of"):
-        replayed(config("data.apply_chat_template=false"), 0)
+        replayed(config, 0, "data.apply_chat_template=false")
 
 
 @pytest.mark.parametrize(

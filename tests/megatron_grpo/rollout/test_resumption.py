@@ -41,7 +41,8 @@ from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
 from megatron_grpo.rollout import rollouts
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.generate import RolloutBatch, Rollouter
+from megatron_grpo.rollout.generate import RolloutBatch
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.rollouts import RolloutScheduler
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
@@ -124,7 +125,7 @@ class Process:
         self.rollouter, self.folder = rollouter, folder
         self.engine = SteadyEngine(version=0)
         use(rollouter, self.engine)
-        timeline = SimpleNamespace(add=lambda *args, **kwargs: None, num_rollouts=1)
+        timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
         self.runner = RolloutRunner(rollouter, SimpleNamespace(is_preempted=False), timeline)
         self.scheduler = RolloutScheduler(rollouter.cfg, self.runner, lambda step: None)
         self.step, self.weights = 0, b"pretrained"
@@ -159,7 +160,7 @@ class Process:
         """Whether the engine has sampled all that it may."""
         numbers = set()
         for generation in self.scheduler.pending:
-            if (requests := self.runner._making[generation].rollout.open) is None:
+            if (requests := self.runner._rollouts[generation].open) is None:
                 return False
             numbers |= {generation * MOST_REQUESTS + number for number in requests.open.copy()}
         at_engine = self.engine.lengths.copy()

@@ -1,7 +1,6 @@
 """The handling of a failed generation, in the calling thread or in a background one."""
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,30 +11,27 @@ from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards import RewardError
-from megatron_grpo.rollout.generate import RolloutRequest
+from megatron_grpo.rollout.generate import Rollout, RolloutRequest
 from megatron_grpo.rollout.rollouts import RolloutScheduler
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
 
 
-class Failing:
-    """Stands for a generation that fails."""
-
-    def __init__(self, error: Exception, request: RolloutRequest) -> None:
-        self.error, self.request = error, request
-
-    def run(self, timer: PhaseTimer) -> None:
-        raise self.error
-
-
 @pytest.fixture
-def finish(thread):
+def finish(thread, monkeypatch):
     """Begins generation 3, which raises an error, and waits for it."""
 
     def finish(error: Exception, is_preempted: bool = False) -> None:
-        rollouter = SimpleNamespace(threads=thread, rollout=partial(Failing, error), in_flight=None)
+        def run(rollout: Rollout, timer: PhaseTimer) -> None:
+            raise error
+
+        monkeypatch.setattr(Rollout, "run", run)
+        stream = SimpleNamespace(batch=lambda generation: [])
+        cfg, nothing = SimpleNamespace(grpo=None), dict.fromkeys(("scorer", "in_flight"))
+        rollouter = SimpleNamespace(threads=thread, stream=stream, cfg=cfg, **nothing)
         watchdog = SimpleNamespace(is_preempted=is_preempted)
-        runner = RolloutRunner(rollouter, watchdog, None)
+        timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
+        runner = RolloutRunner(rollouter, watchdog, timeline)
         runner.begin(RolloutRequest(generation=3, policy_version=1))
         runner.finish(3, PhaseTimer(lambda phase: None))
 

@@ -18,7 +18,8 @@ from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
 from megatron_grpo.rewards import RewardError
-from megatron_grpo.rollout.generate import Rollouter, RolloutRequest
+from megatron_grpo.rollout.generate import RolloutRequest
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.rollouts import RolloutScheduler
 from megatron_grpo.rollout.runner import RolloutRunner
 from megatron_grpo.timing import PhaseTimer
@@ -36,7 +37,7 @@ def rollouter(tmp_path: Path) -> Iterator[Rollouter]:
 
 
 def runner_of(rollouter: Rollouter) -> RolloutRunner:
-    timeline = SimpleNamespace(add=lambda *args, **kwargs: None, num_rollouts=1)
+    timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
     return RolloutRunner(rollouter, SimpleNamespace(is_preempted=False), timeline)
 
 
@@ -51,8 +52,8 @@ def test_a_resumed_run_goes_on_with_generations_that_were_in_progress(rollouter,
     engine.version = 1
     engine.first_held = MOST_REQUESTS + SIZE // 2  # of generation 1, half is answered
     runner.resume(1)
-    assert wait_until(lambda: runner._making[0].made.done(), seconds=30)
-    half = runner._making[1].rollout.open
+    assert wait_until(lambda: runner._rollouts[0].made.done(), seconds=30)
+    half = runner._rollouts[1].open
     assert wait_until(lambda: len(half.open) == SIZE // 2, seconds=30)
     groups, samples, complete = runner.open_groups()
     assert len(complete[0].experience.samples) == SIZE
@@ -89,7 +90,7 @@ def test_groups_are_scored_while_others_are_at_the_engines(rollouter):
     for generation in (0, 1):
         runner.begin(RolloutRequest(generation, 0))
     assert wait_until(lambda: score.num_scored == 4, seconds=10)
-    assert wait_until(lambda: len(runner._making[0].rollout.open.open) == SIZE - 6, seconds=10)
+    assert wait_until(lambda: len(runner._rollouts[0].open.open) == SIZE - 6, seconds=10)
     engine.first_held = MOST_REQUESTS + 4  # of the next generation the first group has, too
     assert wait_until(lambda: score.num_scored == SIZE + 4, seconds=10)
     engine.answers.set()
@@ -131,7 +132,7 @@ def test_groups_that_were_scored_when_a_run_was_saved_are_not_scored_again(rollo
     with closing(runner_of(rollouter)) as runner:
         runner.resume(0)
         runner.begin(RolloutRequest(0, 0))
-        assert wait_until(lambda: runner._making[0].rollout.early.so_far(), seconds=10)
+        assert wait_until(lambda: runner._rollouts[0].early.so_far(), seconds=10)
         groups, samples, _ = runner.open_groups()
     write_experience(tmp_path, samples, OPEN)
     use(rollouter, ScriptedEngine(version=0), "another")

@@ -17,8 +17,9 @@ from megatron_grpo.engines.http import EngineError
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards import RewardError
-from megatron_grpo.watchdog import Watchdog, agree_to_stop
+from megatron_grpo.watchdog import Watchdog
 from megatron_grpo.watchdog.watchdog import _failure, server_host
+from parallel.collectives import any_rank
 
 
 @pytest.fixture
@@ -261,7 +262,7 @@ def train_until_preempted(watchdog: Watchdog, rank: int, folder: Path) -> None:
     watchdog.on_preempt((folder / f"told_{rank}").touch)
     while True:
         watchdog.begin_step(step)
-        if agree_to_stop(watchdog.is_preempted):
+        if any_rank(watchdog.is_preempted):
             break
         if step == 5:
             ready(folder, rank)

@@ -1,0 +1,211 @@
+"""Checks of a run against the one in its run directory, and the one that it starts from."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from checkpoint_convert import read_shape
+from checkpoint_convert.shape import differing_fields
+from checkpoint_convert.sidecar import CHECKPOINT_FOLDER
+from megatron_grpo.checkpoints.folders import checkpoint_at, instead_of, latest_step, step_folder
+from megatron_grpo.checkpoints.manifest import read_manifest
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS
+from megatron_grpo.config.optimizer import OPTIMIZER_MEMORY_KEYS
+from megatron_grpo.reporting.tracking import last_step
+
+# Keys that a resumed run may change: how long, how fast and where it runs, but not what it learns.
+# Model and data may have moved: a different model is detected by `_check_same_model`, and different
+# data by the fingerprint of the prompts in the checkpoint.
+CHANGEABLE = (
+    "model.path",
+    *(f"model.megatron.{name}" for name in PERFORMANCE_FIELDS),
+    "data.path",
+    "data.subset",
+    "data.split",
+    "lora.adapter_path",
+    "lora.sync",
+    "train.run_dir",
+    "train.num_steps",
+    "train.num_epochs",
+    "train.max_tokens_per_microbatch",
+    "train.offload",
+    "train.save_interval",
+    "train.export_interval",
+    "train.export_quantization",
+    "train.keep_checkpoints",
+    "train.keep_every",
+    "train.hang_timeout",
+    "train.max_skipped_steps",
+    "train.save_generations",
+    "train.log_tokens",
+    "train.print_completions",
+    "train.profile_steps",
+    "train.profile_ranks",
+    "train.tensorboard",
+    *(f"optimizer.{name}" for name in OPTIMIZER_MEMORY_KEYS),
+    "parallel.",
+    "rollout.engine",
+    "rollout.base_urls",
+    "rollout.num_engines",
+    "rollout.tensor_parallel_size",
+    "rollout.data_parallel_size",
+    "rollout.enable_sleep_mode",
+    "rollout.startup_timeout",
+    "rollout.request_timeout",
+    "rollout.health_timeout",
+    "rollout.stall_timeout",
+    "rollout.python",
+    "rollout.vllm",
+    "rollout.sglang",
+    "rollout.update_weights_bucket_megabytes",
+    "rollout.weight_transport",
+    "reward.timeout",
+    "reward.max_failed_fraction",
+    "reward.max_concurrent_calls",
+    "reward.num_workers",
+    "reward.memory_megabytes",
+    "environment.timeout",
+    "environment.memory_megabytes",
+    "eval.",
+    "wandb.",
+    "trackio.",
+    "swanlab.",
+)
+OF_SOURCE = re.compile(r"^sources\.by_name\..+?\.(?=(reward|environment)\.)")
+"""What keys of a source have before those of the run."""
+
+FROM_EXPORT = "model.path=<export of that run>"
+"""From where a run starts with other `KINDS_OF_STATE` than another, or with adapters."""
+FROM_ADAPTERS = "lora.adapter_path=<export of that run>"
+FROM_MERGED = "model.path=<what `checkpoint-convert merge` makes of an export of that run>"
+OF_ADAPTERS = tuple(
+    f"lora.{name}"
+    for name in ("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules")
+)
+"""Keys in which a run must be like another to start from its adapters."""
+KINDS_OF_STATE = {
+    "model.mtp_num_layers": 0,
+    "model.freeze_vision": True,
+    "optimizer.optimizer": "adam",
+}
+"""Keys that say of which weights a checkpoint has the state of an optimizer, and of which one, with
+their defaults."""
+
+
+def check_same_run(cfg: Config) -> None:
+    """Raise ValueError if `train.run_dir` holds a different run from the one that `cfg` describes.
+
+    The message lists every key that differs, except those that a resumed run may change. Also
+    raises if that run's checkpoints are gone, as starting over would drop its records.
+    """
+    checkpoints = cfg.train.run_dir / "checkpoints"
+    if (step := latest_step(checkpoints)) == 0:
+        _check_never_saved(cfg.train.run_dir)
+        return  # nothing has been learnt that a different config could spoil
+    before = dict(_flatten(yaml.safe_load(dump_config(_saved_config(cfg.train.run_dir)))))
+    now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
+    differing = [
+        f"{key}: {before.get(key, 'not set')} before, {now.get(key, 'not set')} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not OF_SOURCE.sub("", key).startswith(CHANGEABLE)
+    ]
+    if differing:
+        start = _start_from(before, now) or f"train.init_from={cfg.train.run_dir}"
+        raise ValueError(
+            f"train.run_dir {cfg.train.run_dir} holds a run with another config: set what differs "
+            "as before, or remove it. To go on from its weights with what differs, start a run in "
+            f"another train.run_dir with {start}\n  " + "\n  ".join(differing)
+        )
+    if before["model.path"] != now["model.path"]:
+        _check_same_model(step_folder(checkpoints, step) / CHECKPOINT_FOLDER, cfg.model.path)
+
+
+def _start_from(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """From what a run of the config `now` can start that goes on from the weights of the run of
+    `before`; empty if from its checkpoints."""
+    if before["lora.r"]:
+        are_alike = all(before[key] == now[key] for key in OF_ADAPTERS)
+        return FROM_ADAPTERS if are_alike else FROM_MERGED
+    is_other = any(before[key] != now[key] for key in KINDS_OF_STATE)
+    return FROM_EXPORT if is_other or now["lora.r"] else ""
+
+
+def check_start(cfg: Config) -> None:
+    """Raise ValueError if a new run cannot start from `train.init_from`; a resumed one does not."""
+    if cfg.train.init_from is None or latest_step(cfg.train.run_dir / "checkpoints"):
+        return
+    checkpoint = checkpoint_at(cfg.train.init_from)
+    try:
+        read_manifest(checkpoint)
+    except ValueError as error:
+        raise ValueError(
+            f"train.init_from {checkpoint} cannot be used: {error}; {instead_of(checkpoint)}"
+        ) from None
+    kept = checkpoint / CHECKPOINT_FOLDER
+    # An export has the end tokens with which its run trained.
+    _check_same_model(kept, cfg.model.path, but_for=("eos_token_ids",))
+    # As text: keys of that run may have other names by now.
+    saved = dict(_flatten(yaml.safe_load((checkpoint / "config.yaml").read_text())))
+    now = dict(_flatten(cfg.model_dump()))
+    if saved.get("lora.r"):
+        raise ValueError(
+            f"train.init_from {checkpoint} has adapters alone: replace it by {FROM_MERGED}"
+        )
+    for key, default in KINDS_OF_STATE.items():
+        if (before := saved.get(key, default)) != now[key]:
+            raise ValueError(
+                f"train.init_from {checkpoint} is of a run with {key}={before}: set that, or "
+                f"replace train.init_from by {FROM_EXPORT}"
+            )
+
+
+def _check_never_saved(run_dir: Path) -> None:
+    """Raise ValueError for records of more steps than a run can take without a checkpoint.
+
+    The first checkpoint is written in the background, and is complete before the second is begun.
+    """
+    if (last := last_step(run_dir)) == 0:
+        return
+    interval = _saved_config(run_dir).train.save_interval
+    if last > 2 * interval:
+        raise ValueError(
+            f"train.run_dir {run_dir} holds the records of {last} steps, and its checkpoints, one "
+            f"every {interval} steps, are gone: put them back into {run_dir / 'checkpoints'}, "
+            "choose another folder, or remove this one"
+        )
+
+
+def _saved_config(run_dir: Path) -> Config:
+    """The config of the run there; keys newer than it have their defaults, which is how it ran."""
+    saved = run_dir / "config.yaml"
+    try:
+        return load_config(saved)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{saved}: {error}") from None
+
+
+def _check_same_model(kept: Path, folder: Path, but_for: Collection[str] = ()) -> None:
+    """Raise ValueError if `folder` describes a different model from `kept`, a checkpoint's copy.
+
+    Weights are not compared: all but the reference's are read from the checkpoint.
+    """
+    but_for = (*but_for, "num_mtp_layers")  # a checkpoint has only those that were trained
+    differing = differing_fields(read_shape(kept), read_shape(folder), but_for=but_for)
+    if differing:
+        raise ValueError(
+            f"model.path {folder} is another model than {kept}, which was trained:\n  "
+            + "\n  ".join(differing)
+        )
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,153 @@
+"""What rank 0 makes generations with: the engines, the prompts and the rewards of a run."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.vllm import check_engine
+from megatron_grpo.agents.agents import open_dialogues
+from megatron_grpo.bars import Show, waiting
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.prompts import end_tokens, load_prompts
+from megatron_grpo.data.samples import first_seed
+from megatron_grpo.data.stream import PromptStream
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.engines.layouts import holdings
+from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.reward_models import RewardModels
+from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.engines.server import EngineServers
+from megatron_grpo.evaluation.evaluation import Evaluations
+from megatron_grpo.rewards import RewardPools
+from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
+from megatron_grpo.rollout.group_scorer import GroupScorer
+from megatron_grpo.workers.child_process import COLLECTOR
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_stream(
+    cfg: Config, shape: ModelShape, tokenizer: "PreTrainedTokenizerBase"
+) -> PromptStream:
+    """The prompts of a run; the preflight has warned of rows that are left out."""
+    context, fault_of = shape.max_position_embeddings, reference_faults(cfg)
+    prompts = load_prompts(cfg, tokenizer, context, fault_of=fault_of, warns=False)
+    return PromptStream.of(cfg, prompts)
+
+
+class Rollouter:
+    """The rollout engines, the prompts and the rewards of a run.
+
+    Weights are pushed through its `engines`. Engines that it starts itself leave the first GPUs of
+    this host to the host's `num_ranks` trainer ranks.
+    """
+
+    def __init__(self, cfg: Config, shape: ModelShape, token: str | None, num_ranks: int) -> None:
+        # Imported here because transformers takes a second, which no other rank needs.
+        from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
+
+        self.cfg, self.shape = cfg, shape
+        self.threads: ThreadPoolExecutor | None = None
+        """Make generations ahead. They end after the engines: when the thread that started an
+        engine ends, Linux ends the engine."""
+        if num_ahead := cfg.rollout.max_staleness:
+            num_threads = num_ahead + 1 if cfg.rollout.in_flight_updates else 1
+            self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=COLLECTOR)
+        # The engines load while the trainer builds its model.
+        logs = cfg.train.run_dir / "logs"
+        self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
+        self.pools = RewardPools(RewardModels.of_run(cfg, logs, num_ranks, self.servers))
+        self.rewards = RewardsBySource(cfg.by_source, self.pools)
+        tokenizer = load_tokenizer(cfg.model.path)
+        pool = EnginePool.of_run(self.servers, cfg)
+        # Workers of SGLang drop those of a tower that a push fills.
+        keeps_features = cfg.model.freeze_vision or cfg.rollout.engine != "vllm"
+        self.engines = RolloutClient(pool, cfg.rollout, cfg.lora, keeps_features=keeps_features)
+        self.in_flight: InFlight | None = None
+        """Has the engines work on several generations at a time; None if they make one after the
+        other."""
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        if cfg.rollout.in_flight_updates:
+            # Streamed chunks do not have the experts of tokens.
+            streams = not cfg.rollout.router_replay
+            self.in_flight = InFlight(self.engines, self._decode, streams=streams)
+        self.scorer = GroupScorer(cfg, self.rewards, self._decode)
+        self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
+        self.tokenizer = tokenizer
+        self.dialogues = open_dialogues(
+            cfg, tokenizer, self._end_tokens, self.engines, self.in_flight
+        )
+        self.stream = load_stream(cfg, shape, tokenizer)
+        self.evaluations = Evaluations(
+            cfg, shape, tokenizer, self.engines, self.pools, self.dialogues
+        )
+
+    def wait_for_memory(self) -> None:
+        """Return when engines that share GPUs with trainer ranks have allocated their memory.
+
+        Such engines measure how much is free, so the trainer must wait. In sleep mode they have
+        given it back when this returns. Other engines load while the trainer builds its model.
+        Raises what `wait_ready` raises.
+        """
+        with waiting(self.servers.awaited, "answer") as show:
+            if self.cfg.rollout.enable_sleep_mode:
+                self.wait_ready(show)
+                self.engines.sleep()
+            elif self.servers.share_gpus:
+                self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
+
+    def wait_ready(self, show: Show) -> None:
+        """Return when every engine answers; raises when one is dead or late.
+
+        `show` is called with the numbers of engines that answer and of all. Raises ValueError that
+        names the parameters of an engine that a push would not fill.
+        """
+        self.servers.wait_ready(self.cfg.rollout.startup_timeout, show)
+        held = holdings(self.cfg, self.shape)
+        for url, workers in self.engines.describe_parameters().items():
+            try:
+                check_engine(held.all, workers, held.dtypes)
+            except ValueError as error:
+                raise ValueError(f"rollout engine {url}: {error}") from None
+
+    def sampling_params(
+        self, generation: int, round_number: int, policy_version: int
+    ) -> SamplingParams:
+        """How the samples of one round of a generation are made."""
+        rollout, seed = self.cfg.rollout, self.cfg.train.seed
+        return SamplingParams(
+            num_generations=self.cfg.grpo.num_generations,
+            policy_version=policy_version,
+            temperature=rollout.temperature,
+            max_completion_length=rollout.max_completion_length,
+            stop_token_ids=self._end_tokens,
+            stop=rollout.stop,
+            router_replay=rollout.router_replay,
+            # No two rounds of a generation share seeds; no prompt has a position below 0.
+            seed=first_seed(seed, generation, -round_number) if round_number else seed,
+            series=generation,
+        )
+
+    def cancel(self) -> None:
+        """Soon end a running rollout, evaluation or wait for engines; safe from any thread."""
+        self.engines.cancel()
+        self.pools.cancel()
+
+    def close(self) -> None:
+        """Stop the reward workers, the environments, and the engines that were started here."""
+        with ExitStack() as stack:
+            if self.threads:  # last: Linux kills the engines that they started when they end
+                stack.callback(self.threads.shutdown)
+            if self.in_flight:
+                stack.callback(self.in_flight.close)
+            stack.callback(self.servers.close)
+            if self.dialogues:
+                stack.callback(self.dialogues.close)
+            stack.callback(self.pools.close)
+            stack.callback(self.scorer.close)
+            if self.in_flight:  # it would start ended engines again
+                stack.callback(self.in_flight.end)
