@@ -11,9 +11,9 @@ from operator import mul
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
+from megatron_grpo.planning.attention import kept_bytes
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds
-from megatron_grpo.planning.linear_attention import kept_bytes
 from parallel import pipeline_layers
 from parallel.tiles import tile_columns
 

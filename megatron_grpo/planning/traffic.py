@@ -9,16 +9,16 @@ from checkpoint_convert.shape import MoeShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import layer_bytes, recomputed_layers, recomputed_parts
+from megatron_grpo.planning.attention import exchanged_elements
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.layer_kinds import layer_kinds
-from megatron_grpo.planning.linear_attention import exchanged_elements
 from megatron_grpo.planning.state import (
     StateBytes,
     bucket_elements,
     expert_shards,
     gradient_itemsize,
 )
-from megatron_grpo.planning.workload import Workload, forwards_alone
+from megatron_grpo.planning.workload import Job, Workload, forwards_alone
 from parallel import ParallelDims, pipeline_layers
 
 ATTAINABLE_OF_LINK = 0.8
@@ -59,18 +59,14 @@ class Cover:
 
 
 def step_links(
-    cfg: Config,
-    shape: ModelShape,
-    states: Sequence[StateBytes],
-    work: Workload,
-    card: GpuSpec,
-    cover: Cover,
+    job: Job, states: Sequence[StateBytes], work: Workload, cover: Cover
 ) -> list[LinkUse]:
     """What the ranks of each axis send each other, on the stage that sends most.
 
     Tensor and context ranks of every stage exchange the activations of all its microbatches.
     Traffic stays within a node if the axis, together with the axes inside it, fits in one.
     """
+    cfg, shape, card = job.cfg, job.shape, job.card
     dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
     tokens = work.filled / dims.data / dims.context
     width = itemsize * shape.hidden_size * tokens
@@ -318,13 +314,12 @@ def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
     )
 
 
-def activation_links(
-    cfg: Config, shape: ModelShape, work: Workload, card: GpuSpec, cover: Cover
-) -> list[LinkUse]:
+def activation_links(job: Job, work: Workload, cover: Cover) -> list[LinkUse]:
     """The activations that leave in forwards and come back in backwards, on the stage with most.
 
     Either way they hide behind what computes them.
     """
+    cfg, shape, card = job.cfg, job.shape, job.card
     layers = [(kind, layer_bytes(cfg, kind.shape).offloaded) for kind in layer_kinds(shape)]
     per_token = max(
         sum(kind.count_in(*chunks) * offloaded for kind, offloaded in layers)

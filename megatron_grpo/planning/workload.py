@@ -1,4 +1,4 @@
-"""The sequences of one optimizer step, packed into microbatches."""
+"""What is planned, and the sequences of one optimizer step of it, packed into microbatches."""
 
 import json
 from collections.abc import Sequence
@@ -11,11 +11,25 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.arguments import PLANNED, engine_number
+from megatron_grpo.planning.card import GpuSpec
 from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel, Plan, microbatch_capacity, plan_microbatches
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
 from parallel.turns import fixed_turns, plan_turns
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned."""
+
+    cfg: Config
+    shape: ModelShape
+    card: GpuSpec
+    lengths: Sequence[int]
+    """Tokens of sequences that are typical of it, ascending."""
+    num_gpus: int = 0
+    """0: as few whole nodes as hold it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ from megatron_grpo.planning.activations import (
     layer_bytes,
     stage_activations,
 )
+from megatron_grpo.planning.attention import CHUNK
 from megatron_grpo.planning.layer_kinds import layer_kinds
-from megatron_grpo.planning.linear_attention import CHUNK
-from megatron_grpo.planning.mtp import mtp_activations
+from megatron_grpo.planning.memory import mtp_activations
 from megatron_grpo.policy.model import build_model, forward
 from megatron_grpo.policy.releases import IS_OLD
 from parallel import ParallelDims

@@ -10,10 +10,11 @@ from helpers.published_models import PUBLISHED_MODELS, write_config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_suggestions
+from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.job_plan import plan_job
-from megatron_grpo.planning.memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.quantized_engines import EngineOption, engine_options
 from megatron_grpo.planning.suggest import suggest
+from megatron_grpo.planning.workload import Job
 
 
 def engine(
@@ -103,8 +104,8 @@ def options(
     path = write_config(folder / published, published, **{"num_hidden_layers": 4} | differing)
     given = [f"model.path={path}", *SMALL, *LAYOUT, *overrides]
     cfg, shape, card = load_config(CONFIG, given), read_shape(path), CARDS[gpu]
-    first = suggest(cfg, shape, card, [8192], 8)[0]
-    return engine_options(first, shape, card, [8192], 8), given
+    first = suggest(Job(cfg, shape, card, [8192], 8))[0]
+    return engine_options(first, Job(cfg, shape, card, [8192], 8)), given
 
 
 CONFIG = Path("configs/grpo_235b_a22b.yaml")
@@ -134,7 +135,7 @@ def test_suggested_engines_of_8_bits_can_be_pasted_and_have_fewer_gpus_or_more_r
         assert each.overrides[-1] == "grpo.rollout_importance_sampling_mode=token_truncate"
         pasted = load_config(CONFIG, [*given, *each.overrides])
         assert pasted.grpo.corrects_rollouts
-        assert plan_job(pasted, shape, CARDS["h100"], [8192], 8).engine == each.engine
+        assert plan_job(Job(pasted, shape, CARDS["h100"], [8192], 8)).engine == each.engine
     corrected, given = options(tmp_path, "Qwen3-235B-A22B")
     print_suggestions(
         load_config(CONFIG, given), gpu="h100", num_gpus=8, lengths_file=None, as_json=False
