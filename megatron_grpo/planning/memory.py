@@ -19,6 +19,7 @@ from megatron_grpo.planning.activations import (
     forward_bytes,
     head_bytes,
     layer_bytes,
+    row_bytes,
     stage_activations,
 )
 from megatron_grpo.planning.attention import working_bytes
@@ -147,7 +148,7 @@ def _phases(
         "log-probabilities": forward_bytes(cfg, shape, stage) + forward,
         "train": stage_activations(cfg, shape, stage, microbatches)
         + backward
-        + _mtp_activations(cfg, shape, stage),
+        + mtp_activations(cfg, shape, stage),
     }
 
 
@@ -190,7 +191,7 @@ def _mtp_embedding(cfg: Config, shape: ModelShape, stage: int) -> int:
     return rows * shape.hidden_size * ITEMSIZE[cfg.model.dtype]
 
 
-def _mtp_activations(cfg: Config, shape: ModelShape, stage: int) -> int:
+def mtp_activations(cfg: Config, shape: ModelShape, stage: int) -> int:
     """Bytes for the backward of one microbatch, which follows its forward at once: of the layer,
     the norms of hidden states and embeddings, what joins them, and the last norm.
 
@@ -202,8 +203,7 @@ def _mtp_activations(cfg: Config, shape: ModelShape, stage: int) -> int:
     by_itself = {"recompute_method": "uniform", "recompute_num_layers": 1}
     model = cfg.model.model_copy(update={"megatron": {**cfg.model.megatron, **by_itself}})
     inner = layer_bytes(cfg.model_copy(update={"model": model}), mtp_kind(shape))
-    share = 1 / cfg.dims.tensor if cfg.parallel.sequence_parallel else 1.0
-    joined = 4 * shape.hidden_size * ITEMSIZE[cfg.model.dtype] * share  # both, apart and together
+    joined = 4 * row_bytes(cfg, shape)  # both, apart and together
     norms = 3 * final_norm_bytes(cfg, shape)
     tokens = cfg.train.max_tokens_per_microbatch / cfg.dims.context
     return round(tokens * (inner.kept + inner.recomputed + joined + norms))

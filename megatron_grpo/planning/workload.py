@@ -244,3 +244,22 @@ def forwards_alone(cfg: Config) -> float:
     """
     old = cfg.grpo.num_old_passes / cfg.grpo.steps_per_generation
     return (old + (cfg.grpo.beta > 0)) / cfg.grpo.num_iterations
+
+
+def in_flight(stage: int, pipeline: int, virtual: int, microbatches: int) -> Sequence[int]:
+    """Largest number of forwards that await their backward, for each model chunk of a stage.
+
+    1F1B (Narayanan et al., arXiv 2104.04473): `pipeline` - `stage` microbatches. Interleaved: the
+    forwards that Megatron-Core's schedule runs before its first backward, plus one.
+    """
+    if virtual == 1:
+        return [min(microbatches, pipeline - stage)]
+    counts = [0] * virtual
+    for number in range(min(warm_up(stage, pipeline, virtual) + 1, microbatches * virtual)):
+        counts[number // pipeline % virtual] += 1
+    return counts
+
+
+def warm_up(stage: int, pipeline: int, virtual: int) -> int:
+    """Forwards of chunks that a stage runs before its first backward, if stages are interleaved."""
+    return (pipeline - stage - 1) * 2 + (virtual - 1) * pipeline
