@@ -109,7 +109,9 @@ def transformer_config(
     if shape.moe is not None:
         _check_sequence_parallel(dims, sequence_parallel)
         decided |= _moe(shape, shape.moe, free["transformer_impl"])
-        free = _moe_defaults(free["transformer_impl"]) | free
+        is_fused = free["transformer_impl"] == "transformer_engine"
+        # The scores of two experts may differ by less than bfloat16 can resolve.
+        free = {"moe_router_dtype": "fp32", "moe_permute_fusion": is_fused} | free
         if shape.has_linear_biases:  # with which Megatron's grouped experts refuse it
             decided["bias_dropout_fusion"] = False
         if HYBRIDEP_PADS:
@@ -141,14 +143,6 @@ def _fusions(implementation: str, shape: ModelShape) -> dict[str, Any]:
     return {
         "apply_rope_fusion": fused,
         "bias_activation_fusion": fused and shape.activation in ("silu", "swigluoai"),
-    }
-
-
-def _moe_defaults(implementation: str) -> dict[str, Any]:
-    return {
-        # The scores of two experts may differ by less than bfloat16 can resolve.
-        "moe_router_dtype": "fp32",
-        "moe_permute_fusion": implementation == "transformer_engine",
     }
 
 
