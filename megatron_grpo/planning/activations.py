@@ -158,14 +158,14 @@ def row_bytes(cfg: Config, shape: ModelShape) -> float:
     return ITEMSIZE[cfg.model.dtype] * shape.hidden_size * token_share(cfg)
 
 
-def _uses_transformer_engine(cfg: Config) -> bool:
+def uses_transformer_engine(cfg: Config) -> bool:
     """Whether layers on a GPU are Transformer Engine's, which requires 16-bit dtypes."""
     return ITEMSIZE[cfg.model.dtype] == 2 and cfg.model.megatron.get("transformer_impl") != "local"
 
 
 def _is_fused(cfg: Config, fusion: str) -> bool:
     """Whether a fusion is on; `policy.transformer` turns it on for Transformer Engine's layers."""
-    return bool(cfg.model.megatron.get(fusion, _uses_transformer_engine(cfg)))
+    return bool(cfg.model.megatron.get(fusion, uses_transformer_engine(cfg)))
 
 
 def _norm(cfg: Config, width: float) -> float:
@@ -174,7 +174,7 @@ def _norm(cfg: Config, width: float) -> float:
     torch's norm keeps the input and the normalized input in float32.
     """
     itemsize = ITEMSIZE[cfg.model.dtype]
-    inner = itemsize if _uses_transformer_engine(cfg) else 8
+    inner = itemsize if uses_transformer_engine(cfg) else 8
     return (inner + itemsize) * width + 4
 
 
@@ -188,7 +188,7 @@ def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
     # norms before a mixture and before latent attention are modules of their own, whose output
     # Megatron can recompute.
     alone = (shape.moe is not None) + (shape.latent is not None)
-    separate = alone if _uses_transformer_engine(cfg) else len(modules)
+    separate = alone if uses_transformer_engine(cfg) else len(modules)
     outputs = separate * itemsize * shape.hidden_size * token_share(cfg)
     parts = {
         "layernorm": outputs,
@@ -237,10 +237,10 @@ def _core_attention(cfg: Config, shape: ModelShape) -> float:
     query, key = heads * shape.head_dim, kv_heads * shape.head_dim
     value, output = kv_heads * shape.value_dim, heads * shape.value_dim
     if shape.indexer is not None:  # and the tokens that an indexer chose, on every tensor rank
-        wide = itemsize if _uses_transformer_engine(cfg) else 4
+        wide = itemsize if uses_transformer_engine(cfg) else 4
         all_heads = wide * (query + (key + value) * cfg.dims.context) + itemsize * output
         return all_heads + 4 * shape.indexer.topk * cfg.dims.tensor
-    if _uses_transformer_engine(cfg):
+    if uses_transformer_engine(cfg):
         return itemsize * (query + key + value + output) + 4 * heads
     context = cfg.dims.context
     extra = 0.0
@@ -265,7 +265,7 @@ def _around_attention(cfg: Config, shape: ModelShape) -> float:
         norms = sum(_norm(cfg, rank) for rank in ranks if rank)
         # The latent of keys and values is a view, which keeps the rotated part of keys alive too,
         # unless its norm copies it to float32.
-        is_copied = itemsize == 2 and not _uses_transformer_engine(cfg)
+        is_copied = itemsize == 2 and not uses_transformer_engine(cfg)
         view = 0 if is_copied else itemsize * shape.latent.rotary_dim
         return tables + (norms + view) * token_share(cfg)
     return tables + _norms_of_heads(cfg, shape)
@@ -331,7 +331,7 @@ def _offloaded(cfg: Config, shape: ModelShape) -> float:
     if not settings.get("fine_grained_activation_offloading"):
         return 0.0
     itemsize, share, row = ITEMSIZE[cfg.model.dtype], token_share(cfg), row_bytes(cfg, shape)
-    fused = _uses_transformer_engine(cfg)
+    fused = uses_transformer_engine(cfg)
     norm = _norm(cfg, shape.hidden_size) * share
     output = itemsize * shape.num_attention_heads * shape.value_dim / cfg.dims.tensor
     before_qkv = norm if fused and shape.has_pre_norms else row  # the norm that is fused into it

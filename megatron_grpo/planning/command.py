@@ -13,6 +13,7 @@ from megatron_grpo.config.reward import RewardFunction, served_here
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.config.vision import mrope_axes
 from megatron_grpo.engines.arguments import PLANNED
+from megatron_grpo.planning.activations import uses_transformer_engine
 from megatron_grpo.planning.card import card_named
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.host import host_lines, too_little_host_memory
@@ -69,8 +70,7 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
 def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
     """Whether attention is not Transformer Engine's: see `fused_layer_spec`."""
     return (
-        cfg.model.megatron.get("transformer_impl") == "local"
-        or cfg.model.dtype == "float32"
+        not uses_transformer_engine(cfg)
         or cfg.grpo.shared_prompts
         or bool(mrope_axes(cfg))
         or shape.has_sinks

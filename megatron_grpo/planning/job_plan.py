@@ -14,6 +14,7 @@ from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.kernels import check_served
 from megatron_grpo.launch.launch import check_engine_size, check_shared, place
+from megatron_grpo.planning.activations import uses_transformer_engine
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.host import HostUse, host_use
@@ -196,7 +197,6 @@ def _overlaps(
 def _ways(cfg: Config, card: GpuSpec) -> dict[str, dict[str, Any]]:
     """Settings that are legal for `cfg`, and the sections with them."""
     switches = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    is_local = cfg.model.megatron.get("transformer_impl") == "local"
     ways: dict[str, dict[str, Any]] = {}
     if not cfg.lora.r:  # with which these do not go
         ways["parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true"] = {
@@ -206,8 +206,7 @@ def _ways(cfg: Config, card: GpuSpec) -> dict[str, dict[str, Any]]:
             "model": _with_field(cfg, moe_shared_expert_overlap=True)
         }
     can_flex = cfg.dims.expert * cfg.dims.expert_tensor in DEEPEP_RANKS
-    can_flex &= not is_local and cfg.model.dtype != "float32"
-    if can_flex and card.capability >= FLEX_CAPABILITY:
+    if can_flex and uses_transformer_engine(cfg) and card.capability >= FLEX_CAPABILITY:
         ways["model.megatron.moe_token_dispatcher_type=flex"] = {
             "model": _with_field(cfg, moe_token_dispatcher_type="flex")
         }
