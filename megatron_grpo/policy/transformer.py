@@ -26,14 +26,14 @@ from torch.nn.functional import gelu, relu, silu
 
 from checkpoint_convert import ModelShape, MoeShape
 from checkpoint_convert.shape import Module
-from megatron_grpo.policy.attention import packed_attention_of, use_windows, window_fields
+from megatron_grpo.policy.attention import WindowedAttention, packed_attention_of, window_fields
 from megatron_grpo.policy.linear_attention import (
     leave_out,
     linear_fields,
     use_gates,
     use_linear_attention,
 )
-from megatron_grpo.policy.mla import WholeLinear, softmax_scale, use_latents, yarn_scaling
+from megatron_grpo.policy.mla import LatentAttention, WholeLinear, softmax_scale, yarn_scaling
 from megatron_grpo.policy.norms import RMSNorm, use_norms
 from megatron_grpo.policy.overrides import (
     check_activation_offload,
@@ -46,7 +46,7 @@ from megatron_grpo.policy.releases import (
     mlp_submodules,
     no_initialization,
 )
-from megatron_grpo.policy.sparse_attention import use_indexer
+from megatron_grpo.policy.sparse_attention import SparseAttention
 from megatron_grpo.policy.transformer_engine import (
     REQUANTIZED,
     best_implementation,
@@ -181,8 +181,7 @@ def block_spec(
             layer = fused_layer_spec(config, num_experts, shape, has_own_rows)
         else:
             layer = torch_layer_spec(num_experts, shape)
-        for use in (use_latents, use_indexer, use_windows, use_gates):
-            use(layer, shape)
+        _use_attention(layer, shape)
         use_norms(layer, shape, config, norm)
         if "linear" in modules and shape.linear is not None:
             use_linear_attention(layer, shape.linear)
@@ -246,6 +245,21 @@ def torch_layer_spec(num_experts: int | None, shape: ModelShape) -> ModuleSpec:
         }
     modules.sharded_state_dict_keys_map = fused_norms if shape.has_pre_norms else {}
     return layer
+
+
+def _use_attention(layer: ModuleSpec, shape: ModelShape) -> None:
+    """Replace Megatron's attention where the model has another."""
+    attention = layer.submodules.self_attention
+    if shape.latent is not None:
+        attention.module = LatentAttention
+        attention.params |= {"latent": shape.latent, "head_dim": shape.head_dim}
+    if shape.indexer is not None:
+        attention.module = SparseAttention
+        attention.params |= {"indexer": shape.indexer}
+    if shape.window_rope_theta is not None:
+        attention.module = WindowedAttention
+        attention.params |= {"window_scale": softmax_scale(shape, None)}
+    use_gates(layer, shape)
 
 
 def _norms_queries(shape: ModelShape) -> bool:
