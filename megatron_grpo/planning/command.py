@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from checkpoint_convert import ModelShape
@@ -274,8 +274,8 @@ def _engines_table(cfg: Config, options: Sequence[EngineOption]) -> str:
         step = f"{each.step_seconds:.1f} s" if each.step_seconds is not None else "-"
         least = f"{each.generation_seconds:.1f} s" if each.generation_seconds is not None else "-"
         rows.append(
-            f"{each.num_engines:>7}{each.gpus_per_engine:>11}{each.engine.weights / 1e9:>7.1f} GB"
-            f"{each.engine.cached_tokens:>16,}{least:>14}{step:>9}  {words}"
+            f"{each.num_engines:>7}{each.gpus_per_engine:>11}{each.weights / 1e9:>7.1f} GB"
+            f"{each.cached_tokens:>16,}{least:>14}{step:>9}  {words}"
         )
     corrects = "corrects for that already" if cfg.grpo.corrects_rollouts else "then corrects for it"
     return "\n".join(
@@ -329,7 +329,7 @@ def print_suggestions(
     if as_json:
         rows = [each.as_json() for each in suggestions]
         for row in rows[:1]:  # beside other layouts a step takes another time
-            row["engines"] = [option.as_json() for option in options]
+            row["engines"] = [asdict(option) for option in options]
         print(json.dumps(rows))
     elif first:
         print(suggestion_table(suggestions, num_gpus, gpu))

@@ -34,23 +34,13 @@ class EngineOption:
     """What to write behind the config's name; empty: the engines that it has."""
     num_engines: int
     gpus_per_engine: int
-    engine: EngineBytes
+    weights: int
+    cached_tokens: int
+    """As of `EngineBytes`."""
     generation_seconds: float | None
     """The least that a generation takes; None if the length of prompts is unknown."""
     step_seconds: float | None
     """Simulated; None like the former, and where ranks and engines share GPUs."""
-
-    def as_json(self) -> dict[str, Any]:
-        """All figures for scripts, in bytes and seconds."""
-        return {
-            "overrides": self.overrides,
-            "num_engines": self.num_engines,
-            "gpus_per_engine": self.gpus_per_engine,
-            "weights": self.engine.weights,
-            "cached_tokens": self.engine.cached_tokens,
-            "generation_seconds": self.generation_seconds,
-            "step_seconds": self.step_seconds,
-        }
 
 
 def engine_options(suggestion: Suggestion, job: Job) -> list[EngineOption]:
@@ -125,7 +115,8 @@ def _option(
         overrides=overrides,
         num_engines=cfg.num_engines,
         gpus_per_engine=cfg.rollout.gpus_per_engine,
-        engine=engine,
+        weights=engine.weights,
+        cached_tokens=engine.cached_tokens,
         generation_seconds=generation.seconds if generation else None,
         step_seconds=forecast.seconds / BatchSchedule.of(cfg.grpo).updates_per_generation
         if forecast

@@ -155,8 +155,7 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     is_shared = cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None
     if is_shared:
         group = cfg.data.max_prompt_length, cfg.grpo.num_generations
-        filled, computed = _packed_groups(*group, *packing)
-        received = sum(filled) * (dims.context - 1)
+        filled, computed, received = _packed_groups(*group, *packing)
     else:
         filled, computed, received = _packed(*packing)
     return Workload(
@@ -170,8 +169,9 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     )
 
 
-Packed = tuple[list[int], Computed]
-"""Tokens of every turn of every model copy, alignment included; and what they compute.
+Packed = tuple[list[int], Computed, int]
+"""Tokens of every turn of every model copy, alignment included; what they compute; and the tokens
+that ranks receive from their context ranks.
 
 Packing is cached: it takes a tenth of a second, with shared prompts up to some, and compared
 layouts often share it."""
@@ -190,8 +190,8 @@ def _packed(
     dims: ParallelDims,
     alignment: Alignment,
     cost: CostModel,
-) -> tuple[list[int], Computed, int]:
-    """`Packed`, and the tokens that ranks receive from their context ranks."""
+) -> Packed:
+    """Pack sequences without shared prompts."""
     if dims.context > 1:  # see `workload`: else it is left out
         plan = plan_turns(lengths, max_tokens, dims, alignment, cost)
     else:
@@ -234,7 +234,8 @@ def _packed_groups(
         filled.append(round_up(length, alignment.total))
         tokens += sum(groups[at].num_tokens(members, multiple) for at, members in parts.items())
         squares += sum(groups[at].squares(members, multiple) for at, members in parts.items())
-    return filled, Computed(tokens=tokens, pairs=squares / 2)
+    computed = Computed(tokens=tokens, pairs=squares / 2)
+    return filled, computed, sum(filled) * (alignment.context - 1)
 
 
 def forwards_alone(cfg: Config) -> float:
