@@ -22,8 +22,8 @@ from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.kernels import check_attention, check_served
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
-from megatron_grpo.policy.fp8 import check_fp8_model
 from megatron_grpo.policy.lora_targets import check_lora
+from megatron_grpo.policy.transformer_engine import check_fp8_model
 from parallel import ParallelDims
 from tests.megatron_grpo.policy import test_model, test_moe
 

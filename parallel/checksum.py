@@ -18,7 +18,7 @@ checksum_kernel.c sums rows while it copies them.
 
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, repeat
 from math import prod
@@ -54,10 +54,6 @@ def _random(indices: Tensor) -> Tensor:
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
     return x ^ (x >> 31)
-
-
-CPU_BLOCK_BYTES = 1 << 19
-"""Size of blocks that are written and then read: they stay in the core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +94,11 @@ class PreparedCopies:
         _add(self._pieces)
         num_kept = len(self._factors)
         for copy in self._others:
-            for block in _copied_blocks(copy):
-                _add(_as_pieces(self._pieces_of(copy, [block])))
+            if copy.source is not copy.target:
+                copy.target.copy_(copy.source)
+            values = copy.target.contiguous()
+            summed = replace(copy, source=values, target=values)
+            _add(_as_pieces(self._pieces_of(summed, _passes(summed))))
         del self._factors[num_kept:]
         return list(zip(self._names, torch.from_numpy(self._totals.copy()).unbind(), strict=True))
 
@@ -140,28 +139,6 @@ def _passes(copy: BoxCopy) -> Iterator[tuple[int, Tensor, Tensor | None]]:
     if copy.source is copy.target:
         return zip(first_rows, matrices_of(copy.target), repeat(None), strict=False)
     return zip(first_rows, matrices_of(copy.source), matrices_of(copy.target), strict=True)
-
-
-def _copied_blocks(copy: BoxCopy) -> Iterator[tuple[int, Tensor, None]]:
-    """Copies what the kernel cannot, by blocks, which are still in the cache when summed."""
-    matrices = zip(
-        _first_rows(copy.box, copy.shape),
-        matrices_of(copy.source),
-        matrices_of(copy.target),
-        strict=True,
-    )
-    for row, values, targets in matrices:
-        # The same number of rows of both at a time, even if their dtypes differ.
-        rows = max(1, CPU_BLOCK_BYTES // max(_row_bytes(values), _row_bytes(targets)))
-        for block, target in zip(values.split(rows), targets.split(rows), strict=True):
-            if copy.source is not copy.target:
-                target.copy_(block)
-            yield row, target.contiguous(), None
-            row += len(target)
-
-
-def _row_bytes(matrix: Tensor) -> int:
-    return matrix.shape[1] * matrix.element_size()
 
 
 def _first_rows(box: Box, shape: Shape) -> list[int]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,24 +25,11 @@ def fake_rank(dims: ParallelDims, rank: int) -> Iterator[Groups]:
     """
     dist.init_process_group("fake", rank=rank, world_size=dims.world_size)
     try:
-        with _replaced(new_group=_fake_group, all_gather_object=_all_gather_object):
+        with patch.multiple(dist, new_group=_fake_group, all_gather_object=_all_gather_object):
             yield init_groups(dims)
     finally:
         destroy_groups()
         dist.destroy_process_group()
-
-
-@contextmanager
-def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
-    """Temporarily replace these functions of `torch.distributed`."""
-    originals = {name: getattr(dist, name) for name in functions}
-    for name, function in functions.items():
-        setattr(dist, name, function)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def _fake_group(

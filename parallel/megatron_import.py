@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -26,7 +24,7 @@ def import_megatron() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     compiled = torch.compile
     if not torch.cuda.is_available():
-        torch.compile = _as_it_is  # type: ignore[assignment]
+        torch.compile = lambda function: function  # type: ignore
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     try:
@@ -49,7 +47,3 @@ def import_megatron() -> None:
         for name in UNUSED:
             if not sys.modules[name]:
                 del sys.modules[name]
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function

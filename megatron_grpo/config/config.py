@@ -69,7 +69,6 @@ class Config(Section):
         self.parallel.check_context(self.grpo.shared_prompts, self.model.megatron)
         if self.train.num_steps is not None:  # else checked when known: see `with_num_steps`
             self.optimizer.check_schedule(self.train.num_steps)
-        self.parallel.check_context(self.grpo.shared_prompts, self.model.megatron)
         # Megatron-Core's optimizer for the host would not update float32 weights on the GPU.
         keys = "grad_reduce_in_fp32", "use_precision_aware_optimizer", "optimizer_cpu_offload"
         for key, value in zip(keys, (False, True, True), strict=True):

@@ -5,15 +5,16 @@ documentation and source, for torch's by measurement (a test compares). Layers t
 counted once, and parts that run a second time in the backward keep less.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
+from megatron_grpo.planning.attention import kept_bytes
 from megatron_grpo.planning.card import ITEMSIZE
 from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds
-from megatron_grpo.planning.linear_attention import kept_bytes
+from megatron_grpo.planning.workload import in_flight
 from parallel import pipeline_layers
 from parallel.tiles import tile_columns
 
@@ -42,7 +43,7 @@ def layer_bytes(cfg: Config, shape: ModelShape) -> LayerBytes:
     parts = _parts(cfg, shape)
     stored = sum(parts.values())
     settings = cfg.model.megatron
-    entry = ITEMSIZE[cfg.model.dtype] * shape.hidden_size * _token_share(cfg)
+    entry = row_bytes(cfg, shape)
     match settings.get("recompute_granularity"):
         case "full" if settings.get("recompute_method") == "uniform":
             layers = settings.get("recompute_num_layers") or 1
@@ -71,34 +72,35 @@ def stage_activations(cfg: Config, shape: ModelShape, stage: int, microbatches: 
     schedule has in flight (`in_flight`).
     """
     dims = cfg.dims
-    tokens = cfg.train.max_tokens_per_microbatch / dims.context
-    chunks = pipeline_layers(shape.num_layers, dims)[stage]
-    microbatches_in_flight = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
     kept = recomputed = leaving = 0.0
-    for kind in _kinds_of_stage(cfg, shape, stage):
-        layer = layer_bytes(cfg, kind.shape)
-        num_layers = sum(map(mul, map(kind.count_in, chunks), microbatches_in_flight))
+    for layer, num_layers in _held_layers(cfg, shape, stage, microbatches):
         kept += layer.kept * num_layers
         recomputed = max(recomputed, layer.recomputed)
         # What leaves in one layer is free once that of the next has left.
         leaving = max(leaving, layer.offloaded * min(2, num_layers))
-    entry = ITEMSIZE[cfg.model.dtype] * shape.hidden_size * _token_share(cfg)
     # A chunk keeps its input; its output is freed once it is sent.
-    between = sum(microbatches_in_flight) * entry if dims.pipeline > 1 else 0
+    forwards = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
+    between = sum(forwards) * row_bytes(cfg, shape) if dims.pipeline > 1 else 0
+    tokens = cfg.train.max_tokens_per_microbatch / dims.context
     return round(tokens * (kept + recomputed + leaving + between))
 
 
 def offloaded_bytes(cfg: Config, shape: ModelShape, stage: int, microbatches: int) -> int:
     """Bytes that a rank of a stage holds in the memory of its host for backwards, at the peak."""
+    layers = _held_layers(cfg, shape, stage, microbatches)
+    per_token = sum(layer.offloaded * num_layers for layer, num_layers in layers)
+    return round(cfg.train.max_tokens_per_microbatch / cfg.dims.context * per_token)
+
+
+def _held_layers(
+    cfg: Config, shape: ModelShape, stage: int, microbatches: int
+) -> Iterator[tuple[LayerBytes, int]]:
+    """For each kind of a stage's layers, how many forwards of one it holds at the peak."""
     dims = cfg.dims
+    forwards = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
     chunks = pipeline_layers(shape.num_layers, dims)[stage]
-    microbatches_in_flight = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
-    per_token = sum(
-        layer_bytes(cfg, kind.shape).offloaded
-        * sum(map(mul, map(kind.count_in, chunks), microbatches_in_flight))
-        for kind in layer_kinds(shape)
-    )
-    return round(cfg.train.max_tokens_per_microbatch / dims.context * per_token)
+    for kind in _kinds_of_stage(cfg, shape, stage):
+        yield layer_bytes(cfg, kind.shape), sum(map(mul, map(kind.count_in, chunks), forwards))
 
 
 def forward_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
@@ -130,7 +132,7 @@ def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -
     tokens = cfg.train.max_tokens_per_microbatch / dims.context
     columns = -(-shape.vocab_size // dims.tensor)
     tile = min(columns, tile_columns(round(tokens), width, columns, device))
-    share = _token_share(cfg)
+    share = token_share(cfg)
     rows = itemsize * width * (share if share == 1 else share + 1)
     forward = tokens * (rows + 3 * 4 * tile)
     if not backward:
@@ -143,37 +145,27 @@ def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -
 def final_norm_bytes(cfg: Config, shape: ModelShape) -> float:
     """What the norm before the head keeps, per token of a context rank; excludes its output."""
     output = ITEMSIZE[cfg.model.dtype] * shape.hidden_size
-    return (_norm(cfg, shape.hidden_size) - output) * _token_share(cfg)
+    return (_norm(cfg, shape.hidden_size) - output) * token_share(cfg)
 
 
-def in_flight(stage: int, pipeline: int, virtual: int, microbatches: int) -> Sequence[int]:
-    """Largest number of forwards that await their backward, for each model chunk of a stage.
-
-    1F1B (Narayanan et al., arXiv 2104.04473): `pipeline` - `stage` microbatches. Interleaved: the
-    forwards that Megatron-Core's schedule runs before its first backward, plus one.
-    """
-    if virtual == 1:
-        return [min(microbatches, pipeline - stage)]
-    ahead = (pipeline - stage - 1) * 2 + (virtual - 1) * pipeline + 1
-    counts = [0] * virtual
-    for number in range(min(ahead, microbatches * virtual)):
-        counts[number // pipeline % virtual] += 1
-    return counts
-
-
-def _token_share(cfg: Config) -> float:
+def token_share(cfg: Config) -> float:
     """Fraction of the tokens that a tensor rank holds outside of its split matrices."""
     return 1 / cfg.dims.tensor if cfg.parallel.sequence_parallel else 1.0
 
 
-def _uses_transformer_engine(cfg: Config) -> bool:
+def row_bytes(cfg: Config, shape: ModelShape) -> float:
+    """Bytes of hidden states, per token of a context rank."""
+    return ITEMSIZE[cfg.model.dtype] * shape.hidden_size * token_share(cfg)
+
+
+def uses_transformer_engine(cfg: Config) -> bool:
     """Whether layers on a GPU are Transformer Engine's, which requires 16-bit dtypes."""
     return ITEMSIZE[cfg.model.dtype] == 2 and cfg.model.megatron.get("transformer_impl") != "local"
 
 
 def _is_fused(cfg: Config, fusion: str) -> bool:
     """Whether a fusion is on; `policy.transformer` turns it on for Transformer Engine's layers."""
-    return bool(cfg.model.megatron.get(fusion, _uses_transformer_engine(cfg)))
+    return bool(cfg.model.megatron.get(fusion, uses_transformer_engine(cfg)))
 
 
 def _norm(cfg: Config, width: float) -> float:
@@ -182,7 +174,7 @@ def _norm(cfg: Config, width: float) -> float:
     torch's norm keeps the input and the normalized input in float32.
     """
     itemsize = ITEMSIZE[cfg.model.dtype]
-    inner = itemsize if _uses_transformer_engine(cfg) else 8
+    inner = itemsize if uses_transformer_engine(cfg) else 8
     return (inner + itemsize) * width + 4
 
 
@@ -191,13 +183,13 @@ def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
     itemsize = ITEMSIZE[cfg.model.dtype]
     modules = shape.modules(0)
     places = len(modules) * (shape.has_pre_norms + shape.has_post_norms)
-    norms = places * _norm(cfg, shape.hidden_size) * _token_share(cfg)
+    norms = places * _norm(cfg, shape.hidden_size) * token_share(cfg)
     # Transformer Engine fuses a norm into the linear after it, which keeps its output; only the
     # norms before a mixture and before latent attention are modules of their own, whose output
     # Megatron can recompute.
     alone = (shape.moe is not None) + (shape.latent is not None)
-    separate = alone if _uses_transformer_engine(cfg) else len(modules)
-    outputs = separate * itemsize * shape.hidden_size * _token_share(cfg)
+    separate = alone if uses_transformer_engine(cfg) else len(modules)
+    outputs = separate * itemsize * shape.hidden_size * token_share(cfg)
     parts = {
         "layernorm": outputs,
         "norms": norms - outputs,
@@ -210,7 +202,7 @@ def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
         columns = shape.moe.shared_intermediate_size / cfg.dims.tensor
         parts["shared_experts"] = _inner(cfg, shape) * columns
         if shape.moe.has_shared_gate:  # what is multiplied by a sigmoid, and that
-            parts["shared_experts"] += itemsize * (shape.hidden_size + 1) * _token_share(cfg)
+            parts["shared_experts"] += itemsize * (shape.hidden_size + 1) * token_share(cfg)
     return parts
 
 
@@ -245,10 +237,10 @@ def _core_attention(cfg: Config, shape: ModelShape) -> float:
     query, key = heads * shape.head_dim, kv_heads * shape.head_dim
     value, output = kv_heads * shape.value_dim, heads * shape.value_dim
     if shape.indexer is not None:  # and the tokens that an indexer chose, on every tensor rank
-        wide = itemsize if _uses_transformer_engine(cfg) else 4
+        wide = itemsize if uses_transformer_engine(cfg) else 4
         all_heads = wide * (query + (key + value) * cfg.dims.context) + itemsize * output
         return all_heads + 4 * shape.indexer.topk * cfg.dims.tensor
-    if _uses_transformer_engine(cfg):
+    if uses_transformer_engine(cfg):
         return itemsize * (query + key + value + output) + 4 * heads
     context = cfg.dims.context
     extra = 0.0
@@ -273,9 +265,9 @@ def _around_attention(cfg: Config, shape: ModelShape) -> float:
         norms = sum(_norm(cfg, rank) for rank in ranks if rank)
         # The latent of keys and values is a view, which keeps the rotated part of keys alive too,
         # unless its norm copies it to float32.
-        is_copied = itemsize == 2 and not _uses_transformer_engine(cfg)
+        is_copied = itemsize == 2 and not uses_transformer_engine(cfg)
         view = 0 if is_copied else itemsize * shape.latent.rotary_dim
-        return tables + (norms + view) * _token_share(cfg)
+        return tables + (norms + view) * token_share(cfg)
     return tables + _norms_of_heads(cfg, shape)
 
 
@@ -314,7 +306,7 @@ def _experts(cfg: Config, shape: ModelShape) -> float:
     tokens = (itemsize * shape.hidden_size + 4) * cfg.dims.expert_tensor
     weighed = 0 if _is_fused(cfg, "bias_activation_fusion") else itemsize
     columns = (_inner(cfg, shape) + weighed) * moe.intermediate_size
-    return (router + moe.experts_per_token * (tokens + columns)) * _token_share(cfg)
+    return (router + moe.experts_per_token * (tokens + columns)) * token_share(cfg)
 
 
 def _entry_of(module: str, cfg: Config, shape: ModelShape) -> float:
@@ -338,12 +330,8 @@ def _offloaded(cfg: Config, shape: ModelShape) -> float:
     settings = cfg.model.megatron
     if not settings.get("fine_grained_activation_offloading"):
         return 0.0
-    itemsize, share, fused = (
-        ITEMSIZE[cfg.model.dtype],
-        _token_share(cfg),
-        _uses_transformer_engine(cfg),
-    )
-    row = itemsize * shape.hidden_size * share
+    itemsize, share, row = ITEMSIZE[cfg.model.dtype], token_share(cfg), row_bytes(cfg, shape)
+    fused = uses_transformer_engine(cfg)
     norm = _norm(cfg, shape.hidden_size) * share
     output = itemsize * shape.num_attention_heads * shape.value_dim / cfg.dims.tensor
     before_qkv = norm if fused and shape.has_pre_norms else row  # the norm that is fused into it

@@ -1,6 +1,6 @@
 """What the planner needs to know about a GPU, its network, and the size of elements."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.megatron import hf_dtypes
@@ -37,6 +37,15 @@ class GpuSpec:
         return self.capability >= PACKED_CAPABILITY
 
 
+_H100 = GpuSpec(
+    memory=85 * 10**9,
+    flops=989e12,
+    memory_rate=3.35e12,
+    node_rate=450e9,
+    network_rate=50e9,
+    host_rate=64e9,
+    capability=(9, 0),
+)
 CARDS = {
     "a100": GpuSpec(
         memory=85 * 10**9,
@@ -47,31 +56,14 @@ CARDS = {
         host_rate=32e9,
         capability=(8, 0),
     ),
-    "h100": GpuSpec(
-        memory=85 * 10**9,
-        flops=989e12,
-        memory_rate=3.35e12,
-        node_rate=450e9,
-        network_rate=50e9,
-        host_rate=64e9,
-        capability=(9, 0),
-    ),
-    "h200": GpuSpec(
-        memory=150 * 10**9,
-        flops=989e12,
-        memory_rate=4.8e12,
-        node_rate=450e9,
-        network_rate=50e9,
-        host_rate=64e9,
-        capability=(9, 0),
-    ),
-    "b200": GpuSpec(
+    "h100": _H100,
+    "h200": replace(_H100, memory=150 * 10**9, memory_rate=4.8e12),
+    "b200": replace(
+        _H100,
         memory=191 * 10**9,
         flops=2250e12,
         memory_rate=8e12,
         node_rate=900e9,
-        network_rate=50e9,
-        host_rate=64e9,
         capability=(10, 0),
     ),
 }

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from checkpoint_convert import ModelShape
@@ -12,7 +13,9 @@ from megatron_grpo.config.reward import RewardFunction, served_here
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.config.vision import mrope_axes
 from megatron_grpo.engines.arguments import PLANNED
-from megatron_grpo.planning.card import GpuSpec, card_named
+from megatron_grpo.planning.activations import uses_transformer_engine
+from megatron_grpo.planning.card import card_named
+from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.host import host_lines, too_little_host_memory
 from megatron_grpo.planning.job_plan import (
     JobPlan,
@@ -21,15 +24,19 @@ from megatron_grpo.planning.job_plan import (
     not_counted,
     plan_job,
 )
-from megatron_grpo.planning.memory import EngineBytes, StageMemory, engine_bytes
+from megatron_grpo.planning.memory import StageMemory, file_bytes
 from megatron_grpo.planning.quantized_engines import EngineOption, engine_options
-from megatron_grpo.planning.reward_models import file_bytes
 from megatron_grpo.planning.rollout_time import RolloutTime, mode_of
 from megatron_grpo.planning.simulation import MODES, Forecast, Loop, simulate
 from megatron_grpo.planning.state import part_bytes
 from megatron_grpo.planning.suggest import Suggestion, simulated, suggest
 from megatron_grpo.planning.traffic import ATTAINABLE_OF_LINK, LinkUse
-from megatron_grpo.planning.workload import longest_sequence, read_completion_lengths, read_lengths
+from megatron_grpo.planning.workload import (
+    Job,
+    longest_sequence,
+    read_completion_lengths,
+    read_lengths,
+)
 
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
@@ -63,8 +70,7 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
 def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
     """Whether attention is not Transformer Engine's: see `fused_layer_spec`."""
     return (
-        cfg.model.megatron.get("transformer_impl") == "local"
-        or cfg.model.dtype == "float32"
+        not uses_transformer_engine(cfg)
         or cfg.grpo.shared_prompts
         or bool(mrope_axes(cfg))
         or shape.has_sinks
@@ -268,8 +274,8 @@ def _engines_table(cfg: Config, options: Sequence[EngineOption]) -> str:
         step = f"{each.step_seconds:.1f} s" if each.step_seconds is not None else "-"
         least = f"{each.generation_seconds:.1f} s" if each.generation_seconds is not None else "-"
         rows.append(
-            f"{each.num_engines:>7}{each.gpus_per_engine:>11}{each.engine.weights / 1e9:>7.1f} GB"
-            f"{each.engine.cached_tokens:>16,}{least:>14}{step:>9}  {words}"
+            f"{each.num_engines:>7}{each.gpus_per_engine:>11}{each.weights / 1e9:>7.1f} GB"
+            f"{each.cached_tokens:>16,}{least:>14}{step:>9}  {words}"
         )
     corrects = "corrects for that already" if cfg.grpo.corrects_rollouts else "then corrects for it"
     return "\n".join(
@@ -302,37 +308,37 @@ def print_plan(
     cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
 ) -> None:
     """Print what `cfg` needs; ValueError, naming a layout that fits, if memory is too small."""
-    card, shape = card_named(gpu), trained_shape(cfg)
-    lengths = _lengths(cfg, shape, lengths_file)
-    plan = plan_job(cfg, shape, card, lengths, num_gpus)
-    print(json.dumps(plan.as_json()) if as_json else job_table(cfg, shape, gpu, plan), flush=True)
+    job = _job(cfg, gpu, num_gpus, lengths_file)
+    plan = plan_job(job)
+    table = json.dumps(plan.as_json()) if as_json else job_table(cfg, job.shape, gpu, plan)
+    print(table, flush=True)
     if not plan.fits:
-        raise ValueError(_too_large(cfg, shape, card, lengths, plan))
+        raise ValueError(_too_large(replace(job, num_gpus=plan.num_gpus), plan))
 
 
 def print_suggestions(
     cfg: Config, *, gpu: str, num_gpus: int | None, lengths_file: Path | None, as_json: bool
 ) -> None:
     """Print layouts that fit; ValueError if none does."""
-    card, shape = card_named(gpu), trained_shape(cfg)
-    lengths = _lengths(cfg, shape, lengths_file)
-    num_gpus = num_gpus or min_gpus(cfg, card, engine_bytes(cfg, shape, card))
-    suggestions = suggest(cfg, shape, card, lengths, num_gpus)
+    job = _job(cfg, gpu, num_gpus, lengths_file)
+    num_gpus = num_gpus or min_gpus(cfg, job.card, engine_bytes(cfg, job.shape, job.card))
+    job = replace(job, num_gpus=num_gpus)
+    suggestions = suggest(job)
     first = suggestions[0] if suggestions else None
-    options = engine_options(first, shape, card, lengths, num_gpus) if first else []
+    options = engine_options(first, job) if first else []
     if as_json:
         rows = [each.as_json() for each in suggestions]
         for row in rows[:1]:  # beside other layouts a step takes another time
-            row["engines"] = [option.as_json() for option in options]
+            row["engines"] = [asdict(option) for option in options]
         print(json.dumps(rows))
     elif first:
         print(suggestion_table(suggestions, num_gpus, gpu))
-        if forecast := simulated(first, shape, card, lengths, num_gpus):
+        if forecast := simulated(first, job):
             print(f"\n{_forecast_line(first.cfg, forecast)}")
         if options:
             print(f"\n{_engines_table(first.cfg, options)}")
     if not suggestions:
-        ways = ["use more GPUs", _less_work(cfg, lengths)]
+        ways = ["use more GPUs", _less_work(job)]
         if cfg.num_engines and cfg.rollout.engine in PLANNED:
             fraction = PLANNED[cfg.rollout.engine].memory_fraction
             ways.append(f"a lower rollout.{cfg.rollout.engine}.{fraction}")
@@ -340,15 +346,20 @@ def print_suggestions(
         raise ValueError(f"no layout fits on {num_gpus} {gpu}: {text}")
 
 
-def _lengths(cfg: Config, shape: ModelShape, file: Path | None) -> list[int]:
-    if file is None:
-        return [longest_sequence(cfg, shape)]
-    return read_completion_lengths(file, cfg) if file.suffix == ".jsonl" else read_lengths(file)
+def _job(cfg: Config, gpu: str, num_gpus: int | None, lengths: Path | None) -> Job:
+    card, shape = card_named(gpu), trained_shape(cfg)
+    if lengths is None:
+        found = [longest_sequence(cfg, shape)]
+    elif lengths.suffix == ".jsonl":
+        found = read_completion_lengths(lengths, cfg)
+    else:
+        found = read_lengths(lengths)
+    return Job(cfg, shape, card, found, num_gpus or 0)
 
 
-def _less_work(cfg: Config, lengths: Sequence[int]) -> str:
+def _less_work(job: Job) -> str:
     """What makes activations smaller; a microbatch holds at least the longest sequence."""
-    longest, room = max(lengths), cfg.train.max_tokens_per_microbatch
+    longest, room = max(job.lengths), job.cfg.train.max_tokens_per_microbatch
     if longest < room:
         return (
             f"a train.max_tokens_per_microbatch below {room} (the longest sequence has {longest})"
@@ -356,21 +367,17 @@ def _less_work(cfg: Config, lengths: Sequence[int]) -> str:
     return f"shorter sequences than {longest} tokens (rollout.max_completion_length)"
 
 
-def _too_large(
-    cfg: Config, shape: ModelShape, card: GpuSpec, lengths: Sequence[int], plan: JobPlan
-) -> str:
+def _too_large(job: Job, plan: JobPlan) -> str:
     if plan.host and not plan.host.fits:
-        return too_little_host_memory(cfg, plan.host)
+        return too_little_host_memory(job.cfg, plan.host)
     stage = plan.fullest
     text = (
         f"a GPU of stage {stage.stage} needs {stage.total / 1e9:.1f} GB in phase {stage.worst}, "
         f"but may use {plan.memory_limit / 1e9:.1f}"
     )
     freed = part_bytes(stage.state, parts_away("all", stage.worst)) - stage.away[stage.worst]
-    if freed and not cfg.lora.r:  # with which it does not go
+    if freed and not job.cfg.lora.r:  # with which it does not go
         text += f", and train.offload=all would free {freed / 1e9:.1f}"
-    for each in suggest(cfg, shape, card, lengths, plan.num_gpus)[:1]:
+    for each in suggest(job)[:1]:
         return f"{text}; the fastest layout that fits: {' '.join(each.overrides)}"
-    return (
-        f"{text}; no layout fits on {plan.num_gpus}: use more GPUs, or {_less_work(cfg, lengths)}"
-    )
+    return f"{text}; no layout fits on {plan.num_gpus}: use more GPUs, or {_less_work(job)}"

@@ -7,7 +7,6 @@ GPUs, the weights that no push brings.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import (
     NOT_COPIED,
@@ -21,9 +20,10 @@ from megatron_grpo.config.offload import (
 )
 from megatron_grpo.planning.activations import offloaded_bytes
 from megatron_grpo.planning.card import GpuSpec
-from megatron_grpo.planning.memory import RESERVE, EngineBytes, StageMemory
-from megatron_grpo.planning.reward_models import shared_models
+from megatron_grpo.planning.engine_memory import EngineBytes
+from megatron_grpo.planning.memory import RESERVE, StageMemory, shared_models
 from megatron_grpo.planning.state import StateBytes, part_bytes
+from megatron_grpo.planning.workload import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +74,13 @@ class HostUse:
 
 
 def host_use(
-    cfg: Config,
-    shape: ModelShape,
-    states: Sequence[StateBytes],
-    microbatches: int,
-    card: GpuSpec,
-    colocated: EngineBytes | None,
+    job: Job, states: Sequence[StateBytes], microbatches: int, colocated: EngineBytes | None
 ) -> HostUse | None:
     """What ranks, a `colocated` engine and reward models take of nodes; None if nothing moves."""
+    cfg, card = job.cfg, job.card
     copied, on_host = parts_copied(cfg.offload), colocated.on_host if colocated else 0
     activations = max(
-        offloaded_bytes(cfg, shape, stage, microbatches) for stage in range(len(states))
+        offloaded_bytes(cfg, job.shape, stage, microbatches) for stage in range(len(states))
     )
     models = shared_models(cfg, card)
     if not copied and not on_host and not models and not activations:

@@ -26,7 +26,7 @@ from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.layouts import holdings, worker_layouts
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.state import state_bytes
-from megatron_grpo.policy.lora import build_adapters
+from megatron_grpo.policy.lora import add_adapters
 from megatron_grpo.policy.lora_targets import check_lora, peft_tensors
 from megatron_grpo.policy.model import (
     Model,
@@ -81,8 +81,8 @@ def build_rank(cfg: Config, shape: ModelShape, rank: int, saved: Layout) -> Buil
         faults = list(compare(model, saved, dtype))
         with WithoutMemory():
             if cfg.lora.r:
-                model.adapters = build_adapters(
-                    model.chunks, shape, model.layout, cfg.lora, groups, base=0
+                model.adapters = add_adapters(
+                    model.chunks, shape, model.layout, cfg.lora, groups, seed=None
                 )
             add_gradients(model, cfg)
             policy = add_optimizer(model, cfg, groups)

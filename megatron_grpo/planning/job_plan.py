@@ -1,11 +1,11 @@
 """Plans a whole job: what it computes, sends and holds, and whether that fits its GPUs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from checkpoint_convert import ModelShape, check_divisible
+from checkpoint_convert import check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.megatron_fields import DEEPEP_RANKS
@@ -14,23 +14,22 @@ from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.kernels import check_served
 from megatron_grpo.launch.launch import check_engine_size, check_shared, place
+from megatron_grpo.planning.activations import uses_transformer_engine
 from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.host import HostUse, host_use
 from megatron_grpo.planning.memory import (
-    EngineBytes,
     StageMemory,
-    engine_bytes,
     fullest_stage,
     memory_limit,
     stages_memory,
 )
-from megatron_grpo.planning.reward_models import beside_reward_models
 from megatron_grpo.planning.rollout_time import RolloutTime, rollout_time, training_loop
 from megatron_grpo.planning.simulation import MODES, Loop, simulate
 from megatron_grpo.planning.state import StateBytes, stage_states
 from megatron_grpo.planning.step_time import StepTime, step_time
 from megatron_grpo.planning.traffic import LinkUse, push_link
-from megatron_grpo.planning.workload import Workload, workload
+from megatron_grpo.planning.workload import Job, Workload, workload
 from megatron_grpo.policy.lora_targets import check_lora
 from parallel.alignment import round_up
 
@@ -132,83 +131,63 @@ class JobPlan:
         }
 
 
-def plan_job(
-    cfg: Config,
-    shape: ModelShape,
-    card: GpuSpec,
-    lengths: Sequence[int],
-    num_gpus: int | None,
-) -> JobPlan:
-    """Plan `cfg` on `num_gpus` GPUs; None takes `min_gpus`.
-
-    `lengths`, ascending, are token counts of sequences typical of the job. Raises ValueError, with
-    a legal value, for anything that cannot be split, placed, packed or loaded.
-    """
+def plan_job(job: Job) -> JobPlan:
+    """Plan a job; raises ValueError, with a legal value, for anything that cannot be split, placed,
+    packed or loaded."""
+    cfg, shape, card = job.cfg, job.shape, job.card
     check_divisible(shape, cfg.dims)
     check_lora(cfg.lora, shape, cfg.dims.tensor)
     check_shared_prompts(cfg.grpo, shape)
     check_served(cfg.rollout, shape)
     check_drafts(cfg, shape)
     engine = engine_bytes(cfg, shape, card)
-    num_gpus = num_gpus or min_gpus(cfg, card, engine)
+    num_gpus = job.num_gpus or min_gpus(cfg, card, engine)
     if is_shared := shares_gpus(cfg, card, num_gpus):
         check_shared(cfg.rollout, cfg.dims.world_size, num_gpus)
     colocated = engine if is_shared else None
     in_node = num_gpus <= card.per_node
-    work, states = workload(cfg, shape, lengths), list(stage_states(cfg, shape))
-    time = step_time(cfg, shape, states, work, card)
+    work, states = workload(cfg, shape, job.lengths), list(stage_states(cfg, shape))
+    time = step_time(job, states, work)
     push = push_link(engine.pushed, card, in_node=in_node) if engine else None
-    stages = stages_memory(cfg, shape, states, work.microbatches, colocated)
     loop = None
     if engine and push and not is_shared:
-        loop = training_loop(cfg, shape, engine, card, lengths, time, push)
+        loop = training_loop(job, engine, time, push)
     return JobPlan(
         num_gpus=num_gpus,
         is_shared=is_shared,
         memory_limit=memory_limit(card),
         work=work,
-        stages=beside_reward_models(cfg, card, stages),
+        stages=stages_memory(job, states, work.microbatches, colocated),
         engine=engine,
         time=time,
-        rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,
-        overlaps=_overlaps(cfg, shape, states, work, card, time),
+        rollout=rollout_time(job, engine) if engine else None,
+        overlaps=_overlaps(job, states, work, time),
         push=push,
-        share_prompts=partial(_shared_prompts, cfg, shape, states, card, lengths),
+        share_prompts=partial(_shared_prompts, job, states),
         not_counted=not_counted(cfg),
-        host=host_use(cfg, shape, states, work.microbatches, card, colocated),
+        host=host_use(job, states, work.microbatches, colocated),
         loop=loop,
     )
 
 
-def _shared_prompts(
-    cfg: Config,
-    shape: ModelShape,
-    states: Sequence[StateBytes],
-    card: GpuSpec,
-    lengths: Sequence[int],
-) -> dict[bool, PromptSharing]:
-    steps = {}
-    is_possible = cfg.data.max_prompt_length is not None and shape.indexer is None
+def _shared_prompts(job: Job, states: Sequence[StateBytes]) -> dict[bool, PromptSharing]:
+    cfg, steps = job.cfg, {}
+    is_possible = cfg.data.max_prompt_length is not None and job.shape.indexer is None
     for is_on in [False, True] if is_possible else [False]:
         grpo = cfg.grpo.model_copy(update={"shared_prompts": is_on})
-        other = cfg.model_copy(update={"grpo": grpo})
-        work = workload(other, shape, lengths)
-        time = step_time(other, shape, states, work, card)
+        other = replace(job, cfg=cfg.model_copy(update={"grpo": grpo}))
+        work = workload(other.cfg, job.shape, job.lengths)
+        time = step_time(other, states, work)
         steps[is_on] = PromptSharing(filled_tokens=work.filled, estimate_seconds=time.estimate)
     return steps
 
 
 def _overlaps(
-    cfg: Config,
-    shape: ModelShape,
-    states: Sequence[StateBytes],
-    work: Workload,
-    card: GpuSpec,
-    time: StepTime,
+    job: Job, states: Sequence[StateBytes], work: Workload, time: StepTime
 ) -> dict[str, float]:
     others = {
-        way: step_time(cfg.model_copy(update=changed), shape, states, work, card)
-        for way, changed in _ways(cfg, card).items()
+        way: step_time(replace(job, cfg=job.cfg.model_copy(update=changed)), states, work)
+        for way, changed in _ways(job.cfg, job.card).items()
     }
     return {
         way: gain for way, other in others.items() if (gain := time.estimate - other.estimate) > 0
@@ -218,7 +197,6 @@ def _overlaps(
 def _ways(cfg: Config, card: GpuSpec) -> dict[str, dict[str, Any]]:
     """Settings that are legal for `cfg`, and the sections with them."""
     switches = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    is_local = cfg.model.megatron.get("transformer_impl") == "local"
     ways: dict[str, dict[str, Any]] = {}
     if not cfg.lora.r:  # with which these do not go
         ways["parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true"] = {
@@ -228,8 +206,7 @@ def _ways(cfg: Config, card: GpuSpec) -> dict[str, dict[str, Any]]:
             "model": _with_field(cfg, moe_shared_expert_overlap=True)
         }
     can_flex = cfg.dims.expert * cfg.dims.expert_tensor in DEEPEP_RANKS
-    can_flex &= not is_local and cfg.model.dtype != "float32"
-    if can_flex and card.capability >= FLEX_CAPABILITY:
+    if can_flex and uses_transformer_engine(cfg) and card.capability >= FLEX_CAPABILITY:
         ways["model.megatron.moe_token_dispatcher_type=flex"] = {
             "model": _with_field(cfg, moe_token_dispatcher_type="flex")
         }

@@ -1,68 +1,43 @@
-"""Peak memory of a GPU of each pipeline stage, in every phase of a step."""
+"""Peak memory of a GPU of each pipeline stage, in every phase of a step.
+
+Beside the state, `state.py`, and activations it has what a layer for multi-token prediction, a
+vision tower that is not trained, and engines and reward models on the same GPU take.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import prod
+from pathlib import Path
 
-from checkpoint_convert import ModelShape
-from checkpoint_convert.vllm import engine_sizes
-from checkpoint_convert.vllm_lora import worker_adapters
+from checkpoint_convert import ModelShape, padded_vocab_size
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Phase, parts_away
-from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
-from megatron_grpo.engines.kernels import check_card, check_routers, check_sparse
-from megatron_grpo.engines.layouts import (
-    engine_dims,
-    num_copied_latents,
-    served_shape,
+from megatron_grpo.config.reward import RewardFunction, served_here
+from megatron_grpo.config.vision import has_tower
+from megatron_grpo.engines.reward_models import gpu_share
+from megatron_grpo.planning.activations import (
+    final_norm_bytes,
+    forward_bytes,
+    head_bytes,
+    layer_bytes,
+    row_bytes,
+    stage_activations,
 )
-from megatron_grpo.engines.vllm.args import check_adapters
-from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
+from megatron_grpo.planning.attention import working_bytes
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
-from megatron_grpo.planning.engine_weights import worker_tensors
-from megatron_grpo.planning.linear_attention import sequence_elements
-from megatron_grpo.planning.mtp import mtp_activations, mtp_embedding
-from megatron_grpo.planning.optimizer_bytes import page_locked
-from megatron_grpo.planning.sparse_attention import working_bytes
+from megatron_grpo.planning.engine_memory import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    EngineBytes,
+    push_buffers,
+    tower_weights,
+)
+from megatron_grpo.planning.layer_kinds import mtp_kind
 from megatron_grpo.planning.state import StateBytes, part_bytes
-from megatron_grpo.planning.vision import engine_tower_bytes, tower_bytes
-from megatron_grpo.policy.lora_targets import targets_of
+from megatron_grpo.planning.workload import Job
+from megatron_grpo.rewards.reward_model import WEIGHTS
 
-CONTEXT_BYTES = 600 * 10**6
-"""CUDA context, kernels and cuBLAS workspaces of a process."""
-COMMUNICATOR_BYTES = 500 * 10**6
-"""NCCL's buffers of one communicator. Published figures: 7 to 10 GB for idle ones of large jobs."""
 RESERVE = 0.1
 """Fraction of a card that a plan leaves free for fragmentation, and for NCCL if it takes more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineBytes:
-    """Memory that an engine takes on each of its GPUs."""
-
-    weights: int
-    """With the buffers of adapters, a vision tower, and what engines make of latents' weights."""
-    pushed: int
-    """What a push fills of them."""
-    cache: int
-    """Bytes left for keys and values, including vLLM's activations."""
-    token_bytes: int
-    """Bytes of what it caches of one token: keys and values, or their latents."""
-    sequence_bytes: int
-    """Bytes of what linear attention remembers of one sequence, in the same cache."""
-    cached_tokens: int
-    """Tokens that fit in the cache of the whole engine, if it remembers no sequences."""
-    outside: int
-    """CUDA context and NCCL buffers, which vLLM allocates before it determines its share, and the
-    buffers of the push, which its memory profiling does not see."""
-    on_host: int = 0
-    """Host memory for its weights, from its first sleep on, if pushes do not bring them."""
-
-    @property
-    def total(self) -> int:
-        """The sum of all parts."""
-        return self.weights + self.cache + self.outside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,211 +86,45 @@ def fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
     return max(stages, key=lambda stage: stage.total)
 
 
-def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes | None:
-    """What an engine of `cfg` takes of each GPU; None if it is none on GPUs.
-
-    Raises ValueError if its weights do not fit there, the card is not one for their dtype, or it
-    would not serve the run's adapters.
-    """
-    if cfg.rollout.engine == "transformers" or not cfg.num_engines:
-        return None
-    check_adapters(cfg.lora, shape)
-    if not cfg.rollout.base_urls:
-        check_card(cfg.rollout, card.capability)
-        check_routers(cfg.rollout, shape, cfg.model.dtype, card.capability)
-        check_sparse(cfg.rollout, shape, cfg.model.dtype, card.capability)
-    weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
-    not_pushed = _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
-    if card.memory - weights < per_token:
-        raise ValueError(
-            f"{_describe_engine(cfg.rollout, card, weights)}: {_larger_engine(cfg, shape, card)}"
-        )
-    cache = _cache_bytes(cfg.rollout, card, weights, per_token)
-    return EngineBytes(
-        weights=weights,
-        pushed=_adapter_bytes(cfg, shape) or weights - not_pushed,
-        cache=cache,
-        token_bytes=per_token,
-        sequence_bytes=_sequence_bytes(cfg, shape),
-        cached_tokens=cfg.rollout.data_parallel_size * (cache // per_token),
-        outside=CONTEXT_BYTES
-        + COMMUNICATOR_BYTES * (cfg.rollout.gpus_per_engine > 1)
-        + _push_buffers(cfg),
-        on_host=_asleep_bytes(cfg, shape),
-    )
-
-
-def _push_buffers(cfg: Config) -> int:
-    """What a process keeps, from the first push on, to send or receive weights: at most this."""
-    return cfg.rollout.update_weights_bucket_megabytes * 10**6 if cfg.num_engines else 0
-
-
-def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
-    loaded = sum(each.num_layers * each.padded_bytes for each in worker_tensors(cfg, shape))
-    beside = _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
-    return loaded + beside
-
-
-def _absorbed_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Bytes of copies of the weights that project latents up, for decode steps."""
-    latent, tensor = shape.latent, cfg.rollout.tensor_parallel_size
-    if latent is None:
-        return 0
-    copied = num_copied_latents(cfg.rollout, shape, cfg.model.dtype)
-    width = shape.head_dim - latent.rotary_dim + latent.value_dim
-    columns = shape.num_attention_heads // tensor * width
-    return copied * latent.rank * columns * ITEMSIZE[cfg.model.dtype]
-
-
-def _adapter_bytes(cfg: Config, shape: ModelShape) -> int:
-    return sum(_adapter_sizes(cfg, shape))
-
-
-def _adapter_sizes(cfg: Config, shape: ModelShape) -> list[int]:
-    """Bytes of each buffer of adapters of a worker."""
-    if not cfg.lora.is_served:
-        return []
-    modules, dims = targets_of(cfg.lora, shape), engine_dims(cfg.rollout)
-    first = worker_adapters(shape, dims, modules, cfg.lora.r, worker=0)
-    return [prod(size) * ITEMSIZE[cfg.model.dtype] for size in first.shapes.values()]
-
-
-def _asleep_bytes(cfg: Config, shape: ModelShape) -> int:
-    """Host memory of a worker that sleeps with its weights: vLLM's level 1."""
-    if not (cfg.lora.is_served and cfg.rollout.enable_sleep_mode):
-        return 0
-    weights = sum(x.num_layers * page_locked(x.padded_bytes) for x in worker_tensors(cfg, shape))
-    return weights + sum(map(page_locked, _adapter_sizes(cfg, shape)))
-
-
-def _token_bytes(cfg: Config, shape: ModelShape) -> int:
-    """What each worker caches of a token.
-
-    At least one key-value head, however many workers there are. Of latent attention it is the
-    latent and the rotated part of keys, which have no heads: every worker has both whole. So it has
-    the key of an indexer, in 8 bits with a float32 scale for 128 elements; then latents in 8 bits
-    have such scales, too, and the rotated part 16 bits (kernels of Blackwell have 8, without them).
-    """
-    if shape.latent is not None:
-        elements = shape.latent.rank + shape.latent.rotary_dim
-    else:
-        num_heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
-        elements = 2 * num_heads * shape.head_dim
-    num_bytes = elements * _cache_itemsize(cfg)
-    if shape.indexer is not None:
-        num_bytes += shape.indexer.head_dim + shape.indexer.head_dim // 128 * ITEMSIZE["float32"]
-        if _cache_itemsize(cfg) == 1:
-            assert shape.latent is not None, "indexers have a latent of queries"
-            num_bytes += shape.latent.rank // 128 * ITEMSIZE["float32"] + shape.latent.rotary_dim
-    num_layers = shape.num_attending_layers + served_shape(shape, cfg.rollout).trains_mtp
-    return num_layers * num_bytes
-
-
-def _sequence_bytes(cfg: Config, shape: ModelShape) -> int:
-    """What linear attention remembers of a sequence on each worker, which has some of its heads.
-
-    The last tokens are in the dtype of the model, the memory in float32. Left out: vLLM keeps it in
-    pages of some thousand tokens' size, and for moments two of a sequence.
-    """
-    if shape.linear is None:
-        return 0
-    tokens, memory = sequence_elements(shape.linear, cfg.rollout.num_speculative_tokens)
-    num_bytes = ITEMSIZE[cfg.model.dtype] * tokens + ITEMSIZE["float32"] * memory
-    return len(shape.linear_layers) * num_bytes // cfg.rollout.tensor_parallel_size
-
-
-def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token: int) -> int:
-    """Bytes of an engine's cache: `kv_cache_memory_bytes`, or what weights leave of its share."""
-    engine = _describe_engine(rollout, card, weights)
-    given, names = engine_number(rollout, "kv_cache_memory_bytes"), PLANNED[rollout.engine]
-    if given is None:
-        share = engine_table(rollout).get(names.memory_fraction, names.default_fraction)
-        cache = round(share * card.memory) - weights
-        if cache < per_token:
-            raise ValueError(
-                f"{engine}, and rollout.{rollout.engine}.{names.memory_fraction} {share:g} leaves "
-                "nothing for keys and values: use more than "
-                f"{(weights + per_token) / card.memory:.2f}, or a larger tensor_parallel_size"
-            )
-        return cache
-    room = card.memory - weights
-    if not per_token <= given <= room:
-        raise ValueError(
-            f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}, where a token takes "
-            f"{per_token}: use {per_token} to {room}, or a larger tensor_parallel_size"
-        )
-    return given
-
-
-def _describe_engine(rollout: RolloutConfig, card: GpuSpec, weights: int) -> str:
-    """Beginning of messages about an engine that is too large: its size, and that of its GPUs."""
-    return (
-        f"an engine of {rollout.engine_size_text} has {weights / 1e9:.1f} GB of weights on each "
-        f"GPU of {card.memory / 1e9:.0f} GB"
-    )
-
-
-def _larger_engine(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
-    """Advice for an engine whose GPUs cannot hold its weights: the fewest that can."""
-    sizes = [
-        size
-        for size in engine_sizes(shape, engine_dims(cfg.rollout))
-        if (gpus := size * cfg.rollout.data_parallel_size) <= card.per_node
-        or gpus % card.per_node == 0
-    ]
-    for size in sizes:
-        rollout = cfg.rollout.model_copy(update={"tensor_parallel_size": size})
-        sized = cfg.model_copy(update={"rollout": rollout})
-        needed = _weight_bytes(sized, shape) + _token_bytes(sized, shape)
-        least = needed / PLANNED[rollout.engine].default_fraction
-        if least <= card.memory:
-            gpus = rollout.gpus_per_engine
-            nodes = f", {gpus // card.per_node} nodes of {card.per_node}"
-            return f"set it to {size}{nodes if gpus > card.per_node else ''}"
-    return (
-        f"no engine holds it, as at most {sizes[-1]} GPUs can split the model; take GPUs (--gpu) "
-        f"of more than {least / 1e9:.0f} GB"
-    )
-
-
-def _cache_itemsize(cfg: Config) -> int:
-    """Bytes per element of keys and values: as for weights, unless they are cached in 8 bits."""
-    kind = str(engine_table(cfg.rollout).get("kv_cache_dtype", "auto"))
-    return 1 if kind.startswith(("fp8", "int8")) else ITEMSIZE[cfg.model.dtype]
-
-
 def stages_memory(
-    cfg: Config,
-    shape: ModelShape,
+    job: Job,
     states: Sequence[StateBytes],
     microbatches: int,
     colocated: EngineBytes | None,
     device: str = "cuda",
 ) -> list[StageMemory]:
-    """What a GPU of each stage needs, including its `stage_states` and an engine `colocated` it.
+    """What a GPU of each stage needs, including its `stage_states`, an engine `colocated` with it,
+    and reward models that share it.
 
     An engine in sleep mode has no weights and no cache while the ranks compute. A push wakes its
-    weights, and then its cache.
+    weights, and then its cache. Reward models are awake beside the engines, and asleep in all other
+    phases.
 
     With `device` "cpu", what a process without a GPU needs.
     """
-    stages = []
+    cfg, shape = job.cfg, job.shape
+    models, size, stages = shared_models(cfg, job.card), cfg.dims.stage_size, []
     for stage, state in enumerate(states):
+        first, end = stage * size, (stage + 1) * size
+        beside = [each for each in models if each.ranks.start < end and each.ranks.stop > first]
         phases = (
             _phases(cfg, shape, stage, microbatches, device)
             | ({"update": state.update} if state.update else {})
             | _engine_phases(cfg, colocated)
         )
+        if beside:
+            phases["generate"] = phases.get("generate", 0) + max(each.awake for each in beside)
         away = {phase: part_bytes(state, parts_away(cfg.train.offload, phase)) for phase in phases}
         memory = StageMemory(
             stage=stage,
             state=state,
             buffers=CONTEXT_BYTES
             + COMMUNICATOR_BYTES * _num_communicators(cfg)
-            + _push_buffers(cfg)
-            + mtp_embedding(cfg, shape, stage)
-            + tower_bytes(cfg, shape, stage),
-            engine=_engine_bytes_always(cfg, colocated),
+            + push_buffers(cfg)
+            + _mtp_embedding(cfg, shape, stage)
+            + _tower_bytes(cfg, shape, stage),
+            engine=_engine_bytes_always(cfg, colocated)
+            + max((each.outside for each in beside), default=0),
             phases=phases,
             away=away,
         )
@@ -372,3 +181,73 @@ def _num_communicators(cfg: Config) -> int:
         dims.stage_size if cfg.optimizer.optimizer == "muon" else 1,
     ]
     return sum(size > 1 for size in sizes)
+
+
+def _mtp_embedding(cfg: Config, shape: ModelShape, stage: int) -> int:
+    """Bytes of the copy of the embedding on the last stage, where it is not the first."""
+    if not shape.trains_mtp or stage == 0 or stage < cfg.dims.pipeline - 1:
+        return 0
+    rows = padded_vocab_size(shape, cfg.dims) // cfg.dims.tensor
+    return rows * shape.hidden_size * ITEMSIZE[cfg.model.dtype]
+
+
+def mtp_activations(cfg: Config, shape: ModelShape, stage: int) -> int:
+    """Bytes for the backward of one microbatch, which follows its forward at once: of the layer,
+    the norms of hidden states and embeddings, what joins them, and the last norm.
+
+    The head has as many as the policy's, after it. Full recomputation takes the layer by itself,
+    whatever its method and number of layers are.
+    """
+    if not shape.trains_mtp or stage < cfg.dims.pipeline - 1:
+        return 0
+    by_itself = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    model = cfg.model.model_copy(update={"megatron": {**cfg.model.megatron, **by_itself}})
+    inner = layer_bytes(cfg.model_copy(update={"model": model}), mtp_kind(shape))
+    joined = 4 * row_bytes(cfg, shape)  # both, apart and together
+    norms = 3 * final_norm_bytes(cfg, shape)
+    tokens = cfg.train.max_tokens_per_microbatch / cfg.dims.context
+    return round(tokens * (inner.kept + inner.recomputed + joined + norms))
+
+
+def _tower_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
+    """Bytes of its weights on a rank of a pipeline stage."""
+    if shape.vision or not has_tower(cfg, shape, stage):
+        return 0
+    return tower_weights(cfg.model.path) * ITEMSIZE[cfg.model.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedModel:
+    """A reward model, and what it takes of each of its GPUs."""
+
+    ranks: range
+    """Those whose GPUs it shares, as far as the first node has so many."""
+    awake: int
+    """Its share of vLLM, while completions are scored."""
+    outside: int
+    """What it never releases: CUDA context and NCCL buffers."""
+    weights: int
+    """Those in its files, which are on the host while it sleeps."""
+
+
+def shared_models(cfg: Config, card: GpuSpec) -> list[SharedModel]:
+    """The reward models of a run that share GPUs; ValueError if one cannot."""
+    found: list[SharedModel] = []
+    for model in served_here(cfg.rewards.values()):
+        if not model.shares_gpus:
+            continue
+        start, size = found[-1].ranks.stop if found else 0, model.num_gpus
+        one = SharedModel(
+            ranks=range(start, start + size),
+            awake=round(gpu_share(model, cfg.rollout) * card.memory),
+            outside=CONTEXT_BYTES + COMMUNICATOR_BYTES * (size > 1),
+            weights=file_bytes(model) // size,
+        )
+        found.append(one)
+    return found
+
+
+def file_bytes(model: RewardFunction) -> int:
+    """Bytes of the weight files of a reward model."""
+    folder = Path(model.arguments["path"])
+    return sum(file.stat().st_size for kind in WEIGHTS for file in folder.glob(kind))

@@ -14,11 +14,11 @@ from megatron_grpo.engines.kernels import WITH_FP8, check_towers_served
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.launch.launch import check_engine_size
 from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.job_plan import shares_gpus
-from megatron_grpo.planning.memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.rollout_time import rollout_time
 from megatron_grpo.planning.suggest import Suggestion, simulated
-from megatron_grpo.planning.workload import longest_sequence
+from megatron_grpo.planning.workload import Job, longest_sequence
 
 SCHEMES = ("fp8", "fp8_channel", "int8")
 """Of these the first is taken with which engines can serve the model."""
@@ -34,32 +34,16 @@ class EngineOption:
     """What to write behind the config's name; empty: the engines that it has."""
     num_engines: int
     gpus_per_engine: int
-    engine: EngineBytes
+    weights: int
+    cached_tokens: int
+    """As of `EngineBytes`."""
     generation_seconds: float | None
     """The least that a generation takes; None if the length of prompts is unknown."""
     step_seconds: float | None
     """Simulated; None like the former, and where ranks and engines share GPUs."""
 
-    def as_json(self) -> dict[str, Any]:
-        """All figures for scripts, in bytes and seconds."""
-        return {
-            "overrides": self.overrides,
-            "num_engines": self.num_engines,
-            "gpus_per_engine": self.gpus_per_engine,
-            "weights": self.engine.weights,
-            "cached_tokens": self.engine.cached_tokens,
-            "generation_seconds": self.generation_seconds,
-            "step_seconds": self.step_seconds,
-        }
 
-
-def engine_options(
-    suggestion: Suggestion,
-    shape: ModelShape,
-    card: GpuSpec,
-    lengths: Sequence[int],
-    num_gpus: int,
-) -> list[EngineOption]:
+def engine_options(suggestion: Suggestion, job: Job) -> list[EngineOption]:
     """The engines of a suggestion, and behind them those of 8 bits that the job could have instead.
 
     These have as many tensor-parallel ranks, or fewer, if the longest sequence still fits. Engines
@@ -67,12 +51,12 @@ def engine_options(
     none, as of a model whose shapes, attention or other towers refuse it, or if the engines have
     8 bits already.
     """
-    cfg = suggestion.cfg
+    cfg, shape, card = suggestion.cfg, job.shape, job.card
     plain = engine_bytes(cfg, shape, card)
     if plain is None or cfg.rollout.quantization != "none":
         return []
-    is_shared = shares_gpus(cfg, card, num_gpus)
-    found = [_option(suggestion, [], plain, shape, card, lengths, num_gpus)]
+    is_shared = shares_gpus(cfg, card, job.num_gpus)
+    found = [_option(suggestion, [], plain, job)]
     for other, words in _quantized(cfg, shape, card, is_shared=is_shared):
         engine = engine_bytes(other, shape, card)
         assert engine is not None, "engines are as before, but for their weights"
@@ -80,7 +64,7 @@ def engine_options(
         at_once = engine.cached_tokens // cfg.rollout.data_parallel_size  # of a group of an engine
         if at_once >= longest_sequence(cfg, shape) and not is_larger:
             each = replace(suggestion, cfg=other)
-            found.append(_option(each, words, engine, shape, card, lengths, num_gpus))
+            found.append(_option(each, words, engine, job))
     return found if found[1:] else []
 
 
@@ -122,22 +106,17 @@ def _legal(
 
 
 def _option(
-    suggestion: Suggestion,
-    overrides: Sequence[str],
-    engine: EngineBytes,
-    shape: ModelShape,
-    card: GpuSpec,
-    lengths: Sequence[int],
-    num_gpus: int,
+    suggestion: Suggestion, overrides: Sequence[str], engine: EngineBytes, job: Job
 ) -> EngineOption:
     cfg = suggestion.cfg
-    generation = rollout_time(cfg, shape, engine, card, lengths)
-    forecast = simulated(suggestion, shape, card, lengths, num_gpus)
+    generation = rollout_time(replace(job, cfg=cfg), engine)
+    forecast = simulated(suggestion, job)
     return EngineOption(
         overrides=overrides,
         num_engines=cfg.num_engines,
         gpus_per_engine=cfg.rollout.gpus_per_engine,
-        engine=engine,
+        weights=engine.weights,
+        cached_tokens=engine.cached_tokens,
         generation_seconds=generation.seconds if generation else None,
         step_seconds=forecast.seconds / BatchSchedule.of(cfg.grpo).updates_per_generation
         if forecast

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from checkpoint_convert import ModelShape, check_divisible, hf_tensors
@@ -15,7 +16,7 @@ from megatron_grpo.planning.card import ITEMSIZE, file_itemsizes, worker_itemsiz
 from megatron_grpo.policy.lora_targets import check_lora, first_adapter_senders, peft_tensors
 from parallel import Layout, Sender, all_shares, senders_by_worker
 from parallel.reshard import Shared
-from parallel.weight_transfer import bucket_bytes_for
+from parallel.weight_transfer import bucket_bytes_for, most_channels
 
 
 def reshard_table(cfg: Config) -> str:
@@ -46,7 +47,7 @@ def reshard_table(cfg: Config) -> str:
         [
             _model_line(cfg, shape),
             "",
-            *_trainer_rows(push, _channels_of_ranks(sources), dims.pipeline),
+            *_trainer_rows(push, Counter(chain.from_iterable(sources)), dims.pipeline),
             f"sum {_size(sum(push.sent))}; the busiest rank sends {push.imbalance:.3f} times the "
             f"mean; {push.num_messages:,} boxes of at most {_size(slot)}",
             "",
@@ -54,7 +55,7 @@ def reshard_table(cfg: Config) -> str:
             f"sum {_size(sum(push.received))}",
             "",
             f"each channel has two buffers of {_size(slot)}: at most "
-            f"{_size(2 * slot * _most_channels(sources, num_engines))} in one process "
+            f"{_size(2 * slot * most_channels(sources, num_engines))} in one process "
             f"(rollout.update_weights_bucket_megabytes: {megabytes})",
         ]
     )
@@ -133,16 +134,6 @@ def _model_line(cfg: Config, shape: ModelShape) -> str:
     )
     pushed = "which alone are pushed" if cfg.lora.is_served else "which are pushed merged into them"
     return f"{line}; {adapters}, {pushed}"
-
-
-def _channels_of_ranks(sources: Sequence[Sequence[int]]) -> Counter[int]:
-    return Counter(rank for ranks in sources for rank in ranks)
-
-
-def _most_channels(sources: Sequence[Sequence[int]], num_engines: int) -> int:
-    """Most channels of any process: workers that feed another engine have as many again."""
-    of_workers = max(map(len, sources)) * min(num_engines, 2)
-    return max(of_workers, *_channels_of_ranks(sources).values())
 
 
 def _trainer_rows(push: Traffic, channels: Counter[int], num_stages: int) -> list[str]:

@@ -10,14 +10,13 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.engines.layouts import engine_dims
+from megatron_grpo.planning.attention import rule_flops
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
-from megatron_grpo.planning.engine_weights import worker_tensors
-from megatron_grpo.planning.linear_attention import rule_flops
-from megatron_grpo.planning.memory import EngineBytes
+from megatron_grpo.planning.engine_memory import EngineBytes, worker_tensors
 from megatron_grpo.planning.simulation import Loop, Mode
 from megatron_grpo.planning.step_time import StepTime, active_weights
 from megatron_grpo.planning.traffic import LinkUse, reached_share
-from megatron_grpo.planning.workload import spread
+from megatron_grpo.planning.workload import Job, spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +43,8 @@ class RolloutTime:
         return max(self.memory_seconds, self.compute_seconds) + self.network_seconds
 
 
-def rollout_time(
-    cfg: Config, shape: ModelShape, engine: EngineBytes, card: GpuSpec, lengths: Sequence[int]
-) -> RolloutTime | None:
-    """A lower bound on one generation whose sequences are distributed as `lengths` (ascending) are.
+def rollout_time(job: Job, engine: EngineBytes) -> RolloutTime | None:
+    """A lower bound on one generation whose sequences are distributed as `lengths` of the job are.
 
     With completions of c_i tokens behind prompts of p_i, an engine makes as many passes as its
     longest completion has tokens, or more where its cache (or `max_num_seqs`) does not hold all
@@ -61,12 +58,12 @@ def rollout_time(
     that are computed while completions wait, and those that several groups of an engine compute and
     cache, as engines deal out their completions one by one.
     """
+    cfg, shape, card = job.cfg, job.shape, job.card
     if cfg.data.max_prompt_length is None:
         return None
     total = cfg.grpo.generation_batch_size
     count = ceil(total / cfg.rollout.num_engines)
-    limits = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
-    pairs = [_split(length, *limits) for length in spread(lengths, count)]
+    pairs = _prompts_and_completions(job, count)
     completions = sorted(completion for _, completion in pairs)
     tokens = sum(completions)
     group = cfg.grpo.num_generations
@@ -81,7 +78,7 @@ def rollout_time(
     prompt_tokens = sum(p for p, _ in pairs) / group
     return RolloutTime(
         completions=total,
-        tokens=sum(_split(length, *limits)[1] for length in spread(lengths, total)),
+        tokens=sum(completion for _, completion in _prompts_and_completions(job, total)),
         passes=passes,
         memory_seconds=num_bytes / card.memory_rate,
         compute_seconds=_flops(shape, tokens, prompt_tokens, read)
@@ -100,25 +97,16 @@ def mode_of(cfg: Config) -> Mode:
     return Mode(max_staleness=rollout.max_staleness, in_flight=rollout.in_flight_updates)
 
 
-def training_loop(
-    cfg: Config,
-    shape: ModelShape,
-    engine: EngineBytes,
-    card: GpuSpec,
-    lengths: Sequence[int],
-    step: StepTime,
-    push: LinkUse,
-) -> Loop | None:
+def training_loop(job: Job, engine: EngineBytes, step: StepTime, push: LinkUse) -> Loop | None:
     """What `simulate` needs to know of a job; None without `data.max_prompt_length`.
 
     Passes take the least time, as in `rollout_time`, with a mean number of cached tokens for each
     running completion. Steps take the time that is estimated.
     """
+    cfg, shape, card, grpo = job.cfg, job.shape, job.card, job.cfg.grpo
     if cfg.data.max_prompt_length is None:
         return None
-    limits = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
-    grpo = cfg.grpo
-    pairs = [_split(length, *limits) for length in spread(lengths, grpo.generation_batch_size)]
+    pairs = _prompts_and_completions(job, grpo.generation_batch_size)
     completions = sorted(completion for _, completion in pairs)
     group, tokens = grpo.num_generations, sum(completions)
     read = sum(p * c + c * c / 2 for p, c in pairs) / tokens
@@ -163,10 +151,13 @@ def _most_sequences(cfg: Config) -> int | None:
     return limit and limit * num_limits
 
 
-def _split(length: int, prompt: int, longest: int) -> tuple[int, int]:
-    """Tokens of prompt and completion of a sequence."""
-    completion = min(max(length - prompt, 1), longest)
-    return length - completion, completion
+def _prompts_and_completions(job: Job, count: int) -> list[tuple[int, int]]:
+    """Tokens of the prompt and the completion of `count` sequences."""
+    prompt, longest = job.cfg.data.max_prompt_length, job.cfg.rollout.max_completion_length
+    assert prompt is not None, "else how long prompts are is unknown"
+    lengths = spread(job.lengths, count)
+    completions = [min(max(length - prompt, 1), longest) for length in lengths]
+    return [(length - own, own) for length, own in zip(lengths, completions, strict=True)]
 
 
 def _read_bytes(cfg: Config, shape: ModelShape) -> tuple[int, int]:

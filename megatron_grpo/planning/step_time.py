@@ -9,12 +9,11 @@ from math import prod
 from checkpoint_convert import ModelShape, hf_tensors
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import PARTS, recomputed_layers, recomputed_parts
-from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.attention import rule_flops
 from megatron_grpo.planning.layer_kinds import layer_kinds, mtp_kind
-from megatron_grpo.planning.linear_attention import rule_flops
 from megatron_grpo.planning.state import StateBytes
 from megatron_grpo.planning.traffic import Cover, LinkUse, activation_links, step_links
-from megatron_grpo.planning.workload import Computed, Workload, forwards_alone
+from megatron_grpo.planning.workload import Computed, Job, Workload, forwards_alone
 from megatron_grpo.policy.matrices import is_matrix, newton_schulz_flops
 from parallel import pipeline_layers
 
@@ -60,10 +59,9 @@ class StepTime:
         return busy / self.attainable + self.waits
 
 
-def step_time(
-    cfg: Config, shape: ModelShape, states: Sequence[StateBytes], work: Workload, card: GpuSpec
-) -> StepTime:
-    """The time of one optimizer step of `cfg`; `states` is what each stage holds."""
+def step_time(job: Job, states: Sequence[StateBytes], work: Workload) -> StepTime:
+    """The time of one optimizer step; `states` is what each stage holds."""
+    cfg, shape, card = job.cfg, job.shape, job.card
     dims, flops = cfg.dims, stage_flops(cfg, shape, work.computed)
     attainable = ATTAINABLE if shape.moe is None else ATTAINABLE_BY_EXPERTS
     slowdown = FLEX_SLOWDOWN if work.is_shared or shape.has_sinks else 1.0
@@ -89,8 +87,8 @@ def step_time(
         update_seconds=most / card.flops,
         bubble=(dims.pipeline - 1) / (work.microbatches * dims.virtual_pipeline),
         links=[
-            *step_links(cfg, shape, states, work, card, cover),
-            *activation_links(cfg, shape, work, card, cover),
+            *step_links(job, states, work, cover),
+            *activation_links(job, work, cover),
         ],
     )
 

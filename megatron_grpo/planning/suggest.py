@@ -15,23 +15,21 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.launch.launch import check_shared
 from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.host import host_use
 from megatron_grpo.planning.job_plan import min_gpus, not_counted, shares_gpus
 from megatron_grpo.planning.memory import (
-    EngineBytes,
     StageMemory,
-    engine_bytes,
     fullest_stage,
     memory_limit,
     stages_memory,
 )
-from megatron_grpo.planning.reward_models import beside_reward_models
 from megatron_grpo.planning.rollout_time import mode_of, training_loop
 from megatron_grpo.planning.simulation import Forecast, simulate
 from megatron_grpo.planning.state import StateBytes, stage_states
 from megatron_grpo.planning.step_time import StepTime, step_time
 from megatron_grpo.planning.traffic import push_link
-from megatron_grpo.planning.workload import workload
+from megatron_grpo.planning.workload import Job, workload
 from megatron_grpo.policy.lora_targets import check_lora
 from parallel import divisors
 
@@ -77,66 +75,57 @@ class Suggestion:
         }
 
 
-def suggest(
-    cfg: Config, shape: ModelShape, card: GpuSpec, lengths: Sequence[int], num_gpus: int
-) -> list[Suggestion]:
-    """Layouts of the trainer that fit `num_gpus` with the engines of `cfg`, fastest first.
+def suggest(job: Job) -> list[Suggestion]:
+    """Layouts of the trainer that fit the GPUs of a job with its engines, fastest first.
 
     With `rollout.max_staleness` they get the number of engines with which a simulated step takes
-    least. Else, if `cfg` puts its engines on separate GPUs, they keep as many and the trainer gets
-    the others; if they share GPUs, both get all. A trainer on several nodes fills them. Besides the
-    layout only recomputation changes: the batch and the microbatch size stay. Tensor and expert
-    groups stay within a node.
+    least. Else, if the config puts its engines on separate GPUs, they keep as many and the trainer
+    gets the others; if they share GPUs, both get all. A trainer on several nodes fills them.
+    Besides the layout only recomputation changes: the batch and the microbatch size stay. Tensor
+    and expert groups stay within a node.
 
     Raises ValueError if the engines leave no GPU or do not fit theirs, and for problems that no
     layout can solve: a sequence that fits no microbatch, or a batch that does not divide evenly.
     """
-    engine = engine_bytes(cfg, shape, card)
+    cfg, card = job.cfg, job.card
+    engine = engine_bytes(cfg, job.shape, card)
     if cfg.rollout.max_staleness and engine and cfg.data.max_prompt_length is not None:
-        return _best_split(cfg, shape, engine, card, lengths, num_gpus)
-    cfg, num_ranks = _with_engines(cfg, card, engine, num_gpus)
-    if is_shared := shares_gpus(_on_ranks(cfg, num_ranks), card, num_gpus):
-        check_shared(cfg.rollout, num_ranks, num_gpus)
-    return _on_ranks_of(cfg, shape, card, lengths, num_ranks, engine if is_shared else None)
+        return _best_split(job)
+    cfg, num_ranks = _with_engines(job, engine)
+    if is_shared := shares_gpus(_on_ranks(cfg, num_ranks), card, job.num_gpus):
+        check_shared(cfg.rollout, num_ranks, job.num_gpus)
+    return _on_ranks_of(replace(job, cfg=cfg), num_ranks, engine if is_shared else None)
 
 
-def simulated(
-    each: Suggestion, shape: ModelShape, card: GpuSpec, lengths: Sequence[int], num_gpus: int
-) -> Forecast | None:
-    """How the suggested job trains; None where `training_loop` says nothing."""
-    engine = engine_bytes(each.cfg, shape, card)
-    if not engine or shares_gpus(each.cfg, card, num_gpus):
+def simulated(each: Suggestion, job: Job) -> Forecast | None:
+    """How a job trains as suggested; None where `training_loop` says nothing."""
+    job, card = replace(job, cfg=each.cfg), job.card
+    engine = engine_bytes(each.cfg, job.shape, card)
+    if not engine or shares_gpus(each.cfg, card, job.num_gpus):
         return None
-    push = push_link(engine.pushed, card, in_node=num_gpus <= card.per_node)
-    loop = training_loop(each.cfg, shape, engine, card, lengths, each.time, push)
+    push = push_link(engine.pushed, card, in_node=job.num_gpus <= card.per_node)
+    loop = training_loop(job, engine, each.time, push)
     return simulate(loop, mode_of(each.cfg)) if loop else None
 
 
-def _best_split(
-    cfg: Config,
-    shape: ModelShape,
-    engine: EngineBytes,
-    card: GpuSpec,
-    lengths: Sequence[int],
-    num_gpus: int,
-) -> list[Suggestion]:
+def _best_split(job: Job) -> list[Suggestion]:
     """The layouts for the number of engines with which a simulated step takes least.
 
     The more ranks, and so the fewer engines, the less the ranks are busy. So the best number is
     about where the engines become the busier ones, which bisection finds.
     """
-    splits = _splits(cfg, card, num_gpus)
+    splits, rollout = _splits(job), job.cfg.rollout
     if not splits:
         raise ValueError(
-            f"an engine of {cfg.rollout.engine_size_text} leaves none of {num_gpus} GPUs to the "
-            f"trainer: use --gpus {cfg.rollout.gpus_per_engine + 1} or more"
+            f"an engine of {rollout.engine_size_text} leaves none of {job.num_gpus} GPUs to the "
+            f"trainer: use --gpus {rollout.gpus_per_engine + 1} or more"
         )
 
     @cache
     def tried(at: int) -> tuple[list[Suggestion], Forecast | None]:
         split, num_ranks = splits[at]
-        found = _on_ranks_of(split, shape, card, lengths, num_ranks, None)
-        return found, simulated(found[0], shape, card, lengths, num_gpus) if found else None
+        found = _on_ranks_of(replace(job, cfg=split), num_ranks, None)
+        return found, simulated(found[0], job) if found else None
 
     def engines_are_busier(at: int) -> bool:
         forecast = tried(at)[1]
@@ -151,8 +140,9 @@ def _best_split(
     return tried(min(numbers[max(middle - 2, 0) : middle + 2], key=seconds))[0]
 
 
-def _splits(cfg: Config, card: GpuSpec, num_gpus: int) -> list[tuple[Config, int]]:
-    """`cfg` with the engines beside every number of ranks, ascending, that leaves them GPUs."""
+def _splits(job: Job) -> list[tuple[Config, int]]:
+    """The engines beside every number of ranks, ascending, that leaves them GPUs."""
+    cfg, card, num_gpus = job.cfg, job.card, job.num_gpus
     size = cfg.rollout.gpus_per_engine
     engines = {
         _whole_nodes(num_gpus - count * size, card): count
@@ -168,18 +158,12 @@ def _splits(cfg: Config, card: GpuSpec, num_gpus: int) -> list[tuple[Config, int
     return found
 
 
-def _on_ranks_of(
-    cfg: Config,
-    shape: ModelShape,
-    card: GpuSpec,
-    lengths: Sequence[int],
-    num_ranks: int,
-    colocated: EngineBytes | None,
-) -> list[Suggestion]:
+def _on_ranks_of(job: Job, num_ranks: int, colocated: EngineBytes | None) -> list[Suggestion]:
     """Layouts of `num_ranks` that fit, fastest first."""
-    workload(_on_ranks(cfg, 1), shape, lengths)  # what fails here fails in every layout
+    cfg, shape = job.cfg, job.shape
+    workload(_on_ranks(cfg, 1), shape, job.lengths)  # what fails here fails in every layout
     found, states = [], {}
-    for parallel in tracked([*_layouts(cfg, shape, card, num_ranks)], "comparing layouts"):
+    for parallel in tracked([*_layouts(job, num_ranks)], "comparing layouts"):
         candidate = cfg.model_copy(update={"parallel": parallel})
         dims = candidate.dims
         try:
@@ -189,9 +173,9 @@ def _on_ranks_of(
             # Data and context ranks share the optimizer state in the same way.
             key = replace(dims, context=1, data=dims.data * dims.context)
             if key not in states:
-                states[key] = _fitting_states(candidate, shape, card)
+                states[key] = _fitting_states(candidate, shape, job.card)
             if states[key]:
-                found += _fitting(candidate, shape, card, lengths, states[key], colocated)
+                found += _fitting(replace(job, cfg=candidate), states[key], colocated)
         except ValueError:  # this layout cannot split the model, or aligns too much; another may
             continue
     return sorted(found, key=lambda each: each.time.estimate)
@@ -207,10 +191,9 @@ def _fitting_states(cfg: Config, shape: ModelShape, card: GpuSpec) -> list[State
     return states
 
 
-def _with_engines(
-    cfg: Config, card: GpuSpec, engine: EngineBytes | None, num_gpus: int
-) -> tuple[Config, int]:
-    """`cfg` with the engines of a job on `num_gpus` GPUs, and the number of trainer ranks."""
+def _with_engines(job: Job, engine: EngineBytes | None) -> tuple[Config, int]:
+    """The config with the engines of the job on its GPUs, and the number of trainer ranks."""
+    cfg, card, num_gpus = job.cfg, job.card, job.num_gpus
     size = cfg.rollout.gpus_per_engine
     engines = cfg.num_engines * size
     if cfg.dims.world_size + engines > min_gpus(cfg, card, engine):  # they share
@@ -250,30 +233,24 @@ def _as_yaml(value: object) -> str:
 
 
 def _fitting(
-    cfg: Config,
-    shape: ModelShape,
-    card: GpuSpec,
-    lengths: Sequence[int],
-    states: Sequence[StateBytes],
-    colocated: EngineBytes | None,
+    job: Job, states: Sequence[StateBytes], colocated: EngineBytes | None
 ) -> list[Suggestion]:
-    """`cfg` with the least recomputation with which it fits; empty if it does not fit at all."""
-    for settings in _recomputations(cfg):
-        model = cfg.model.model_copy(update={"megatron": settings})
-        cfg = cfg.model_copy(update={"model": model})
-        host = host_use(cfg, shape, states, 2 * cfg.dims.pipeline, card, colocated)
+    """The least recomputation with which the job fits; empty if it does not fit at all."""
+    for settings in _recomputations(job.cfg):
+        model = job.cfg.model.model_copy(update={"megatron": settings})
+        cfg = job.cfg.model_copy(update={"model": model})
+        each = replace(job, cfg=cfg)
+        host = host_use(each, states, 2 * cfg.dims.pipeline, colocated)
         if host is not None and not host.fits:
             continue
         # Packing takes longest, so first rule out what does not even fit with one microbatch.
-        stages = beside_reward_models(cfg, card, stages_memory(cfg, shape, states, 1, colocated))
-        if fullest_stage(stages).total > memory_limit(card):
+        limit = memory_limit(job.card)
+        if fullest_stage(stages_memory(each, states, 1, colocated)).total > limit:
             continue
-        work = workload(cfg, shape, lengths)
-        stages = stages_memory(cfg, shape, states, work.microbatches, colocated)
-        memory = fullest_stage(beside_reward_models(cfg, card, stages))
-        if memory.total <= memory_limit(card):
-            time = step_time(cfg, shape, states, work, card)
-            return [Suggestion(cfg=cfg, memory=memory, time=time)]
+        work = workload(cfg, job.shape, job.lengths)
+        memory = fullest_stage(stages_memory(each, states, work.microbatches, colocated))
+        if memory.total <= limit:
+            return [Suggestion(cfg=cfg, memory=memory, time=step_time(each, states, work))]
     return []
 
 
@@ -291,13 +268,12 @@ def _recomputations(cfg: Config) -> list[dict[str, object]]:
     return [others, alone | RECOMPUTED]
 
 
-def _layouts(
-    cfg: Config, shape: ModelShape, card: GpuSpec, num_ranks: int
-) -> Iterator[ParallelConfig]:
+def _layouts(job: Job, num_ranks: int) -> Iterator[ParallelConfig]:
     """Every division of the ranks over the axes, with sequence parallelism if tensor is above 1.
 
-    `sequence_parallel` is set only if `cfg` has the other value, and uneven stages are unset.
+    `sequence_parallel` is set only if the config has the other value, and uneven stages are unset.
     """
+    cfg, shape, card = job.cfg, job.shape, job.card
     ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
     even: dict[str, Any] = {n: None for n in ends if getattr(cfg.parallel, n) is not None}
     for tensor in divisors(num_ranks):

@@ -8,17 +8,22 @@ from checkpoint_convert import ModelShape
 from checkpoint_convert.shape import MoeShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.activations import layer_bytes, recomputed_layers, recomputed_parts
+from megatron_grpo.planning.activations import (
+    layer_bytes,
+    recomputed_layers,
+    recomputed_parts,
+    token_share,
+)
+from megatron_grpo.planning.attention import exchanged_elements
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.layer_kinds import layer_kinds
-from megatron_grpo.planning.linear_attention import exchanged_elements
 from megatron_grpo.planning.state import (
     StateBytes,
     bucket_elements,
     expert_shards,
     gradient_itemsize,
 )
-from megatron_grpo.planning.workload import Workload, forwards_alone
+from megatron_grpo.planning.workload import Job, Workload, forwards_alone, warm_up
 from parallel import ParallelDims, pipeline_layers
 
 ATTAINABLE_OF_LINK = 0.8
@@ -59,18 +64,14 @@ class Cover:
 
 
 def step_links(
-    cfg: Config,
-    shape: ModelShape,
-    states: Sequence[StateBytes],
-    work: Workload,
-    card: GpuSpec,
-    cover: Cover,
+    job: Job, states: Sequence[StateBytes], work: Workload, cover: Cover
 ) -> list[LinkUse]:
     """What the ranks of each axis send each other, on the stage that sends most.
 
     Tensor and context ranks of every stage exchange the activations of all its microbatches.
     Traffic stays within a node if the axis, together with the axes inside it, fits in one.
     """
+    cfg, shape, card = job.cfg, job.shape, job.card
     dims, itemsize = cfg.dims, ITEMSIZE[cfg.model.dtype]
     tokens = work.filled / dims.data / dims.context
     width = itemsize * shape.hidden_size * tokens
@@ -83,16 +84,11 @@ def step_links(
     )
     if shape.moe is not None:
         shards = max(shards, expert_shards(dims))
-    share = 1 / dims.tensor if cfg.parallel.sequence_parallel else 1.0
-    sends = _pipeline_sends(dims, 1 + forwards_alone(cfg))
+    of_tensor = _ring_share(dims.tensor) * itemsize * tokens * gathered
+    share, sends = token_share(cfg), _pipeline_sends(dims, 1 + forwards_alone(cfg))
     experts = dims.expert * dims.expert_tensor
     uses = [
-        (
-            "tensor",
-            dims.tensor,
-            dims.tensor,
-            _ring_share(dims.tensor) * itemsize * tokens * gathered,
-        ),
+        ("tensor", dims.tensor, dims.tensor, of_tensor),
         *(
             (purpose, dims.context, dims.tensor * dims.context, itemsize * tokens * elements)
             for purpose, elements in _of_context(cfg, shape, work, attended, mixed).items()
@@ -230,11 +226,10 @@ def _steady_share(dims: ParallelDims, microbatches: int) -> float:
     """
     if (chunks := dims.virtual_pipeline) == 1:
         return 0.0
-    warm_up = 2 * (dims.pipeline - 1) + (chunks - 1) * dims.pipeline
-    return max(0.0, 1 - warm_up / (microbatches * chunks))
+    return max(0.0, 1 - warm_up(0, dims.pipeline, chunks) / (microbatches * chunks))
 
 
-def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float, float]:
+def _exchanges(cfg: Config, shape: ModelShape) -> list[float]:
     """What ranks exchange in all forwards and the backward, each on the stage with the most of it.
 
     Elements that tensor ranks gather and reduce for a token; how often context ranks exchange keys
@@ -244,42 +239,21 @@ def _exchanges(cfg: Config, shape: ModelShape) -> tuple[float, float, float, flo
     """
     forwards, parts = 1 + forwards_alone(cfg), recomputed_parts(cfg)
     backwards = 2 if _is_ring(cfg) else 1
-    gathered, attended, mixed, dispatched = [], [], [], []
+    stages = []
     for chunks in pipeline_layers(shape.num_layers, cfg.dims):
-        again = recomputed_layers(cfg, chunks)
-        counts = [
-            (kind.shape, kind.count_in(*chunks), kind.count_in(*again))
-            for kind in layer_kinds(shape)
-        ]
-        gathered.append(
-            sum(
-                (layers - repeated) * _gathered(kind, forwards, frozenset())
-                + repeated * _gathered(kind, forwards, parts)
-                for kind, layers, repeated in counts
-            )
-        )
-        attended.append(
-            sum(
-                layers * (forwards + backwards) + repeated * ("core_attn" in parts)
-                for kind, layers, repeated in counts
-                if "attention" in kind.modules(0)
-            )
-        )
-        mixed.append(
-            sum(
-                layers * (forwards + 1) + repeated * ("delta_rule" in parts)
-                for kind, layers, repeated in counts
-                if kind.linear
-            )
-        )
-        dispatched.append(
-            sum(
-                layers * (forwards + 1) + repeated * ("moe" in parts)
-                for kind, layers, repeated in counts
-                if kind.moe
-            )
-        )
-    return max(gathered), max(attended), max(mixed), max(dispatched)
+        again, sums = recomputed_layers(cfg, chunks), [0.0] * 4
+        for kind in layer_kinds(shape):
+            layers, repeated, each = kind.count_in(*chunks), kind.count_in(*again), kind.shape
+            once = (layers - repeated) * _gathered(each, forwards, frozenset())
+            sums[0] += once + repeated * _gathered(each, forwards, parts)
+            if "attention" in each.modules(0):
+                sums[1] += layers * (forwards + backwards) + repeated * ("core_attn" in parts)
+            if each.linear:
+                sums[2] += layers * (forwards + 1) + repeated * ("delta_rule" in parts)
+            if each.moe:
+                sums[3] += layers * (forwards + 1) + repeated * ("moe" in parts)
+        stages.append(sums)
+    return [max(of_stages) for of_stages in zip(*stages, strict=True)]
 
 
 def _gathered(shape: ModelShape, forwards: float, recomputed: frozenset[str]) -> float:
@@ -318,13 +292,12 @@ def _pipeline_sends(dims: ParallelDims, forwards: float) -> float:
     )
 
 
-def activation_links(
-    cfg: Config, shape: ModelShape, work: Workload, card: GpuSpec, cover: Cover
-) -> list[LinkUse]:
+def activation_links(job: Job, work: Workload, cover: Cover) -> list[LinkUse]:
     """The activations that leave in forwards and come back in backwards, on the stage with most.
 
     Either way they hide behind what computes them.
     """
+    cfg, shape, card = job.cfg, job.shape, job.card
     layers = [(kind, layer_bytes(cfg, kind.shape).offloaded) for kind in layer_kinds(shape)]
     per_token = max(
         sum(kind.count_in(*chunks) * offloaded for kind, offloaded in layers)

@@ -1,4 +1,4 @@
-"""The sequences of one optimizer step, packed into microbatches."""
+"""What is planned, and the sequences of one optimizer step of it, packed into microbatches."""
 
 import json
 from collections.abc import Sequence
@@ -11,11 +11,25 @@ from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.arguments import PLANNED, engine_number
+from megatron_grpo.planning.card import GpuSpec
 from parallel import ParallelDims
 from parallel.alignment import Alignment, round_up
 from parallel.microbatches import CostModel, Plan, microbatch_capacity, plan_microbatches
 from parallel.shared_prefix import PromptGroup, plan_shared_prompts
 from parallel.turns import fixed_turns, plan_turns
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned."""
+
+    cfg: Config
+    shape: ModelShape
+    card: GpuSpec
+    lengths: Sequence[int]
+    """Tokens of sequences that are typical of it, ascending."""
+    num_gpus: int = 0
+    """0: as few whole nodes as hold it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +155,7 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     is_shared = cfg.grpo.shared_prompts and cfg.data.max_prompt_length is not None
     if is_shared:
         group = cfg.data.max_prompt_length, cfg.grpo.num_generations
-        filled, computed = _packed_groups(*group, *packing)
-        received = sum(filled) * (dims.context - 1)
+        filled, computed, received = _packed_groups(*group, *packing)
     else:
         filled, computed, received = _packed(*packing)
     return Workload(
@@ -156,8 +169,9 @@ def workload(cfg: Config, shape: ModelShape, lengths: Sequence[int]) -> Workload
     )
 
 
-Packed = tuple[list[int], Computed]
-"""Tokens of every turn of every model copy, alignment included; and what they compute.
+Packed = tuple[list[int], Computed, int]
+"""Tokens of every turn of every model copy, alignment included; what they compute; and the tokens
+that ranks receive from their context ranks.
 
 Packing is cached: it takes a tenth of a second, with shared prompts up to some, and compared
 layouts often share it."""
@@ -176,8 +190,8 @@ def _packed(
     dims: ParallelDims,
     alignment: Alignment,
     cost: CostModel,
-) -> tuple[list[int], Computed, int]:
-    """`Packed`, and the tokens that ranks receive from their context ranks."""
+) -> Packed:
+    """Pack sequences without shared prompts."""
     if dims.context > 1:  # see `workload`: else it is left out
         plan = plan_turns(lengths, max_tokens, dims, alignment, cost)
     else:
@@ -220,7 +234,8 @@ def _packed_groups(
         filled.append(round_up(length, alignment.total))
         tokens += sum(groups[at].num_tokens(members, multiple) for at, members in parts.items())
         squares += sum(groups[at].squares(members, multiple) for at, members in parts.items())
-    return filled, Computed(tokens=tokens, pairs=squares / 2)
+    computed = Computed(tokens=tokens, pairs=squares / 2)
+    return filled, computed, sum(filled) * (alignment.context - 1)
 
 
 def forwards_alone(cfg: Config) -> float:
@@ -230,3 +245,22 @@ def forwards_alone(cfg: Config) -> float:
     """
     old = cfg.grpo.num_old_passes / cfg.grpo.steps_per_generation
     return (old + (cfg.grpo.beta > 0)) / cfg.grpo.num_iterations
+
+
+def in_flight(stage: int, pipeline: int, virtual: int, microbatches: int) -> Sequence[int]:
+    """Largest number of forwards that await their backward, for each model chunk of a stage.
+
+    1F1B (Narayanan et al., arXiv 2104.04473): `pipeline` - `stage` microbatches. Interleaved: the
+    forwards that Megatron-Core's schedule runs before its first backward, plus one.
+    """
+    if virtual == 1:
+        return [min(microbatches, pipeline - stage)]
+    counts = [0] * virtual
+    for number in range(min(warm_up(stage, pipeline, virtual) + 1, microbatches * virtual)):
+        counts[number // pipeline % virtual] += 1
+    return counts
+
+
+def warm_up(stage: int, pipeline: int, virtual: int) -> int:
+    """Forwards of chunks that a stage runs before its first backward, if stages are interleaved."""
+    return (pipeline - stage - 1) * 2 + (virtual - 1) * pipeline

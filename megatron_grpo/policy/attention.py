@@ -11,13 +11,11 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.policy.mla import softmax_scale
 from parallel.attention import PackedAttention
 
 
@@ -40,14 +38,6 @@ def attention_windows(chunk: GPTModel) -> set[int | None]:
         return set()
     size = chunk.config.window_size
     return {None} if size is None else {None, size[0] + 1}
-
-
-def use_windows(layer: ModuleSpec, shape: ModelShape) -> None:
-    """Give layers with a window a RoPE of their own, if the model does."""
-    if shape.window_rope_theta is not None:
-        attention = layer.submodules.self_attention
-        attention.module = WindowedAttention
-        attention.params |= {"window_scale": softmax_scale(shape, None)}
 
 
 class WindowedAttention(SelfAttention):

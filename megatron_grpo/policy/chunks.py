@@ -81,19 +81,36 @@ def build_chunks(cfg: Config, shape: ModelShape, groups: Groups) -> list[GPTMode
     return chunks
 
 
-def prepare_layers(module: Any, cfg: Config, shape: ModelShape, groups: Groups) -> None:
+def prepare_layers(chunk: Any, cfg: Config, shape: ModelShape, groups: Groups) -> None:
     """Set what the config of the layers in a chunk, or of another module, cannot say."""
-    _freeze_expert_biases(module)
-    _mark_experts(module)
-    if shape.has_linear_biases:
-        _add_expert_biases(module)
-    if cfg.model.freeze_moe_router:
-        _freeze_routers(module)
-    accumulate_in_products(module, cfg.model.megatron)
-    _recompute_no_identities(module)
-    _pass_padding(module)
+    chunk.config.moe_router_enable_expert_bias = False  # see below
+    module: Any
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter):
+            # Experts are chosen by the biases as they were read. In pretraining Megatron counts the
+            # tokens of each expert, in a function that it compiles first, and moves the biases
+            # after each step. With these flags off it still adds them to the scores.
+            module.enable_expert_bias = False
+            if cfg.model.freeze_moe_router:
+                # Without gradients, the weights have no buffers and no moments either. Scores still
+                # weight the outputs of experts, through which layers before have gradients.
+                module.requires_grad_(False)
+        if isinstance(module, SequentialMLP) and shape.has_linear_biases:
+            # Experts add the bias of their output in place. Autograd refuses that for the view
+            # which Megatron's sum over a single tensor rank returns. With biases, no more ranks
+            # share an expert, and there is nothing to sum.
+            for expert in module.local_experts:
+                expert.linear_fc2.explicit_expert_comm = True
+        if isinstance(getattr(module, "mlp", None), IdentityOp):
+            module.recompute_mlp = False  # for which Megatron would keep hidden states
+        if hasattr(module, "kept_packed_seq_params"):
+            # Megatron then passes it to Transformer Engine's attention. 0.16.1 passes the fields of
+            # its own class, which has none of this name.
+            module.kept_packed_seq_params.add("pad_between_seqs")
+    _mark_experts(chunk)
+    accumulate_in_products(chunk, cfg.model.megatron)
     if groups.is_dynamic:
-        rotate_own_tokens(module, groups)
+        rotate_own_tokens(chunk, groups)
 
 
 def describe(chunk: GPTModel, optimizer: Any) -> str:
@@ -118,50 +135,9 @@ def expert_biases(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     return (each for each in chunk.named_buffers() if each[0].endswith(EXPERT_BIAS))
 
 
-def _freeze_expert_biases(module: Any) -> None:
-    """Choose experts by the biases as they were read.
-
-    In pretraining Megatron counts the tokens of each expert, in a function that it compiles first,
-    and moves the biases after each step. With these flags off it still adds them to the scores.
-    """
-    module.config.moe_router_enable_expert_bias = False
-    for router in module.modules():
-        if isinstance(router, TopKRouter):
-            router.enable_expert_bias = False
-
-
-def _freeze_routers(chunk: Any) -> None:
-    """Keep the routers' weights: without gradients, they have no buffers and no moments either.
-
-    Their scores still weight the outputs of experts, through which layers before have gradients.
-    """
-    for module in chunk.modules():
-        if isinstance(module, TopKRouter):
-            module.requires_grad_(False)
-
-
 def _pass_hidden_states(hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
     """Replaces the output layer: parallel/logprobs.py computes logits from the head's weight."""
     return hidden, None
-
-
-def _recompute_no_identities(chunk: Any) -> None:
-    """Let layers without an MLP recompute none: Megatron would keep their hidden states for it."""
-    module: Any
-    for module in chunk.modules():
-        if isinstance(getattr(module, "mlp", None), IdentityOp):
-            module.recompute_mlp = False
-
-
-def _pass_padding(chunk: Any) -> None:
-    """Make Megatron pass `PackedParams.pad_between_seqs` to Transformer Engine's attention.
-
-    0.16.1 passes the fields of its own class, which has none of this name.
-    """
-    module: Any
-    for module in chunk.modules():
-        if hasattr(module, "kept_packed_seq_params"):
-            module.kept_packed_seq_params.add("pad_between_seqs")
 
 
 def _scale_embeddings(chunk: GPTModel) -> None:
@@ -186,19 +162,6 @@ def _mark_experts(chunk: Any) -> None:
         if ".experts." in name:
             parameter.allreduce, parameter.sequence_parallel = False, False
             parameter.tensor_model_parallel = True
-
-
-def _add_expert_biases(chunk: Any) -> None:
-    """Let torch's experts add the bias of their output in place, as Megatron does.
-
-    Autograd refuses that for the view which Megatron's sum over a single tensor rank returns. With
-    biases, no more ranks share an expert, and there is nothing to sum.
-    """
-    module: Any
-    for module in chunk.modules():
-        if isinstance(module, SequentialMLP):
-            for expert in module.local_experts:
-                expert.linear_fc2.explicit_expert_comm = True
 
 
 def _rotary(shape: ModelShape) -> RotaryEmbedding:

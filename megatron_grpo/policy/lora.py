@@ -251,28 +251,19 @@ def add_adapters(
     layout: Layout,
     cfg: LoraConfig,
     groups: Groups,
-    seed: int,
+    seed: int | None,
 ) -> Adapters:
-    """Freeze the chunks, whose weights are loaded, and give them adapters; collective."""
-    base = _fingerprint(_weights(chunks), shape, layout)
-    adapters = build_adapters(chunks, shape, layout, cfg, groups, base)
-    for adapter in adapters.modules.values():
-        adapter.initialize(cfg.init_lora_weights, seed)
-    if stored := starting_adapter(cfg, shape):
-        _fill(adapters, stored.places)
-    return adapters
+    """Freeze the chunks, whose weights are loaded, and give them adapters; collective.
 
-
-def build_adapters(
-    chunks: Sequence[Any],
-    shape: ModelShape,
-    layout: Layout,
-    cfg: LoraConfig,
-    groups: Groups,
-    base: int,
-) -> Adapters:
-    """Freeze the chunks and give them adapters whose A has no values yet."""
-    weights, modules = _weights(chunks), {}
+    Without a `seed` weights need not be loaded, and A has no values.
+    """
+    weights = {
+        f"{number}.{name}": values
+        for number, chunk in enumerate(chunks)
+        for name, values in chunk.named_parameters()
+    }
+    base = 0 if seed is None else _fingerprint(weights, shape, layout)
+    modules = {}
     for chunk in chunks:
         chunk.requires_grad_(False)
         if chunk.pre_process:
@@ -288,16 +279,13 @@ def build_adapters(
         module.register_forward_hook(adapter.hook)
         modules[target.weight] = adapter
     sender = adapter_sender(targets, cfg.r, dims, at)
-    return Adapters(modules, peft_tensors(cfg, shape), sender, groups, base)
-
-
-def _weights(chunks: Sequence[Any]) -> dict[str, Tensor]:
-    """Those of the chunks, by local name."""
-    return {
-        f"{number}.{name}": values
-        for number, chunk in enumerate(chunks)
-        for name, values in chunk.named_parameters()
-    }
+    adapters = Adapters(modules, peft_tensors(cfg, shape), sender, groups, base)
+    if seed is not None:
+        for adapter in modules.values():
+            adapter.initialize(cfg.init_lora_weights, seed)
+        if stored := starting_adapter(cfg, shape):
+            _fill(adapters, stored.places)
+    return adapters
 
 
 @torch.no_grad()

@@ -25,21 +25,13 @@ import torch
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.shape import LatentShape
 from megatron_grpo.policy.packed_params import PackedParams
-
-
-def use_latents(layer: ModuleSpec, shape: ModelShape) -> None:
-    """Replace Megatron's latent attention, if the model has latents."""
-    if shape.latent is not None:
-        attention = layer.submodules.self_attention
-        attention.module = LatentAttention
-        attention.params |= {"latent": shape.latent, "head_dim": shape.head_dim}
 
 
 class LatentAttention(Attention):

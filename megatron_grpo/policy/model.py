@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -10,19 +11,22 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from checkpoint_convert import ModelShape, megatron_layout
+from checkpoint_convert import ModelShape, hf_tensors, megatron_layout
 from checkpoint_convert.megatron import megatron_sender
 from checkpoint_convert.weights import read_weights
 from megatron_grpo.bars import waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
+from megatron_grpo.config.optimizer import OptimizerConfig
 from megatron_grpo.policy.attention import attention_windows
 from megatron_grpo.policy.chunks import build_chunks, expert_biases
 from megatron_grpo.policy.gradients import gather_weights, with_gradients
 from megatron_grpo.policy.lora import Adapters, Merged, add_adapters
 from megatron_grpo.policy.lora_targets import LOCAL_NAME
+from megatron_grpo.policy.matrices import matrices_of
 from megatron_grpo.policy.mtp import Mtp
-from megatron_grpo.policy.optimizer import make_scheduler, policy_optimizer
+from megatron_grpo.policy.muon import Muon
+from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import params_on_rank
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
 from megatron_grpo.policy.transformer import uses_transformer_engine
@@ -169,12 +173,27 @@ def add_gradients(model: Model, cfg: Config) -> None:
 
 def add_optimizer(model: Model, cfg: Config, groups: Groups) -> Policy:
     """Add optimizer and scheduler to a model with gradients; collective over all ranks."""
-    optimizer = policy_optimizer(model, cfg.optimizer, groups.stage)
+    optimizer = _optimizer(model, cfg.optimizer, groups)
     scheduler = make_scheduler(optimizer, cfg.optimizer, cfg.num_steps)
     if model.mtp:
         model.mtp.add_optimizer()
     losses = RouterLosses([unwrapped(chunk) for chunk in model.chunks])
     return Policy(**vars(model), optimizer=optimizer, scheduler=scheduler, router_losses=losses)
+
+
+def _optimizer(model: Model, cfg: OptimizerConfig, groups: Groups) -> Any:
+    """Megatron's, with Muon where the config says so."""
+    if cfg.optimizer == "adam":
+        return make_optimizer(model.chunks, cfg)
+    parameters = model.parameters()
+    matrices = {parameters[name] for name in matrices_of(model.layout)}
+    optimizer = make_optimizer(model.chunks, cfg, matrices)
+    shapes = cache(partial(hf_tensors, model.shape))
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:
+            muon = Muon(part, parameters, model.layout, shapes, groups.stage, cfg)
+            part.optimizer.register_step_pre_hook(muon.step)
+    return optimizer
 
 
 def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:

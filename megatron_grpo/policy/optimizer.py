@@ -5,9 +5,8 @@ Muon, which may update matrices in its place, is in `muon.py`.
 
 import math
 from collections.abc import Sequence, Set
-from functools import cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -15,32 +14,9 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from checkpoint_convert import hf_tensors
 from megatron_grpo.config.optimizer import OptimizerConfig
-from megatron_grpo.policy.matrices import matrices_of
-from megatron_grpo.policy.muon import Muon
 from megatron_grpo.policy.optimizer_state import make_loadable, shard_of
-
-if TYPE_CHECKING:
-    from megatron_grpo.policy.model import Model
-
-
-def policy_optimizer(model: "Model", cfg: OptimizerConfig, stage: ProcessGroup) -> Any:
-    """`make_optimizer` for a model, with Muon where the config says so; `stage` has all ranks of
-    its pipeline stage."""
-    if cfg.optimizer == "adam":
-        return make_optimizer(model.chunks, cfg)
-    parameters = model.parameters()
-    matrices = {parameters[name] for name in matrices_of(model.layout)}
-    optimizer = make_optimizer(model.chunks, cfg, matrices)
-    shapes = cache(partial(hf_tensors, model.shape))
-    for part in optimizer.chained_optimizers:
-        if part.optimizer is not None:
-            muon = Muon(part, parameters, model.layout, shapes, stage, cfg)
-            part.optimizer.register_step_pre_hook(muon.step)
-    return optimizer
 
 
 def make_optimizer(

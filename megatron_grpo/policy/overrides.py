@@ -1,7 +1,7 @@
 """Checks of `model.megatron`, whose fields override those of Megatron-Core's TransformerConfig."""
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -69,8 +69,13 @@ def check_overrides(
                 f"model.megatron.{name} needs Transformer Engine, which this host lacks: run `bash "
                 "requirements/gpu.sh`, or leave the field out"
             )
-    if "layernorm" in (overrides.get("recompute_modules") or ()):
-        _check_layernorm()
+    # Megatron recomputes a norm with a class that asks Transformer Engine whether FP8 is on.
+    recomputed = overrides.get("recompute_modules") or ()
+    if "layernorm" in recomputed and not find_spec("transformer_engine"):
+        raise ValueError(
+            "model.megatron.recompute_modules has layernorm, which needs Transformer Engine, and "
+            "this host lacks it: run `bash requirements/gpu.sh`, or leave layernorm out"
+        )
     implementation = overrides.get("transformer_impl", best_implementation)
     _check_dispatcher(overrides, decided, implementation, flexible_backends)
     if implementation not in ("local", best_implementation):
@@ -87,13 +92,16 @@ def check_overrides(
         )
 
 
-def _check_layernorm() -> None:
-    """Megatron recomputes a norm with a class that asks Transformer Engine whether FP8 is on."""
-    if not find_spec("transformer_engine"):
-        raise ValueError(
-            "model.megatron.recompute_modules has layernorm, which needs Transformer Engine, and "
-            "this host lacks it: run `bash requirements/gpu.sh`, or leave layernorm out"
-        )
+def refuse_idle(
+    settings: Mapping[str, Any], names: Iterable[str], need: str, instead: str = "set that"
+) -> None:
+    """Raise ValueError if `settings` have one of the fields `names`, which need another one."""
+    for name in names:
+        if name in settings:
+            raise ValueError(
+                f"model.megatron.{name} does nothing without model.megatron.{need}: {instead}, or "
+                "leave it out"
+            )
 
 
 def check_activation_offload(
@@ -103,11 +111,8 @@ def check_activation_offload(
     prefix, modules = "model.megatron.", settings.get("offload_modules")
     switch = f"{prefix}fine_grained_activation_offloading"
     if not settings.get("fine_grained_activation_offloading"):
-        for name in "offload_modules", "min_offloaded_tensor_size":
-            if name in settings:
-                raise ValueError(
-                    f"{prefix}{name} does nothing without {switch}=true: set that, or leave it out"
-                )
+        own = "offload_modules", "min_offloaded_tensor_size"
+        refuse_idle(settings, own, "fine_grained_activation_offloading=true")
         return
     if not NAMES_WHAT_LEAVES:
         raise ValueError(
@@ -196,11 +201,8 @@ def _check_dispatcher(
             "has none: leave it out"
         )
     if overrides.get("moe_token_dispatcher_type") != "flex":
-        if "moe_flex_dispatcher_backend" in overrides:
-            raise ValueError(
-                f"{prefix}flex_dispatcher_backend does nothing without "
-                f"{prefix}token_dispatcher_type=flex: set that, or leave it out"
-            )
+        own = ("moe_flex_dispatcher_backend",)
+        refuse_idle(overrides, own, "moe_token_dispatcher_type=flex")
         return
     if implementation == "local":
         raise ValueError(

@@ -3,7 +3,6 @@
 No other module asks for the release. To drop 0.16.1, keep what `IS_OLD` False selects.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core import __version__
@@ -45,9 +44,8 @@ def no_initialization() -> dict[str, Any]:
         return {"perform_initialization": False}
     # In 0.16.1 initialization also sets the tensor-parallel marks of a weight, without which the
     # gradient norm counts only one shard.
-    leave: Callable[[Tensor], None] = _leave
     names = ("init_method", "output_layer_init_method", "embedding_init_method")
-    return {"perform_initialization": True} | dict.fromkeys(names, leave)
+    return {"perform_initialization": True} | dict.fromkeys(names, lambda weight: None)
 
 
 def mlp_submodules(layer: Any) -> Any:
@@ -61,7 +59,3 @@ def router_losses(name: str) -> Tensor:
     if hasattr(moe_utils, "get_moe_metrics_tracker"):
         return moe_utils.get_moe_metrics_tracker().metrics[name].values
     return moe_utils.get_moe_layer_wise_logging_tracker()[name]["values"]  # 0.16.1
-
-
-def _leave(weight: Tensor) -> None:
-    """Initialization of weights that are about to be loaded: does nothing."""

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear, rms_norm
 
-from checkpoint_convert import ModelShape
 from checkpoint_convert.shape import IndexerShape
 from megatron_grpo.policy.mla import LatentAttention
 from megatron_grpo.policy.packed_params import PackedParams
@@ -29,14 +27,6 @@ from parallel.sparse_attention import choose_tokens, sparse_attention
 
 NORM_EPS = 1e-6
 """Of the norm of the indexer's keys, whatever `rms_norm_eps` says."""
-
-
-def use_indexer(layer: ModuleSpec, shape: ModelShape) -> None:
-    """Make latent attention sparse, if the model has indexers."""
-    if shape.indexer is not None:
-        attention = layer.submodules.self_attention
-        attention.module = SparseAttention
-        attention.params |= {"indexer": shape.indexer}
 
 
 class SparseAttention(LatentAttention):

@@ -26,16 +26,14 @@ from torch.nn.functional import gelu, relu, silu
 
 from checkpoint_convert import ModelShape, MoeShape
 from checkpoint_convert.shape import Module
-from megatron_grpo.policy.attention import packed_attention_of, use_windows, window_fields
-from megatron_grpo.policy.fp8 import REQUANTIZED, check_fp8
-from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
+from megatron_grpo.policy.attention import WindowedAttention, packed_attention_of, window_fields
 from megatron_grpo.policy.linear_attention import (
     leave_out,
     linear_fields,
     use_gates,
     use_linear_attention,
 )
-from megatron_grpo.policy.mla import WholeLinear, softmax_scale, use_latents, yarn_scaling
+from megatron_grpo.policy.mla import LatentAttention, WholeLinear, softmax_scale, yarn_scaling
 from megatron_grpo.policy.norms import RMSNorm, use_norms
 from megatron_grpo.policy.overrides import (
     check_activation_offload,
@@ -48,7 +46,13 @@ from megatron_grpo.policy.releases import (
     mlp_submodules,
     no_initialization,
 )
-from megatron_grpo.policy.sparse_attention import use_indexer
+from megatron_grpo.policy.sparse_attention import SparseAttention
+from megatron_grpo.policy.transformer_engine import (
+    REQUANTIZED,
+    best_implementation,
+    check_fp8,
+    check_transformer_engine,
+)
 from parallel import ParallelDims, pipeline_layers
 
 # Routers multiply with torch. Transformer Engine's product rounds float32 factors to TF32, whatever
@@ -105,7 +109,9 @@ def transformer_config(
     if shape.moe is not None:
         _check_sequence_parallel(dims, sequence_parallel)
         decided |= _moe(shape, shape.moe, free["transformer_impl"])
-        free = _moe_defaults(free["transformer_impl"]) | free
+        is_fused = free["transformer_impl"] == "transformer_engine"
+        # The scores of two experts may differ by less than bfloat16 can resolve.
+        free = {"moe_router_dtype": "fp32", "moe_permute_fusion": is_fused} | free
         if shape.has_linear_biases:  # with which Megatron's grouped experts refuse it
             decided["bias_dropout_fusion"] = False
         if HYBRIDEP_PADS:
@@ -140,14 +146,6 @@ def _fusions(implementation: str, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _moe_defaults(implementation: str) -> dict[str, Any]:
-    return {
-        # The scores of two experts may differ by less than bfloat16 can resolve.
-        "moe_router_dtype": "fp32",
-        "moe_permute_fusion": implementation == "transformer_engine",
-    }
-
-
 def _flexible_backends() -> list[str]:
     kernels = {"deepep": fused_a2a.fused_dispatch, "hybridep": fused_a2a.hybrid_ep_dispatch}
     return [name for name, kernel in kernels.items() if kernel is not None]
@@ -174,6 +172,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Modules of a model chunk with these `layers` of the model."""
     is_fused = uses_transformer_engine(config)
+    norm: Any = LayerNormImpl if is_fused else RMSNorm
 
     @cache  # one object for all equal layers: Megatron builds modules from it, and leaves it as is
     def layer_spec(modules: tuple[Module, ...]) -> ModuleSpec:
@@ -181,7 +180,9 @@ def block_spec(
         if is_fused:
             layer = fused_layer_spec(config, num_experts, shape, has_own_rows)
         else:
-            layer = torch_layer_spec(config, num_experts, shape)
+            layer = torch_layer_spec(num_experts, shape)
+        _use_attention(layer, shape)
+        use_norms(layer, shape, config, norm)
         if "linear" in modules and shape.linear is not None:
             use_linear_attention(layer, shape.linear)
         leave_out(layer, modules)
@@ -189,7 +190,7 @@ def block_spec(
 
     return TransformerBlockSubmodules(
         layer_specs=[layer_spec(shape.modules(layer)) for layer in layers],
-        layer_norm=LayerNormImpl if is_fused else RMSNorm,
+        layer_norm=norm,
     )
 
 
@@ -207,11 +208,6 @@ def fused_layer_spec(
     is_split = config.context_parallel_size > 1
     if has_own_rows or shape.has_sinks or (is_split and shape.window is not None):
         layer.submodules.self_attention.submodules.core_attention = packed_attention_of(shape)
-    use_latents(layer, shape)
-    use_indexer(layer, shape)
-    use_windows(layer, shape)
-    use_gates(layer, shape)
-    use_norms(layer, shape, config, LayerNormImpl)
     if not shape.has_pre_norms:
         attention = layer.submodules.self_attention.submodules
         attention.linear_qkv = TEColumnParallelLinear  # without the norm of what it is given
@@ -219,9 +215,7 @@ def fused_layer_spec(
     return layer
 
 
-def torch_layer_spec(
-    config: TransformerConfig, num_experts: int | None, shape: ModelShape
-) -> ModuleSpec:
+def torch_layer_spec(num_experts: int | None, shape: ModelShape) -> ModuleSpec:
     """Megatron's local layer, with replacements for its norms and attention.
 
     The originals refuse sequence parallelism, and packed sequences and context parallelism.
@@ -249,15 +243,23 @@ def torch_layer_spec(
             f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
             for x in ("q", "kv")
         }
-    use_latents(layer, shape)
-    use_indexer(layer, shape)
-    use_windows(layer, shape)
-    use_gates(layer, shape)
-    use_norms(layer, shape, config, RMSNorm)
-    if not shape.has_pre_norms:
-        fused_norms = {}
-    modules.sharded_state_dict_keys_map = fused_norms
+    modules.sharded_state_dict_keys_map = fused_norms if shape.has_pre_norms else {}
     return layer
+
+
+def _use_attention(layer: ModuleSpec, shape: ModelShape) -> None:
+    """Replace Megatron's attention where the model has another."""
+    attention = layer.submodules.self_attention
+    if shape.latent is not None:
+        attention.module = LatentAttention
+        attention.params |= {"latent": shape.latent, "head_dim": shape.head_dim}
+    if shape.indexer is not None:
+        attention.module = SparseAttention
+        attention.params |= {"indexer": shape.indexer}
+    if shape.window_rope_theta is not None:
+        attention.module = WindowedAttention
+        attention.params |= {"window_scale": softmax_scale(shape, None)}
+    use_gates(layer, shape)
 
 
 def _norms_queries(shape: ModelShape) -> bool:

@@ -4,7 +4,7 @@
 through a `Rendezvous`, which rank 0 opens; everything else in here is internal.
 """
 
-from parallel.weight_transfer.buckets import bucket_bytes_for
+from parallel.weight_transfer.buckets import bucket_bytes_for, most_channels
 from parallel.weight_transfer.control_socket import ChannelError
 from parallel.weight_transfer.rendezvous import (
     Rendezvous,
@@ -28,6 +28,7 @@ __all__ = [
     "bucket_bytes_for",
     "join",
     "local_address",
+    "most_channels",
     "open_rendezvous",
     "rendezvous_address",
 ]

@@ -1,7 +1,9 @@
 """Packs the arrivals of a channel into buffers of equal size."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from parallel.weight_transfer.channels import NUM_SLOTS
 
@@ -40,23 +42,27 @@ def bucketed(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
     return buckets
 
 
+def most_channels(senders: Sequence[Sequence[int]], num_engines: int) -> int:
+    """Channels of the process with most of them.
+
+    `senders` are the trainer ranks that send to each worker. A trainer rank has a channel to each
+    of its workers; a worker has one from each of its ranks and, except in the last engine, another
+    one for each to forward it.
+    """
+    of_workers = max(map(len, senders)) * min(num_engines, 2)
+    return max(of_workers, *Counter(chain.from_iterable(senders)).values())
+
+
 def bucket_bytes_for(
     limit_bytes: int, senders: Sequence[Sequence[int]], num_engines: int, shard_bytes: int
 ) -> int:
     """The largest bucket size such that no process exceeds `limit_bytes` in its channels' buffers.
 
     It is a multiple of 64 KiB, and at most `shard_bytes`, the size of the largest worker's shard,
-    rounded up to 64 KiB. `senders` are the trainer ranks that send to each worker. A trainer rank
-    has a channel to each of its workers; a worker has one from each of its ranks and, except in the
-    last engine, another one for each to forward it. Raises ValueError, with the smallest legal
-    limit, if a bucket would be smaller than 64 KiB.
+    rounded up to 64 KiB. Raises ValueError, with the smallest legal limit, if a bucket would be
+    smaller than 64 KiB.
     """
-    by_rank: dict[int, int] = {}
-    for ranks in senders:
-        for rank in ranks:
-            by_rank[rank] = by_rank.get(rank, 0) + 1
-    by_worker = max(map(len, senders)) * (2 if num_engines > 1 else 1)
-    num_channels = max(by_worker, *by_rank.values())
+    num_channels = most_channels(senders, num_engines)
     least = NUM_SLOTS * num_channels * BUCKET_STEP
     if limit_bytes < least:
         raise ValueError(

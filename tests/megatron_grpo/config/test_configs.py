@@ -16,7 +16,7 @@ from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.instantiate import build_rank, instantiate
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.reshard_table import reshard_table
-from megatron_grpo.planning.workload import longest_sequence
+from megatron_grpo.planning.workload import Job, longest_sequence
 from parallel.alignment import Alignment
 from parallel.cpu_device import setup_device
 from parallel.microbatches import plan_microbatches
@@ -124,8 +124,8 @@ def test_the_planner_has_no_objection(name, published, tmp_path):
     cfg = run_config(name, published, tmp_path)
     shape = read_shape(cfg.model.path)
     engine_gpus = cfg.rollout.num_engines * cfg.rollout.tensor_parallel_size
-    num_gpus = cfg.dims.world_size + engine_gpus if name in OWN_NODES else None
-    assert plan_job(cfg, shape, card_of(name), [longest_sequence(cfg, shape)], num_gpus).fits
+    num_gpus = cfg.dims.world_size + engine_gpus if name in OWN_NODES else 0
+    assert plan_job(Job(cfg, shape, card_of(name), [longest_sequence(cfg, shape)], num_gpus)).fits
 
 
 def first_rank(cfg):

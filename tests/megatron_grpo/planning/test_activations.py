@@ -20,13 +20,13 @@ from megatron_grpo.planning.activations import (
     final_norm_bytes,
     forward_bytes,
     head_bytes,
-    in_flight,
     layer_bytes,
     stage_activations,
 )
+from megatron_grpo.planning.attention import CHUNK
 from megatron_grpo.planning.layer_kinds import layer_kinds
-from megatron_grpo.planning.linear_attention import CHUNK
-from megatron_grpo.planning.mtp import mtp_activations
+from megatron_grpo.planning.memory import mtp_activations
+from megatron_grpo.planning.workload import in_flight
 from megatron_grpo.policy.model import build_model, forward
 from megatron_grpo.policy.releases import IS_OLD
 from parallel import ParallelDims

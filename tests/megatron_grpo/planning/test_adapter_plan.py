@@ -20,7 +20,7 @@ from megatron_grpo.planning.command import print_plan
 from megatron_grpo.planning.instantiate import gradient_bytes, instantiate, optimizer_bytes
 from megatron_grpo.planning.job_plan import JobPlan, plan_job
 from megatron_grpo.planning.state import state_bytes
-from megatron_grpo.planning.workload import longest_sequence
+from megatron_grpo.planning.workload import Job, longest_sequence
 from megatron_grpo.policy import lora
 from megatron_grpo.policy.lora_targets import adapter_sender, local_targets, peft_tensors
 from parallel import ParallelDims
@@ -54,20 +54,20 @@ def test_a_rank_holds_what_is_planned(tmp_path, dims):
             assert built == planned
 
 
-def plan(folder: Path, published: str, num_gpus: int | None, *overrides: Any) -> JobPlan:
+def plan(folder: Path, published: str, num_gpus: int, *overrides: Any) -> JobPlan:
     path = write_config(folder / published, published)
     cfg = load_config(Path("configs/grpo_70b_lora.yaml"), [f"model.path={path}", *overrides])
     shape = read_shape(path)
-    return plan_job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)], num_gpus)
+    return plan_job(Job(cfg, shape, CARDS["h100"], [longest_sequence(cfg, shape)], num_gpus))
 
 
 def test_a_node_holds_70b_with_adapters_and_four_hold_405b(tmp_path):
-    one = plan(tmp_path, "Llama-3.3-70B", None)
+    one = plan(tmp_path, "Llama-3.3-70B", 0)
     assert one.num_gpus == 8 and one.fits
     assert one.engine.pushed < 0.03 * one.engine.weights
-    merged = plan(tmp_path, "Llama-3.3-70B", None, "lora.sync=merged")
+    merged = plan(tmp_path, "Llama-3.3-70B", 0, "lora.sync=merged")
     assert merged.engine.pushed == merged.engine.weights < one.engine.weights
-    all_weights = plan(tmp_path, "Llama-3.3-70B", None, "lora.r=0")
+    all_weights = plan(tmp_path, "Llama-3.3-70B", 0, "lora.r=0")
     assert not all_weights.fits
     assert all_weights.time.estimate > 1.2 * one.time.estimate
     two_nodes_each = (

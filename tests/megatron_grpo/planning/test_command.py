@@ -18,6 +18,7 @@ from megatron_grpo.planning.command import job_table, print_plan, print_suggesti
 from megatron_grpo.planning.job_plan import min_gpus, plan_job, shares_gpus
 from megatron_grpo.planning.memory import EngineBytes
 from megatron_grpo.planning.suggest import suggest
+from megatron_grpo.planning.workload import Job
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEFAULTS = {"gpu": "h100", "num_gpus": None, "lengths_file": None, "as_json": False}
@@ -57,7 +58,7 @@ def test_the_table_has_memory_work_and_links(cfg, capsys):
 
 def test_with_muon_the_layout_of_70b_fits(cfg):
     muon = cfg("optimizer.optimizer=muon")
-    plan = plan_job(muon, read_shape(muon.model.path), CARDS["h100"], [4096], None)
+    plan = plan_job(Job(muon, read_shape(muon.model.path), CARDS["h100"], [4096]))
     assert plan.fits
     matrices, embedding = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672), 128256 * 8192
     # On the first of 4 stages, the embedding is all in the range of the second of 2 data ranks. Of
@@ -78,8 +79,8 @@ def test_on_one_node_a_push_does_not_cross_the_network(tmp_path):
     folder = write_config(tmp_path, "Llama-3.1-8B")
     cfg = load_config(CONFIGS / "grpo_8b.yaml", [f"model.path={folder}"])
     shape, card = read_shape(folder), CARDS["h100"]
-    assert plan_job(cfg, shape, card, [4096], None).push.in_node
-    assert not plan_job(cfg, shape, card, [4096], 16).push.in_node
+    assert plan_job(Job(cfg, shape, card, [4096])).push.in_node
+    assert not plan_job(Job(cfg, shape, card, [4096], 16)).push.in_node
 
 
 def test_only_engines_on_gpus_of_their_own_generate_beside_the_training(cfg, capsys):
@@ -172,7 +173,7 @@ def test_what_does_not_fit_is_refused_with_a_layout_that_does(cfg, capsys):
         print_plan(cfg(*NEMO_RL), **DEFAULTS)
     assert "GB too much" in capsys.readouterr().out
     suggested = cfg(*shlex.split(str(refused.value).partition("that fits: ")[2]))
-    plan = plan_job(suggested, read_shape(suggested.model.path), CARDS["h100"], [4096], None)
+    plan = plan_job(Job(suggested, read_shape(suggested.model.path), CARDS["h100"], [4096]))
     assert plan.fits
 
 
@@ -290,11 +291,11 @@ def test_generations_are_not_made_ahead_on_shared_gpus_that_could_be_divided(cfg
     shape = read_shape(job.model.path)
     assert min_gpus(job, card, None) == 16
     with pytest.raises(ValueError, match=r"8 ranks, and engines of 8 GPUs .* share 15 GPUs"):
-        plan_job(job, shape, card, [4096], 15)
+        plan_job(Job(job, shape, card, [4096], 15))
     length = "data.max_prompt_length=null"  # so that nothing is simulated
     one = cfg(*ahead, length, "rollout.num_engines=1")
     with pytest.raises(ValueError, match=r"share 5 GPUs"):
-        suggest(one, shape, card, [4096], 5)
+        suggest(Job(one, shape, card, [4096], 5))
 
 
 def job_of(cfg, ranks, engines, tensor):
@@ -323,7 +324,7 @@ def test_a_replay_is_planned_without_engines(cfg, capsys):
     assert "; no engines, for train.replay\n" in capsys.readouterr().out
     few = cfg(*replay, *(f"parallel.{axis}_parallel_size=1" for axis in ("tensor", "pipeline")))
     assert min_gpus(few, CARDS["h100"], None) == few.dims.world_size == 2
-    [first, *_] = suggest(job, read_shape(job.model.path), CARDS["h100"], [4096], 64)
+    [first, *_] = suggest(Job(job, read_shape(job.model.path), CARDS["h100"], [4096], 64))
     assert first.cfg.dims.world_size == 64
     assert not any("num_engines" in word for word in first.overrides)
 
@@ -354,7 +355,7 @@ def test_a_reward_model_has_gpus_of_its_own(cfg, capsys, tmp_path):
     assert shares_gpus(job, card, 7)
     with pytest.raises(ValueError, match=r"need 2, and reward models 2, but .* use --gpus 6"):
         shares_gpus(job, card, 5)
-    plan = plan_job(job, read_shape(job.model.path), replace(card, memory=10**12), [4096], None)
+    plan = plan_job(Job(job, read_shape(job.model.path), replace(card, memory=10**12), [4096]))
     line = job_table(job, read_shape(job.model.path), "h100", plan).splitlines()
     assert any(
         "has 0.02 GB of weights in its files, for 2 GPUs of its own" in each for each in line

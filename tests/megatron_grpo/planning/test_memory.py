@@ -20,8 +20,10 @@ from helpers.vllm_workers import read_in_workers
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.planning.card import CARDS, GpuSpec
-from megatron_grpo.planning.memory import EngineBytes, engine_bytes, stages_memory
+from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
+from megatron_grpo.planning.memory import stages_memory
 from megatron_grpo.planning.state import stage_states
+from megatron_grpo.planning.workload import Job
 from megatron_grpo.policy.lora import add_adapters
 from megatron_grpo.policy.model import add_gradients, add_optimizer, build_model
 from parallel import ParallelDims
@@ -84,7 +86,9 @@ def planned_and_measured(
     )
     shape = read_shape(cfg.model.path)
     states = list(stage_states(cfg, shape))
-    stages = stages_memory(cfg, shape, states, len(lengths), None, device="cpu")
+    stages = stages_memory(
+        Job(cfg, shape, CARDS["h100"], []), states, len(lengths), None, device="cpu"
+    )
     planned = [Taken(stage.state.total, stage.phases["train"]) for stage in stages]
     return planned, run_ranks(dims.world_size, measure, cfg, lengths)
 
@@ -224,7 +228,9 @@ def test_an_engine_in_sleep_mode_takes_memory_only_while_it_is_awake(tmp_path):
         options = [share, "model.dtype=bfloat16", f"rollout.enable_sleep_mode={sleeps}"]
         cfg = tiny_config(folder, ParallelDims(data=8), *options)
         engine = engine_bytes(cfg, shape, CARDS["h100"])
-        plans += stages_memory(cfg, shape, list(stage_states(cfg, shape)), 4, engine)
+        plans += stages_memory(
+            Job(cfg, shape, CARDS["h100"], []), list(stage_states(cfg, shape)), 4, engine
+        )
     awake, asleep = plans
     assert awake.engine == engine.total and asleep.engine == engine.outside
     assert asleep.phases == awake.phases | {"push": engine.weights, "generate": 42.5e9}
@@ -240,7 +246,7 @@ def test_what_leaves_is_counted_in_no_phase_of_engines(tmp_path):
     for offload in ("none", "optimizer", "all", "[weights]", "[gradients,reference]"):
         cfg = tiny_config(folder, ParallelDims(data=8), *options, f"train.offload={offload}")
         engine, states = engine_bytes(cfg, shape, CARDS["h100"]), list(stage_states(cfg, shape))
-        [stages[offload]] = stages_memory(cfg, shape, states, 4, engine)
+        [stages[offload]] = stages_memory(Job(cfg, shape, CARDS["h100"], []), states, 4, engine)
     state, phases = stages["none"].state, ("log-probabilities", "train", "push", "generate")
     moved = state.gradients + state.optimizer
     assert {
@@ -296,7 +302,8 @@ def test_stages_that_use_features_and_engines_have_the_vision_tower(tmp_path, fa
     engine, of_text = (engine_bytes(cfg, shape, CARDS["h100"]) for cfg in configs)
     assert (engine.weights, engine.pushed) == (of_text.weights + tower // 2, of_text.pushed)
     with_images, without = (
-        stages_memory(cfg, shape, list(stage_states(cfg, shape)), 4, None) for cfg in configs
+        stages_memory(Job(cfg, shape, CARDS["h100"], []), list(stage_states(cfg, shape)), 4, None)
+        for cfg in configs
     )
     more = [a.buffers - b.buffers for a, b in zip(with_images, without, strict=True)]
     assert more == [tower, tower if family != FAMILY else 0]

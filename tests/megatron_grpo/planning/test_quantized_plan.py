@@ -10,10 +10,11 @@ from helpers.published_models import PUBLISHED_MODELS, write_config
 from megatron_grpo.config.file import load_config
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.command import print_suggestions
+from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.job_plan import plan_job
-from megatron_grpo.planning.memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.quantized_engines import EngineOption, engine_options
 from megatron_grpo.planning.suggest import suggest
+from megatron_grpo.planning.workload import Job
 
 
 def engine(
@@ -103,8 +104,8 @@ def options(
     path = write_config(folder / published, published, **{"num_hidden_layers": 4} | differing)
     given = [f"model.path={path}", *SMALL, *LAYOUT, *overrides]
     cfg, shape, card = load_config(CONFIG, given), read_shape(path), CARDS[gpu]
-    first = suggest(cfg, shape, card, [8192], 8)[0]
-    return engine_options(first, shape, card, [8192], 8), given
+    first = suggest(Job(cfg, shape, card, [8192], 8))[0]
+    return engine_options(first, Job(cfg, shape, card, [8192], 8)), given
 
 
 CONFIG = Path("configs/grpo_235b_a22b.yaml")
@@ -125,16 +126,17 @@ def test_suggested_engines_of_8_bits_can_be_pasted_and_have_fewer_gpus_or_more_r
     assert plain.overrides == [] and plain.gpus_per_engine == 4
     assert [each.gpus_per_engine for each in found] == [4, 2, 1]
     same, half, _ = found
-    assert same.engine.cached_tokens > plain.engine.cached_tokens
+    assert same.cached_tokens > plain.cached_tokens
     assert same.generation_seconds < plain.generation_seconds
     head_and_embedding = 2 * 2 * 151_936 * 4_096  # in bfloat16, on 2 workers instead of 4
-    assert half.engine.weights - plain.engine.weights == head_and_embedding // 4
+    assert half.weights - plain.weights == head_and_embedding // 4
     shape = read_shape(tmp_path / "Qwen3-235B-A22B")
     for each in found:
         assert each.overrides[-1] == "grpo.rollout_importance_sampling_mode=token_truncate"
         pasted = load_config(CONFIG, [*given, *each.overrides])
         assert pasted.grpo.corrects_rollouts
-        assert plan_job(pasted, shape, CARDS["h100"], [8192], 8).engine == each.engine
+        planned = plan_job(Job(pasted, shape, CARDS["h100"], [8192], 8)).engine
+        assert (each.weights, each.cached_tokens) == (planned.weights, planned.cached_tokens)
     corrected, given = options(tmp_path, "Qwen3-235B-A22B")
     print_suggestions(
         load_config(CONFIG, given), gpu="h100", num_gpus=8, lengths_file=None, as_json=False

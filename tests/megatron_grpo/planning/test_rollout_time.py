@@ -10,8 +10,9 @@ from checkpoint_convert.vllm import engine_parameters
 from helpers.policies import tiny_config
 from helpers.published_models import write_config
 from megatron_grpo.planning.card import CARDS
-from megatron_grpo.planning.memory import engine_bytes
+from megatron_grpo.planning.engine_memory import engine_bytes
 from megatron_grpo.planning.rollout_time import rollout_time
+from megatron_grpo.planning.workload import Job
 from parallel import ParallelDims
 
 H100 = CARDS["h100"]
@@ -37,7 +38,8 @@ def time_of(tmp_path):
             *overrides,
         )
         shape = read_shape(folder)
-        return rollout_time(cfg, shape, engine_bytes(cfg, shape, card), card, lengths), shape
+        job = Job(cfg, shape, card, lengths)
+        return rollout_time(job, engine_bytes(cfg, shape, card)), shape
 
     return rollout
 

@@ -14,7 +14,7 @@ from helpers.policies import pack_all, tiny_config
 from helpers.published_models import write_config
 from helpers.ranks import run_ranks
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning import sparse_attention as planned
+from megatron_grpo.planning import attention as planned
 from megatron_grpo.policy import sparse_attention as policy
 from megatron_grpo.policy.model import build_model, forward
 from parallel import ParallelDims

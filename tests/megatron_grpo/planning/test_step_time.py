@@ -12,7 +12,7 @@ from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.state import state_bytes
 from megatron_grpo.planning.step_time import forward_flops, muon_flops, stage_flops
-from megatron_grpo.planning.workload import Computed
+from megatron_grpo.planning.workload import Computed, Job
 from parallel import ParallelDims
 
 CARD, ONE_RANK = CARDS["h100"], ParallelDims()
@@ -92,7 +92,7 @@ def test_muon_computes_each_matrix_once_on_one_rank_of_its_stage(tmp_path):
     def time(optimizer):
         options = "model.dtype=bfloat16", LONG, f"optimizer.optimizer={optimizer}"
         cfg = tiny_config(folder, ParallelDims(tensor=2, pipeline=2, data=2), *options)
-        return plan_job(cfg, shape, CARD, [1024], num_gpus=64).time
+        return plan_job(Job(cfg, shape, CARD, [1024], 64)).time
 
     adam, muon = time("adam"), time("muon")
     seconds = 16 * OF_LLAMA / 4 / CARD.flops
@@ -122,7 +122,7 @@ def test_attention_between_shared_prompts_takes_half_as_long_again(tmp_path):
 
     def plan(*more):
         cfg = tiny_config(folder, ONE_RANK, *overrides, *more)
-        return plan_job(cfg, shape, CARD, [1024], num_gpus=64)
+        return plan_job(Job(cfg, shape, CARD, [1024], 64))
 
     plain, shared = plan(), plan("grpo.shared_prompts=true")
     assert plain.time.paced_seconds == plain.time.compute_seconds
@@ -134,7 +134,7 @@ def test_attention_between_shared_prompts_takes_half_as_long_again(tmp_path):
 def traffic(folder, shape, dims, *overrides, card=CARD):
     """Bytes by purpose, of 16 sequences of 1,024 tokens in bfloat16."""
     cfg = tiny_config(folder, dims, "model.dtype=bfloat16", "grpo.beta=0.0", LONG, *overrides)
-    links = plan_job(cfg, shape, card, [1024], num_gpus=64).time.links
+    links = plan_job(Job(cfg, shape, card, [1024], 64)).time.links
     return {link.purpose: link.num_bytes for link in links}
 
 
@@ -243,7 +243,7 @@ def test_a_step_takes_as_long_as_its_busiest_stage(
     busiest = 3 * forward_flops(shape, Computed.of(lengths)) / shape.num_layers * layers + head
     assert flops[stage] == max(flops) == pytest.approx(busiest)
     card = replace(CARD, memory=10**15)
-    time = plan_job(cfg, shape, card, [1000], num_gpus=4 * pipeline).time
+    time = plan_job(Job(cfg, shape, card, [1000], 4 * pipeline)).time
     assert time.flops == pytest.approx(sum(flops))
     assert time.compute_seconds == pytest.approx(busiest / 4 / card.flops)
 
@@ -308,7 +308,7 @@ def test_traffic_by_hand(tmp_path, recompute):
     dims = ParallelDims(tensor=8, pipeline=2, context=2, data=2)
     options = ["model.dtype=bfloat16", "grpo.beta=0.0", LONG, *([FULL] if recompute else [])]
     cfg = tiny_config(folder, dims, *options)
-    plan = plan_job(cfg, shape, CARD, [1024], num_gpus=64)
+    plan = plan_job(Job(cfg, shape, CARD, [1024], 64))
     links = {link.purpose: link for link in plan.time.links}
     # 16 sequences over 2 copies and 2 context ranks; a row has 4096 elements of 2 bytes.
     width, layers = 16 * 1024 / 4 * 4096 * 2, 16
@@ -427,7 +427,7 @@ def test_the_estimate_counts_on_a_part_of_the_peak_and_of_the_links(name, share,
     folder, shape = model(tmp_path, name)
     dims = ParallelDims(tensor=2, pipeline=4)
     cfg = tiny_config(folder, dims, "model.dtype=bfloat16", LONG)
-    time = plan_job(cfg, shape, CARD, [1024], num_gpus=16).time
+    time = plan_job(Job(cfg, shape, CARD, [1024], 16)).time
     compute = time.compute_seconds / share * (1 + time.bubble)
     waits = sum(link.num_bytes / (450e9 if link.in_node else 50e9) for link in time.links)
     assert time.estimate == pytest.approx(compute + waits / 0.8)
@@ -439,7 +439,7 @@ def test_the_bubble_shrinks_with_microbatches_and_virtual_stages(tmp_path):
     def bubble(virtual, *overrides):
         dims = ParallelDims(pipeline=4, virtual_pipeline=virtual)
         cfg = tiny_config(folder, dims, "train.max_tokens_per_microbatch=1024", *overrides)
-        return plan_job(cfg, shape, CARD, [1024], num_gpus=8).time.bubble
+        return plan_job(Job(cfg, shape, CARD, [1024], 8)).time.bubble
 
     assert bubble(1) == 3 / 16
     assert bubble(1, "grpo.generation_batch_size=32") == 3 / 32

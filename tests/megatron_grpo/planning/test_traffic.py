@@ -15,7 +15,7 @@ from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.step_time import forward_flops
 from megatron_grpo.planning.traffic import copies_to_experts
-from megatron_grpo.planning.workload import Computed
+from megatron_grpo.planning.workload import Computed, Job
 from parallel import ParallelDims
 
 CARD = CARDS["h100"]
@@ -30,7 +30,7 @@ def plan(tmp_path, dims, *overrides, name="Llama-3.1-8B", length=1024, card="h10
     options = ["model.dtype=bfloat16", "grpo.beta=0.0", "rollout.tensor_parallel_size=8"]
     options += [f"train.max_tokens_per_microbatch={length}", *overrides]
     cfg = tiny_config(folder, dims, *options)
-    return plan_job(cfg, read_shape(folder), CARDS[card], [length], num_gpus=64)
+    return plan_job(Job(cfg, read_shape(folder), CARDS[card], [length], 64))
 
 
 def link(found, purpose):

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import fused_a2a, moe_utils
 from checkpoint_convert import ModelShape, MoeShape
 from checkpoint_convert.shape import LatentShape
 from megatron_grpo.config.megatron_fields import PERFORMANCE_FIELDS, ROUTER_LOSS_FIELDS
-from megatron_grpo.policy import fp8, overrides, transformer
+from megatron_grpo.policy import overrides, transformer, transformer_engine
 from megatron_grpo.policy.overrides import check_context_exchange
 from megatron_grpo.policy.releases import IS_OLD
 from megatron_grpo.policy.transformer import transformer_config
@@ -200,7 +200,9 @@ def library(monkeypatch):
         "is_mxfp8_available": (False, "it needs compute capability 10.0"),
     }
     functions = {name: partial(known, answer) for name, answer in answers.items()}
-    monkeypatch.setattr(fp8, "import_module", lambda name: SimpleNamespace(**functions))
+    monkeypatch.setattr(
+        transformer_engine, "import_module", lambda name: SimpleNamespace(**functions)
+    )
 
 
 def known(answer: tuple[bool, str], *, return_reason: bool) -> tuple[bool, str]:
@@ -231,7 +233,7 @@ def test_what_a_gpu_or_a_model_cannot_multiply_in_fp8_is_refused(
     refused = pytest.raises(ValueError, match=told) if told else nullcontext()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with refused:
-        fp8.check_fp8(settings, shape, dims, torch.bfloat16, "transformer_engine")
+        transformer_engine.check_fp8(settings, shape, dims, torch.bfloat16, "transformer_engine")
 
 
 ATTENTION = ["qkv_linear", "core_attn"]

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_grpo.policy.fused_layers import check_cudnn
+from megatron_grpo.policy.transformer_engine import check_cudnn
 
 
 def test_a_cudnn_with_wrong_gradients_on_hopper_is_refused_with_what_to_do():

@@ -1,16 +1,28 @@
-"""Linear layers that multiply in FP8, by Transformer Engine: `model.megatron.fp8`."""
+"""Transformer Engine: whether layers are its own on this host, whether it computes what it should,
+and whether its linear layers can multiply in FP8 (`model.megatron.fp8`)."""
 
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.megatron_fields import token_multiple
+from megatron_grpo.policy.overrides import refuse_idle
 from parallel import ParallelDims
 
-FIELDS = (
+HOPPER = 9
+"""Major compute capability."""
+RIGHT_GRADIENTS = (9, 18)
+"""The first cuDNN whose backward of attention over packed sequences is right on Hopper.
+
+Earlier ones read a workspace that nobody has set (NVIDIA/TransformerEngine issue 2186). With 9.14,
+heads of 256 and Transformer Engine 2.20, a model's gradient had 0.54 of its norm on an H200, and
+nothing said so; heads of 64, and of 192 with values of 128, were right there.
+"""
+FP8_FIELDS = (
     "fp8_recipe",
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
@@ -31,6 +43,55 @@ until Megatron's schedule says that another step begins; and whoever else change
 to say so, too. It reads and writes each weight once, for products over thousands of tokens."""
 
 
+def best_implementation(dtype: torch.dtype) -> str:
+    """Megatron's `transformer_impl` for this host."""
+    return "transformer_engine" if HAVE_TE and _can_be_fused(dtype) else "local"
+
+
+def _can_be_fused(dtype: torch.dtype) -> bool:
+    """Transformer Engine's attention over packed sequences supports only 16-bit types."""
+    return torch.cuda.is_available() and dtype.itemsize == 2
+
+
+def check_transformer_engine(dtype: torch.dtype, attention_backend: str | None) -> None:
+    """Raise ValueError if layers can be fused here, but not with the packages that are installed.
+
+    If Transformer Engine does not import, Megatron-Core takes torch's layers without a word of why.
+    `attention_backend` is Megatron's; only with ``flash`` does cuDNN compute no attention.
+    """
+    if not _can_be_fused(dtype):
+        return
+    if HAVE_TE:
+        if attention_backend != "flash":
+            version = import_module("transformer_engine.pytorch.utils").get_cudnn_version()
+            check_cudnn(torch.cuda.get_device_capability(), version)
+        return
+    reason = "Megatron-Core does not take this release"
+    try:
+        import_module("transformer_engine.pytorch.fp8")  # what Megatron-Core imports
+    except ImportError as error:
+        reason = str(error)
+    raise ValueError(
+        f"Transformer Engine does not work here ({reason}), and without it layers take several "
+        "times as long: install it with `bash requirements/gpu.sh`, or choose torch's layers with "
+        "model.megatron.transformer_impl=local"
+    )
+
+
+def check_cudnn(capability: tuple[int, int], version: tuple[int, int, int]) -> None:
+    """Raise ValueError if this cuDNN computes wrong gradients on a GPU of this capability."""
+    if capability[0] != HOPPER or version >= RIGHT_GRADIENTS:
+        return
+    found, needed = (".".join(map(str, each)) for each in (version, RIGHT_GRADIENTS))
+    raise ValueError(
+        f"cuDNN {found}, which Transformer Engine has found here, computes wrong gradients of "
+        f"packed sequences on Hopper; {needed} is the first that does not. It takes the system's "
+        "before that of torch: remove the system's, and put the folder nvidia/cudnn/lib of "
+        "site-packages first in LD_LIBRARY_PATH; or choose torch's layers with "
+        "model.megatron.transformer_impl=local"
+    )
+
+
 def check_fp8(
     settings: Mapping[str, Any],
     shape: ModelShape,
@@ -40,19 +101,11 @@ def check_fp8(
 ) -> None:
     """Raise ValueError for fields of `fp8` that cannot work with this model, or on this host."""
     told, recipe = settings.get("fp8"), settings.get("fp8_recipe")
-    at_ends = [name for name in settings if name.startswith("num_layers_at_")]
-    if at_ends and not settings.get("first_last_layers_bf16"):
-        raise ValueError(
-            f"model.megatron.{at_ends[0]} does nothing without "
-            "model.megatron.first_last_layers_bf16=true: set that, or leave it out"
-        )
+    if not settings.get("first_last_layers_bf16"):
+        at_ends = [name for name in settings if name.startswith("num_layers_at_")]
+        refuse_idle(settings, at_ends, "first_last_layers_bf16=true")
     if told is None:
-        for name in FIELDS:
-            if name in settings:
-                raise ValueError(
-                    f"model.megatron.{name} does nothing without model.megatron.fp8: set that to "
-                    "e4m3 or hybrid, or leave it out"
-                )
+        refuse_idle(settings, FP8_FIELDS, "fp8", "set that to e4m3 or hybrid")
         return
     prefix = f"model.megatron.fp8 {told}"
     check_fp8_model(settings, shape, dims)

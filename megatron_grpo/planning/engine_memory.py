@@ -1,0 +1,292 @@
+"""What an engine takes of each of its GPUs: weights, their copies, and the cache."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from checkpoint_convert import ModelShape
+from checkpoint_convert.families.decoder import layer_prefix
+from checkpoint_convert.families.vision import vision_tensors
+from checkpoint_convert.vllm import engine_sizes
+from checkpoint_convert.vllm_lora import worker_adapters
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
+from megatron_grpo.engines.kernels import check_card, check_routers, check_sparse
+from megatron_grpo.engines.layouts import (
+    engine_dims,
+    first_worker,
+    num_copied_latents,
+    quantized_engine,
+    served_shape,
+)
+from megatron_grpo.engines.vllm.args import check_adapters
+from megatron_grpo.planning.attention import sequence_elements
+from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
+from megatron_grpo.planning.layer_kinds import one_of_each_kind
+from megatron_grpo.planning.state import page_locked
+from megatron_grpo.policy.lora_targets import targets_of
+
+CONTEXT_BYTES = 600 * 10**6
+"""CUDA context, kernels and cuBLAS workspaces of a process."""
+COMMUNICATOR_BYTES = 500 * 10**6
+"""NCCL's buffers of one communicator. Published figures: 7 to 10 GB for idle ones of large jobs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineBytes:
+    """Memory that an engine takes on each of its GPUs."""
+
+    weights: int
+    """With the buffers of adapters, a vision tower, and what engines make of latents' weights."""
+    pushed: int
+    """What a push fills of them."""
+    cache: int
+    """Bytes left for keys and values, including vLLM's activations."""
+    token_bytes: int
+    """Bytes of what it caches of one token: keys and values, or their latents."""
+    sequence_bytes: int
+    """Bytes of what linear attention remembers of one sequence, in the same cache."""
+    cached_tokens: int
+    """Tokens that fit in the cache of the whole engine, if it remembers no sequences."""
+    outside: int
+    """CUDA context and NCCL buffers, which vLLM allocates before it determines its share, and the
+    buffers of the push, which its memory profiling does not see."""
+    on_host: int = 0
+    """Host memory for its weights, from its first sleep on, if pushes do not bring them."""
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return self.weights + self.cache + self.outside
+
+
+def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes | None:
+    """What an engine of `cfg` takes of each GPU; None if it is none on GPUs.
+
+    Raises ValueError if its weights do not fit there, the card is not one for their dtype, or it
+    would not serve the run's adapters.
+    """
+    if cfg.rollout.engine == "transformers" or not cfg.num_engines:
+        return None
+    check_adapters(cfg.lora, shape)
+    if not cfg.rollout.base_urls:
+        check_card(cfg.rollout, card.capability)
+        check_routers(cfg.rollout, shape, cfg.model.dtype, card.capability)
+        check_sparse(cfg.rollout, shape, cfg.model.dtype, card.capability)
+    weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
+    not_pushed = _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
+    if card.memory - weights < per_token:
+        raise ValueError(
+            f"{_describe_engine(cfg.rollout, card, weights)}: {_larger_engine(cfg, shape, card)}"
+        )
+    cache = _cache_bytes(cfg.rollout, card, weights, per_token)
+    return EngineBytes(
+        weights=weights,
+        pushed=_adapter_bytes(cfg, shape) or weights - not_pushed,
+        cache=cache,
+        token_bytes=per_token,
+        sequence_bytes=_sequence_bytes(cfg, shape),
+        cached_tokens=cfg.rollout.data_parallel_size * (cache // per_token),
+        outside=CONTEXT_BYTES
+        + COMMUNICATOR_BYTES * (cfg.rollout.gpus_per_engine > 1)
+        + push_buffers(cfg),
+        on_host=_asleep_bytes(cfg, shape),
+    )
+
+
+def push_buffers(cfg: Config) -> int:
+    """What a process keeps, from the first push on, to send or receive weights: at most this."""
+    return cfg.rollout.update_weights_bucket_megabytes * 10**6 if cfg.num_engines else 0
+
+
+def _weight_bytes(cfg: Config, shape: ModelShape) -> int:
+    loaded = sum(each.num_layers * each.padded_bytes for each in worker_tensors(cfg, shape))
+    beside = _adapter_bytes(cfg, shape) + _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
+    return loaded + beside
+
+
+def _absorbed_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Bytes of copies of the weights that project latents up, for decode steps."""
+    latent, tensor = shape.latent, cfg.rollout.tensor_parallel_size
+    if latent is None:
+        return 0
+    copied = num_copied_latents(cfg.rollout, shape, cfg.model.dtype)
+    width = shape.head_dim - latent.rotary_dim + latent.value_dim
+    columns = shape.num_attention_heads // tensor * width
+    return copied * latent.rank * columns * ITEMSIZE[cfg.model.dtype]
+
+
+def _adapter_bytes(cfg: Config, shape: ModelShape) -> int:
+    return sum(_adapter_sizes(cfg, shape))
+
+
+def _adapter_sizes(cfg: Config, shape: ModelShape) -> list[int]:
+    """Bytes of each buffer of adapters of a worker."""
+    if not cfg.lora.is_served:
+        return []
+    modules, dims = targets_of(cfg.lora, shape), engine_dims(cfg.rollout)
+    first = worker_adapters(shape, dims, modules, cfg.lora.r, worker=0)
+    return [prod(size) * ITEMSIZE[cfg.model.dtype] for size in first.shapes.values()]
+
+
+def _asleep_bytes(cfg: Config, shape: ModelShape) -> int:
+    """Host memory of a worker that sleeps with its weights: vLLM's level 1."""
+    if not (cfg.lora.is_served and cfg.rollout.enable_sleep_mode):
+        return 0
+    weights = sum(x.num_layers * page_locked(x.padded_bytes) for x in worker_tensors(cfg, shape))
+    return weights + sum(map(page_locked, _adapter_sizes(cfg, shape)))
+
+
+def _token_bytes(cfg: Config, shape: ModelShape) -> int:
+    """What each worker caches of a token.
+
+    At least one key-value head, however many workers there are. Of latent attention it is the
+    latent and the rotated part of keys, which have no heads: every worker has both whole. So it has
+    the key of an indexer, in 8 bits with a float32 scale for 128 elements; then latents in 8 bits
+    have such scales, too, and the rotated part 16 bits (kernels of Blackwell have 8, without them).
+    """
+    if shape.latent is not None:
+        elements = shape.latent.rank + shape.latent.rotary_dim
+    else:
+        num_heads = -(-shape.num_key_value_heads // cfg.rollout.tensor_parallel_size)
+        elements = 2 * num_heads * shape.head_dim
+    num_bytes = elements * _cache_itemsize(cfg)
+    if shape.indexer is not None:
+        num_bytes += shape.indexer.head_dim + shape.indexer.head_dim // 128 * ITEMSIZE["float32"]
+        if _cache_itemsize(cfg) == 1:
+            assert shape.latent is not None, "indexers have a latent of queries"
+            num_bytes += shape.latent.rank // 128 * ITEMSIZE["float32"] + shape.latent.rotary_dim
+    num_layers = shape.num_attending_layers + served_shape(shape, cfg.rollout).trains_mtp
+    return num_layers * num_bytes
+
+
+def _sequence_bytes(cfg: Config, shape: ModelShape) -> int:
+    """What linear attention remembers of a sequence on each worker, which has some of its heads.
+
+    The last tokens are in the dtype of the model, the memory in float32. Left out: vLLM keeps it in
+    pages of some thousand tokens' size, and for moments two of a sequence.
+    """
+    if shape.linear is None:
+        return 0
+    tokens, memory = sequence_elements(shape.linear, cfg.rollout.num_speculative_tokens)
+    num_bytes = ITEMSIZE[cfg.model.dtype] * tokens + ITEMSIZE["float32"] * memory
+    return len(shape.linear_layers) * num_bytes // cfg.rollout.tensor_parallel_size
+
+
+def _cache_bytes(rollout: RolloutConfig, card: GpuSpec, weights: int, per_token: int) -> int:
+    """Bytes of an engine's cache: `kv_cache_memory_bytes`, or what weights leave of its share."""
+    engine = _describe_engine(rollout, card, weights)
+    given, names = engine_number(rollout, "kv_cache_memory_bytes"), PLANNED[rollout.engine]
+    if given is None:
+        share = engine_table(rollout).get(names.memory_fraction, names.default_fraction)
+        cache = round(share * card.memory) - weights
+        if cache < per_token:
+            raise ValueError(
+                f"{engine}, and rollout.{rollout.engine}.{names.memory_fraction} {share:g} leaves "
+                "nothing for keys and values: use more than "
+                f"{(weights + per_token) / card.memory:.2f}, or a larger tensor_parallel_size"
+            )
+        return cache
+    room = card.memory - weights
+    if not per_token <= given <= room:
+        raise ValueError(
+            f"{engine}, and rollout.vllm.kv_cache_memory_bytes is {given}, where a token takes "
+            f"{per_token}: use {per_token} to {room}, or a larger tensor_parallel_size"
+        )
+    return given
+
+
+def _describe_engine(rollout: RolloutConfig, card: GpuSpec, weights: int) -> str:
+    """Beginning of messages about an engine that is too large: its size, and that of its GPUs."""
+    return (
+        f"an engine of {rollout.engine_size_text} has {weights / 1e9:.1f} GB of weights on each "
+        f"GPU of {card.memory / 1e9:.0f} GB"
+    )
+
+
+def _larger_engine(cfg: Config, shape: ModelShape, card: GpuSpec) -> str:
+    """Advice for an engine whose GPUs cannot hold its weights: the fewest that can."""
+    sizes = [
+        size
+        for size in engine_sizes(shape, engine_dims(cfg.rollout))
+        if (gpus := size * cfg.rollout.data_parallel_size) <= card.per_node
+        or gpus % card.per_node == 0
+    ]
+    for size in sizes:
+        rollout = cfg.rollout.model_copy(update={"tensor_parallel_size": size})
+        sized = cfg.model_copy(update={"rollout": rollout})
+        needed = _weight_bytes(sized, shape) + _token_bytes(sized, shape)
+        least = needed / PLANNED[rollout.engine].default_fraction
+        if least <= card.memory:
+            gpus = rollout.gpus_per_engine
+            nodes = f", {gpus // card.per_node} nodes of {card.per_node}"
+            return f"set it to {size}{nodes if gpus > card.per_node else ''}"
+    return (
+        f"no engine holds it, as at most {sizes[-1]} GPUs can split the model; take GPUs (--gpu) "
+        f"of more than {least / 1e9:.0f} GB"
+    )
+
+
+def _cache_itemsize(cfg: Config) -> int:
+    """Bytes per element of keys and values: as for weights, unless they are cached in 8 bits."""
+    kind = str(engine_table(cfg.rollout).get("kv_cache_dtype", "auto"))
+    return 1 if kind.startswith(("fp8", "int8")) else ITEMSIZE[cfg.model.dtype]
+
+
+def engine_tower_bytes(cfg: Config) -> int:
+    """Bytes of its weights on each worker of an engine, which all have an equal part of it.
+
+    Left out: biases, norms and the embeddings of patches, some megabytes, are whole on each.
+    """
+    if cfg.data.image_column is None or not cfg.model.freeze_vision:
+        return 0
+    whole = tower_weights(cfg.model.path) * ITEMSIZE[cfg.model.dtype]
+    return whole // cfg.rollout.tensor_parallel_size
+
+
+def tower_weights(folder: Path) -> int:
+    """Elements of the vision tower of the model in `folder`."""
+    return sum(prod(size) for _, size in vision_tensors(folder))
+
+
+class WorkerTensor(NamedTuple):
+    """One of the worker's, for all layers of a kind."""
+
+    source: str
+    """A tensor of the weight files of which it has a part."""
+    padded_bytes: int
+    num_bytes: int
+    """Without padding."""
+    num_layers: int
+    """How many have it; 1 outside of layers."""
+
+
+def worker_tensors(cfg: Config, shape: ModelShape) -> Iterator[WorkerTensor]:
+    """What the worker holds, without scales of quantised weights.
+
+    Raises ValueError if an engine cannot split the model, or not if its weights are quantised.
+    """
+    few, counts = one_of_each_kind(shape)
+    if cfg.rollout.quantization_ignore:  # its names tell layers of a kind apart
+        few, counts = shape, [1] * shape.num_layers
+    layout = first_worker(few, cfg.rollout)
+    quantized_engine(cfg.rollout, shape, cfg.model.dtype)  # a refusal names weights of all layers
+    itemsizes = worker_itemsizes(cfg, few)
+    sources: dict[str, str] = {}
+    filled: dict[str, int] = defaultdict(int)
+    for piece in layout.pieces:
+        sources[piece.local] = piece.tensor
+        filled[piece.local] += piece.box.num_elements
+    for name, source in sources.items():
+        itemsize, layers = itemsizes[name], (layer_prefix(few, i) for i in range(few.num_layers))
+        count = [n for n, layer in zip(counts, layers, strict=True) if source.startswith(layer)]
+        yield WorkerTensor(
+            source=source,
+            padded_bytes=prod(layout.shapes[name]) * itemsize,
+            num_bytes=filled[name] * itemsize,
+            num_layers=count[0] if count else 1,
+        )
