@@ -180,6 +180,7 @@ class WeightSync:
         self._take_caches(timer)
         with timer.phase("push"):
             self._residency.enter("push")
+            self._residency.copy_ahead("generate")  # a push only reads what leaves after it
             failure = first_failure(lambda: self._begin(push), ConnectionError)
             self._rendezvous = None  # all have their channels, or have failed
             if failure is not None:
