@@ -228,6 +228,8 @@ class Trainer:
             self.step += 1
             if self.reference:
                 self.reference.follow(self.policy, self.step)
+            if self._is_boundary():
+                self.residency.copy_ahead("push")
         if (target := self.cfg.grpo.kl_target) is not None:
             report.metrics["beta"] = self.beta
             num, horizon = self.schedule.minibatch_size, self.cfg.grpo.kl_horizon
@@ -244,21 +246,20 @@ class Trainer:
         # log lacks.
         self._begin_step()
 
-    def boundary(self) -> None:
-        """Between two steps: push the weights that the step has made, and evaluate if due.
+    def _is_boundary(self) -> bool:
+        """Not within a generation, unless an evaluation is due or this was the last step."""
+        begins = self.schedule.cursor(self.step).starts_generation
+        return begins or self.step == self.cfg.num_steps or is_due(self.cfg, self.step)
 
-        Does nothing within a generation, where the engines need no new weights, unless an
-        evaluation is due or this was the last step.
-        """
-        is_last = self.step == self.cfg.num_steps
-        starts_generation = self.schedule.cursor(self.step).starts_generation
-        if not (starts_generation or is_last or is_due(self.cfg, self.step)):
+    def boundary(self) -> None:
+        """Between two steps: push the weights that the step has made, and evaluate if due."""
+        if not self._is_boundary():
             return
         self.rollouts.before_push(self.step, self.timer, cuts=is_due(self.cfg, self.step))
         self.push(self.step)
         self._evaluate()
         self.rollouts.after_push(self.step)
-        if not is_last:
+        if self.step < self.cfg.num_steps:
             self.rollouts.request_ahead(self.step)
 
     def push(self, policy_version: int, timer: PhaseTimer | None = None) -> None:

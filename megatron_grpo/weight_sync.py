@@ -168,6 +168,7 @@ class WeightSync:
         self._sleep_engines(timer)
         with timer.phase("push"):
             self._residency.enter("push")
+            self._residency.copy_ahead("generate")  # a push only reads what leaves after it
             failure = first_failure(lambda: self._begin(push), ConnectionError)
             if failure is not None:
                 return failure

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.megatron import hf_dtypes
+from checkpoint_convert.quantized_model import QuantizedModel
 from megatron_grpo.config.config import Config
 from megatron_grpo.doctor.gpus import PACKED_CAPABILITY
-from megatron_grpo.engines.layouts import quantized_engine, worker_dtypes
+from megatron_grpo.engines.layouts import worker_dtypes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +87,13 @@ def file_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
     return {name: ITEMSIZE[dtype] for name, dtype in dtypes.items()}
 
 
-def worker_itemsizes(cfg: Config, shape: ModelShape) -> dict[str, int]:
-    """Bytes per element of each weight of an engine's workers, by its name there.
+def worker_itemsizes(
+    cfg: Config, shape: ModelShape, model: QuantizedModel | None
+) -> dict[str, int]:
+    """Bytes per element of each weight of the workers of an engine that has `model`, by its name.
 
     Scales of quantised ones, a thousandth of their bytes, have no entry: plans do not count them.
     """
-    model = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
     dtypes = worker_dtypes(shape, cfg.rollout, cfg.model.dtype, model)
     names = worker_dtypes(shape, cfg.rollout, cfg.model.dtype)
     return {name: ITEMSIZE[dtypes[name]] for name in names}

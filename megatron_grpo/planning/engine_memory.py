@@ -1,8 +1,8 @@
 """What an engine takes of each of its GPUs: weights, their copies, and the cache."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from checkpoint_convert import ModelShape
 from checkpoint_convert.families.decoder import layer_prefix
 from checkpoint_convert.families.vision import vision_tensors
+from checkpoint_convert.quantized_model import QuantizedModel
 from checkpoint_convert.vllm import engine_sizes
 from checkpoint_convert.vllm_lora import worker_adapters
 from megatron_grpo.config.config import Config
@@ -29,6 +30,7 @@ from megatron_grpo.planning.card import ITEMSIZE, GpuSpec, worker_itemsizes
 from megatron_grpo.planning.layer_kinds import one_of_each_kind
 from megatron_grpo.planning.state import page_locked
 from megatron_grpo.policy.lora_targets import targets_of
+from parallel import Shape
 
 CONTEXT_BYTES = 600 * 10**6
 """CUDA context, kernels and cuBLAS workspaces of a process."""
@@ -270,23 +272,49 @@ def worker_tensors(cfg: Config, shape: ModelShape) -> Iterator[WorkerTensor]:
 
     Raises ValueError if an engine cannot split the model, or not if its weights are quantised.
     """
-    few, counts = one_of_each_kind(shape)
-    if cfg.rollout.quantization_ignore:  # its names tell layers of a kind apart
-        few, counts = shape, [1] * shape.num_layers
+    whole = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
+    quantized = _by_layer(shape, whole)
+    few, layers = one_of_each_kind(shape, lambda layer: frozenset(quantized.get(layer, ())))
+    counts = {layer_prefix(few, number): len(alike) for number, alike in enumerate(layers)}
     layout = first_worker(few, cfg.rollout)
-    quantized_engine(cfg.rollout, shape, cfg.model.dtype)  # a refusal names weights of all layers
-    itemsizes = worker_itemsizes(cfg, few)
+    itemsizes = worker_itemsizes(cfg, few, whole and _of_few(whole, few, quantized, layers))
     sources: dict[str, str] = {}
     filled: dict[str, int] = defaultdict(int)
     for piece in layout.pieces:
         sources[piece.local] = piece.tensor
         filled[piece.local] += piece.box.num_elements
     for name, source in sources.items():
-        itemsize, layers = itemsizes[name], (layer_prefix(few, i) for i in range(few.num_layers))
-        count = [n for n, layer in zip(counts, layers, strict=True) if source.startswith(layer)]
+        itemsize = itemsizes[name]
+        count = [count for prefix, count in counts.items() if source.startswith(prefix)]
         yield WorkerTensor(
             source=source,
             padded_bytes=prod(layout.shapes[name]) * itemsize,
             num_bytes=filled[name] * itemsize,
             num_layers=count[0] if count else 1,
         )
+
+
+def _by_layer(shape: ModelShape, model: QuantizedModel | None) -> dict[int, dict[str, Shape]]:
+    """The quantised weights of each layer, by their names in it."""
+    found: dict[int, dict[str, Shape]] = defaultdict(dict)
+    before = len(layer_prefix(shape, 0)) - len("0.")
+    for name, size in model.matrices.items() if model else ():
+        layer, _, own = name[before:].partition(".")
+        found[int(layer)][own] = size
+    return found
+
+
+def _of_few(
+    model: QuantizedModel,
+    few: ModelShape,
+    quantized: dict[int, dict[str, Shape]],
+    layers: Sequence[Sequence[int]],
+) -> QuantizedModel:
+    """A model with the first of some `layers` that are alike, and of their quantised weights."""
+    firsts = [*(alike[0] for alike in layers), sum(map(len, layers))]  # the last drafts
+    matrices = {
+        layer_prefix(few, number) + own: size
+        for number, layer in enumerate(firsts)
+        for own, size in quantized.get(layer, {}).items()
+    }
+    return replace(model, matrices=matrices)

@@ -23,6 +23,7 @@ from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes
 from megatron_grpo.planning.memory import RESERVE, StageMemory, shared_models
 from megatron_grpo.planning.state import StateBytes, part_bytes
+from megatron_grpo.planning.traffic import push_link
 from megatron_grpo.planning.workload import Job
 
 
@@ -30,12 +31,19 @@ from megatron_grpo.planning.workload import Job
 class HostUse:
     """The memory of a node whose ranks hold the most, and their copies in each generation."""
 
+    leaving: int
+    """Bytes that a rank copies to its host before a generation, without those of a reference that
+    stays as it is: they are copied once."""
+    leaving_seconds: float
+    """Time of that at the full rate of the bus."""
+    hidden_leaving_seconds: float
+    """Part of it in which the push reads the same weights."""
     moved: int
-    """Bytes that a rank copies to its host before a generation, and back after it."""
+    """Bytes that a rank copies back after a generation."""
     seconds: float
-    """Time of one of these two copies at the full rate of the bus."""
+    """Time of that at the full rate of the bus."""
     hidden_seconds: float
-    """Part of the time back that log-probability passes hide, if they take longer."""
+    """Part of it that log-probability passes hide, if they take longer."""
     page_locked: int
     """Bytes of a node for what is moved, from the start on."""
     asleep: int
@@ -93,7 +101,13 @@ def host_use(
     workers = min(cfg.num_engines * cfg.rollout.gpus_per_engine, card.per_node)
     # Then the GPU computes while the optimizer's state comes back.
     passes = cfg.grpo.num_old_passes > 0 or cfg.grpo.beta > 0
+    leaving = part_bytes(
+        state, [part for part in copied if part != "reference" or cfg.grpo.sync_ref_model]
+    )
     return HostUse(
+        leaving=leaving,
+        leaving_seconds=leaving / card.host_rate,
+        hidden_leaving_seconds=_hidden_by_push(cfg, state, card, colocated),
         moved=moved,
         seconds=moved / card.host_rate,
         hidden_seconds=passes * ("optimizer" in copied) * state.optimizer / card.host_rate,
@@ -108,6 +122,16 @@ def host_use(
     )
 
 
+def _hidden_by_push(
+    cfg: Config, state: StateBytes, card: GpuSpec, colocated: EngineBytes | None
+) -> float:
+    """Seconds in which weights leave beside the push that reads them."""
+    if colocated is None or "weights" not in parts_moved(cfg.offload):
+        return 0.0
+    push = push_link(colocated.pushed, card, in_node=cfg.dims.world_size <= card.per_node)
+    return min(push.seconds, state.weights / card.host_rate)
+
+
 def host_lines(cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuSpec) -> list[str]:
     """Where the state of the fullest stage is in each phase, and what leaves takes of its host."""
     rows = []
@@ -118,9 +142,11 @@ def host_lines(cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuS
         return rows
     if host.moved:
         rows.append(
-            f"a rank copies {host.moved / 1e9:.1f} GB to its host before a generation and back "
-            f"after it: at least {host.seconds:.2f} s each way at {card.host_rate / 1e9:g} GB/s, "
-            f"of which log-probability passes hide {host.hidden_seconds:.2f} s on the way back"
+            f"a rank copies {host.leaving / 1e9:.1f} GB to its host before a generation, in at "
+            f"least {host.leaving_seconds:.2f} s at {card.host_rate / 1e9:g} GB/s, of which the "
+            f"push hides {host.hidden_leaving_seconds:.2f} s, and {host.moved / 1e9:.1f} GB back "
+            f"after it, in at least {host.seconds:.2f} s, of which log-probability passes hide "
+            f"{host.hidden_seconds:.2f} s"
         )
     if host.asleep:
         rows.append(

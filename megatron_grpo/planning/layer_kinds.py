@@ -1,6 +1,6 @@
 """The layers of a model by what modules they have: planning counts those of a kind once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -39,19 +39,27 @@ def kind_of_layers(kinds: Sequence[LayerKind]) -> dict[int, int]:
     return {layer: index for index, kind in enumerate(kinds) for layer in kind.layers}
 
 
-def one_of_each_kind(shape: ModelShape) -> tuple[ModelShape, Sequence[int]]:
-    """A model with one layer of each kind, in their order, and how many of each `shape` has."""
-    kinds = layer_kinds(shape)
-    modules = [kind.shape.modules(0) for kind in kinds]
+def one_of_each_kind(
+    shape: ModelShape, apart: Callable[[int], Hashable]
+) -> tuple[ModelShape, Sequence[Sequence[int]]]:
+    """A model with one layer of each kind, in their order, and the layers of `shape` of that kind.
+
+    `apart` tells layers with the same modules apart.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for layer in range(shape.num_layers):
+        alike.setdefault((shape.modules(layer), apart(layer)), []).append(layer)
+    layers = [*alike.values()]
+    modules = [shape.modules(first) for first, *_ in layers]
     num_dense = sum("mlp" in each for each in modules)
     few = replace(
         shape,
-        num_layers=len(kinds),
+        num_layers=len(layers),
         moe=replace(shape.moe, num_dense_layers=num_dense) if shape.moe else None,
         linear_layers=tuple(layer for layer, each in enumerate(modules) if "linear" in each),
         block_types=tuple(each for (each,) in modules) if shape.block_types else (),
     )
-    return few, [len(kind.layers) for kind in kinds]
+    return few, layers
 
 
 def mtp_kind(shape: ModelShape) -> ModelShape:

@@ -10,7 +10,12 @@ from checkpoint_convert import ModelShape, check_divisible, hf_tensors
 from checkpoint_convert.megatron import first_senders
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.engines.layouts import holdings, shard_bytes, worker_layouts
+from megatron_grpo.engines.layouts import (
+    holdings,
+    quantized_engine,
+    shard_bytes,
+    worker_layouts,
+)
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.card import ITEMSIZE, file_itemsizes, worker_itemsizes
 from megatron_grpo.policy.lora_targets import check_lora, first_adapter_senders, peft_tensors
@@ -70,7 +75,8 @@ def _ends(
         itemsizes = dict.fromkeys(workers[0].shapes, ITEMSIZE[cfg.model.dtype])
         return first_adapter_senders(cfg.lora, shape, cfg.dims), workers, itemsizes
     workers = worker_layouts(shape, cfg.rollout)
-    return first_senders(shape, cfg.dims), workers, worker_itemsizes(cfg, shape)
+    model = quantized_engine(cfg.rollout, shape, cfg.model.dtype)
+    return first_senders(shape, cfg.dims), workers, worker_itemsizes(cfg, shape, model)
 
 
 @dataclass(frozen=True)

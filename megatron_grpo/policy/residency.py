@@ -10,7 +10,7 @@ memory in every move, and cuts float32 weights from the shards that are their ma
 of gradient buffers knows neither frozen weights nor a reference, and needs CUDA.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, overload
@@ -66,7 +66,10 @@ class Residency:
         rooms: Sequence[Room],
         device: torch.device,
         communicators: Communicators | None = None,
+        *,
+        constant: Collection[Part] = (),
     ) -> None:
+        """`constant` are parts that no step changes."""
         self.away: tuple[Part, ...] = ()
         """The parts that are not on the GPU."""
         self.rooms, self._offload = rooms, offload
@@ -76,6 +79,9 @@ class Residency:
         self._streams: Any = torch.get_device_module(device)
         self._copying: Any = self._streams.Stream()
         self._arriving: dict[Part, Any] = {}
+        self._constant = {*constant}
+        self._copied: set[Part] = set()
+        """The parts whose values are in host memory, too, or are on their way there."""
 
     def enter(self, phase: Phase) -> None:
         """Move the parts to where they are in `phase`.
@@ -84,6 +90,8 @@ class Residency:
         uses is there for all work of the current stream. Other parts may still be on their way.
         """
         away = parts_away(self._offload, phase)
+        if phase == "train":
+            self._copied &= self._constant
         if leaving := [part for part in away if part not in self.away]:
             self._free(leaving)
             if self.communicators and not communicates(phase):
@@ -97,6 +105,15 @@ class Residency:
         self.away = away
         for part in parts_used(phase):
             self._await(part)
+
+    def copy_ahead(self, phase: Phase) -> None:
+        """Start to copy what leaves in `phase`, beside further work of the current stream.
+
+        That must not change it. It leaves in `phase`, without a wait if it has been copied by then.
+        """
+        self._copying.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self._copying):
+            self._copy(parts_away(self._offload, phase))
 
     @overload
     def readable(self, tensor: Tensor) -> Tensor: ...
@@ -126,14 +143,19 @@ class Residency:
         """Copy to the host what must be kept, and give the memory of all back to the GPU."""
         for part in parts:
             self._await(part)
-        leaving = [room for room in self.rooms if room.part in parts]
-        for room in leaving:
-            if room.host is not None:
-                room.host.copy_(room.values, non_blocking=True)
-        self._streams.synchronize()  # the copies are made
-        for room in leaving:
-            room.values.untyped_storage().resize_(0)
+        self._copy(parts)
+        self._streams.synchronize()  # the copies are made, on both streams
+        for room in self.rooms:
+            if room.part in parts:
+                room.values.untyped_storage().resize_(0)
         torch.cuda.empty_cache()
+
+    def _copy(self, parts: Sequence[Part]) -> None:
+        """Copy to the host what is not there yet."""
+        for room in self.rooms:
+            if room.part in parts and room.part not in self._copied and room.host is not None:
+                room.host.copy_(room.values, non_blocking=True)
+        self._copied |= {*parts}
 
     def _bring(self, part: Part) -> None:
         """Allocate the storages of a part, and start to fill them beside the current stream."""
@@ -186,7 +208,8 @@ def build_residency(
         host = None if part in NOT_COPIED else memory[start : start + size]
         rooms.append(Room(part, values, host))
     communicators = Communicators() if cfg.train.offload_communicators else None
-    return Residency(offload, rooms, device, communicators)
+    constant: list[Part] = [] if cfg.grpo.sync_ref_model else ["reference"]
+    return Residency(offload, rooms, device, communicators, constant=constant)
 
 
 def state_of(policy: Policy, reference: Reference | None) -> dict[Part, list[Tensor]]:

@@ -114,6 +114,9 @@ def go_through_two_generations(
                 spoil_gradients(policy)
                 step(policy, groups)
                 reference.follow(policy, number)
+                residency.copy_ahead("push")
+            elif phase == "push":
+                residency.copy_ahead("generate")
             elif phase == "generate":
                 checkpoints.save(TrainerState(step=number), {})
                 export_model(run / f"hf_{number}", policy, cfg, groups, residency)
@@ -183,6 +186,44 @@ def test_a_copy_is_readable_while_its_tensor_is_away_and_is_made_anew_in_each_mo
     tied_model: Path,
 ) -> None:
     assert run_ranks(1, change_and_come_back, tied_model) == [[True, True]]
+
+
+def change_after_the_copy(rank: int, folder: Path) -> list[bool]:
+    """What leaves after two steps is overwritten once it has been copied; is it back as it was?"""
+    policy, groups = start_policy(rank, folder, ParallelDims())
+    cfg = config(folder, ParallelDims(), "float32", "all")
+    cfg = cfg.model_copy(update={"grpo": cfg.grpo.model_copy(update={"sync_ref_model": False})})
+    reference = build_reference(cfg, read_shape(folder), groups)
+    residency = build_residency(cfg, policy, reference, CPU, num_ranks=1)
+    found = []
+    for _ in range(2):
+        residency.enter("train")
+        step(policy, groups)
+        before = {room: room.values.clone() for room in residency.rooms if room.host is not None}
+        residency.copy_ahead("push")
+        overwrite(residency, "reference", "optimizer")
+        residency.enter("push")
+        residency.copy_ahead("generate")
+        overwrite(residency, "weights")
+        residency.enter("generate")
+        residency.enter("log-probabilities")
+        overwrite(residency, "reference")  # no step changes it, and so its copy is made once
+        residency.enter("generate")
+        residency.enter("train")
+        found.append(all(torch.equal(room.values, before[room]) for room in before))
+    return found
+
+
+def overwrite(residency: Residency, *parts: str) -> None:
+    for room in residency.rooms:
+        if room.part in parts:
+            room.values.fill_(255)
+
+
+def test_what_is_copied_ahead_leaves_as_it_was_then_and_is_copied_anew_after_a_step(
+    tied_model: Path,
+) -> None:
+    assert run_ranks(1, change_after_the_copy, tied_model) == [[True, True]]
 
 
 def communicators_away(rank: int, folder: Path, phases: list[Phase]) -> list[bool]:

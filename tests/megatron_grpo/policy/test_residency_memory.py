@@ -1,5 +1,6 @@
 """What a rank's process holds in each phase, as the operating system says, beside the plan."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from megatron_grpo.policy.reference import build_reference
 from megatron_grpo.policy.residency import build_residency
 from parallel import ParallelDims
 
-DIMS = ParallelDims()
 NUM_GENERATIONS = 3
 WIDE = {
     "num_hidden_layers": 12,
@@ -28,16 +28,21 @@ WIDE = {
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-"""Of a model of 47 million parameters, whose state is much more than what else a rank takes.
+"""Of a model of 47 million parameters, whose state is much more than what else a rank takes."""
+ONE = ParallelDims()
+CASES: list[tuple[ParallelDims, str, str]] = [
+    *((ONE, offload, "float32") for offload in ("none", "optimizer", "[gradients]", "[weights]")),
+    *((ONE, "all", dtype) for dtype in ("float32", "bfloat16")),
+    *((two, "all", "float32") for two in (ParallelDims(tensor=2), ParallelDims(data=2))),
+]
+FEW_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
+"""oneDNN compiles a kernel of about a megabyte for each product in bfloat16 and each length of a
+microbatch; it keeps 1,024 of them, and torch as many again."""
 
-In float32: in bfloat16 oneDNN keeps its kernels for each length of a microbatch, about a megabyte
-for each product.
-"""
 
-
-def config(folder: Path, offload: str) -> Config:
-    sleeps = "rollout.enable_sleep_mode=true"
-    return tiny_config(folder, DIMS, f"train.offload={offload}", sleeps, "grpo.beta=0.04")
+def config(folder: Path, dims: ParallelDims, offload: str, dtype: str) -> Config:
+    options = f"model.dtype={dtype}", f"train.offload={offload}", "grpo.beta=0.04"
+    return tiny_config(folder, dims, *options, "rollout.enable_sleep_mode=true")
 
 
 def held() -> int:
@@ -47,17 +52,22 @@ def held() -> int:
     return 1024 * (sizes["Anonymous"] + sizes["Pss_Shmem"])
 
 
-def measure(rank: int, folder: Path, offload: str) -> list[tuple[Phase, int]]:
+def measure(
+    rank: int, folder: Path, dims: ParallelDims, offload: str, dtype: str
+) -> list[tuple[Phase, int]]:
     """What the process holds more than before it had a model, in the phases of generations.
 
     When a phase begins; training when it has ended and given back what it freed, as gradients that
     were away have no pages before it fills them.
     """
+    os.environ |= FEW_KERNELS
     empty = held()
-    policy, groups = start_policy(rank, folder, DIMS)
-    cfg = config(folder, offload)
+    policy, groups = start_policy(rank, folder, dims, f"model.dtype={dtype}")
+    cfg = config(folder, dims, offload, dtype)
     reference = build_reference(cfg, read_shape(folder), groups)
-    residency = build_residency(cfg, policy, reference, torch.device("cpu"), num_ranks=1)
+    residency = build_residency(
+        cfg, policy, reference, torch.device("cpu"), num_ranks=dims.world_size
+    )
     found: list[tuple[Phase, int]] = []
     for number in range(NUM_GENERATIONS):
         torch.cuda.empty_cache()  # as before each push
@@ -68,7 +78,7 @@ def measure(rank: int, folder: Path, offload: str) -> list[tuple[Phase, int]]:
             residency.enter(phase)
             found.append((phase, held() - empty))
         lengths: Lengths = [[(60, 12 + number)] * 6, [(60, 9 + number)] * 4]
-        batches = pack_all(lengths, DIMS)
+        batches = pack_all(lengths, dims)[groups.coordinates.data :: dims.data]
         for model in (policy, reference):
             compute_logprobs(model, batches, 1.0, groups)
         residency.enter("train")
@@ -79,16 +89,19 @@ def measure(rank: int, folder: Path, offload: str) -> list[tuple[Phase, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", ["none", "optimizer", "all", "[gradients]", "[weights]"])
-def test_a_process_holds_in_each_phase_what_the_plan_says(tmp_path: Path, offload: str) -> None:
+@pytest.mark.parametrize(("dims", "offload", "dtype"), CASES, ids=str)
+def test_a_process_holds_in_each_phase_what_the_plan_says(
+    tmp_path: Path, dims: ParallelDims, offload: str, dtype: str
+) -> None:
     folder = tiny_model(tmp_path, "qwen3", tied=True, **WIDE)
-    cfg = config(folder, offload)
-    state = state_bytes(cfg, read_shape(folder), 0)
-    on_host = part_bytes(state, parts_copied(cfg.offload))
-    [found] = run_ranks(1, measure, folder, offload)
-    first_step = [phase for phase, _ in found].index("train")
-    for phase, held_now in found[first_step:]:
-        planned = state.total - part_bytes(state, parts_away(cfg.offload, phase)) + on_host
-        if phase == "log-probabilities" and "gradients" in parts_away(cfg.offload, "generate"):
-            planned -= state.gradients  # they are back, and have no pages yet
-        assert held_now == pytest.approx(planned, rel=0.05), phase
+    cfg = config(folder, dims, offload, dtype)
+    measured = run_ranks(dims.world_size, measure, folder, dims, offload, dtype, timeout=300)
+    for rank, found in enumerate(measured):
+        state = state_bytes(cfg, read_shape(folder), rank)
+        on_host = part_bytes(state, parts_copied(cfg.offload))
+        first_step = [phase for phase, _ in found].index("train")
+        for phase, held_now in found[first_step:]:
+            planned = state.total - part_bytes(state, parts_away(cfg.offload, phase)) + on_host
+            if phase == "log-probabilities" and "gradients" in parts_away(cfg.offload, "generate"):
+                planned -= state.gradients  # they are back, and have no pages yet
+            assert held_now == pytest.approx(planned, rel=0.05), (rank, phase)
