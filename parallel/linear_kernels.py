@@ -1,8 +1,7 @@
 """Linear attention over packed sequences by Triton kernels of flash-linear-attention, on GPUs.
 
-They compute what `delta_rule` and `state_space` compute in torch. Convolutions, decays and memories
-are in float32 inside of them; what they read and write, memories between chunks included, is in
-the dtype of the model.
+They compute what `delta_rule` and `state_space` compute in torch. Convolutions, decays, and memories
+from chunk to chunk are in float32; what they multiply, and outputs, are in the dtype of the model.
 """
 
 from importlib import import_module
