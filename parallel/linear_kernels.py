@@ -1,6 +1,6 @@
 """Linear attention over packed sequences by Triton kernels of flash-linear-attention, on GPUs.
 
-They compute what `delta_rule` and `state_space` compute in torch. Convolutions, decays, and memories
+They compute what `delta_rule` and `state_space` compute in torch. Convolutions, decays and memories
 from chunk to chunk are in float32; what they multiply, and outputs, are in the dtype of the model.
 """
 
