@@ -90,7 +90,8 @@ def read_rope(
         if partial_rotary_factor != 1.0:
             raise ValueError(
                 f"{path}: yarn RoPE scaling is not supported for a model that rotates a part of "
-                f"each head ({partial_rotary_factor:g})"
+                f"each head ({partial_rotary_factor:g}), as its factor of attention would be that "
+                "of this part alone: set rope_type to 'default'"
             )
         return theta, _yarn(path, config, rope, has_mla=family.has_mla)
     counting = ("rope_type", "factor", *_REQUIRED_OF_TYPE[rope["rope_type"]])

@@ -62,6 +62,19 @@ Of a multimodal model the family and all numbers are those of its text tower. Th
 Qwen2.5-VL (`qwen2`) and Qwen3-VL (`qwen3`, or `qwen3_moe`) learn from
 [images](recipes.md#prompts-with-images), too, with vLLM; with SGLang only Qwen3-VL was tried.
 
+Linear attention (Qwen3-Next, Qwen3.5) and Mamba-2 are computed in torch, and in layers of
+Transformer Engine by kernels of flash-linear-attention where `pip install -e '.[hybrid]'` has
+installed them beside the trainer. The line `layers:` at the start of a run says which of both
+computes, such as `GatedDeltaNet (flash-linear-attention)`, and
+`model.megatron.transformer_impl: local` chooses torch. With kernels, products are in `model.dtype`
+with sums in float32, as in the engines, where torch has float32; decays, and memories from chunk to
+chunk, are in float32 in both. The first steps wait for Triton's compiler. Mamba-2 has a kernel of
+this package as well: that of mamba-ssm has no memories before packed sequences, which
+`grpo.shared_prompts` needs, and its release imports only with CUDA sources that were compiled. Its
+layers make the host wait for the GPU, once in a forward and twice in a backward. No GPU has run any
+of these kernels; Triton's interpreter has, on a CPU.
+`pytest tests/gpu/test_gpu_linear_attention.py` compares them with torch.
+
 Mamba-2 (Nemotron-H, Nemotron 3 Nano): each layer has one module, of Mamba-2, attention without
 RoPE, an MLP or experts, the last two without gates. `lora.r`, 8 bits (`rollout.quantization`),
 speculative decoding, `rollout.router_replay`, `rollout.recompute_kv_cache: false` and

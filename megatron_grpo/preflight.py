@@ -22,7 +22,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
-from megatron_grpo.engines.drafts import check_drafts
+from megatron_grpo.engines.drafters import check_drafts
 from megatron_grpo.engines.kernels import check_kernels, check_served, check_towers_served
 from megatron_grpo.engines.layouts import engine_dims, quantized_engine
 from megatron_grpo.engines.server import check_arguments

@@ -14,6 +14,7 @@ tokens before.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -187,12 +188,25 @@ class Stage:
 
     tokens: Tensor | slice
     """Packed positions of the tokens of one run after the other."""
-    chunks: Chunks
+    lengths: Sequence[int]
+    """Of the runs."""
     cu_seqlens: Tensor
     """Cumulative lengths of the runs."""
     follows: Tensor | None
     """The number of the run before each, counted over all stages; None: the runs begin sequences.
     """
+    is_followed: bool
+    """By a stage with runs that need the memories after these."""
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """For the rules in torch."""
+        return Chunks.of(self.lengths, self.cu_seqlens.device)
+
+    @cached_property
+    def host_cu_seqlens(self) -> Tensor:
+        """The cumulative lengths once more, on the host."""
+        return torch.tensor([*accumulate(self.lengths, initial=0)])
 
 
 def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
@@ -202,8 +216,8 @@ def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
     waits for both.
     """
     if prefixes is None:
-        chunks = Chunks.of(cu_seqlens.diff().tolist(), cu_seqlens.device)
-        return [Stage(slice(None), chunks, cu_seqlens, None)]
+        lengths = cu_seqlens.diff().tolist()
+        return [Stage(slice(None), lengths, cu_seqlens, None, is_followed=False)]
     bounds = cu_seqlens.tolist()
     parts = [[end for start, end in each if end > start] for each in prefixes.tolist()]
     continued = {start: ends[-1] for start, ends in zip(bounds, parts, strict=False) if ends}
@@ -214,7 +228,8 @@ def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
         depths[end] = depths[before] + 1 if before >= 0 else 0
     found: list[Stage] = []
     numbers: dict[int, int] = {}  # of a run, by its end
-    for depth in range(max(depths.values()) + 1):
+    deepest = max(depths.values())
+    for depth in range(deepest + 1):
         own = [(start, end) for start, end in runs if depths[end] == depth]
         follows = [numbers[continued.get(start, start)] for start, _ in own] if depth else None
         for _, end in own:
@@ -223,38 +238,55 @@ def stages(cu_seqlens: Tensor, prefixes: Tensor | None) -> list[Stage]:
         found.append(
             Stage(
                 torch.cat([torch.arange(*run) for run in own]).to(device),
-                Chunks.of(lengths, device),
+                lengths,
                 torch.tensor([*accumulate(lengths, initial=0)], device=device),
                 None if follows is None else torch.tensor(follows, device=device),
+                is_followed=depth < deepest,
             )
         )
     return found
 
 
-Rule = Callable[[Tensor, Tensor | slice, Chunks, Tensor | None], tuple[Tensor, Tensor]]
-"""Of what the convolution gives for some tokens [t, channels], the packed positions of these, their
-chunks and memories before them: what they read, and the memories after them."""
+Convolution = Callable[[Tensor, Tensor, Stage, Tensor, Tensor | None], Tensor]
+"""Arguments and result of `activated_convolution`."""
+Rule = Callable[[Tensor, Stage, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Of what the convolution gives for the tokens of a stage [t, channels], and memories before its
+runs: what the tokens read, and the memories after the runs, which only followed ones must have."""
+
+
+def activated_convolution(
+    x: Tensor, weight: Tensor, stage: Stage, before: Tensor, bias: Tensor | None
+) -> Tensor:
+    """`causal_convolution` of the runs of a stage, and the activation after it."""
+    return silu(causal_convolution(x, weight, stage.cu_seqlens, before, bias))
 
 
 def read_memories(
-    x: Tensor, weight: Tensor, rule: Rule, stages: list[Stage], bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    rule: Rule,
+    stages: list[Stage],
+    bias: Tensor | None = None,
+    convolution: Convolution = activated_convolution,
 ) -> Tensor:
-    """The outputs of a rule, such as `gated_delta_rule`, after the convolution of `x` [T, channels]
-    by `weight`, with `bias` if it has any."""
+    """The outputs of a rule, such as `gated_delta_rule`, after the `convolution` of `x`
+    [T, channels] by `weight`, with `bias` if it has any."""
     outputs, memories, lasts = [], x.new_zeros(0), x.new_zeros(0)
     for stage in stages:
         own, memory = x[stage.tokens], None
         before = x.new_zeros(len(stage.cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1])
         if stage.follows is not None:
             before, memory = lasts[stage.follows], memories[stage.follows]
-        mixed = silu(causal_convolution(own, weight, stage.cu_seqlens, before, bias))
-        read, memory = rule(mixed, stage.tokens, stage.chunks, memory)
+        read, memory = rule(convolution(own, weight, stage, before, bias), stage, memory)
+        outputs.append(read)
+        if not stage.is_followed:
+            continue
+        assert memory is not None
         last = last_tokens(own, stage.cu_seqlens, before)
         if stage.follows is None:
             memories, lasts = memory, last
         else:
             memories, lasts = torch.cat([memories, memory]), torch.cat([lasts, last])
-        outputs.append(read)
     if len(stages) == 1:
         return outputs[0]
     positions = torch.arange(len(x), device=x.device)

@@ -48,6 +48,7 @@ OPTIONAL = {
         "attention in Transformer Engine, in addition to cuDNN's",
         "pip install --no-build-isolation flash-attn",
     ),
+    "fla-core": ("kernels of linear attention on GPUs", "pip install -e '.[hybrid]'"),
     "apex": (
         "model.megatron.gradient_accumulation_fusion of torch's layers",
         "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation "

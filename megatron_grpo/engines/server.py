@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from checkpoint_convert import read_shape
 from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.access import check_host
 from megatron_grpo.engines.arguments import ONE_NODE, PLANNED, EngineNode, engine_table
+from megatron_grpo.engines.drafters import check_drafts
 from megatron_grpo.engines.joining import (
     FOLDER,
     JoinedEngine,
@@ -222,9 +223,10 @@ def serve(
     check_engine_size(rollout, size := rollout.gpus_per_engine // node.nnodes)
     check_arguments(rollout)
     model.check_folder()
-    check_engine_dims(shape := read_shape(model.path), engine_dims(rollout))
+    check_engine_dims(shape := trained_shape(cfg), engine_dims(rollout))
     check_served(rollout, shape)
     check_towers_served(model, rollout)
+    check_drafts(cfg, shape)
     check_kernels(rollout.model_copy(update={"base_urls": ()}), shape, model.dtype)
     # Engines take the visible GPUs of a node for their workers there.
     sizes = {"num_engines": 1, "tensor_parallel_size": size, "data_parallel_size": 1}

@@ -36,8 +36,8 @@ def kept_bytes(linear: LinearShape, context: int) -> tuple[float, float]:
 
     The first are split over tensor ranks, the second are not. Counts the tensors that autograd
     saves of `policy.linear_attention` and `parallel.delta_rule`, all in float32, for sequences of
-    whole chunks. Kernels of flash-linear-attention, which are not
-    used, compute most of it again.
+    whole chunks. Kernels (`parallel.linear_kernels`) compute most of it again; whether a run has
+    them is not known here.
     """
     groups, heads, mixed = linear.num_key_heads, linear.num_value_heads, linear.mixed_dim
     key, value = linear.key_dim, linear.value_dim

@@ -11,7 +11,7 @@ from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.megatron_fields import DEEPEP_RANKS
 from megatron_grpo.config.reward import count_gpus, served_here
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.drafts import check_drafts
+from megatron_grpo.engines.drafters import check_drafts
 from megatron_grpo.engines.kernels import check_served
 from megatron_grpo.launch.launch import check_engine_size, check_shared, place
 from megatron_grpo.planning.activations import uses_transformer_engine

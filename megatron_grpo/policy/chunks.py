@@ -19,6 +19,7 @@ from checkpoint_convert.families.ffn import EXPERT_BIAS
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.vision import mrope_axes, num_deepstack_layers
 from megatron_grpo.policy.activation_offload import offload_activations
+from megatron_grpo.policy.linear_attention import LinearAttention
 from megatron_grpo.policy.mla import yarn_frequencies, yarn_scaling
 from megatron_grpo.policy.packed_params import PackedRotary, rotate_own_tokens
 from megatron_grpo.policy.transformer import (
@@ -117,7 +118,12 @@ def describe(chunk: GPTModel, optimizer: Any) -> str:
     """What computes layers, attention and optimizer steps: they differ in speed and in rounding."""
     fused = uses_transformer_engine(chunk.config)
     attentions = [layer.self_attention for layer in chunk.decoder.layers]
-    kinds = {type(getattr(each, "core_attention", each)).__name__ for each in attentions}
+    kinds = {
+        each.kind
+        if isinstance(each, LinearAttention)
+        else type(getattr(each, "core_attention", each)).__name__
+        for each in attentions
+    }
     kinds.discard("IdentityOp")  # of layers without
     steps = {
         type(part.optimizer).__name__

@@ -3,7 +3,8 @@
 Megatron-Core's own `GatedDeltaNet` needs kernels of flash-linear-attention also where there is no
 GPU, raises e to a power in the dtype of the weights, makes the norm of outputs zero-centred with
 the other norms, and has the host wait for the lengths of sequences in every layer. Its `MambaMixer`
-needs kernels of mamba-ssm.
+needs kernels of mamba-ssm. Here the kernels of flash-linear-attention compute where layers are
+Transformer Engine's and the package is installed, and torch elsewhere.
 
 Context ranks exchange tokens for heads (DeepSpeed-Ulysses, arXiv 2309.14509): each has all tokens
 of some heads in between, and so reads slices of the parameters that all of them hold.
@@ -35,7 +36,15 @@ from torch.nn.functional import rms_norm, silu, softplus
 from checkpoint_convert import ModelShape
 from checkpoint_convert.shape import LinearShape, Module
 from megatron_grpo.policy.packed_params import PackedParams
-from parallel.delta_rule import Chunks, gated_delta_rule, read_memories, unit_heads
+from parallel import linear_kernels
+from parallel.delta_rule import (
+    Convolution,
+    Stage,
+    activated_convolution,
+    gated_delta_rule,
+    read_memories,
+    unit_heads,
+)
 from parallel.state_space import state_space
 
 
@@ -98,6 +107,9 @@ class LinearAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.linear, self.layer_number = linear, layer_number
+        self.has_kernels = (
+            config.transformer_impl == "transformer_engine" and linear_kernels.has_kernels()
+        )
         self.tensor_group, self.context_group = pg_collection.tp, pg_collection.cp
         common: dict[str, Any] = {
             "config": config,
@@ -129,6 +141,16 @@ class LinearAttention(MegatronModule):
         )
         self.conv1d_weight = self._split(groups * linear.mixed_dim, 1, linear.kernel_size)
         self.dt_bias, self.A_log = self._split(heads), self._split(heads)
+
+    @property
+    def kind(self) -> str:
+        """What it is, and what computes it."""
+        name, package = type(self).__name__, linear_kernels.PACKAGE
+        if self.has_kernels:
+            return f"{name} ({package})"
+        if self.config.transformer_impl == "transformer_engine":
+            return f"{name} (torch, without {package}: pip install -e '.[hybrid]')"
+        return f"{name} (torch)"
 
     def _parameter(self, *shape: int) -> Any:
         device, dtype = torch.cuda.current_device(), self.config.params_dtype
@@ -168,9 +190,13 @@ class LinearAttention(MegatronModule):
     def _mix(self, projected: Tensor, params: PackedParams, group: Any) -> Tensor:
         """[T, all values of this rank's heads] from what `in_proj` gives for all tokens.
 
-        Computed in float32 at least, as the engines do.
+        Computed in float32 at least, as the engines do, but for products in `linear_kernels`.
         """
         raise NotImplementedError
+
+    @property
+    def _convolution(self) -> Convolution:
+        return linear_kernels.convolution if self.has_kernels else activated_convolution
 
     def sharded_state_dict(
         self,
@@ -211,17 +237,23 @@ class GatedDeltaNet(LinearAttention):
         qkv, gate, strength, decay = by_group.split(
             [linear.mixed_dim, size * linear.value_dim, size, size], dim=-1
         )
-        x = qkv.flatten(1).to(conv.dtype)
+        x = qkv.flatten(1)
+        x = x if self.has_kernels else x.to(conv.dtype)
         decay = -a_log.exp() * softplus(decay.flatten(1).to(conv.dtype) + dt_bias)
         strength = strength.flatten(1).to(conv.dtype).sigmoid()
 
         def rule(
-            mixed: Tensor, tokens: Tensor | slice, chunks: Chunks, memory: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
-            rates = decay[tokens], strength[tokens]
-            return gated_delta_rule(*self._heads(mixed), *rates, chunks, memory)
+            mixed: Tensor, stage: Stage, memory: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
+            rates = decay[stage.tokens], strength[stage.tokens]
+            heads = self._heads(mixed)
+            if self.has_kernels:
+                return linear_kernels.gated_delta_rule(*heads, *rates, stage, memory)
+            return gated_delta_rule(*heads, *rates, stage.chunks, memory)
 
-        read = read_memories(x, conv.squeeze(1), rule, params.stages)
+        kernel = conv.squeeze(1)
+        read = read_memories(x, kernel, rule, params.stages, convolution=self._convolution)
+        read = read.to(conv.dtype)
         # Every tensor rank has the norm of its own heads: its gradient is a sum over them.
         weight = copy_to_tensor_model_parallel_region(self.out_norm_weight, self.tensor_group)
         eps = self.config.layernorm_epsilon
@@ -230,12 +262,14 @@ class GatedDeltaNet(LinearAttention):
         return gated.flatten(1).to(projected.dtype)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, all of as many heads, from [t, channels]."""
+        """Queries, keys and values from [t, channels]; for torch of as many heads, and the first
+        two of length 1."""
         linear, size = self.linear, self.linear.group_size
         query, key, value = mixed.unflatten(1, (-1, linear.mixed_dim)).split(
             [linear.key_dim, linear.key_dim, size * linear.value_dim], dim=-1
         )
-        query, key = (unit_heads(x).repeat_interleave(size, dim=1) for x in (query, key))
+        if not self.has_kernels:
+            query, key = (unit_heads(x).repeat_interleave(size, dim=1) for x in (query, key))
         return query, key, value.unflatten(-1, (size, -1)).flatten(1, 2)
 
 
@@ -256,24 +290,30 @@ class Mamba(LinearAttention):
         linear, size, wide = self.linear, self.linear.group_size, _wide(projected.dtype)
         conv, dt_bias, a_log, bias, skip, weight = self._own(group, wide)
         values = size * linear.value_dim
-        by_group = projected.unflatten(1, (-1, values + linear.mixed_dim + size)).to(wide)
+        by_group = projected.unflatten(1, (-1, values + linear.mixed_dim + size))
+        by_group = by_group if self.has_kernels else by_group.to(wide)
         gate, xbc, step = by_group.split([values, linear.mixed_dim, size], dim=-1)
-        step = softplus(step.flatten(1) + dt_bias)
+        step = softplus(step.flatten(1).to(wide) + dt_bias)
         decay = -a_log.exp() * step
 
         def rule(
-            mixed: Tensor, tokens: Tensor | slice, chunks: Chunks, memory: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
+            mixed: Tensor, stage: Stage, memory: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
             x, b, c = mixed.unflatten(1, (-1, linear.mixed_dim)).split(
                 [values, linear.key_dim, linear.key_dim], dim=-1
             )
             x = x.unflatten(-1, (size, -1)).flatten(1, 2)
-            value = x * step[tokens].unsqueeze(-1)
-            read, memory = state_space(c, b, value, decay[tokens], chunks, memory)
-            return read + x * skip.unsqueeze(-1), memory
+            value, rates = x * step[stage.tokens].unsqueeze(-1), decay[stage.tokens]
+            if self.has_kernels:
+                value = value.to(x.dtype)
+                read, after = linear_kernels.state_space(c, b, value, rates, stage, memory)
+            else:
+                read, after = state_space(c, b, value, rates, stage.chunks, memory)
+            return read + x * skip.unsqueeze(-1), after
 
-        read = read_memories(xbc.flatten(1), conv.squeeze(1), rule, params.stages, bias)
-        gated = read.flatten(1).unflatten(1, (-1, values)) * silu(gate)
+        x, kernel = xbc.flatten(1), conv.squeeze(1)
+        read = read_memories(x, kernel, rule, params.stages, bias, self._convolution)
+        gated = read.flatten(1).unflatten(1, (-1, values)) * silu(gate.to(wide))
         normed = rms_norm(gated, gated.shape[-1:], eps=self.config.layernorm_epsilon)
         return (normed.flatten(1) * weight).to(projected.dtype)
 

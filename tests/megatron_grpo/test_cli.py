@@ -168,9 +168,14 @@ def serve(
         ("", [], "MEGATRON_GRPO_TOKEN is not set"),
         (TOKEN, ["--host=::"], "--host :: would listen on every network"),
         (TOKEN, ["--nnodes=2"], "--nnodes 2: an engine spans nodes only as a Slurm step over them"),
+        (
+            TOKEN,
+            ["rollout.vllm={speculative_config: {method: mtp, num_speculative_tokens: 1}}"],
+            "drafts with mtp, and model.path has no layer for multi-token prediction",
+        ),
     ],
 )
-def test_serve_wants_a_token_one_address_and_one_host(
+def test_serve_wants_a_token_one_address_one_host_and_what_it_drafts_with(
     tied_model: Path, token: str, options: list[str], message: str
 ) -> None:
     engine = serve(tied_model, token, *options)

@@ -28,7 +28,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import dump_config, load_config
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.engines import kernels
-from megatron_grpo.engines.drafts import check_drafts
+from megatron_grpo.engines.drafters import check_drafts
 from megatron_grpo.engines.kernels import (
     check_attention,
     check_kernels,

@@ -106,9 +106,9 @@ def test_what_continues_others_has_the_outputs_of_whole_sequences():
         return mixed.unflatten(1, (HEADS, -1)).split([KEY_DIM, KEY_DIM, VALUE_DIM], dim=-1)
 
     def read(x, rates, stages):
-        def rule(mixed, tokens, chunks, memory):
-            own = rates[tokens]
-            return gated_delta_rule(*heads(mixed), -own, own, chunks, memory)
+        def rule(mixed, stage, memory):
+            own = rates[stage.tokens]
+            return gated_delta_rule(*heads(mixed), -own, own, stage.chunks, memory)
 
         return read_memories(x, weight, rule, stages)
 

@@ -74,11 +74,12 @@ def test_completions_of_a_prompt_have_the_outputs_of_whole_sequences():
     )
 
     def read(tokens, stages):
-        def rule(mixed, own, chunks, memory):
+        def rule(mixed, stage, memory):
             value, key, query = mixed.split([HEADS * VALUE_DIM, *2 * [GROUPS * KEY_DIM]], dim=-1)
             query, key = (each.unflatten(1, (GROUPS, -1)) for each in (query, key))
-            rates = decay[tokens][own]
-            return state_space(query, key, value.unflatten(1, (HEADS, -1)), rates, chunks, memory)
+            rates = decay[tokens][stage.tokens]
+            value = value.unflatten(1, (HEADS, -1))
+            return state_space(query, key, value, rates, stage.chunks, memory)
 
         return read_memories(x[tokens], weight, rule, stages, bias)
 
