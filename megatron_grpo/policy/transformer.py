@@ -27,7 +27,7 @@ from torch.nn.functional import gelu, relu, silu
 from checkpoint_convert import ModelShape, MoeShape
 from checkpoint_convert.shape import Module
 from megatron_grpo.policy.attention import packed_attention_of, use_windows, window_fields
-from megatron_grpo.policy.fp8 import REQUANTIZED, check_fp8
+from megatron_grpo.policy.fp8 import check_fp8
 from megatron_grpo.policy.fused_layers import best_implementation, check_transformer_engine
 from megatron_grpo.policy.linear_attention import (
     leave_out,
@@ -113,8 +113,6 @@ def transformer_config(
     check_overrides(overrides, decided, best_implementation(dtype), _flexible_backends())
     check_activation_offload(overrides, shape, free["transformer_impl"])
     check_fp8(overrides, shape, dims, dtype, free["transformer_impl"])
-    if overrides.get("fp8"):
-        decided |= REQUANTIZED
     if "cp_comm_type" in free:
         check_context_exchange(free["cp_comm_type"], shape, dims, free["transformer_impl"])
     if "attention_backend" in free:
@@ -158,8 +156,8 @@ def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any])
 
     Otherwise the gradient of every microbatch is rounded to the dtype of the weights, written, and
     added by a kernel of its own. Layers of torch have no such products; with Apex they get the
-    override ``gradient_accumulation_fusion: true`` from the TransformerConfig. The first microbatch
-    of a schedule overwrites the buffer, so an optimizer step is one schedule.
+    override ``gradient_accumulation_fusion: true`` from the TransformerConfig. In FP8 the first
+    microbatch of a schedule overwrites the buffer, so an optimizer step is one schedule.
     """
     if not overrides.get("gradient_accumulation_fusion", True):
         return
