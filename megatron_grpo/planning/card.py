@@ -17,6 +17,8 @@ class GpuSpec:
     """Bytes that CUDA reports, which is more than the round number in the GPU's name."""
     flops: float
     """Peak rate of dense bfloat16 operations."""
+    fp8_flops: float | None = None
+    """That of dense FP8 operations, if it has them."""
     memory_rate: float
     """Rate of reading its own memory."""
     node_rate: float
@@ -50,6 +52,7 @@ CARDS = {
     "h100": GpuSpec(
         memory=85 * 10**9,
         flops=989e12,
+        fp8_flops=1979e12,
         memory_rate=3.35e12,
         node_rate=450e9,
         network_rate=50e9,
@@ -59,6 +62,7 @@ CARDS = {
     "h200": GpuSpec(
         memory=150 * 10**9,
         flops=989e12,
+        fp8_flops=1979e12,
         memory_rate=4.8e12,
         node_rate=450e9,
         network_rate=50e9,
@@ -68,6 +72,7 @@ CARDS = {
     "b200": GpuSpec(
         memory=191 * 10**9,
         flops=2250e12,
+        fp8_flops=4500e12,
         memory_rate=8e12,
         node_rate=900e9,
         network_rate=50e9,

@@ -15,6 +15,7 @@ from megatron_grpo.engines.drafts import check_drafts
 from megatron_grpo.engines.kernels import check_served
 from megatron_grpo.launch.launch import check_engine_size, check_shared, place
 from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.fp8 import check_fp8_card, fp8_weight_bytes, has_fp8, without_fp8
 from megatron_grpo.planning.host import HostUse, host_use
 from megatron_grpo.planning.memory import (
     EngineBytes,
@@ -48,6 +49,17 @@ class PromptSharing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Change:
+    """What `model.megatron.fp8` changes."""
+
+    weights: int
+    """Bytes of weights in FP8 during a pass, on the fullest stage."""
+    bfloat16_memory: int
+    """Of the fullest stage without it."""
+    bfloat16_estimate_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobPlan:
     """What a config needs on GPUs of one kind."""
 
@@ -75,6 +87,7 @@ class JobPlan:
     """None if neither ranks nor engines leave anything to their hosts."""
     loop: Loop | None
     """None like `rollout`, and if trainer and engines use the same GPUs, where they take turns."""
+    fp8: Fp8Change | None
 
     @property
     def fullest(self) -> StageMemory:
@@ -129,7 +142,7 @@ class JobPlan:
             "asynchrony": self.loop
             and [asdict(mode) | asdict(simulate(self.loop, mode)) for mode in MODES],
             "host": self.host and asdict(self.host) | {"total": self.host.total},
-        }
+        } | ({"fp8": asdict(self.fp8)} if self.fp8 else {})
 
 
 def plan_job(
@@ -149,6 +162,7 @@ def plan_job(
     check_shared_prompts(cfg.grpo, shape)
     check_served(cfg.rollout, shape)
     check_drafts(cfg, shape)
+    check_fp8_card(cfg, card)
     engine = engine_bytes(cfg, shape, card)
     num_gpus = num_gpus or min_gpus(cfg, card, engine)
     if is_shared := shares_gpus(cfg, card, num_gpus):
@@ -159,6 +173,7 @@ def plan_job(
     time = step_time(cfg, shape, states, work, card)
     push = push_link(engine.pushed, card, in_node=in_node) if engine else None
     stages = stages_memory(cfg, shape, states, work.microbatches, colocated)
+    stages = beside_reward_models(cfg, card, stages)
     loop = None
     if engine and push and not is_shared:
         loop = training_loop(cfg, shape, engine, card, lengths, time, push)
@@ -167,7 +182,7 @@ def plan_job(
         is_shared=is_shared,
         memory_limit=memory_limit(card),
         work=work,
-        stages=beside_reward_models(cfg, card, stages),
+        stages=stages,
         engine=engine,
         time=time,
         rollout=rollout_time(cfg, shape, engine, card, lengths) if engine else None,
@@ -177,6 +192,28 @@ def plan_job(
         not_counted=not_counted(cfg),
         host=host_use(cfg, shape, states, work.microbatches, card, colocated),
         loop=loop,
+        fp8=_fp8_change(cfg, shape, states, card, lengths, colocated, fullest_stage(stages).stage),
+    )
+
+
+def _fp8_change(
+    cfg: Config,
+    shape: ModelShape,
+    states: Sequence[StateBytes],
+    card: GpuSpec,
+    lengths: Sequence[int],
+    colocated: EngineBytes | None,
+    fullest: int,
+) -> Fp8Change | None:
+    if not has_fp8(cfg):
+        return None
+    plain = without_fp8(cfg)
+    work = workload(plain, shape, lengths)
+    stages = stages_memory(plain, shape, states, work.microbatches, colocated)
+    return Fp8Change(
+        weights=fp8_weight_bytes(cfg, shape, fullest, backward=True),
+        bfloat16_memory=fullest_stage(beside_reward_models(plain, card, stages)).total,
+        bfloat16_estimate_seconds=step_time(plain, shape, states, work, card).estimate,
     )
 
 

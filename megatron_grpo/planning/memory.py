@@ -21,6 +21,7 @@ from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.planning.activations import forward_bytes, head_bytes, stage_activations
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
 from megatron_grpo.planning.engine_weights import worker_tensors
+from megatron_grpo.planning.fp8 import fp8_weight_bytes
 from megatron_grpo.planning.linear_attention import sequence_elements
 from megatron_grpo.planning.mtp import mtp_activations, mtp_embedding
 from megatron_grpo.planning.optimizer_bytes import page_locked
@@ -336,9 +337,12 @@ def _phases(
         for is_backward in (False, True)
     )
     return {
-        "log-probabilities": forward_bytes(cfg, shape, stage) + forward,
+        "log-probabilities": forward_bytes(cfg, shape, stage)
+        + forward
+        + fp8_weight_bytes(cfg, shape, stage, backward=False),
         "train": stage_activations(cfg, shape, stage, microbatches)
         + backward
+        + fp8_weight_bytes(cfg, shape, stage, backward=True)
         + mtp_activations(cfg, shape, stage),
     }
 

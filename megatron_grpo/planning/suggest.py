@@ -15,6 +15,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.launch.launch import check_shared
 from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.fp8 import check_fp8_card
 from megatron_grpo.planning.host import host_use
 from megatron_grpo.planning.job_plan import min_gpus, not_counted, shares_gpus
 from megatron_grpo.planning.memory import (
@@ -91,6 +92,7 @@ def suggest(
     Raises ValueError if the engines leave no GPU or do not fit theirs, and for problems that no
     layout can solve: a sequence that fits no microbatch, or a batch that does not divide evenly.
     """
+    check_fp8_card(cfg, card)
     engine = engine_bytes(cfg, shape, card)
     if cfg.rollout.max_staleness and engine and cfg.data.max_prompt_length is not None:
         return _best_split(cfg, shape, engine, card, lengths, num_gpus)

@@ -10,6 +10,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.activations import layer_bytes, recomputed_layers, recomputed_parts
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
+from megatron_grpo.planning.fp8 import kinds_of_layers
 from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.planning.linear_attention import exchanged_elements
 from megatron_grpo.planning.state import (
@@ -325,7 +326,8 @@ def activation_links(
 
     Either way they hide behind what computes them.
     """
-    layers = [(kind, layer_bytes(cfg, kind.shape).offloaded) for kind in layer_kinds(shape)]
+    kinds = kinds_of_layers(cfg, shape)
+    layers = [(kind, layer_bytes(config, kind.shape).offloaded) for config, kind in kinds]
     per_token = max(
         sum(kind.count_in(*chunks) * offloaded for kind, offloaded in layers)
         for chunks in pipeline_layers(shape.num_layers, cfg.dims)
