@@ -11,9 +11,9 @@ from operator import mul
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
+from megatron_grpo.planning import fp8
 from megatron_grpo.planning.attention import kept_bytes
 from megatron_grpo.planning.card import ITEMSIZE
-from megatron_grpo.planning.layer_kinds import LayerKind, layer_kinds
 from megatron_grpo.planning.workload import in_flight
 from parallel import pipeline_layers
 from parallel.tiles import tile_columns
@@ -99,24 +99,21 @@ def _held_layers(
     dims = cfg.dims
     forwards = in_flight(stage, dims.pipeline, dims.virtual_pipeline, microbatches)
     chunks = pipeline_layers(shape.num_layers, dims)[stage]
-    for kind in _kinds_of_stage(cfg, shape, stage):
-        yield layer_bytes(cfg, kind.shape), sum(map(mul, map(kind.count_in, chunks), forwards))
+    for config, kind in fp8.kinds_of_stage(cfg, shape, stage):
+        yield layer_bytes(config, kind.shape), sum(map(mul, map(kind.count_in, chunks), forwards))
 
 
 def forward_bytes(cfg: Config, shape: ModelShape, stage: int) -> int:
     """Peak bytes of a stage's forward without gradients.
 
-    A layer's tensors live until the next layer's.
+    A layer's tensors live until the next layer's. Inputs in FP8 are there beside those in bfloat16
+    for one product: not counted.
     """
-    layers = [layer_bytes(cfg, kind.shape) for kind in _kinds_of_stage(cfg, shape, stage)]
+    plain = fp8.without_fp8(cfg)
+    layers = [layer_bytes(plain, kind.shape) for _, kind in fp8.kinds_of_stage(plain, shape, stage)]
     tokens = cfg.train.max_tokens_per_microbatch / cfg.dims.context
     # Without gradients nothing leaves.
     return round(tokens * max(max(each.kept + each.offloaded, each.recomputed) for each in layers))
-
-
-def _kinds_of_stage(cfg: Config, shape: ModelShape, stage: int) -> list[LayerKind]:
-    chunks = pipeline_layers(shape.num_layers, cfg.dims)[stage]
-    return [kind for kind in layer_kinds(shape) if kind.count_in(*chunks)]
 
 
 def head_bytes(cfg: Config, shape: ModelShape, *, backward: bool, device: str) -> int:
@@ -190,11 +187,15 @@ def _parts(cfg: Config, shape: ModelShape) -> dict[str, float]:
     alone = (shape.moe is not None) + (shape.latent is not None)
     separate = alone if uses_transformer_engine(cfg) else len(modules)
     outputs = separate * itemsize * shape.hidden_size * token_share(cfg)
+    less = fp8.less_of_inputs(cfg) * (len(modules) - separate) * shape.hidden_size
     parts = {
         "layernorm": outputs,
-        "norms": norms - outputs,
+        "norms": norms - outputs - less * token_share(cfg),
         **_attention(cfg, shape),
     }
+    if fp8.has_fp8(cfg) and shape.latent is not None:  # two projections keep their own input each
+        twice = 2 * fp8.input_itemsize(cfg) - itemsize
+        parts["layernorm"] += twice * shape.hidden_size * token_share(cfg)
     if "mlp" in modules:
         parts["mlp"] = _inner(cfg, shape) * shape.intermediate_size / cfg.dims.tensor
     if shape.moe is not None:
@@ -211,7 +212,7 @@ def _attention(cfg: Config, shape: ModelShape) -> dict[str, float]:
     itemsize, tensor = ITEMSIZE[cfg.model.dtype], cfg.dims.tensor
     if shape.linear is not None:
         split, whole = kept_bytes(shape.linear, cfg.dims.context)
-        output = itemsize * shape.linear.num_value_heads * shape.linear.value_dim
+        output = fp8.input_itemsize(cfg) * shape.linear.num_value_heads * shape.linear.value_dim
         return {"linear attention": (split + output) / tensor + whole}
     if "attention" not in shape.modules(0):
         return {}
@@ -262,7 +263,7 @@ def _around_attention(cfg: Config, shape: ModelShape) -> float:
     tables = 0.0 if fused else 4.0 * shape.rotary_dim * itemsize
     if shape.latent is not None:
         ranks = shape.latent.query_rank, shape.latent.rank
-        norms = sum(_norm(cfg, rank) for rank in ranks if rank)
+        norms = sum(_norm(cfg, rank) - fp8.less_of_inputs(cfg) * rank for rank in ranks if rank)
         # The latent of keys and values is a view, which keeps the rotated part of keys alive too,
         # unless its norm copies it to float32.
         is_copied = itemsize == 2 and not uses_transformer_engine(cfg)
@@ -287,10 +288,10 @@ def _inner(cfg: Config, shape: ModelShape) -> float:
     Without fusion, the latter is the activated half, another copy of the other half, and their
     product. Without gates it is what is above 0, and its square.
     """
-    itemsize = ITEMSIZE[cfg.model.dtype]
+    itemsize, kept = ITEMSIZE[cfg.model.dtype], fp8.input_itemsize(cfg)
     if not shape.has_gates:
-        return itemsize * 2
-    return itemsize * (3 if _is_fused(cfg, "bias_activation_fusion") else 5)
+        return itemsize + kept
+    return itemsize * (2 if _is_fused(cfg, "bias_activation_fusion") else 4) + kept
 
 
 def _experts(cfg: Config, shape: ModelShape) -> float:
@@ -303,7 +304,7 @@ def _experts(cfg: Config, shape: ModelShape) -> float:
         router += 4 * moe.num_experts + 4
     # Ranks that split an expert's matrices all hold the tokens of the whole group, each with its
     # float32 probability, and a part of the columns.
-    tokens = (itemsize * shape.hidden_size + 4) * cfg.dims.expert_tensor
+    tokens = (fp8.expert_itemsize(cfg) * shape.hidden_size + 4) * cfg.dims.expert_tensor
     weighed = 0 if _is_fused(cfg, "bias_activation_fusion") else itemsize
     columns = (_inner(cfg, shape) + weighed) * moe.intermediate_size
     return (router + moe.experts_per_token * (tokens + columns)) * token_share(cfg)
@@ -334,7 +335,9 @@ def _offloaded(cfg: Config, shape: ModelShape) -> float:
     fused = uses_transformer_engine(cfg)
     norm = _norm(cfg, shape.hidden_size) * share
     output = itemsize * shape.num_attention_heads * shape.value_dim / cfg.dims.tensor
-    before_qkv = norm if fused and shape.has_pre_norms else row  # the norm that is fused into it
+    # The norm that is fused into it.
+    before_qkv = norm if fused and shape.has_pre_norms else row
+    before_qkv -= fp8.less_of_inputs(cfg) * shape.hidden_size * share
     parts = {
         "attn_norm": norm - row,
         "qkv_linear": before_qkv + _norms_of_heads(cfg, shape),
@@ -349,7 +352,8 @@ def _offloaded(cfg: Config, shape: ModelShape) -> float:
         parts["mlp_norm"] = norm - row
     if shape.moe is not None:
         chosen = shape.moe.experts_per_token * share
-        parts["expert_fc1"] = chosen * itemsize * shape.hidden_size * cfg.dims.expert_tensor
+        width = shape.hidden_size * cfg.dims.expert_tensor
+        parts["expert_fc1"] = chosen * fp8.expert_itemsize(cfg) * width
         parts["moe_act"] = chosen * 2 * itemsize * shape.moe.intermediate_size
     return sum(parts[name] for name in settings.get("offload_modules", ()) if name in parts)
 

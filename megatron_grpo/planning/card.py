@@ -18,6 +18,8 @@ class GpuSpec:
     """Bytes that CUDA reports, which is more than the round number in the GPU's name."""
     flops: float
     """Peak rate of dense bfloat16 operations."""
+    fp8_flops: float | None = None
+    """That of dense FP8 operations, if it has them."""
     memory_rate: float
     """Rate of reading its own memory."""
     node_rate: float
@@ -41,6 +43,7 @@ class GpuSpec:
 _H100 = GpuSpec(
     memory=85 * 10**9,
     flops=989e12,
+    fp8_flops=1979e12,
     memory_rate=3.35e12,
     node_rate=450e9,
     network_rate=50e9,
@@ -63,6 +66,7 @@ CARDS = {
         _H100,
         memory=191 * 10**9,
         flops=2250e12,
+        fp8_flops=4500e12,
         memory_rate=8e12,
         node_rate=900e9,
         capability=(10, 0),

@@ -18,6 +18,7 @@ from megatron_grpo.planning.card import card_named
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.host import host_lines, too_little_host_memory
 from megatron_grpo.planning.job_plan import (
+    Fp8Change,
     JobPlan,
     PromptSharing,
     min_gpus,
@@ -166,6 +167,8 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
         f"{ATTAINABLE_OF_LINK:g} of the links' rates, with a pipeline bubble of {time.bubble:.3f} "
         f"and {time.waits:.1f} s of traffic that computation does not hide"
     )
+    if plan.fp8:
+        lines.append(_fp8_line(cfg, plan.fp8, plan.fullest))
     if plan.engine:
         lines.append(
             f"an engine has {plan.engine.weights / 1e9:.2f} GB of weights and "
@@ -175,6 +178,15 @@ def _work_lines(cfg: Config, plan: JobPlan) -> list[str]:
     if plan.rollout:
         lines.append(_rollout_line(cfg, plan.rollout))
     return lines + [_reward_model_line(model) for model in served_here(cfg.rewards.values())]
+
+
+def _fp8_line(cfg: Config, change: Fp8Change, fullest: StageMemory) -> str:
+    return (
+        f"model.megatron.fp8 {cfg.model.megatron['fp8']}: in bfloat16 the estimate is "
+        f"{change.bfloat16_estimate_seconds:.1f} s, and the fullest stage has "
+        f"{change.bfloat16_memory / 1e9:.1f} GB instead of {fullest.total / 1e9:.1f}, of which "
+        f"{change.weights / 1e9:.2f} are weights in FP8 while a pass lasts"
+    )
 
 
 def _memory_words(engine: EngineBytes) -> str:

@@ -17,6 +17,7 @@ from megatron_grpo.launch.launch import check_engine_size, check_shared, place
 from megatron_grpo.planning.activations import uses_transformer_engine
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
+from megatron_grpo.planning.fp8 import check_fp8_card, fp8_weight_bytes, has_fp8, without_fp8
 from megatron_grpo.planning.host import HostUse, host_use
 from megatron_grpo.planning.memory import (
     StageMemory,
@@ -47,6 +48,17 @@ class PromptSharing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fp8Change:
+    """What `model.megatron.fp8` changes."""
+
+    weights: int
+    """Bytes of weights in FP8 during a pass, on the fullest stage."""
+    bfloat16_memory: int
+    """Of the fullest stage without it."""
+    bfloat16_estimate_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobPlan:
     """What a config needs on GPUs of one kind."""
 
@@ -74,6 +86,7 @@ class JobPlan:
     """None if neither ranks nor engines leave anything to their hosts."""
     loop: Loop | None
     """None like `rollout`, and if trainer and engines use the same GPUs, where they take turns."""
+    fp8: Fp8Change | None
 
     @property
     def fullest(self) -> StageMemory:
@@ -128,7 +141,7 @@ class JobPlan:
             "asynchrony": self.loop
             and [asdict(mode) | asdict(simulate(self.loop, mode)) for mode in MODES],
             "host": self.host and asdict(self.host) | {"total": self.host.total},
-        }
+        } | ({"fp8": asdict(self.fp8)} if self.fp8 else {})
 
 
 def plan_job(job: Job) -> JobPlan:
@@ -140,6 +153,7 @@ def plan_job(job: Job) -> JobPlan:
     check_shared_prompts(cfg.grpo, shape)
     check_served(cfg.rollout, shape)
     check_drafts(cfg, shape)
+    check_fp8_card(cfg, card)
     engine = engine_bytes(cfg, shape, card)
     num_gpus = job.num_gpus or min_gpus(cfg, card, engine)
     if is_shared := shares_gpus(cfg, card, num_gpus):
@@ -149,6 +163,7 @@ def plan_job(job: Job) -> JobPlan:
     work, states = workload(cfg, shape, job.lengths), list(stage_states(cfg, shape))
     time = step_time(job, states, work)
     push = push_link(engine.pushed, card, in_node=in_node) if engine else None
+    stages = stages_memory(job, states, work.microbatches, colocated)
     loop = None
     if engine and push and not is_shared:
         loop = training_loop(job, engine, time, push)
@@ -157,7 +172,7 @@ def plan_job(job: Job) -> JobPlan:
         is_shared=is_shared,
         memory_limit=memory_limit(card),
         work=work,
-        stages=stages_memory(job, states, work.microbatches, colocated),
+        stages=stages,
         engine=engine,
         time=time,
         rollout=rollout_time(job, engine) if engine else None,
@@ -167,6 +182,22 @@ def plan_job(job: Job) -> JobPlan:
         not_counted=not_counted(cfg),
         host=host_use(job, states, work.microbatches, colocated),
         loop=loop,
+        fp8=_fp8_change(job, states, colocated, fullest_stage(stages).stage),
+    )
+
+
+def _fp8_change(
+    job: Job, states: Sequence[StateBytes], colocated: EngineBytes | None, fullest: int
+) -> Fp8Change | None:
+    if not has_fp8(job.cfg):
+        return None
+    plain = replace(job, cfg=without_fp8(job.cfg))
+    work = workload(plain.cfg, job.shape, job.lengths)
+    stages = stages_memory(plain, states, work.microbatches, colocated)
+    return Fp8Change(
+        weights=fp8_weight_bytes(job.cfg, job.shape, fullest, backward=True),
+        bfloat16_memory=fullest_stage(stages).total,
+        bfloat16_estimate_seconds=step_time(plain, states, work).estimate,
     )
 
 

@@ -31,6 +31,7 @@ from megatron_grpo.planning.engine_memory import (
     push_buffers,
     tower_weights,
 )
+from megatron_grpo.planning.fp8 import fp8_weight_bytes
 from megatron_grpo.planning.layer_kinds import mtp_kind
 from megatron_grpo.planning.state import StateBytes, part_bytes
 from megatron_grpo.planning.workload import Job
@@ -145,9 +146,12 @@ def _phases(
         for is_backward in (False, True)
     )
     return {
-        "log-probabilities": forward_bytes(cfg, shape, stage) + forward,
+        "log-probabilities": forward_bytes(cfg, shape, stage)
+        + forward
+        + fp8_weight_bytes(cfg, shape, stage, backward=False),
         "train": stage_activations(cfg, shape, stage, microbatches)
         + backward
+        + fp8_weight_bytes(cfg, shape, stage, backward=True)
         + mtp_activations(cfg, shape, stage),
     }
 

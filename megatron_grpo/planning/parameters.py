@@ -94,6 +94,12 @@ def adapter_buffers(cfg: Config, shape: ModelShape, at: Coordinates) -> Iterator
         yield Buffer(chunk=chunk, parameters=parameters)
 
 
+def parameters_of_layer(shape: ModelShape, tensor: int, expert_tensor: int) -> Sequence[Parameter]:
+    """What a tensor rank has of a layer, and of one of its experts; all layers are of one kind."""
+    chunk = _shallow_chunk(shape, tensor, expert_tensor, 0, False, False)
+    return [*chunk.layer, *chunk.expert]
+
+
 @cache
 def _shallow_chunk(
     shape: ModelShape, tensor: int, expert_tensor: int, rank: int, is_first: bool, is_last: bool

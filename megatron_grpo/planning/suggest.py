@@ -16,6 +16,7 @@ from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.launch.launch import check_shared
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
+from megatron_grpo.planning.fp8 import check_fp8_card
 from megatron_grpo.planning.host import host_use
 from megatron_grpo.planning.job_plan import min_gpus, not_counted, shares_gpus
 from megatron_grpo.planning.memory import (
@@ -88,6 +89,7 @@ def suggest(job: Job) -> list[Suggestion]:
     layout can solve: a sequence that fits no microbatch, or a batch that does not divide evenly.
     """
     cfg, card = job.cfg, job.card
+    check_fp8_card(cfg, card)
     engine = engine_bytes(cfg, job.shape, card)
     if cfg.rollout.max_staleness and engine and cfg.data.max_prompt_length is not None:
         return _best_split(job)

@@ -16,6 +16,7 @@ from megatron_grpo.planning.activations import (
 )
 from megatron_grpo.planning.attention import exchanged_elements
 from megatron_grpo.planning.card import ITEMSIZE, GpuSpec
+from megatron_grpo.planning.fp8 import kinds_of_layers
 from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.planning.state import (
     StateBytes,
@@ -298,7 +299,8 @@ def activation_links(job: Job, work: Workload, cover: Cover) -> list[LinkUse]:
     Either way they hide behind what computes them.
     """
     cfg, shape, card = job.cfg, job.shape, job.card
-    layers = [(kind, layer_bytes(cfg, kind.shape).offloaded) for kind in layer_kinds(shape)]
+    kinds = kinds_of_layers(cfg, shape)
+    layers = [(kind, layer_bytes(config, kind.shape).offloaded) for config, kind in kinds]
     per_token = max(
         sum(kind.count_in(*chunks) * offloaded for kind, offloaded in layers)
         for chunks in pipeline_layers(shape.num_layers, cfg.dims)

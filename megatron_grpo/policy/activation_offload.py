@@ -217,7 +217,10 @@ class Offloads:
         return None
 
     def _save(self, tensor: Tensor) -> Tensor | Saved:
-        """What autograd keeps of a tensor; of weights, which Megatron marks, the tensor."""
+        """What autograd keeps of a tensor; of weights, which Megatron marks, the tensor, and of
+        weights in FP8, which have a class of their own and no storage."""
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return tensor
         if self._of_weights is None:
             weights = (reference() for reference in self._weights)
             self._of_weights = {w.untyped_storage().data_ptr() for w in weights if w is not None}

@@ -19,6 +19,7 @@ from megatron_grpo.policy.gradients import gather_weights
 from megatron_grpo.policy.model import Model, forward, unwrapped
 from megatron_grpo.policy.releases import COUNTS_TOKENS_OF_ALL_RANKS
 from megatron_grpo.policy.router import balances_experts
+from megatron_grpo.policy.transformer_engine import drop_quantized_weights
 from parallel.dims import ParallelDims
 from parallel.groups import Groups
 from parallel.logprobs import ChosenTokens, chosen_logprobs
@@ -68,6 +69,7 @@ def run_schedule(
 
         return forward(chunk, batch, groups), loss_of
 
+    config = unwrapped(model.chunks[0]).config
     with model.computing(), torch.set_grad_enabled(not forward_only):
         collected: list[T] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -77,8 +79,10 @@ def run_schedule(
             seq_length=len(batches[0].tokens),  # unused: `StageMessages` knows the shapes
             micro_batch_size=1,
             forward_only=forward_only,
-            **pipeline_arguments(unwrapped(model.chunks[0]).config, groups, batches),
+            **pipeline_arguments(config, groups, batches),
         )
+    if config.fp8:
+        drop_quantized_weights(model.chunks)
     return collected
 
 

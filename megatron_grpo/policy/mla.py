@@ -22,6 +22,7 @@ from math import ceil, floor, log, pi
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import set_save_original_input
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import Attention
@@ -123,6 +124,13 @@ class LatentAttention(Attention):
             tp_comm_buffer_name=name,
             tp_group=self.tp_group,
         )
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Called by Megatron with FP8, where projections would keep a quantised input each: they
+        are to keep the norm's output, which it frees and computes again."""
+        of_queries = "linear_q_proj" if self.latent.query_rank is None else "linear_q_down_proj"
+        for name in of_queries, "linear_kv_down_proj":
+            set_save_original_input(getattr(self, name))
 
     def forward(
         self,

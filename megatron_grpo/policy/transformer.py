@@ -48,7 +48,6 @@ from megatron_grpo.policy.releases import (
 )
 from megatron_grpo.policy.sparse_attention import SparseAttention
 from megatron_grpo.policy.transformer_engine import (
-    REQUANTIZED,
     best_implementation,
     check_fp8,
     check_transformer_engine,
@@ -119,8 +118,6 @@ def transformer_config(
     check_overrides(overrides, decided, best_implementation(dtype), _flexible_backends())
     check_activation_offload(overrides, shape, free["transformer_impl"])
     check_fp8(overrides, shape, dims, dtype, free["transformer_impl"])
-    if overrides.get("fp8"):
-        decided |= REQUANTIZED
     if "cp_comm_type" in free:
         check_context_exchange(free["cp_comm_type"], shape, dims, free["transformer_impl"])
     if "attention_backend" in free:
@@ -156,8 +153,8 @@ def accumulate_in_products(chunk: torch.nn.Module, overrides: Mapping[str, Any])
 
     Otherwise the gradient of every microbatch is rounded to the dtype of the weights, written, and
     added by a kernel of its own. Layers of torch have no such products; with Apex they get the
-    override ``gradient_accumulation_fusion: true`` from the TransformerConfig. The first microbatch
-    of a schedule overwrites the buffer, so an optimizer step is one schedule.
+    override ``gradient_accumulation_fusion: true`` from the TransformerConfig. In FP8 the first
+    microbatch of a schedule overwrites the buffer, so an optimizer step is one schedule.
     """
     if not overrides.get("gradient_accumulation_fusion", True):
         return

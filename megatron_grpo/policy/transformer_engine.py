@@ -1,7 +1,7 @@
 """Transformer Engine: whether layers are its own on this host, whether it computes what it should,
 and whether its linear layers can multiply in FP8 (`model.megatron.fp8`)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -36,11 +36,6 @@ AVAILABLE = {
 """Transformer Engine's functions that say whether a GPU has a recipe, and if not, why."""
 BLACKWELL = (10, 0)
 """Compute capability."""
-
-REQUANTIZED = {"disable_parameter_transpose_cache": True}
-"""Each microbatch quantises the weights anew. They would be kept otherwise, at two bytes for each,
-until Megatron's schedule says that another step begins; and whoever else changes weights would have
-to say so, too. It reads and writes each weight once, for products over thousands of tokens."""
 
 
 def best_implementation(dtype: torch.dtype) -> str:
@@ -162,3 +157,18 @@ def _sizes(shape: ModelShape, dims: ParallelDims) -> dict[str, int]:
         sizes["kv_lora_rank"] = shape.latent.rank
         sizes["q_lora_rank"] = shape.latent.query_rank or 0
     return sizes
+
+
+def drop_quantized_weights(chunks: Sequence[torch.nn.Module]) -> None:
+    """Free the weights in FP8 that layers have kept since the first microbatch of a pass.
+
+    Megatron's schedule begins each pass with a first microbatch, in which Transformer Engine's
+    layers quantise their weights, and all microbatches share that one copy: up to two bytes for
+    each weight. After a pass it would stay while engines generate. And a copy of a pass without
+    gradients has no transposed half, which its next update in blocks would not add.
+    """
+    module: Any
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "_fp8_workspaces"):  # of Transformer Engine 2.9 to 2.20
+                module._fp8_workspaces.clear()

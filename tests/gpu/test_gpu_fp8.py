@@ -1,4 +1,5 @@
-"""Layers that multiply in FP8: near bfloat16, and the same for a sequence wherever it lies."""
+"""Layers that multiply in FP8: near bfloat16, the same for a sequence wherever it lies, and in the
+memory that was planned."""
 
 from pathlib import Path
 
@@ -8,8 +9,17 @@ from torch import Tensor
 
 from checkpoint_convert import ModelShape, read_shape
 from helpers.models import mixture_of_blocks, tiny_model
-from helpers.policies import accumulate, pack_all, random_sequences, start_policy
+from helpers.policies import (
+    accumulate,
+    pack_all,
+    random_sequences,
+    start_policy,
+    tiny_config,
+)
 from helpers.ranks import run_ranks
+from megatron_grpo.planning.fp8 import fp8_weight_bytes
+from megatron_grpo.planning.memory import stages_memory
+from megatron_grpo.planning.state import stage_states
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.router import with_own_layers
 from parallel import ParallelDims
@@ -111,14 +121,89 @@ def test_with_scales_of_blocks_a_sequence_has_the_same_numbers_wherever_it_lies(
     assert moved < rounded / 3
 
 
-def test_what_is_recomputed_and_the_last_layers_in_bfloat16_change_nothing_else(tmp_path):
-    folder = tiny_model(tmp_path, "qwen3", hidden_size=256, intermediate_size=512, head_dim=64)
+FULL = ["recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1"]
+NORMS = ["recompute_granularity=selective", "recompute_modules=[layernorm]"]
+LEAVING = [
+    "fine_grained_activation_offloading=true",
+    "offload_modules=[qkv_linear,attn_proj]",
+    "min_offloaded_tensor_size=0",
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [("qwen3", FULL), ("qwen3", LEAVING), ("deepseek_v3", NORMS), ("deepseek_v3", FULL)],
+    ids=["recomputed", "offloaded", "norms of latents", "recomputed latents"],
+)
+def test_what_is_recomputed_or_waits_on_the_host_changes_nothing(family, fields, tmp_path):
+    if family == "qwen3":
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+        folder = tiny_model(tmp_path / "model", "qwen3", **sizes)
+    else:
+        folder = mixture_of_blocks(tmp_path / "model", family)
     _, plain, _ = run(folder, LENGTHS, *in_fp8("blockwise"))
-    full = ["recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1"]
-    again = [f"model.megatron.{field}" for field in full]
-    _, recomputed, _ = run(folder, LENGTHS, *in_fp8("blockwise", *again))
-    torch.testing.assert_close(recomputed, plain, rtol=1e-2, atol=1e-4 * plain.abs().max().item())
+    again = [f"model.megatron.{field}" for field in fields]
+    _, found, _ = run(folder, LENGTHS, *in_fp8("blockwise", *again))
+    torch.testing.assert_close(found, plain, rtol=1e-2, atol=1e-4 * plain.abs().max().item())
+
+
+def test_the_first_and_the_last_layers_can_stay_in_bfloat16(tmp_path):
+    folder = tiny_model(tmp_path, "qwen3", hidden_size=256, intermediate_size=512, head_dim=64)
     ends = ["first_last_layers_bf16=true", "num_layers_at_start_in_bf16=1"]
     ends.append("num_layers_at_end_in_bf16=1")
     *_, was_fp8 = run(folder, LENGTHS, *in_fp8("blockwise", *(f"model.megatron.{e}" for e in ends)))
     assert not was_fp8  # this model has two layers
+
+
+LONG = [[(256, 256)] * count for count in (8, 5, 7)]
+WIDE = {
+    "num_hidden_layers": 12,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+}
+BEFORE = ["model.dtype=bfloat16", "train.max_tokens_per_microbatch=4096", "grpo.beta=0"]
+
+
+def num_quantized(policy) -> int:
+    """Weights in FP8 that Transformer Engine's layers hold."""
+    modules = policy.chunks[0].modules()
+    return sum(len(getattr(module, "_fp8_workspaces", ())) for module in modules)
+
+
+def peak_bytes(rank: int, folder: Path, *given: str) -> tuple[int, list[int]]:
+    """The most that tensors take in a schedule beyond what is there before it, and how many weights
+    in FP8 there are in its last layer and after passes without gradients and with them."""
+    policy, groups = start_policy(rank, folder, ParallelDims(), *BEFORE, *given)
+    batches = [batch.to("cuda:0") for batch in pack_all(LONG, ParallelDims(), multiple=MULTIPLE)]
+    held: list[int] = []
+    last = [m for m in policy.chunks[0].modules() if type(m).__name__ == "TERowParallelLinear"][-1]
+    handle = last.register_forward_hook(lambda *_: held.append(num_quantized(policy)))
+    compute_logprobs(policy, batches, 1.0, groups)
+    handle.remove()
+    held = [max(held), num_quantized(policy)]
+    accumulate(policy, groups, batches)
+    held.append(num_quantized(policy))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    accumulate(policy, groups, batches)
+    return torch.cuda.max_memory_allocated() - before, held
+
+
+@pytest.mark.parametrize("recipe", list(SIMILAR))
+def test_a_pass_takes_what_the_plan_says_and_leaves_no_weights_in_fp8(recipe, tmp_path):
+    folder = tiny_model(tmp_path, "qwen3", **WIDE)
+    given = in_fp8(recipe)
+    [(peak, held)] = run_ranks(1, peak_bytes, folder, *given, cuda=True, timeout=240)
+    assert held == [4 * WIDE["num_hidden_layers"], 0, 0]
+    cfg, shape = tiny_config(folder, ParallelDims(), *BEFORE, *given), read_shape(folder)
+    [stage] = stages_memory(cfg, shape, list(stage_states(cfg, shape)), len(LONG), None)
+    weights = fp8_weight_bytes(cfg, shape, 0, backward=True)
+    planned = stage.phases["train"]
+    print(
+        f"{recipe}: {peak / 1e6:.0f} MB, {planned / 1e6:.0f} planned, {weights / 1e6:.0f} weights"
+    )
+    assert weights > 0.1 * planned  # else it would say nothing about them
+    assert peak == pytest.approx(planned, rel=0.1)
