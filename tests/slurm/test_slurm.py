@@ -31,6 +31,12 @@ import psutil
 def reward(completions, **_):
     psutil.Process().parents()[1].kill()
 """
+SLOW = """
+import time
+def reward(completions, **_):
+    time.sleep(1)
+    return [float(len(text)) for text in completions]
+"""
 # `place` fails in the first two restarts: failures before there is a run directory count too.
 FAILS_BETWEEN = """
 case $1/$SLURM_RESTART_COUNT in
@@ -60,10 +66,12 @@ def beside(cluster, tied_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def endless(cluster, tied_model, tmp_path_factory):
-    """A job that keeps making steps whatever the tests do to it."""
+    """A job that keeps making steps, one a second, whatever the tests do to it."""
     with submitter(cluster, tied_model) as submit:
         folder = tmp_path_factory.mktemp("endless")
-        run = submit(TRANSFORMERS, "train.num_steps=5000", folder=folder)
+        (folder / "rewards.py").write_text(SLOW)
+        slow = f"reward.functions=[{folder / 'rewards.py'}:reward]"
+        run = submit(TRANSFORMERS, slow, "train.num_steps=5000", folder=folder)
         run.await_step(1)
         yield run
 
@@ -126,18 +134,6 @@ def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit, e
     assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
 
 
-def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(endless):
-    restarts = endless.restarts()
-    [engine] = endless.engines()
-    engine.kill()
-    engine.wait(10)
-    endless.await_step(endless.steps()[-1] + 3)
-    [again] = endless.engines()
-    assert again.pid != engine.pid
-    assert endless.restarts() == restarts, endless.logs()
-    assert "exit code 137: started again" in endless.logs()
-
-
 @pytest.mark.timeout(600)  # its two waits for an engine alone may take 440 s beside other tests
 @pytest.mark.parametrize(
     ("engine", "modules"),
@@ -170,6 +166,18 @@ def test_an_engine_over_two_nodes_is_started_again_on_both(submit, engine, modul
     assert log.read_text().count(": started again") == 1
     run.job.cancel()
     assert run.await_silence() == []
+
+
+def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(endless):
+    restarts = endless.restarts()
+    [engine] = endless.engines()
+    engine.kill()
+    engine.wait(10)
+    endless.await_step(endless.steps()[-1] + 3)
+    [again] = endless.engines()
+    assert again.pid != engine.pid
+    assert endless.restarts() == restarts, endless.logs()
+    assert "exit code 137: started again" in endless.logs()
 
 
 def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, endless):
