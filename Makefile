@@ -135,10 +135,11 @@ test-fast: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(FAST)
 
 # The older set, Python 3.11 with megatron-core 0.16.1: what touches Megatron-Core. Runs also go on
-# with the other set.
+# with the other set. Not in float64: formulas are ours, and what Megatron-Core changes in them is far above rounding.
 test-older: setup
 	$(MAKE) setup VENV=$(OLDER) PYTHON=3.11
-	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile -m "not slow" $(MEGATRON)
+	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile -m "not slow" \
+		-k "not float64" $(MEGATRON)
 
 # Every slow test, including those of faults.
 test-slow: setup
@@ -148,7 +149,7 @@ test-slow: setup
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" $(FAULTS)
 
-# The scripts of slurm/ on a Slurm with twelve nodes on this host: five minutes.
+# The scripts of slurm/ on a Slurm with twelve nodes on this host: ten minutes.
 test-slurm: setup
 	@PATH=$$PATH:/usr/sbin:/sbin; for p in slurmctld slurmd sbatch munged shellcheck; do command -v $$p >/dev/null || \
 		{ echo "make test-slurm needs $$p: apt-get install slurmctld slurmd slurm-client munge shellcheck"; exit 1; }; done

@@ -31,8 +31,7 @@ def pytest_collection_modifyitems(config, items):
     engine of that kind are left out: they are the same as without.
     """
     if (kind := config.getoption("--engine")) != "vllm":
-        others = [item for item in items if not _starts(item, kind)]
-        config.hook.pytest_deselected(items=others)
+        config.hook.pytest_deselected(items=[item for item in items if not _starts(item, kind)])
         items[:] = [item for item in items if _starts(item, kind)]
     files = {item.path for item in items if LONG & {*item.fixturenames}}
     items.sort(key=lambda item: item.path not in files)
@@ -43,10 +42,11 @@ def _starts(item, kind):
     of a fixture, or of one that is a parameter."""
     given = item.callspec.params.values() if hasattr(item, "callspec") else ()
     names = {name for name in given if isinstance(name, str)}
-    engines = {name for name in names if name.endswith("_engine")}
-    is_own = "engine_kind" in item.fixturenames and not engines
-    other = {"transformers_engine"}
-    return is_own or engines - other or kind in names or item.nodeid.startswith(f"tests/{kind}/")
+    if names & {"transformers", "transformers_engine"}:
+        return False
+    is_named = kind in names or any(name.endswith("_engine") for name in names)
+    in_folder = item.nodeid.startswith(f"tests/{kind}/")
+    return is_named or in_folder or "engine_kind" in item.fixturenames
 
 
 @pytest.fixture(scope="session")

@@ -205,7 +205,7 @@ def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(endless):
 
 def test_another_job_has_its_restarts_before_it(beside, submit):
     run = beside["place fails"]
-    assert run.job.await_state("FAILED", seconds=150)["Restarts"] == "3"
+    assert run.job.await_state("FAILED", seconds=200)["Restarts"] == "3"
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
     submit(folder=run.folder, venv=run.venv).await_restart()
 
@@ -234,14 +234,14 @@ def venv_that(does: str, folder: Path) -> Path:
 def test_a_conversion_is_a_job(cluster, tied_model, tmp_path):
     arguments = ["import", "--hf", str(tied_model), "--out", str(tmp_path / "converted")]
     job = cluster.submit("convert.sh", tmp_path / "job.log", arguments, VENV=str(VENV))
-    job.await_state("COMPLETED", seconds=30)
+    job.await_state("COMPLETED", seconds=120)
     assert (tmp_path / "converted" / ".metadata").exists()
 
 
 def test_the_doctor_sees_every_host(cluster, tmp_path):
     arguments = [str(TINY_CONFIG), f"train.run_dir={tmp_path}"]
     job = cluster.submit("doctor.sh", tmp_path / "job.log", arguments, VENV=str(VENV))
-    ended = job.await_state("COMPLETED", "FAILED", seconds=60)
+    ended = job.await_state("COMPLETED", "FAILED", seconds=150)
     assert ended["JobState"] == "COMPLETED", job.output()
     assert re.search(r"clock skew .* between 2 hosts", job.output())
 
@@ -271,7 +271,7 @@ def test_a_step_has_all_cores_and_the_same_gpus_of_nodes_that_differ(cluster, tm
     options = ["--partition=unlike", "--nodes=2", "--exclusive", "--mem=0", "--gpus-per-node=4"]
     submitted = cluster.run("sbatch", "--parsable", *options, f"--output={log}", str(script))
     job = Job(cluster, submitted, log)
-    job.await_state("COMPLETED", "FAILED", seconds=60)
+    job.await_state("COMPLETED", "FAILED", seconds=120)
     expected = {"4 GPUs per node", "large: 8 cores, 4 GPUs", "small: 6 cores, 4 GPUs"}
     assert expected <= set(job.output().splitlines()), job.output()
 
