@@ -17,15 +17,12 @@ from helpers.slurm_jobs import TRANSFORMERS, VENV, submitter
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),  # CI runs other tests beside these
 ]
 
 
 SGLANG = ["rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"]
-OF_SGLANG = [
-    pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="`make setup-sglang` makes it"),
-    pytest.mark.timeout(600),
-]
+OF_SGLANG = pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="`make setup-sglang` makes it")
 KILLS_RANK_0 = """
 import psutil
 def reward(completions, **_):
@@ -78,7 +75,7 @@ def endless(cluster, tied_model, tmp_path_factory):
 
 def test_a_mistake_is_told_and_not_tried_again(beside):
     run = beside["a mistake"]
-    ended = run.job.await_state("FAILED", seconds=200)
+    ended = run.job.await_state("FAILED", seconds=300)
     assert ended["ExitCode"] == "2:0", run.logs()
     assert ended["Restarts"] == "0"
     assert "/nowhere.py" in run.job.output()
@@ -120,7 +117,7 @@ def test_an_engine_that_ends_is_told_while_another_hangs(submit):
 
 @pytest.mark.parametrize(
     "engine",
-    [[TRANSFORMERS], pytest.param(SGLANG, marks=[*OF_SGLANG, pytest.mark.slow])],
+    [[TRANSFORMERS], pytest.param(SGLANG, marks=[OF_SGLANG, pytest.mark.slow])],
     ids=["transformers", "sglang"],
 )
 def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit, engine):
@@ -134,7 +131,7 @@ def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit, e
     assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
 
 
-@pytest.mark.timeout(600)  # its two waits for an engine alone may take 440 s beside other tests
+@pytest.mark.timeout(800)  # its two waits for an engine alone may take 540 s beside other tests
 @pytest.mark.parametrize(
     ("engine", "modules"),
     [
@@ -147,7 +144,7 @@ def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit, e
             SGLANG,
             ("megatron_grpo.engines.sglang.server",),
             id="sglang",
-            marks=[*OF_SGLANG, pytest.mark.slow],
+            marks=[OF_SGLANG, pytest.mark.slow],
         ),
     ],
 )
@@ -205,14 +202,14 @@ def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(endless):
 
 def test_another_job_has_its_restarts_before_it(beside, submit):
     run = beside["place fails"]
-    assert run.job.await_state("FAILED", seconds=200)["Restarts"] == "3"
+    assert run.job.await_state("FAILED", seconds=300)["Restarts"] == "3"
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
     submit(folder=run.folder, venv=run.venv).await_restart()
 
 
 def test_three_restarts_that_bring_nothing_are_the_end(beside):
     run = beside["the trainer fails"]
-    ended = run.job.await_state("FAILED", seconds=200)
+    ended = run.job.await_state("FAILED", seconds=300)
     assert ended["Restarts"] == "3", run.logs()
     assert run.job.output().count("exit code 7: queued again") == 2
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
