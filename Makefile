@@ -21,10 +21,8 @@ FAST := $(addprefix tests/,parallel checkpoint_convert/formats test_project.py t
 FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,environments/test_multi_turn.py policy/test_skipped_steps.py \
 	test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_torch_dist.py) \
-	$(addprefix tests/parallel/,test_attention.py test_context.py test_cpu_device.py test_groups.py test_megatron_import.py \
-	test_pipeline_schedule.py) \
-	$(addprefix tests/megatron_grpo/,checkpoints/test_checkpointer.py checkpoints/test_releases.py \
-	planning/test_instantiate.py) \
+	$(addprefix tests/parallel/,test_cpu_device.py test_groups.py test_megatron_import.py test_pipeline_schedule.py) \
+	$(addprefix tests/megatron_grpo/,checkpoints/test_releases.py planning/test_instantiate.py) \
 	$(addprefix tests/megatron_grpo/policy/,test_export.py test_fields.py test_lora.py test_mla.py test_model.py test_moe.py \
 	test_optimizer.py test_packed_params.py test_skipped_steps.py test_stage_messages.py test_transformer.py)
 ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py engines/test_client.py engines/test_in_flight.py \
@@ -137,10 +135,11 @@ test-fast: check
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(FAST)
 
 # The older set, Python 3.11 with megatron-core 0.16.1: what touches Megatron-Core. Runs also go on
-# with the other set.
+# with the other set. Not in float64: formulas are ours, and what Megatron-Core changes in them is far above rounding.
 test-older: setup
 	$(MAKE) setup VENV=$(OLDER) PYTHON=3.11
-	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile -m "not slow" $(MEGATRON)
+	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile -m "not slow" \
+		-k "not float64" $(MEGATRON)
 
 # Every slow test, including those of faults.
 test-slow: setup
@@ -150,7 +149,7 @@ test-slow: setup
 test-faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "slow or not slow" $(FAULTS)
 
-# The scripts of slurm/ on a Slurm with twelve nodes on this host: five minutes.
+# The scripts of slurm/ on a Slurm with twelve nodes on this host: ten minutes.
 test-slurm: setup
 	@PATH=$$PATH:/usr/sbin:/sbin; for p in slurmctld slurmd sbatch munged shellcheck; do command -v $$p >/dev/null || \
 		{ echo "make test-slurm needs $$p: apt-get install slurmctld slurmd slurm-client munge shellcheck"; exit 1; }; done

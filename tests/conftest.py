@@ -24,13 +24,29 @@ def pytest_addoption(parser):
     parser.addoption("--engine", choices=["vllm", "sglang"], default="vllm", help="which is tested")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Files with long tests come first, so that not one of two workers has the last of them alone.
 
-    pytest-xdist keeps this order with `--no-loadscope-reorder`.
+    pytest-xdist keeps this order with `--no-loadscope-reorder`. With `--engine`, tests without an
+    engine of that kind are left out: they are the same as without.
     """
+    if (kind := config.getoption("--engine")) != "vllm":
+        config.hook.pytest_deselected(items=[item for item in items if not _starts(item, kind)])
+        items[:] = [item for item in items if _starts(item, kind)]
     files = {item.path for item in items if LONG & {*item.fixturenames}}
     items.sort(key=lambda item: item.path not in files)
+
+
+def _starts(item, kind):
+    """Whether a test has an engine of the kind that `--engine` names: by the name of its folder,
+    of a fixture, or of one that is a parameter."""
+    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = {name for name in given if isinstance(name, str)}
+    if names & {"transformers", "transformers_engine"}:
+        return False
+    is_named = kind in names or any(name.endswith("_engine") for name in names)
+    in_folder = item.nodeid.startswith(f"tests/{kind}/")
+    return is_named or in_folder or "engine_kind" in item.fixturenames
 
 
 @pytest.fixture(scope="session")

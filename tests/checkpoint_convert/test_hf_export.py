@@ -26,9 +26,21 @@ from helpers.conversions import assert_same, weights_of
 from helpers.models import CONFIGS, mesh_for, tiny_model
 from parallel import ParallelDims
 
+OWN_FILES = (
+    *("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "minimax_m2", "nemotron_h", "phi3"),
+    *("qwen3_5_moe_text", "qwen3_next"),
+)
+"""Each form of files once: other families are slow here, and all in test_megatron_to_hf.py."""
 # More tensor ranks than key-value heads; no pipeline divides the 7 layers; replicas.
 MESHES = [
-    *((family, mesh_for(family, ParallelDims(tensor=4, pipeline=3))) for family in CONFIGS),
+    *(
+        pytest.param(
+            family,
+            mesh_for(family, ParallelDims(tensor=4, pipeline=3)),
+            marks=[] if family in OWN_FILES else [pytest.mark.slow],
+        )
+        for family in CONFIGS
+    ),
     ("llama", ParallelDims(tensor=2, pipeline=2, virtual_pipeline=2)),
     ("qwen2", ParallelDims(tensor=2, context=2, data=2)),
     # Replicas of whole experts, of parts of experts, or without.

@@ -95,7 +95,7 @@ class Submitted:
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.2)
 
-    def await_step(self, step: int, seconds: float = 200) -> None:
+    def await_step(self, step: int, seconds: float = 300) -> None:
         def is_there() -> bool:
             assert self.job.state in ("PENDING", "RUNNING", "COMPLETING"), self.logs()
             return step in self.steps()
@@ -117,10 +117,10 @@ class Submitted:
         return [found[command] for command in sorted(found)]
 
     def await_engines(self, number: int) -> list[psutil.Process]:
-        self.wait_for(lambda: len(self.engines()) >= number, 120)
+        self.wait_for(lambda: len(self.engines()) >= number, 180)
         return self.engines()
 
-    def await_words(self, words: str, seconds: float = 60) -> None:
+    def await_words(self, words: str, seconds: float = 120) -> None:
         """Wait until the job's own log contains `words`."""
         self.wait_for(lambda: words in self.job.output(), seconds)
 
@@ -136,7 +136,7 @@ class Submitted:
 
     def await_end(self) -> None:
         """Wait until the job is complete and none of its processes is left."""
-        ended = self.job.await_state("COMPLETED", "FAILED", "CANCELLED", seconds=180)
+        ended = self.job.await_state("COMPLETED", "FAILED", "CANCELLED", seconds=300)
         assert ended["JobState"] == "COMPLETED", self.logs()
         assert self.await_silence() == []
 

@@ -17,19 +17,22 @@ from helpers.slurm_jobs import TRANSFORMERS, VENV, submitter
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(), reason=f"needs Slurm: apt-get install {PACKAGES}"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),  # CI runs other tests beside these
 ]
 
 
 SGLANG = ["rollout.engine=sglang", f"rollout.python={SGLANG_PYTHON}"]
-OF_SGLANG = [
-    pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="`make setup-sglang` makes it"),
-    pytest.mark.timeout(600),
-]
+OF_SGLANG = pytest.mark.skipif(not SGLANG_PYTHON.exists(), reason="`make setup-sglang` makes it")
 KILLS_RANK_0 = """
 import psutil
 def reward(completions, **_):
     psutil.Process().parents()[1].kill()
+"""
+SLOW = """
+import time
+def reward(completions, **_):
+    time.sleep(1)
+    return [float(len(text)) for text in completions]
 """
 # `place` fails in the first two restarts: failures before there is a run directory count too.
 FAILS_BETWEEN = """
@@ -60,17 +63,19 @@ def beside(cluster, tied_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def endless(cluster, tied_model, tmp_path_factory):
-    """A job that keeps making steps whatever the tests do to it."""
+    """A job that keeps making steps, one a second, whatever the tests do to it."""
     with submitter(cluster, tied_model) as submit:
         folder = tmp_path_factory.mktemp("endless")
-        run = submit(TRANSFORMERS, "train.num_steps=5000", folder=folder)
+        (folder / "rewards.py").write_text(SLOW)
+        slow = f"reward.functions=[{folder / 'rewards.py'}:reward]"
+        run = submit(TRANSFORMERS, slow, "train.num_steps=5000", folder=folder)
         run.await_step(1)
         yield run
 
 
 def test_a_mistake_is_told_and_not_tried_again(beside):
     run = beside["a mistake"]
-    ended = run.job.await_state("FAILED", seconds=200)
+    ended = run.job.await_state("FAILED", seconds=300)
     assert ended["ExitCode"] == "2:0", run.logs()
     assert ended["Restarts"] == "0"
     assert "/nowhere.py" in run.job.output()
@@ -112,7 +117,7 @@ def test_an_engine_that_ends_is_told_while_another_hangs(submit):
 
 @pytest.mark.parametrize(
     "engine",
-    [[TRANSFORMERS], pytest.param(SGLANG, marks=[*OF_SGLANG, pytest.mark.slow])],
+    [[TRANSFORMERS], pytest.param(SGLANG, marks=[OF_SGLANG, pytest.mark.slow])],
     ids=["transformers", "sglang"],
 )
 def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit, engine):
@@ -126,19 +131,7 @@ def test_a_job_over_two_nodes_is_signalled_saves_queues_again_and_ends(submit, e
     assert logs == ["engine_0.log", "trainer_0.log", "trainer_1.log"]
 
 
-def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(endless):
-    restarts = endless.restarts()
-    [engine] = endless.engines()
-    engine.kill()
-    engine.wait(10)
-    endless.await_step(endless.steps()[-1] + 3)
-    [again] = endless.engines()
-    assert again.pid != engine.pid
-    assert endless.restarts() == restarts, endless.logs()
-    assert "exit code 137: started again" in endless.logs()
-
-
-@pytest.mark.timeout(600)  # its two waits for an engine alone may take 440 s beside other tests
+@pytest.mark.timeout(800)  # its two waits for an engine alone may take 540 s beside other tests
 @pytest.mark.parametrize(
     ("engine", "modules"),
     [
@@ -151,7 +144,7 @@ def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(endles
             SGLANG,
             ("megatron_grpo.engines.sglang.server",),
             id="sglang",
-            marks=[*OF_SGLANG, pytest.mark.slow],
+            marks=[OF_SGLANG, pytest.mark.slow],
         ),
     ],
 )
@@ -170,6 +163,18 @@ def test_an_engine_over_two_nodes_is_started_again_on_both(submit, engine, modul
     assert log.read_text().count(": started again") == 1
     run.job.cancel()
     assert run.await_silence() == []
+
+
+def test_an_engine_that_dies_is_started_again_and_the_run_goes_on_with_it(endless):
+    restarts = endless.restarts()
+    [engine] = endless.engines()
+    engine.kill()
+    engine.wait(10)
+    endless.await_step(endless.steps()[-1] + 3)
+    [again] = endless.engines()
+    assert again.pid != engine.pid
+    assert endless.restarts() == restarts, endless.logs()
+    assert "exit code 137: started again" in endless.logs()
 
 
 def test_a_job_whose_node_is_lost_is_queued_again_and_goes_on(cluster, endless):
@@ -197,14 +202,14 @@ def test_a_cancelled_job_leaves_nothing_and_does_not_come_back(endless):
 
 def test_another_job_has_its_restarts_before_it(beside, submit):
     run = beside["place fails"]
-    assert run.job.await_state("FAILED", seconds=150)["Restarts"] == "3"
+    assert run.job.await_state("FAILED", seconds=300)["Restarts"] == "3"
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
     submit(folder=run.folder, venv=run.venv).await_restart()
 
 
 def test_three_restarts_that_bring_nothing_are_the_end(beside):
     run = beside["the trainer fails"]
-    ended = run.job.await_state("FAILED", seconds=200)
+    ended = run.job.await_state("FAILED", seconds=300)
     assert ended["Restarts"] == "3", run.logs()
     assert run.job.output().count("exit code 7: queued again") == 2
     assert "4 starts in a row ended at the same place (no checkpoint)" in run.job.output()
@@ -226,14 +231,14 @@ def venv_that(does: str, folder: Path) -> Path:
 def test_a_conversion_is_a_job(cluster, tied_model, tmp_path):
     arguments = ["import", "--hf", str(tied_model), "--out", str(tmp_path / "converted")]
     job = cluster.submit("convert.sh", tmp_path / "job.log", arguments, VENV=str(VENV))
-    job.await_state("COMPLETED", seconds=30)
+    job.await_state("COMPLETED", seconds=120)
     assert (tmp_path / "converted" / ".metadata").exists()
 
 
 def test_the_doctor_sees_every_host(cluster, tmp_path):
     arguments = [str(TINY_CONFIG), f"train.run_dir={tmp_path}"]
     job = cluster.submit("doctor.sh", tmp_path / "job.log", arguments, VENV=str(VENV))
-    ended = job.await_state("COMPLETED", "FAILED", seconds=60)
+    ended = job.await_state("COMPLETED", "FAILED", seconds=150)
     assert ended["JobState"] == "COMPLETED", job.output()
     assert re.search(r"clock skew .* between 2 hosts", job.output())
 
@@ -263,7 +268,7 @@ def test_a_step_has_all_cores_and_the_same_gpus_of_nodes_that_differ(cluster, tm
     options = ["--partition=unlike", "--nodes=2", "--exclusive", "--mem=0", "--gpus-per-node=4"]
     submitted = cluster.run("sbatch", "--parsable", *options, f"--output={log}", str(script))
     job = Job(cluster, submitted, log)
-    job.await_state("COMPLETED", "FAILED", seconds=60)
+    job.await_state("COMPLETED", "FAILED", seconds=120)
     expected = {"4 GPUs per node", "large: 8 cores, 4 GPUs", "small: 6 cores, 4 GPUs"}
     assert expected <= set(job.output().splitlines()), job.output()
 

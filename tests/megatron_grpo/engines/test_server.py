@@ -61,7 +61,7 @@ def short_folder() -> Iterator[str]:
     ("engine", "size", "moment"),
     [
         ("transformers", 1, "started"),
-        ("vllm", 1, "started"),
+        pytest.param("vllm", 1, "started", marks=pytest.mark.slow),
         pytest.param("vllm", 1, "ready", marks=pytest.mark.slow),
         pytest.param("vllm", 2, "ready", marks=pytest.mark.slow),
     ],

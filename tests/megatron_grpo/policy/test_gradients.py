@@ -49,11 +49,16 @@ MIXED = [
     ParallelDims(tensor=2, data=2, expert=2),
     ParallelDims(pipeline=2, virtual_pipeline=2, data=2, expert=2),
 ]
+SLOW = [("llama", DENSE[2]), ("qwen3", DENSE[3]), ("qwen3_moe", MIXED[0]), ("qwen3_moe", MIXED[3])]
+"""Of each of these layouts is another model, or are steps."""
 CASES = [
-    *(("llama", dims) for dims in DENSE),
-    *(("qwen3", dims) for dims in DENSE[-2:]),
-    *(("qwen3_moe", dims) for dims in MIXED),
-    ("deepseek_v3", MIXED[-1]),
+    pytest.param(*case, marks=[pytest.mark.slow] if case in SLOW else [])
+    for case in (
+        *(("llama", dims) for dims in DENSE),
+        *(("qwen3", dims) for dims in DENSE[-2:]),
+        *(("qwen3_moe", dims) for dims in MIXED),
+        ("deepseek_v3", MIXED[-1]),
+    )
 ]
 
 

@@ -73,8 +73,10 @@ LAYOUTS = [
 ]
 SHOWN = {
     "ministral3": LAYOUTS[:1],
+    "mistral": LAYOUTS[2:3],
     "olmo2": LAYOUTS[1:2],
     "phi3": LAYOUTS[:1],
+    "qwen3": LAYOUTS[2:3],  # test_train_step.py has it at others
     "qwen3_5_text": LAYOUTS[1:],
     "seed_oss": LAYOUTS[:1],
 }

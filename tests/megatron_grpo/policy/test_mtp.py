@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from contextlib import redirect_stderr
+from functools import cache
 
 import pytest
 import torch
@@ -262,9 +263,14 @@ def train_with_and_without(folder, dims, *overrides):
 
 
 @pytest.fixture(scope="module")
-def alone(folders):
-    """Trained on one rank."""
-    return train_with_and_without(folders["glm4_moe"], ParallelDims())
+def trained(folders):
+    """`train_with_and_without`, once for each model and layout."""
+
+    @cache
+    def trained(family, dims, *overrides):
+        return train_with_and_without(folders[family], dims, *overrides)
+
+    return trained
 
 
 @pytest.mark.parametrize(
@@ -277,12 +283,8 @@ def alone(folders):
     ],
     ids=str,
 )
-def test_a_policy_is_trained_to_the_bit_as_without_the_layer(
-    folders, alone, family, dims, overrides
-):
-    ranks = alone
-    if dims.world_size > 1:
-        ranks = train_with_and_without(folders[family], dims, *overrides)
+def test_a_policy_is_trained_to_the_bit_as_without_the_layer(trained, family, dims, overrides):
+    ranks = trained(family, dims, *overrides)
     for rank in ranks:
         (without, expected), (steps, weights) = rank[0], rank[1]
         for name, values in expected.items():
@@ -293,8 +295,8 @@ def test_a_policy_is_trained_to_the_bit_as_without_the_layer(
     assert {name.partition(".")[2].split(".")[0] for name in names} == {"mtp"}
 
 
-def test_the_layer_learns_the_same_however_the_work_is_shared(folders, alone):
-    ((steps, _),) = (rank[1] for rank in alone)
+def test_the_layer_learns_the_same_however_the_work_is_shared(trained):
+    ((steps, _),) = (rank[1] for rank in trained("glm4_moe", ParallelDims()))
     losses = [step["mtp/loss"] for step in steps]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > losses[-1] + 0.01
@@ -302,7 +304,7 @@ def test_the_layer_learns_the_same_however_the_work_is_shared(folders, alone):
         (ParallelDims(pipeline=2, data=2), OVERLAP),
         (ParallelDims(context=2), (DYNAMIC,)),
     ):
-        for rank in train_with_and_without(folders["glm4_moe"], dims, *overrides):
+        for rank in trained("glm4_moe", dims, *overrides):
             for step, expected in zip(rank[1][0], steps, strict=True):
                 for name in ("mtp/loss", "mtp/grad_norm"):
                     assert step[name] == pytest.approx(expected[name], rel=1e-4)

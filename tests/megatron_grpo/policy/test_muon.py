@@ -144,7 +144,9 @@ def assert_whole_updates(
         ("qwen3", ParallelDims()),
         ("qwen3", ParallelDims(tensor=2, data=2)),
         ("qwen3_moe", ParallelDims(tensor=2, data=2, expert=2)),
-        ("qwen3_moe", ParallelDims(context=2, data=2, expert=2)),
+        pytest.param(  # context ranks are data ranks to it, as in the oracle's steps below
+            "qwen3_moe", ParallelDims(context=2, data=2, expert=2), marks=pytest.mark.slow
+        ),
         ("deepseek_v3", ParallelDims(tensor=2, data=2, expert=4, expert_tensor=1)),
     ],
 )

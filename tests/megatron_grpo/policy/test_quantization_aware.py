@@ -96,6 +96,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
+@pytest.fixture(scope="module")
+def plain(folders) -> dict[str, list[Tensor]]:
+    """Log-probabilities of the models, whose weights are not rounded."""
+    return {name: OracleCase.of(folder).logprobs for name, folder in folders.items()}
+
+
 def is_quantized(name: str) -> bool:
     return "_proj" in name and name.endswith(".weight")
 
@@ -166,12 +172,13 @@ def ranks(folders) -> list[list[Numbers]]:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=map(str, CASES))
-def test_loss_and_gradients_are_those_of_the_quantised_weights(folders, ranks, tmp_path, number):
+def test_loss_and_gradients_are_those_of_the_quantised_weights(
+    folders, plain, ranks, tmp_path, number
+):
     """Tensor ranks cut rows and blocks of a scale, and agree on it."""
     case = CASES[number]
     expected = oracle_of(case, folders[case.model], tmp_path / "quantised")
-    plain = OracleCase.of(folders[case.model])
-    apart = (a - b for a, b in zip(plain.logprobs, expected.logprobs, strict=True))
+    apart = (a - b for a, b in zip(plain[case.model], expected.logprobs, strict=True))
     assert max(each.abs().max() for each in apart) > 1e-3
     expected.check(ranks[number])
 
@@ -273,9 +280,10 @@ def with_adapters(rank: int, folder: Path, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=str)
-def test_with_adapters_it_is_their_sum_with_the_weights_that_is_quantised(folders, tmp_path, case):
+def test_with_adapters_it_is_their_sum_with_the_weights_that_is_quantised(
+    folders, plain, tmp_path, case
+):
     """Some layers have none. The reference computes with neither."""
-    plain = OracleCase.of(folders[case.model]).logprobs
     oracle_of(case, folders[case.model], tmp_path / "quantised")
     ranks = run_ranks(2, with_adapters, folders[case.model], case)
     merged, values, found = (
@@ -284,7 +292,7 @@ def test_with_adapters_it_is_their_sum_with_the_weights_that_is_quantised(folder
     adapted = {name.removeprefix("base_model.model.").replace(".lora_A", "") for name in values}
     numbers = {n: rounded(each, case.scheme) for n, each in merged.items() if n in adapted}
     expected, _, gradients, _ = adapters.oracle(tmp_path / "quantised", values, 2.0, numbers)
-    for key, of_oracle in (("logprobs", expected), ("reference", plain)):
+    for key, of_oracle in (("logprobs", expected), ("reference", plain[case.model])):
         for index, logprobs in (each for rank in ranks for each in rank[key].items()):
             torch.testing.assert_close(logprobs.double(), of_oracle[index], atol=1e-5, rtol=0)
     assert found.keys() == gradients.keys()

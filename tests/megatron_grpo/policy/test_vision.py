@@ -80,7 +80,8 @@ def oracle_logprobs(model: Any, sequence: TokenSequence) -> Tensor:
 
 
 MIXTURE = "qwen3_vl_moe"
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", pytest.param(MIXTURE, marks=pytest.mark.long)]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", pytest.param(MIXTURE, marks=pytest.mark.slow)]
+"""The mixture has the tower of qwen3_vl; where ranks share its experts it is no slow case."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -119,8 +119,10 @@ def test_every_worker_holds_what_vllm_would_have_loaded(tmp_path, engines, other
     [
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
-        "deepseek_v3",  # all that qwen3_moe has but its attention, which is qwen3's
-        "deepseek_v32",  # indexers, of which engines have two matrices as one
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+        # All that deepseek_v3 has, which has all of qwen3_moe but its attention, that is qwen3's;
+        # and indexers, of which engines have two matrices as one.
+        "deepseek_v32",
         "qwen3_next",  # linear attention, whose rows engines have in another order
         "nemotron_h",  # and another value of one
     ],
@@ -137,7 +139,7 @@ def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, fam
     [
         "deepseek_v3",
         "glm4_moe",
-        "glm4_moe_lite",
+        pytest.param("glm4_moe_lite", marks=pytest.mark.slow),  # latents and the layer of glm4_moe
         "qwen3_next",
         "qwen3_5_text",
         pytest.param("qwen3_5_moe", marks=pytest.mark.slow),  # a text tower
