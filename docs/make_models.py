@@ -60,7 +60,7 @@ prompts. That every vLLM worker holds what vLLM loads itself is tested for every
 Of a multimodal model the family and all numbers are those of its text tower. That of Kimi-K2.5 is
 `kimi_k2`, whose experts are published in INT4, which is refused: convert them to bfloat16 first.
 Qwen2.5-VL (`qwen2`) and Qwen3-VL (`qwen3`, or `qwen3_moe`) learn from
-[images](recipes.md#prompts-with-images), too, with vLLM; with SGLang only Qwen3-VL was tried.
+[images](recipes.md#prompts-with-images), too, with vLLM and SGLang.
 
 Mamba-2 (Nemotron-H, Nemotron 3 Nano): each layer has one module, of Mamba-2, attention without
 RoPE, an MLP or experts, the last two without gates. `lora.r`, 8 bits (`rollout.quantization`),

@@ -80,6 +80,7 @@ def test_both_towers_are_pushed_and_engines_see_what_transformers_sees(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -108,6 +109,7 @@ def test_engines_and_ranks_agree_while_a_run_learns_from_images(tmp_path, family
         *("eval.data.shuffle=false", "eval.max_prompts=6", "eval.interval=2"),
         *overrides,
         config=COLOURS,
+        timeout=550,
     )
     assert ended.exit_code == 0, ended.output
     steps = read_metrics(tmp_path / "run")
