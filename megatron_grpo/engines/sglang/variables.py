@@ -36,6 +36,7 @@ REFUSED = {
     "SGLANG_GRPC_PORT": _PORT,
     "SGLANG_RUST_SERVER": _PORT,
     "DUMPER_SERVER_PORT": _PORT,
+    "SGLANG_LOAD_SNAPSHOT_USE_ZMQ": _PORT,
     RENDEZVOUS_VARIABLE: "workers meet where the run tells them to",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities would be those at temperature 1",
     "SGLANG_SANITIZE_NAN_LOGITS": "weights that are not finite would go unnoticed",
