@@ -118,7 +118,7 @@ def test_requests_are_not_dealt_out_by_rooms_that_they_do_not_have():
         check_sglang_arguments(rollout(load_balance_method="follow_bootstrap_room"))
 
 
-@pytest.mark.long  # SGLang is imported
+@pytest.mark.slow  # SGLang is imported
 def test_a_server_that_a_user_starts_answers_nobody_without_the_token(tmp_path):
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     environment["MODEL"] = str(servable_model(tmp_path, "qwen3"))

@@ -86,7 +86,7 @@ def test_both_towers_are_pushed_and_engines_see_what_transformers_sees(
     [
         ("qwen2_5_vl", ()),
         ("qwen3_vl_moe", ("rollout.router_replay=true", "model.freeze_vision=false")),
-        # Requests that pushes cut go on with their images.
+        # Requests are held through pushes; with 4 tokens each, few are cut.
         (
             "qwen3_vl",
             (
