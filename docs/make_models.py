@@ -61,7 +61,7 @@ prompts. That every vLLM worker holds what vLLM loads itself is tested for every
 Of a multimodal model the family and all numbers are those of its text tower. That of Kimi-K2.5 is
 `kimi_k2`, whose experts are published in INT4, which is refused: convert them to bfloat16 first.
 Qwen2.5-VL (`qwen2`) and Qwen3-VL (`qwen3`, or `qwen3_moe`) learn from
-[images](recipes.md#prompts-with-images), too, with vLLM; with SGLang only Qwen3-VL was tried.
+[images](recipes.md#prompts-with-images), too, with vLLM and SGLang.
 
 Linear attention (Qwen3-Next, Qwen3.5) and Mamba-2 are computed in torch, and in layers of
 Transformer Engine by kernels of flash-linear-attention where `pip install -e '.[hybrid]'` has

@@ -26,23 +26,23 @@ from megatron_grpo.engines.arguments import (
     fields_of,
 )
 from megatron_grpo.engines.layouts import quantized_engine
+from megatron_grpo.engines.sglang.variables import (
+    QUANTIZATION_VARIABLE,
+    VISION_VARIABLE,
+    check_variables,
+)
 
 SERVER = "megatron_grpo.engines.sglang.server"
-QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
-"""By which scheme the workers quantise the weights that they load."""
-VISION_VARIABLE = "MEGATRON_GRPO_VISION"
-"""Set if pushes fill the vision tower, too."""
 LIMIT = "limit_mm_data_per_request"
 """The argument that makes an engine serve the whole of a multimodal model: prompts have images."""
 PARSERS = Path("function_call", "function_call_parser.py")
 """The file of SGLang's runtime that lists its parsers of calls of tools."""
 
+ROOMS = "follow_bootstrap_room"
+"""How SGLang deals out requests that come by its router to engines for prompts alone."""
 IN_DTYPE_OF_FILE = ("gpt_oss", "qwen3_next")
 """Families of which SGLang makes some layers in the dtype that config.json names."""
 
-TOLD_TOKENS = 16
-"""How many tokens of a request SGLang's scheduler tells at once: the trainer sees from these that
-an engine makes progress. A stream sends them on in larger chunks."""
 NEEDED = {
     "sampling_defaults": "openai",
     "skip_server_warmup": True,
@@ -57,19 +57,6 @@ NEEDED = {
     "enable_precise_embedding_interpolation": True,
 }
 """Arguments of every engine, which our server adds to those that it is given."""
-VARIABLES = {
-    # /health would generate a token, which a paused engine does not.
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    "SGLANG_FORCE_STREAM_INTERVAL": str(TOLD_TOKENS),
-    # Its server would stay for 5 to 65 s when a worker has died, without an answer.
-    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
-    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
-    # On GPUs it would have two matrices of some indexers as one.
-    "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
-}
-"""Of the environment of every engine, likewise."""
-RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
-"""Where the workers of one host meet: in a file, as torch's store would listen on all networks."""
 
 _PUSHED = "weights are pushed to workers that hold all layers, each split over all of them"
 _GROUPS = "set rollout.data_parallel_size"
@@ -108,6 +95,8 @@ RESERVED = {
         ("grpc_port", "grpc_mode", "smg_grpc_mode"), "calls by gRPC would need no token"
     ),
     "weight_version": "it tells which push sampled a token",
+    "weight_cache_mode": "pushes would change weights that other processes have",
+    "delete_ckpt_after_loading": "ranks and further engines read model.path, too",
     "custom_weight_loader": "weights are received over this project's own channels",
     "tokenizer_worker_num": "one process holds requests back during a push",
     "enable_eplb": _MOVED,
@@ -148,6 +137,9 @@ RESERVED = {
         "it follows data.image_column",
     ),
     "enable_mm_global_cache": "features of images outside the engine would outlive a push",
+    "max_queued_requests": "an engine gets all requests of a generation at once",
+    "disaggregation_mode": _PUSHED,
+    "enable_strict_thinking": "the trainer would not know how it changes the distribution",
     "preferred_sampling_params": "the trainer would not know how they change the distribution",
     "enable_watermark": "the trainer would not know how it changes the distribution",
     "allow_auto_truncate": "the trainer would not know what was left out",
@@ -349,11 +341,19 @@ def sglang_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool)
 
 def check_sglang_arguments(rollout: RolloutConfig) -> None:
     """Raise ValueError for a name in `rollout.sglang` that is reserved or that SGLang lacks, a
-    parser that it does not have, or if it is not installed."""
+    parser that it does not have, a variable of the environment that breaks runs, or if it is not
+    installed."""
     python = str(rollout.python or sys.executable)
     help_text = "`python -m sglang.launch_server --help` has all"
     check_names("sglang", rollout.sglang, RESERVED, sglang_argument_names(python), help_text)
     check_parser("SGLang", rollout.tool_call_parser, tool_call_parsers(python))
+    if (method := rollout.sglang.get("load_balance_method")) == ROOMS:
+        raise ValueError(
+            f"rollout.sglang.load_balance_method {method} needs a router that names a room with "
+            "each request, and ends an engine of several groups at one without: leave it out, or "
+            "use round_robin, total_requests or total_tokens"
+        )
+    check_variables(os.environ)
 
 
 def sglang_argument_names(python: str) -> frozenset[str]:

@@ -19,7 +19,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from megatron_grpo.engines.choice import NOT_FINITE, Choice, npy_of
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
-from megatron_grpo.engines.sglang.args import TOLD_TOKENS
+from megatron_grpo.engines.sglang.variables import TOLD_TOKENS
 
 ABORTED: Json = msgspec.to_builtins(Choice.empty())
 """The completion of a request that was given up before SGLang had it."""

@@ -28,15 +28,16 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.server_args import prepare_server_args
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
 from megatron_grpo.engines.access import TokenGuard
 from megatron_grpo.engines.push_protocol import Json
-from megatron_grpo.engines.sglang.args import VARIABLES
+from megatron_grpo.engines.sglang.args import RESERVED
 from megatron_grpo.engines.sglang.completions import gate, manager, router
 from megatron_grpo.engines.sglang.images import read_prompts
 from megatron_grpo.engines.sglang.model_folder import server_arguments
+from megatron_grpo.engines.sglang.variables import VARIABLES, check_variables
 from megatron_grpo.engines.sglang.worker import call_of, launch
 
 PARTS = [GPU_MEMORY_TYPE_WEIGHTS, GPU_MEMORY_TYPE_KV_CACHE]
@@ -45,6 +46,8 @@ asleep: set[str] = set()
 """Those of `PARTS` that do."""
 DRAIN_TRIES, DRAIN_SECONDS = 600, 0.05
 """How often, and how far apart, a request to sleep looks whether no other request is left."""
+
+UNGUARDED = ("tokenizer_worker_num", "grpc_port", "grpc_mode", "smg_grpc_mode")
 
 
 @router.get("/load")
@@ -168,8 +171,16 @@ async def ask_workers(method: str, arguments: Json) -> list[Json]:
     return [*json.loads(answers.strip(" |"))]  # SGLang joins what groups say, of which one does
 
 
+def check_guarded(arguments: ServerArgs) -> None:
+    """Raise ValueError for an argument with which others than our guarded app would answer."""
+    for name in UNGUARDED:
+        if getattr(arguments, name) not in (None, False, 1):
+            raise ValueError(f"--{name.replace('_', '-')} cannot be set: {RESERVED[name]}")
+
+
 def main() -> None:
     """Serve until told to end, and leave no file behind. The token comes by the environment."""
+    check_variables(os.environ)
     ours = {route.path for route in router.routes}
     routes = http_server.app.router.routes
     routes[:] = [route for route in routes if getattr(route, "path", None) not in ours]
@@ -181,6 +192,7 @@ def main() -> None:
         tempfile.tempdir = own  # SGLang leaves its sockets behind
         os.environ |= VARIABLES | {"TMPDIR": own}
         arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own, "model")))
+        check_guarded(arguments)
         try:
             launch(arguments, own)
         finally:

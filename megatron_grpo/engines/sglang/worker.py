@@ -49,15 +49,15 @@ from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
-from megatron_grpo.engines.sglang.args import (
-    QUANTIZATION_VARIABLE,
-    RENDEZVOUS_VARIABLE,
-    VISION_VARIABLE,
-)
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.images import forget_features, see_bytes
 from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
+from megatron_grpo.engines.sglang.variables import (
+    QUANTIZATION_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    VISION_VARIABLE,
+)
 from megatron_grpo.engines.weight_receivers import Receiver
 from parallel import Layout, ShardMapping
 from parallel.checksum import checksums

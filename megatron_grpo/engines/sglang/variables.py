@@ -1,0 +1,70 @@
+"""The environment of an SGLang engine: variables that every one has, and those that none may have.
+
+What they do was read in the source of SGLang 0.5.23, most of it in `srt/environ.py`.
+"""
+
+import re
+from collections.abc import Mapping
+
+QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
+"""By which scheme the workers quantise the weights that they load."""
+VISION_VARIABLE = "MEGATRON_GRPO_VISION"
+"""Set if pushes fill the vision tower, too."""
+RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+"""Where the workers of one host meet: in a file, as torch's store would listen on all networks."""
+
+TOLD_TOKENS = 16
+"""How many tokens of a request SGLang's scheduler tells at once: the trainer sees from these that
+an engine makes progress. A stream sends them on in larger chunks."""
+VARIABLES = {
+    # /health would generate a token, which a paused engine does not.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    "SGLANG_FORCE_STREAM_INTERVAL": str(TOLD_TOKENS),
+    # Its server would stay for 5 to 65 s when a worker has died, without an answer.
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    # On GPUs it would have two matrices of some indexers as one.
+    "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
+}
+"""Of every engine; our server sets them."""
+
+_PORT = "its port would ask for no token"
+_ELSEWHERE = "workers would hold other parts of weights than those that are pushed to them"
+_REORDERED = "SGLang would reorder weights, and pushed ones would not fit"
+_SELF_TESTS = "it is for tests of SGLang, and makes results wrong or late"
+REFUSED = {
+    "SGLANG_GRPC_PORT": _PORT,
+    "SGLANG_RUST_SERVER": _PORT,
+    "DUMPER_SERVER_PORT": _PORT,
+    "SGLANG_LOAD_SNAPSHOT_USE_ZMQ": _PORT,
+    RENDEZVOUS_VARIABLE: "workers meet where the run tells them to",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "log-probabilities would be those at temperature 1",
+    "SGLANG_SANITIZE_NAN_LOGITS": "weights that are not finite would go unnoticed",
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": "set rollout.max_completion_length",
+    "SGLANG_REQ_(WAITING|RUNNING)_TIMEOUT": "completions may take any time; see "
+    "rollout.stall_timeout",
+    "SGLANG_MM_PRECOMPUTE_HASH": "the trainer hashes images, and requests with images would fail",
+    "SGLANG_ENABLE_EMBED_REPLICATION": _ELSEWHERE,
+    "SGLANG_SHARED_EXPERT_TP1": _ELSEWHERE,
+    "SGLANG_CPU_QUANTIZATION": "set rollout.quantization",
+    "SGLANG_FP8_IGNORED_LAYERS": "set rollout.quantization_ignore",
+    "SGLANG_FORCE_FP8_MARLIN": _REORDERED,
+    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": _REORDERED,
+    "SGLANG_(TEST|SIMULATE|KV_CANARY_PERTURB)_.*": _SELF_TESTS,
+}
+"""Regular expressions for names of variables that the user must not have set, and why."""
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raise ValueError for a variable that is one of `REFUSED`, whatever its value.
+
+    SGLang still follows former names, which begin with SGL_.
+    """
+    for name in environ:
+        current = re.sub("^SGL_", "SGLANG_", name)
+        for pattern, reason in REFUSED.items():
+            if re.fullmatch(pattern, current):
+                raise ValueError(
+                    f"{name}={environ[name]} in the environment does not go with engines of "
+                    f"SGLang: {reason}. Unset it"
+                )
