@@ -1,6 +1,10 @@
-"""Train the tiny model of `configs/learn_tiny.yaml` with engines of 8 bits, and draw the gap.
+"""Train a tiny model by `configs/learn_tiny.yaml` with engines of 8 bits, and draw the gap.
 
-python -m demo.quantised_curves --model models/tiny_qwen3 --out docs/quantised_curves.png
+Blocks of `fp8` need widths that are multiples of 128:
+
+    python tests/helpers/models.py models/wide_qwen3 \\
+        hidden_size=256 intermediate_size=512 head_dim=64
+    python -m demo.quantised_curves
 """
 
 import argparse
@@ -16,13 +20,15 @@ from demo.make_kinds import write
 AWARE = "rollout.quantization_aware=true"
 RECIPES = {
     "bfloat16": [],
-    "int8": ["rollout.quantization=int8"],
-    "int8, aware": ["rollout.quantization=int8", AWARE],
-    "fp8_channel": ["rollout.quantization=fp8_channel"],
-    "fp8_channel, aware": ["rollout.quantization=fp8_channel", AWARE],
+    **{
+        name + aware: [f"rollout.quantization={name}", *recipe]
+        for name in ("fp8", "int8", "fp8_channel")
+        for aware, recipe in {"": [], ", aware": [AWARE]}.items()
+    },
 }
 COMMON = [
     "model.dtype=bfloat16",
+    "optimizer.lr=1e-3",
     "grpo.rollout_importance_sampling_mode=token_truncate",
     "train.num_steps=20",
 ]
@@ -63,7 +69,7 @@ def draw(runs: dict[str, list[dict[str, float]]], out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path("models/tiny_qwen3"))
+    parser.add_argument("--model", type=Path, default=Path("models/wide_qwen3"))
     parser.add_argument("--runs", type=Path, default=Path("runs/quantised"))
     parser.add_argument("--out", type=Path, default=Path("docs/quantised_curves.png"))
     arguments = parser.parse_args()

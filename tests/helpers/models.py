@@ -429,8 +429,10 @@ def add_mtp_layer(folder: Path, seed: int = 7, norm: float = 0.0) -> Path:
 
 
 if __name__ == "__main__":
-    # The model of configs/tiny_cpu.yaml; 32 is the least head size that vLLM serves on a CPU.
-    tiny_model(Path(sys.argv[1]), "qwen3", head_dim=32)
+    # The model of configs/tiny_cpu.yaml, or one of other sizes (hidden_size=256); 32 is the least
+    # head size that vLLM serves on a CPU.
+    sizes = {name: int(value) for name, value in (word.split("=") for word in sys.argv[2:])}
+    tiny_model(Path(sys.argv[1]), "qwen3", **{"head_dim": 32} | sizes)
 
 
 # Small SentencePiece models, and texts that are hard to tokenize.
