@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from checkpoint_convert import ModelShape
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import TrainerState
@@ -45,16 +44,15 @@ class RankZero:
         cls,
         cfg: Config,
         watchdog: Watchdog,
-        shape: ModelShape,
-        rollouter: Rollouter | None,
+        source: Rollouter | Replay,
         state: TrainerState,
         stack: ExitStack,
     ) -> "RankZero":
         """Continue the log after the step of `state`.
 
-        Raises ValueError if the state, or what is replayed, was saved with other prompts.
+        `source` is what generations come from. Raises ValueError if the state was saved with other
+        prompts.
         """
-        source = rollouter or Replay(cfg, shape)
         stream = source.stream
         state.check_prompts(stream.fingerprint)
         if state.wandb_id is not None:
@@ -70,7 +68,7 @@ class RankZero:
         else:
             runner = RolloutRunner(source, watchdog, log.timeline)
         stack.enter_context(closing(runner))
-        drafts = None
+        drafts, rollouter = None, None if isinstance(source, Replay) else source
         if rollouter and cfg.rollout.vllm.get("speculative_config"):
             drafts = DraftMeter(rollouter.engines, are_new=not cfg.rollout.base_urls)
         return cls(cfg, watchdog, rollouter, stream, log, runner, drafts)

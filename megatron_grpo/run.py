@@ -15,6 +15,7 @@ from megatron_grpo.policy.model import Policy, unwrapped, weight_sender
 from megatron_grpo.policy.quantized import policy_of
 from megatron_grpo.policy.reference import Reference, reference_of
 from megatron_grpo.policy.residency import Residency
+from megatron_grpo.rollout.replay import Replay
 from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.watchdog import Watchdog
 from megatron_grpo.weight_sync import WeightSync
@@ -40,20 +41,21 @@ class Run:
         return self.cfg.dims.world_size // self.num_hosts
 
 
-def start_engines(run: Run, shape: ModelShape, stack: ExitStack) -> Rollouter | None:
-    """Start the engines; returns, on rank 0, what has them, and None if generations are replayed.
+def open_rollouts(run: Run, shape: ModelShape, stack: ExitStack) -> Rollouter | Replay | None:
+    """Start the engines, or open the generations that are replayed; None but on rank 0.
 
     On return the ranks may take memory: engines that share GPUs have measured what is free, or
     given theirs back.
     """
-    cfg, rollouter = run.cfg, None
-    if run.groups.rank == 0 and cfg.train.replay is None:
-        rollouter = Rollouter(cfg, shape, run.token, run.ranks_per_host)
-        stack.enter_context(closing(rollouter))
-        rollouter.wait_for_memory()
+    cfg, source = run.cfg, None
+    if run.groups.rank == 0 and cfg.train.replay is not None:
+        source = Replay(cfg, shape, lambda: run.watchdog.is_preempted)
+    elif run.groups.rank == 0:
+        source = stack.enter_context(closing(Rollouter(cfg, shape, run.token, run.ranks_per_host)))
+        source.wait_for_memory()
     if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
         wait_for_rank_0()
-    return rollouter
+    return source
 
 
 def build_models(run: Run, shape: ModelShape) -> tuple[Policy, Reference | None]:

@@ -28,8 +28,9 @@ from megatron_grpo.reporting.profiler import profiled_step
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
 from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.probe import probe_logprobs, sample_probe
+from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
-from megatron_grpo.run import Run, build_models, open_weight_sync, start_engines
+from megatron_grpo.run import Run, build_models, open_rollouts, open_weight_sync
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
 from megatron_grpo.watchdog import START
@@ -79,7 +80,7 @@ class Trainer:
         self.schedule = BatchSchedule.of(cfg.grpo)
         run.watchdog.enter("load")  # a phase in which reading files may take long
         shape = trained_shape(cfg)
-        rollouter = start_engines(run, shape, stack)
+        source = open_rollouts(run, shape, stack)
         self._engines_may_be_awake = False
         self.policy, self.reference = build_models(run, shape)
         models = self.policy, self.reference
@@ -95,12 +96,12 @@ class Trainer:
         self.beta = cfg.grpo.beta
         if cfg.grpo.kl_target is not None and self.state.beta is not None:
             self.beta = self.state.beta
-        engines = rollouter.engines if rollouter else None
+        engines = source.engines if isinstance(source, Rollouter) else None
         sync = open_weight_sync(run, self.policy, self.residency, engines)
         self.weight_sync = stack.enter_context(closing(sync))
         self.zero: RankZero | None = None
-        if run.groups.rank == 0:
-            self.zero = RankZero.open(cfg, run.watchdog, shape, rollouter, self.state, stack)
+        if source is not None:
+            self.zero = RankZero.open(cfg, run.watchdog, source, self.state, stack)
         runner = self.zero.runner if self.zero else None
         self.rollouts = RolloutScheduler(cfg, runner, self.push)
         self.experience: Experience | None = None
@@ -111,10 +112,10 @@ class Trainer:
 
     def start(self) -> None:
         """Push the weights, compare log-probabilities with the engines', and evaluate if due."""
+        self._restore_generations()  # while engines start
         if self.cfg.train.replay is None:
             self._probe_engines()
         self._evaluate()  # one that an interrupted run did not get to, or before the first step
-        self._restore_generations()
         self.rollouts.after_push(self.step)
         self._begin_step()
 
@@ -156,7 +157,8 @@ class Trainer:
         if groups := self.state.groups:
             samples = self._load_experience(OPEN)
             if self.zero and samples:
-                self.zero.runner.restore(groups, samples)
+                with self.timer.phase("load"):
+                    self.zero.runner.restore(groups, samples)
 
     def _load_experience(self, prefix: str) -> Experience | None:
         """On rank 0, what the checkpoint of this step has in files of that prefix."""

@@ -107,6 +107,9 @@ class WeightChannels:
         with meanwhile(engines, lambda engines, is_sending: engines.receive_push(push, is_sending)):
             return self._sender.send_weights(parameters)
 
+    def finish(self) -> None:
+        """Channels stay open for the next push."""
+
     def close(self) -> None:
         """Close the channels; the next `open` opens others."""
         self._rendezvous = None

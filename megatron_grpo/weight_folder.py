@@ -78,15 +78,17 @@ class WeightFolder:
     def send(
         self, engines: RolloutClient | None, push: str, parameters: Mapping[str, Tensor]
     ) -> Mapping[int, WorkerSums]:
-        """Let the workers read the folder, and remove it.
+        """Let the workers read the folder.
 
         Returns the checksums of this rank's share of what each worker reads. Raises
         ConnectionError.
         """
         with meanwhile(engines, lambda engines, _: engines.receive_push(push, lambda: True)):
-            sums = sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
+            return sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
+
+    def finish(self) -> None:
+        """Remove the folder, once engines serve what they have read."""
         self._remove()
-        return sums
 
     def close(self) -> None:
         """Remove the folder; the next `open` tells the workers of it again."""

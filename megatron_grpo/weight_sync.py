@@ -188,6 +188,7 @@ class WeightSync:
                 failure = self._ask_engines(
                     lambda engines: engines.finish_push(push, policy_version)
                 )
+            self._transport.finish()
         return failure or broken
 
     def _sleep_engines(self, timer: PhaseTimer) -> None:

@@ -121,7 +121,6 @@ class Rollout:
 
     def _run_in_thread(self, timeline: Timeline) -> RolloutBatch:
         """`run` in a thread; the metrics include the seconds that it took."""
-
         record = partial(timeline.add_rollout, **asdict(self.request))
         timer = PhaseTimer(self._phases.put, record)
         try:

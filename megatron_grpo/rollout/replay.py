@@ -6,6 +6,7 @@ any layout, on the completions, rewards and advantages of that run.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from megatron_grpo.checkpoints.experience_file import READY, read_experience, wr
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
+from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
 from megatron_grpo.rollout.rollouter import load_stream
+from megatron_grpo.rollout.runner import as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
 
 FACTS_FILE = "generation.json"
@@ -91,20 +94,24 @@ class Replay:
 
     in_flight = None
 
-    def __init__(self, cfg: Config, shape: ModelShape) -> None:
+    def __init__(self, cfg: Config, shape: ModelShape, is_preempted: Callable[[], bool]) -> None:
         # Imports transformers, which the other ranks make no use of.
         from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
 
         assert cfg.train.replay is not None, "there is a run to replay"
-        self._run_dir = cfg.train.replay
+        self._run_dir, self._is_preempted = cfg.train.replay, is_preempted
         self.tokenizer = load_tokenizer(cfg.model.path)
         self.stream = load_stream(cfg, shape, self.tokenizer)
-        _facts(generation_folder(self._run_dir, 0), self.stream)  # before anything is trained
+        _facts(generation_folder(self._run_dir, 0), self.stream)  # before a model is loaded
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
         """Read a generation."""
         folder = generation_folder(self._run_dir, generation)
-        with timer.phase("load"):
+        with (
+            preempted_instead(self._is_preempted),
+            as_rollout_aborted(f"reading generation {generation}"),
+            timer.phase("load"),
+        ):
             facts = _facts(folder, self.stream)
             experience = read_experience(folder, self.stream.prompts, READY)
         assert experience is not None, "the preflight has found it"
@@ -123,7 +130,7 @@ class Replay:
         return None, None, {}
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:
-        """As above."""
+        """No checkpoint of a replay has groups in progress."""
 
     def close(self) -> None:
         """Nothing is open."""

@@ -13,6 +13,7 @@ from helpers.policies import tiny_config
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.replay import Replay, check_replay, write_generation
 from megatron_grpo.rollout.rollouter import load_stream
@@ -62,7 +63,7 @@ def write(cfg: Config, *generations: int) -> Experience:
 
 def replayed(config: Callable[..., Config], generation: int, *overrides: str) -> RolloutBatch:
     cfg = config(f"train.replay={config().train.run_dir}", *overrides)
-    replay = Replay(cfg, read_shape(cfg.model.path))
+    replay = Replay(cfg, read_shape(cfg.model.path), lambda: False)
     return replay.finish(generation, PhaseTimer(lambda phase: None))
 
 
@@ -73,6 +74,17 @@ def test_a_generation_is_read_as_it_was_made(config) -> None:
     for name in ("totals", "advantages", "group_ids"):
         ours, theirs = getattr(read.experience, name), getattr(written, name)
         assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1))
+
+
+def test_one_that_cannot_be_read_for_now_lets_all_ranks_save(config, monkeypatch) -> None:
+    write(config(), 0)
+
+    def unavailable(*_) -> Experience:
+        raise TimeoutError(110, "Connection timed out")
+
+    monkeypatch.setattr("megatron_grpo.rollout.replay.read_experience", unavailable)
+    with pytest.raises(RolloutAborted, match=r"reading generation 0 failed: .*timed out"):
+        replayed(config, 0)
 
 
 def test_one_of_other_prompts_is_refused(config) -> None:
