@@ -47,12 +47,14 @@ def open_rollouts(run: Run, shape: ModelShape, stack: ExitStack) -> Rollouter | 
     On return the ranks may take memory: engines that share GPUs have measured what is free, or
     given theirs back.
     """
-    cfg, source = run.cfg, None
+    cfg = run.cfg
+    source: Rollouter | Replay | None = None
     if run.groups.rank == 0 and cfg.train.replay is not None:
         source = Replay(cfg, shape, lambda: run.watchdog.is_preempted)
     elif run.groups.rank == 0:
-        source = stack.enter_context(closing(Rollouter(cfg, shape, run.token, run.ranks_per_host)))
-        source.wait_for_memory()
+        rollouter = Rollouter(cfg, shape, run.token, run.ranks_per_host)
+        source = stack.enter_context(closing(rollouter))
+        rollouter.wait_for_memory()
     if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
         wait_for_rank_0()
     return source
