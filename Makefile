@@ -22,7 +22,9 @@ FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,environments/test_m
 	test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_torch_dist.py) \
 	$(addprefix tests/parallel/,test_cpu_device.py test_groups.py test_megatron_import.py test_pipeline_schedule.py) \
-	$(addprefix tests/megatron_grpo/,checkpoints/test_releases.py planning/test_instantiate.py) \
+	$(addprefix tests/megatron_grpo/,checkpoints/test_releases.py planning/test_instantiate.py \
+	checkpoints/test_checkpointer.py::test_megatron_core_loads_it_too \
+	checkpoints/test_checkpointer.py::test_a_resumed_rank_is_bit_for_bit_the_one_that_saved_and_so_is_its_next_step) \
 	$(addprefix tests/megatron_grpo/policy/,test_export.py test_fields.py test_lora.py test_mla.py test_model.py test_moe.py \
 	test_optimizer.py test_packed_params.py test_skipped_steps.py test_stage_messages.py test_transformer.py)
 ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py engines/test_client.py engines/test_in_flight.py \

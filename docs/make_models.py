@@ -73,7 +73,7 @@ chunk, are in float32 in both. The first steps wait for Triton's compiler. Mamba
 this package as well: that of mamba-ssm has no memories before packed sequences, which
 `grpo.shared_prompts` needs, and its release imports only with CUDA sources that were compiled. Its
 layers make the host wait for the GPU, once in a forward and twice in a backward. No GPU has run any
-of these kernels; Triton's interpreter has, on a CPU.
+of these kernels; Triton's interpreter has, on a CPU, in float32 and float16 (it has no bfloat16).
 `pytest tests/gpu/test_gpu_linear_attention.py` compares them with torch.
 
 Mamba-2 (Nemotron-H, Nemotron 3 Nano): each layer has one module, of Mamba-2, attention without

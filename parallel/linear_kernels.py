@@ -4,8 +4,7 @@ They compute what `delta_rule` and `state_space` compute in torch. Convolutions,
 from chunk to chunk are in float32; what they multiply, and outputs, are in the dtype of the model.
 """
 
-from importlib import import_module
-from importlib.util import find_spec
+from importlib import import_module, metadata
 from typing import Any
 
 from torch import Tensor
@@ -14,11 +13,24 @@ from torch.nn.functional import pad
 from parallel.delta_rule import Stage
 
 PACKAGE = "flash-linear-attention"
+RELEASE = "0.6.0"
+"""Of `fla-core`. Earlier ones have other modules, or refuse Hopper with the Triton of torch 2.13."""
 
 
 def has_kernels() -> bool:
-    """Whether the package is installed: `pip install -e '.[hybrid]'`."""
-    return find_spec("fla") is not None
+    """Whether the kernels are installed (extra `hybrid`); ValueError if those of another release
+    are."""
+    try:
+        found = metadata.version("fla-core")
+    except metadata.PackageNotFoundError:
+        return False
+    if found != RELEASE:
+        raise ValueError(
+            f"fla-core {found} is installed, and linear attention has the kernels of {RELEASE}: "
+            "pip install -e '.[hybrid]', or compute in torch with "
+            "model.megatron.transformer_impl=local"
+        )
+    return True
 
 
 def convolution(

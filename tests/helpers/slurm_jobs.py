@@ -132,7 +132,7 @@ class Submitted:
         return int(self.job.fields()["Restarts"])
 
     def await_restart(self, number: int = 1) -> None:
-        self.wait_for(lambda: self.restarts() >= number, 120)
+        self.wait_for(lambda: self.restarts() >= number, 240)
 
     def await_end(self) -> None:
         """Wait until the job is complete and none of its processes is left."""
@@ -140,7 +140,7 @@ class Submitted:
         assert ended["JobState"] == "COMPLETED", self.logs()
         assert self.await_silence() == []
 
-    def await_silence(self, seconds: float = 20) -> list[psutil.Process]:
+    def await_silence(self, seconds: float = 60) -> list[psutil.Process]:
         """Wait until no process of the job runs; returns those left after `seconds`."""
         deadline = time.monotonic() + seconds
         while (left := marked_processes(self.mark)) and time.monotonic() < deadline:

@@ -35,7 +35,9 @@ GUARDED = """
 import os
 import sys
 from megatron_grpo.engines.sglang import server
-for name, flag in {"SGLANG_GRPC_PORT": "", "OTHER": "--tokenizer-worker-num=2"}.items():
+for name, flag in [
+    ("SGLANG_GRPC_PORT", ""), ("OTHER", "--tokenizer-worker-num=2"), ("OTHER", "--smg-grpc-mode")
+]:
     os.environ[name] = "2"
     sys.argv[1:] = [f"--model-path={os.environ['MODEL']}", flag][: 1 + bool(flag)]
     try:
@@ -125,6 +127,7 @@ def test_a_server_that_a_user_starts_answers_nobody_without_the_token(tmp_path):
     told = subprocess.run(
         [SGLANG_PYTHON, "-P", "-c", GUARDED], capture_output=True, text=True, env=environment
     )
-    variable, argument = told.stdout.splitlines()[-2:]
+    variable, argument, flag = told.stdout.splitlines()[-3:]
     assert variable.startswith("SGLANG_GRPC_PORT=2 in the environment does not go")
     assert argument.startswith("--tokenizer-worker-num cannot be set")
+    assert flag.startswith("--smg-grpc-mode cannot be set")

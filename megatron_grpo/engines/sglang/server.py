@@ -47,7 +47,14 @@ asleep: set[str] = set()
 DRAIN_TRIES, DRAIN_SECONDS = 600, 0.05
 """How often, and how far apart, a request to sleep looks whether no other request is left."""
 
-UNGUARDED = ("tokenizer_worker_num", "grpc_port", "grpc_mode", "smg_grpc_mode")
+UNGUARDED = {
+    "tokenizer_worker_num": 1,
+    "grpc_port": None,
+    "grpc_mode": False,
+    "smg_grpc_mode": False,
+    "disaggregation_mode": "null",
+}
+"""Arguments with other values than these have others than our guarded app answer."""
 
 
 @router.get("/load")
@@ -173,8 +180,8 @@ async def ask_workers(method: str, arguments: Json) -> list[Json]:
 
 def check_guarded(arguments: ServerArgs) -> None:
     """Raise ValueError for an argument with which others than our guarded app would answer."""
-    for name in UNGUARDED:
-        if getattr(arguments, name) not in (None, False, 1):
+    for name, default in UNGUARDED.items():
+        if getattr(arguments, name) != default:
             raise ValueError(f"--{name.replace('_', '-')} cannot be set: {RESERVED[name]}")
 
 
