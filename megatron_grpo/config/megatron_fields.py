@@ -7,6 +7,9 @@ computes, have no effect, or are not supported here.
 from collections.abc import Mapping
 from typing import Any
 
+from checkpoint_convert import ModelShape
+from parallel import ParallelDims
+
 PERFORMANCE_FIELDS = (
     "apply_rope_fusion",
     "attention_backend",
@@ -77,3 +80,41 @@ def token_multiple(megatron: Mapping[str, Any]) -> int:
     if not megatron.get("fp8"):
         return 1
     return 32 if megatron.get("fp8_recipe") == "mxfp8" else 16
+
+
+def check_fp8_model(settings: Mapping[str, Any], shape: ModelShape, dims: ParallelDims) -> None:
+    """Raise ValueError for a model with which `fp8` does not go on any GPU."""
+    if not settings.get("fp8"):
+        return
+    prefix = f"model.megatron.fp8 {settings['fp8']}"
+    if shape.indexer is not None:
+        raise ValueError(
+            f"{prefix} is not supported for a model with sparse attention: leave it out"
+        )
+    multiple = token_multiple(settings)  # of columns as well
+    for name, size in _sizes(shape, dims).items():
+        if size % multiple:
+            raise ValueError(
+                f"{prefix} multiplies matrices whose sides are multiples of {multiple}, and what a "
+                f"rank has of {name} is {size}: leave it out"
+            )
+
+
+def _sizes(shape: ModelShape, dims: ParallelDims) -> dict[str, int]:
+    """The sides of matrices, by what users call them."""
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size // dims.tensor,
+        "the width of attention": shape.num_attention_heads * shape.value_dim // dims.tensor,
+    }
+    if shape.moe is not None:
+        sizes["moe_intermediate_size"] = shape.moe.intermediate_size // dims.expert_tensor
+        sizes["the shared experts"] = shape.moe.shared_intermediate_size // dims.tensor
+    if (linear := shape.linear) is not None:
+        values = linear.num_value_heads * linear.value_dim
+        sizes["the projections of linear attention"] = linear.projected_dim // dims.tensor
+        sizes["the width of linear attention"] = values // dims.tensor
+    if shape.latent is not None:
+        sizes["kv_lora_rank"] = shape.latent.rank
+        sizes["q_lora_rank"] = shape.latent.query_rank or 0
+    return sizes

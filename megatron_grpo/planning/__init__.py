@@ -3,12 +3,13 @@
 To read it, go down this list; a file imports only from those above it:
 
 - `card.py`, `workload.py`: a GPU; a job, and the sequences of one optimizer step of it.
-- `layer_kinds.py`, `attention.py`, `parameters.py`: layers that are alike are counted once; what
-  linear and sparse attention take; what a rank has, in the order of Megatron-Core's buffers.
-- `state.py`, `activations.py`, `engine_memory.py`, `memory.py`, `host.py`: bytes that a rank always
-  holds, and for a backward; that an engine takes; of a GPU in each phase; of a node.
-- `traffic.py`, `step_time.py`, `simulation.py`, `rollout_time.py`: what ranks send; the time of a
-  step, of a generation, and of a run whose engines generate ahead.
+- `layer_kinds.py`, `attention.py`, `parameters.py`, `fp8.py`: layers that are alike are counted
+  once; what linear and sparse attention take; what a rank has, in the order of Megatron-Core's
+  buffers; what products in FP8 change.
+- `state.py`, `activations.py`, `engine_memory.py`, `memory.py`: bytes that a rank always holds, and
+  for a backward; that an engine takes; of a GPU in each phase.
+- `traffic.py`, `host.py`, `step_time.py`, `simulation.py`, `rollout_time.py`: what ranks send; what
+  a node holds; the time of a step, of a generation, and of a run whose engines generate ahead.
 - `job_plan.py`, `suggest.py`, `quantized_engines.py`: all of that for a config; the layouts that
   fit; the engines of 8 bits that it could have.
 - `command.py`, `reshard_table.py`, `instantiate.py`: what `plan`, `plan --reshard` and

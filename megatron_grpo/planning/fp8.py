@@ -44,9 +44,14 @@ def _recipe(cfg: Config) -> str:
 
 
 def check_fp8_card(cfg: Config, card: GpuSpec) -> None:
-    """Raise ValueError if the card cannot multiply by the recipe of `cfg`."""
+    """Raise ValueError if the card cannot multiply by the recipe of `cfg`, or none could."""
     if not has_fp8(cfg):
         return
+    if cfg.model.dtype != "bfloat16" or cfg.model.megatron.get("transformer_impl") == "local":
+        raise ValueError(
+            "model.megatron.fp8 needs Transformer Engine's layers in bfloat16: set "
+            "model.dtype=bfloat16 and leave transformer_impl out, or leave fp8 out"
+        )
     recipe = _recipe(cfg)
     first, end, other = CAPABILITIES[recipe]
     if not first <= card.capability < end:

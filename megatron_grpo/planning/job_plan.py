@@ -8,7 +8,7 @@ from typing import Any
 from checkpoint_convert import check_divisible
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
-from megatron_grpo.config.megatron_fields import DEEPEP_RANKS
+from megatron_grpo.config.megatron_fields import DEEPEP_RANKS, check_fp8_model
 from megatron_grpo.config.reward import count_gpus, served_here
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.drafters import check_drafts
@@ -154,6 +154,7 @@ def plan_job(job: Job) -> JobPlan:
     check_served(cfg.rollout, shape)
     check_drafts(cfg, shape)
     check_fp8_card(cfg, card)
+    check_fp8_model(cfg.model.megatron, shape, cfg.dims)
     engine = engine_bytes(cfg, shape, card)
     num_gpus = job.num_gpus or min_gpus(cfg, card, engine)
     if is_shared := shares_gpus(cfg, card, num_gpus):

@@ -12,6 +12,7 @@ import yaml
 from checkpoint_convert import ModelShape, check_divisible
 from megatron_grpo.bars import tracked
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.megatron_fields import check_fp8_model
 from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.launch.launch import check_shared
 from megatron_grpo.planning.card import GpuSpec
@@ -170,6 +171,7 @@ def _on_ranks_of(job: Job, num_ranks: int, colocated: EngineBytes | None) -> lis
         dims = candidate.dims
         try:
             check_divisible(shape, dims)
+            check_fp8_model(cfg.model.megatron, shape, dims)
             parallel.check_dispatch(cfg.model.megatron)
             check_lora(cfg.lora, shape, dims.tensor)
             # Data and context ranks share the optimizer state in the same way.

@@ -9,7 +9,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.config.megatron_fields import token_multiple
+from megatron_grpo.config.megatron_fields import check_fp8_model
 from megatron_grpo.policy.overrides import refuse_idle
 from parallel import ParallelDims
 
@@ -123,49 +123,14 @@ def check_fp8(
         raise ValueError(f"model.megatron.fp8_recipe {recipe} is not for this GPU: {reason}")
 
 
-def check_fp8_model(settings: Mapping[str, Any], shape: ModelShape, dims: ParallelDims) -> None:
-    """Raise ValueError for a model that these fields do not go with on any GPU."""
-    prefix = f"model.megatron.fp8 {settings['fp8']}"
-    if shape.indexer is not None:
-        raise ValueError(
-            f"{prefix} is not supported for a model with sparse attention: leave it out"
-        )
-    multiple = token_multiple(settings)  # of columns as well
-    for name, size in _sizes(shape, dims).items():
-        if size % multiple:
-            raise ValueError(
-                f"{prefix} multiplies matrices whose sides are multiples of {multiple}, and what a "
-                f"rank has of {name} is {size}: leave it out"
-            )
-
-
-def _sizes(shape: ModelShape, dims: ParallelDims) -> dict[str, int]:
-    """The sides of matrices, by what users call them."""
-    sizes = {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size // dims.tensor,
-        "the width of attention": shape.num_attention_heads * shape.value_dim // dims.tensor,
-    }
-    if shape.moe is not None:
-        sizes["moe_intermediate_size"] = shape.moe.intermediate_size // dims.expert_tensor
-        sizes["the shared experts"] = shape.moe.shared_intermediate_size // dims.tensor
-    if (linear := shape.linear) is not None:
-        values = linear.num_value_heads * linear.value_dim
-        sizes["the projections of linear attention"] = linear.projected_dim // dims.tensor
-        sizes["the width of linear attention"] = values // dims.tensor
-    if shape.latent is not None:
-        sizes["kv_lora_rank"] = shape.latent.rank
-        sizes["q_lora_rank"] = shape.latent.query_rank or 0
-    return sizes
-
-
 def drop_quantized_weights(chunks: Sequence[torch.nn.Module]) -> None:
     """Free the weights in FP8 that layers have kept since the first microbatch of a pass.
 
     Megatron's schedule begins each pass with a first microbatch, in which Transformer Engine's
     layers quantise their weights, and all microbatches share that one copy: up to two bytes for
     each weight. After a pass it would stay while engines generate. And a copy of a pass without
-    gradients has no transposed half, which its next update in blocks would not add.
+    gradients has no transposed half, which its next update in blocks would not add. A layer for
+    multi-token prediction is not among the `chunks`: it does not go with FP8.
     """
     module: Any
     for chunk in chunks:

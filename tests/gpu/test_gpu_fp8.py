@@ -17,9 +17,11 @@ from helpers.policies import (
     tiny_config,
 )
 from helpers.ranks import run_ranks
+from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.fp8 import fp8_weight_bytes
 from megatron_grpo.planning.memory import stages_memory
 from megatron_grpo.planning.state import stage_states
+from megatron_grpo.planning.workload import Job
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.router import with_own_layers
 from parallel import ParallelDims
@@ -199,7 +201,8 @@ def test_a_pass_takes_what_the_plan_says_and_leaves_no_weights_in_fp8(recipe, tm
     [(peak, held)] = run_ranks(1, peak_bytes, folder, *given, cuda=True, timeout=240)
     assert held == [4 * WIDE["num_hidden_layers"], 0, 0]
     cfg, shape = tiny_config(folder, ParallelDims(), *BEFORE, *given), read_shape(folder)
-    [stage] = stages_memory(cfg, shape, list(stage_states(cfg, shape)), len(LONG), None)
+    job = Job(cfg, shape, CARDS["h100"], LONG)
+    [stage] = stages_memory(job, list(stage_states(cfg, shape)), len(LONG), None)
     weights = fp8_weight_bytes(cfg, shape, 0, backward=True)
     planned = stage.phases["train"]
     print(

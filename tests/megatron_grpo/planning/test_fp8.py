@@ -14,7 +14,7 @@ from megatron_grpo.planning.layer_kinds import layer_kinds
 from megatron_grpo.planning.memory import stages_memory
 from megatron_grpo.planning.state import stage_states
 from megatron_grpo.planning.step_time import stage_flops
-from megatron_grpo.planning.workload import Computed
+from megatron_grpo.planning.workload import Computed, Job
 from parallel import ParallelDims
 
 ONE_RANK, H100 = ParallelDims(), CARDS["h100"]
@@ -98,7 +98,7 @@ def test_weights_in_fp8_are_there_twice_in_training_and_once_without_gradients(t
     states = list(stage_states(both, shape))
     none = config(folder, dims=dims, recipe=None)
     [with_fp8, *_], [without, *_] = (
-        stages_memory(cfg, shape, states, 4, None) for cfg in (both, none)
+        stages_memory(Job(cfg, shape, H100, []), states, 4, None) for cfg in (both, none)
     )
     more = with_fp8.phases["log-probabilities"] - without.phases["log-probabilities"]
     assert more == pytest.approx(47 * one, abs=2)
@@ -122,7 +122,7 @@ def test_a_plan_says_what_fp8_changes_and_one_without_it_nothing(tmp_path):
     shape = read_shape(folder)
 
     def plan(cfg, card=H100):
-        return plan_job(cfg, shape, card, [1024], num_gpus=8)
+        return plan_job(Job(cfg, shape, card, [1024], 8))
 
     plain, cfg = config(folder, recipe=None), config(folder)
     before, after = plan(plain), plan(cfg)
