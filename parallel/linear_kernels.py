@@ -14,7 +14,7 @@ from parallel.delta_rule import Stage
 
 PACKAGE = "flash-linear-attention"
 RELEASE = "0.6.0"
-"""Of `fla-core`: earlier ones have other modules, or refuse Hopper with the Triton of this torch."""
+"""Of `fla-core`: earlier ones have other modules, or refuse Hopper with Triton of this torch."""
 
 
 def has_kernels() -> bool:
