@@ -343,7 +343,7 @@ DEEP_MESH = ParallelDims(
     ("shape", "dims", "max_millions"),
     [
         pytest.param(LLAMA_405B, ParallelDims(tensor=8, pipeline=16), 45, id="Llama-3.1-405B"),
-        pytest.param(DEEPSEEK_V3, DEEP_MESH, 400, id="DeepSeek-V3"),
+        pytest.param(DEEPSEEK_V3, DEEP_MESH, 400, id="DeepSeek-V3", marks=pytest.mark.slow),
     ],
 )
 def test_a_published_model_is_planned_and_saved_in_the_cpu_time_of_so_many_million_numbers(

@@ -138,7 +138,7 @@ def test_so_it_does_where_ranks_share_the_experts(tmp_path, engines, others, fam
     "family",
     [
         "deepseek_v3",
-        "glm4_moe",
+        pytest.param("glm4_moe", marks=pytest.mark.slow),  # that of deepseek_v3 without latents
         pytest.param("glm4_moe_lite", marks=pytest.mark.slow),  # latents and the layer of glm4_moe
         "qwen3_next",
         "qwen3_5_text",
