@@ -20,9 +20,11 @@ FAST := $(addprefix tests/,parallel checkpoint_convert/formats test_project.py t
 	policy/test_model.py watchdog/test_job.py test_weight_sync.py)
 FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,environments/test_multi_turn.py policy/test_skipped_steps.py \
 	test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
-MEGATRON := $(addprefix tests/,test_project.py checkpoint_convert/formats/test_torch_dist.py) \
+# The longest file comes first, so that not one of two workers has it alone.
+MEGATRON := tests/megatron_grpo/checkpoints/test_releases.py \
+	$(addprefix tests/,test_project.py checkpoint_convert/formats/test_torch_dist.py) \
 	$(addprefix tests/parallel/,test_cpu_device.py test_groups.py test_megatron_import.py test_pipeline_schedule.py) \
-	$(addprefix tests/megatron_grpo/,checkpoints/test_releases.py planning/test_instantiate.py \
+	$(addprefix tests/megatron_grpo/,planning/test_instantiate.py \
 	checkpoints/test_checkpointer.py::test_megatron_core_loads_it_too \
 	checkpoints/test_checkpointer.py::test_a_resumed_rank_is_bit_for_bit_the_one_that_saved_and_so_is_its_next_step) \
 	$(addprefix tests/megatron_grpo/policy/,test_export.py test_fields.py test_lora.py test_mla.py test_model.py test_moe.py \
@@ -140,7 +142,7 @@ test-fast: check
 # with the other set. Not in float64: formulas are ours, and what Megatron-Core changes in them is far above rounding.
 test-older: setup
 	$(MAKE) setup VENV=$(OLDER) PYTHON=3.11
-	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile -m "not slow" \
+	OMP_NUM_THREADS=1 OTHER_PYTHON=$(abspath $(BIN)/python) $(OLDER)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
 		-k "not float64" $(MEGATRON)
 
 # Every slow test, including those of faults.
