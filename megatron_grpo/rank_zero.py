@@ -10,7 +10,7 @@ from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.engines.drafts import DraftMeter
+from megatron_grpo.engines.draft_meter import DraftMeter
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport

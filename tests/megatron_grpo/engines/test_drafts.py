@@ -8,8 +8,8 @@ from helpers.models import add_mtp_layer, servable_model
 from helpers.quantized import FORMATS, quantized_copy
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.trained_shape import trained_shape
+from megatron_grpo.engines.draft_meter import DraftMeter
 from megatron_grpo.engines.drafters import check_drafts
-from megatron_grpo.engines.drafts import DraftMeter
 
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny_cpu.yaml"
 MTP = "{speculative_config: {method: mtp, num_speculative_tokens: 1}}"

@@ -16,7 +16,7 @@ from helpers.engines import (
     served_model,
 )
 from helpers.models import add_mtp_layer
-from megatron_grpo.engines.drafts import DraftMeter
+from megatron_grpo.engines.draft_meter import DraftMeter
 from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.in_flight import InFlight
 

@@ -135,3 +135,15 @@ def test_a_plan_says_what_fp8_changes_and_one_without_it_nothing(tmp_path):
     for card, recipe in ("a100", "tensorwise"), ("b200", "blockwise"), ("h100", "mxfp8"):
         with pytest.raises(ValueError, match=f"fp8_recipe {recipe} is not for this GPU"):
             plan(config(folder, recipe=recipe), CARDS[card])
+
+
+def test_a_model_or_dtype_that_train_would_refuse_is_refused(tmp_path):
+    def plan(name, *overrides):
+        fields = "model.megatron={fp8: e4m3, fp8_recipe: blockwise}", "grpo.beta=0"
+        cfg = tiny_config(write_config(tmp_path / name, name), ONE_RANK, *fields, *overrides)
+        return plan_job(Job(cfg, read_shape(cfg.model.path), H100, [1024], 8))
+
+    with pytest.raises(ValueError, match="needs Transformer Engine's layers in bfloat16"):
+        plan("Llama-3.1-8B", "model.dtype=float32")
+    with pytest.raises(ValueError, match="not supported for a model with sparse attention"):
+        plan("DeepSeek-V3.2", "model.dtype=bfloat16")

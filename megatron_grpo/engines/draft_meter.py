@@ -1,4 +1,4 @@
-"""Speculative decoding, `rollout.vllm.speculative_config`: its metrics."""
+"""How many drafts of speculative decoding (`rollout.vllm.speculative_config`) engines accept."""
 
 import asyncio
 import re
