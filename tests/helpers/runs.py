@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from megatron_grpo.launch.parent_death import die_with_parent
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
 
 RUN_MARK = "TEST_RUN_MARK"
@@ -50,9 +51,14 @@ def start_run(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        # If tests run in the background, the shell makes them ignore SIGINT, and so would the run.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=_as_from_a_terminal,
     )
+
+
+def _as_from_a_terminal() -> None:
+    """Heed SIGINT, which a shell makes tests in the background ignore; end with the tests."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent(signal.SIGTERM)
 
 
 def finish_run(
