@@ -270,13 +270,12 @@ def _sdpa(
         value = pad(value, (0, query.shape[-1] - value_dim))
     mask, offset = None, num_keys - num_queries
     seen = num_keys if window is None else min(window, num_keys)
-    if offset or seen < num_keys:  # torch's is_causal aligns the first query with the first key
+    # torch's is_causal aligns the first query with the first key, and would hide the sink.
+    if offset or seen < num_keys or sinks is not None:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         mask = mask.tril(offset).triu(offset - seen + 1)
-    if sinks is not None:
-        if mask is None:
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril()
-        mask = pad(mask, (0, 1), value=True)
+        if sinks is not None:
+            mask = pad(mask, (0, 1), value=True)
     output = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),

@@ -56,16 +56,12 @@ class EvalSet(Section):
     rollout.max_completion_length."""
 
     @model_validator(mode="after")
-    def _k_can_be_drawn(self) -> Self:
+    def _check_sampling(self) -> Self:
         if too_many := [k for k in self.k if k > self.num_generations]:
             raise ValueError(
                 f"k {too_many[0]} is above num_generations {self.num_generations}: raise that to "
                 f"{max(too_many)}, or lower k"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_sampled(self) -> Self:
         if self.temperature == 0 and self.num_generations > 1:
             raise ValueError(
                 f"temperature 0 makes num_generations {self.num_generations} identical "

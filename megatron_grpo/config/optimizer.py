@@ -77,13 +77,31 @@ class OptimizerConfig(Section):
     """The fraction of them for which that is so; the rest is on the GPU."""
 
     @model_validator(mode="after")
-    def _check_lr(self) -> Self:
+    def _check_lr_schedule(self) -> Self:
         if self.lr > 1:
             raise ValueError(
                 f"optimizer.lr {self.lr:g}: with AdamW, each weight would move by about as much in "
                 "every step, with Muon by muon_extra_scale_factor times that: use at most 1, and "
                 "for a language model something like 1e-6"
             )
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}: "
+                f"use at most {self.lr}"
+            )
+        if self.min_lr > 0 and self.lr_decay_style == "constant":
+            raise ValueError(
+                f"optimizer.min_lr {self.min_lr} does nothing with optimizer.lr_decay_style "
+                "constant: use cosine or linear, or optimizer.min_lr=0"
+            )
+        is_wsd = self.lr_decay_style == "WSD"
+        if is_wsd and self.lr_wsd_decay_steps is None:
+            raise ValueError(
+                "optimizer.lr_decay_style WSD decays in the last steps: say in how many, as "
+                "optimizer.lr_wsd_decay_steps"
+            )
+        own = "lr_wsd_decay_steps", "lr_wsd_decay_style"
+        self._refuse_idle("optimizer", "optimizer.lr_decay_style=WSD", is_wsd, *own)
         return self
 
     @model_validator(mode="after")
@@ -129,32 +147,6 @@ class OptimizerConfig(Section):
                     f"than bfloat16 resolves, and optimizer.{name}_dtype is bfloat16: use at most "
                     f"{SLOWEST_BFLOAT16_DECAY}, or optimizer.{name}_dtype=float32"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_decay(self) -> Self:
-        if self.min_lr > self.lr:
-            raise ValueError(
-                f"optimizer.min_lr {self.min_lr} is above optimizer.lr {self.lr}: "
-                f"use at most {self.lr}"
-            )
-        if self.min_lr > 0 and self.lr_decay_style == "constant":
-            raise ValueError(
-                f"optimizer.min_lr {self.min_lr} does nothing with optimizer.lr_decay_style "
-                "constant: use cosine or linear, or optimizer.min_lr=0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_wsd(self) -> Self:
-        is_wsd = self.lr_decay_style == "WSD"
-        if is_wsd and self.lr_wsd_decay_steps is None:
-            raise ValueError(
-                "optimizer.lr_decay_style WSD decays in the last steps: say in how many, as "
-                "optimizer.lr_wsd_decay_steps"
-            )
-        own = "lr_wsd_decay_steps", "lr_wsd_decay_style"
-        self._refuse_idle("optimizer", "optimizer.lr_decay_style=WSD", is_wsd, *own)
         return self
 
     def check_schedule(self, num_steps: int) -> None:

@@ -102,17 +102,13 @@ class RewardConfig(Section):
         return next((function for function in self.functions if function.scores_steps), None)
 
     @model_validator(mode="after")
-    def _names_are_known(self) -> Self:
+    def _check_names(self) -> Self:
         for name in (function.name for function in self.functions):
             if ":" not in name and name not in BUILT_IN:
                 raise ValueError(
                     f"unknown reward function {name!r}: use {', '.join(sorted(BUILT_IN))}, or "
                     "file.py:function"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> Self:
         labels = [function.label for function in self.functions]
         for label in labels:
             if labels.count(label) > 1:

@@ -130,17 +130,13 @@ class TrainConfig(Section):
     extra `tensorboard`."""
 
     @model_validator(mode="after")
-    def _length_is_given_once(self) -> Self:
+    def _check_steps(self) -> Self:
         if (self.num_steps is None) == (self.num_epochs is None):
             given = "missing" if self.num_steps is None else f"{self.num_steps} beside num_epochs"
             raise ValueError(
                 f"train.num_steps is {given}: give either the number of optimizer steps or, as "
                 "train.num_epochs, of passes over the prompts, and set the other to null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _kept_steps_are_saved(self) -> Self:
         if self.keep_every and self.keep_every % self.save_interval:
             legal = self.save_interval * (self.keep_every // self.save_interval + 1)
             raise ValueError(
@@ -195,25 +191,17 @@ class ParallelConfig(Section):
     them first."""
 
     @model_validator(mode="after")
-    def _sequence_parallel_has_ranks(self) -> Self:
+    def _check_keys(self) -> Self:
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
                 "parallel.sequence_parallel=true splits over tensor-parallel ranks and "
                 "parallel.tensor_parallel_size is 1: leave it out, or raise tensor_parallel_size"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _gathers_buckets(self) -> Self:
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError(
                 "parallel.overlap_param_gather=true gathers by the buckets into which only "
                 "parallel.overlap_grad_reduce divides the weights: set that to true as well"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _first_and_last_stage_differ(self) -> Self:
         for end in ("first", "last"):
             name = f"num_layers_in_{end}_pipeline_stage"
             if getattr(self, name) is not None and self.pipeline_parallel_size == 1:
