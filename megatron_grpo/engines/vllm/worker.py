@@ -164,11 +164,13 @@ class _ForkedCore(ForkProcess):
         super().run()
 
 
+class _ForkingContext(ForkContext):
+    Process = _ForkedCore
+
+
 def fork_cores() -> None:
     """Let the API server fork the engine's cores; by default each imports all of vLLM once more."""
-    context = ForkContext()
-    context.Process = _ForkedCore
-    engine_utils.get_mp_context = lambda: context
+    engine_utils.get_mp_context = _ForkingContext
 
 
 def tell_versions_of_chunks() -> None:
