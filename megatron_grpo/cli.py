@@ -214,7 +214,7 @@ def evaluate(
 
     from megatron_grpo.environments import EnvironmentsLost
     from megatron_grpo.eval_command import FolderEvaluation, result_table  # torch: see above
-    from megatron_grpo.rewards import RewardError
+    from megatron_grpo.rewards.scoring import RewardError
 
     with closing(FolderEvaluation(cfg, out or cfg.train.run_dir / "eval")) as evaluation:
         try:

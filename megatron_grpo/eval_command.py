@@ -37,7 +37,7 @@ from megatron_grpo.preflight import check_engines
 from megatron_grpo.prompt_checks import check_evaluation, check_reward_models
 from megatron_grpo.reporting.progress import EvaluationBar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
-from megatron_grpo.rewards import RewardPools
+from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.timing import PhaseTimer
 
 RESULT_FILE = "eval.json"

@@ -22,9 +22,9 @@ from megatron_grpo.engines.reward_models import check_served
 from megatron_grpo.environments import EnvironmentPool
 from megatron_grpo.environments.turns import Turns, end_of_turn
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
-from megatron_grpo.rewards import RewardPools
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.functions import load_function
+from megatron_grpo.rewards.pool import RewardPools
 from parallel.microbatches import plan_microbatches
 
 if TYPE_CHECKING:

@@ -18,12 +18,9 @@ from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.generation import CompletionRequests, SampleRequests
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.environments.dialogues import Dialogues
-from megatron_grpo.rewards import (
-    RewardError,
-    RewardPools,
-    check_failed,
-)
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults, totals_of
+from megatron_grpo.rewards.pool import RewardPools
+from megatron_grpo.rewards.scoring import RewardError, check_failed
 from megatron_grpo.timing import PhaseTimer
 
 if TYPE_CHECKING:

@@ -24,16 +24,6 @@ loop of one process. A late call is cancelled. A call that blocks the loop block
 Functions run in processes of their own, with the rights of the user who trains: these are no
 sandbox. Of the built-in functions only `unit_tests` runs code from completions, under bubblewrap.
 If your function does, it must provide the sandbox (`workers.sandbox`).
+
+Nothing is imported here: every process of functions would take as long to start.
 """
-
-from megatron_grpo.rewards.pool import RewardPool, RewardPools, ScoringCancelled
-from megatron_grpo.rewards.scoring import RewardError, check_failed, total_rewards
-
-__all__ = [
-    "RewardError",
-    "RewardPool",
-    "RewardPools",
-    "ScoringCancelled",
-    "check_failed",
-    "total_rewards",
-]

@@ -1,15 +1,9 @@
-"""The built-in reward functions, but for `math_answer`, and the references that they can read."""
+"""The built-in reward functions that read text alone."""
 
 import math
 import re
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
-
-from megatron_grpo.config.reward import RewardConfig, RewardFunction
-from megatron_grpo.data.rows import Fault, Row
-from megatron_grpo.rewards.math import math_answer
-from megatron_grpo.rewards.unit_tests import can_be_run
 
 
 def exact(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
@@ -20,10 +14,16 @@ def exact(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
     ]
 
 
-ACCURACY: dict[str, Callable[..., Sequence[float | Exception]]] = {
-    "exact": exact,
-    "math_answer": math_answer,
-}
+ACCURACY = ("exact", "math_answer")
+
+
+def _accuracy(name: str) -> Callable[..., Sequence[float | Exception]]:
+    if name == "exact":
+        return exact
+    # Imported here because SymPy takes a second to import, and other functions do not need it.
+    from megatron_grpo.rewards.math import math_answer  # noqa: PLC0415
+
+    return math_answer
 
 
 def cosine(
@@ -66,7 +66,7 @@ def cosine(
         )
     wrong = (cosine_min_len_value_wrong, cosine_max_len_value_wrong)
     correct = (cosine_min_len_value_correct, cosine_max_len_value_correct)
-    scores = ACCURACY[accuracy](
+    scores = _accuracy(accuracy)(
         completions,
         answer,
         finish_reasons=finish_reasons,
@@ -147,31 +147,3 @@ def soft_overlong(
         )
     free = soft_max_length - soft_cache_length
     return [max(-1.0, min(0.0, (free - len(ids)) / soft_cache_length)) for ids in completion_ids]
-
-
-def reference_fault(cfg: RewardConfig) -> Callable[[Row], Fault | None]:
-    """Return a function that tells why `cfg`'s functions cannot read an `answer`, or `tests`."""
-    checks: list[tuple[str, str, Callable[[Any], bool]]] = []
-    mathematics = [function.name for function in cfg.functions if _reads_mathematics(function)]
-    if mathematics:
-        # Imported here because SymPy takes a second to import, and other functions do not need it.
-        from megatron_grpo.rewards.math import can_read  # noqa: PLC0415
-
-        checks.append((mathematics[0], "answer", can_read))
-    if any(function.name == "unit_tests" for function in cfg.functions):
-        checks.append(("unit_tests", "tests", can_be_run))
-
-    def fault(row: Row) -> Fault | None:
-        for name, column, is_good in checks:
-            if column in row and not is_good(row[column]):
-                return Fault(f"no {column} that {name} can read", reprlib.repr(row[column]))
-        return None
-
-    return fault
-
-
-def _reads_mathematics(function: RewardFunction) -> bool:
-    accuracy = function.arguments.get("accuracy", "math_answer")
-    return function.name == "math_answer" or (
-        function.name == "cosine" and accuracy == "math_answer"
-    )

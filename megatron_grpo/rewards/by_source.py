@@ -1,14 +1,17 @@
 """How the samples of a run are scored: by the rewards of their source; see `config/sources.py`."""
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.rows import Fault, Row
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards.builtin import reference_fault
 from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.rewards.scoring import Scores, total_rewards
+from megatron_grpo.rewards.unit_tests import can_be_run
 
 
 class RewardsBySource:
@@ -73,3 +76,31 @@ def reference_faults(cfg: Config) -> Callable[[Row], Fault | None]:
     """Return a function that tells why the functions of a row's source cannot read it."""
     faults = {name: reference_fault(view.reward) for name, view in cfg.by_source.items()}
     return lambda row: faults[cfg.sources.of(row)](row)
+
+
+def reference_fault(cfg: RewardConfig) -> Callable[[Row], Fault | None]:
+    """Return a function that tells why `cfg`'s functions cannot read an `answer`, or `tests`."""
+    checks: list[tuple[str, str, Callable[[Any], bool]]] = []
+    mathematics = [function.name for function in cfg.functions if _reads_mathematics(function)]
+    if mathematics:
+        # Imported here: see `builtin.py`.
+        from megatron_grpo.rewards.math import can_read  # noqa: PLC0415
+
+        checks.append((mathematics[0], "answer", can_read))
+    if any(function.name == "unit_tests" for function in cfg.functions):
+        checks.append(("unit_tests", "tests", can_be_run))
+
+    def fault(row: Row) -> Fault | None:
+        for name, column, is_good in checks:
+            if column in row and not is_good(row[column]):
+                return Fault(f"no {column} that {name} can read", reprlib.repr(row[column]))
+        return None
+
+    return fault
+
+
+def _reads_mathematics(function: RewardFunction) -> bool:
+    accuracy = function.arguments.get("accuracy", "math_answer")
+    return function.name == "math_answer" or (
+        function.name == "cosine" and accuracy == "math_answer"
+    )

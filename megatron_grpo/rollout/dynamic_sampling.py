@@ -26,7 +26,7 @@ from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.data.stream import PromptStream
-from megatron_grpo.rewards import check_failed
+from megatron_grpo.rewards.scoring import check_failed
 
 
 @dataclass(frozen=True)

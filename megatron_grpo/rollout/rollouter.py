@@ -21,8 +21,8 @@ from megatron_grpo.engines.reward_models import RewardModels
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.evaluation.evaluation import Evaluations
-from megatron_grpo.rewards import RewardPools
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
+from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.rollout.group_scorer import GroupScorer
 from megatron_grpo.workers.child_process import COLLECTOR
 

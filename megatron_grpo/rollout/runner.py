@@ -15,7 +15,7 @@ from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAbor
 from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import preempted_instead
-from megatron_grpo.rewards import RewardError
+from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 from megatron_grpo.rollout.generate import Rollout, RolloutBatch, RolloutRequest
 from megatron_grpo.rollout.open_samples import experience_of, groups_of, may_be_saved

@@ -27,7 +27,7 @@ from megatron_grpo.launch.process import (
     is_user_error,
 )
 from megatron_grpo.launch.run_dir import interrupted_text
-from megatron_grpo.rewards import RewardError
+from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.watchdog.heartbeat import Heartbeat, connect
 from megatron_grpo.watchdog.job import (
     EXIT_FAILURE,

@@ -84,7 +84,8 @@ def test_what_a_rank_would_hold_is_told_for_every_stage(mixture):
 def test_dense_layers_and_those_that_predict_further_tokens_are_counted(tmp_path):
     output = io.StringIO()
     with pytest.raises(ValueError, match="has no weights"):
-        inspect(write_config(tmp_path / "model", "DeepSeek-V3"), output=output)
+        sizes = {"num_hidden_layers": 4, "n_routed_experts": 32}
+        inspect(write_config(tmp_path / "model", "DeepSeek-V3", **sizes), output=output)
     told = re.sub(r" +", " ", output.getvalue())
     assert " first_k_dense_replace 3 \n num_nextn_predict_layers 1 \n" in told
 

@@ -1,9 +1,9 @@
 """Checkpoints and steps of training in the environment of another release of Megatron-Core."""
 
-import json
 import os
 import subprocess
 from dataclasses import asdict
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import torch
@@ -67,27 +67,45 @@ def gradients(
     return whole
 
 
-def gradients_elsewhere(
-    model: Path, dims: ParallelDims, resumed: Path | None, saved: Path
-) -> dict[str, Tensor]:
-    """`gradients` in the environment of `OTHER_PYTHON`."""
-    assert OTHER_PYTHON
-    result = saved.with_suffix(".pt")
-    code = "import sys; from helpers import releases; releases.main(*sys.argv[1:])"
-    subprocess.run(
-        [OTHER_PYTHON, "-c", code, model, json.dumps(asdict(dims)), resumed or "", saved, result],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        check=True,
-        timeout=200,
-    )
-    found: dict[str, Tensor] = torch.load(result)
-    return found
+class Elsewhere:
+    """A process in the environment of `OTHER_PYTHON`: one, as it imports for half a minute."""
+
+    def __init__(self) -> None:
+        assert OTHER_PYTHON
+        self._connection, theirs = Pipe()
+        code = f"from helpers import releases; releases.main({theirs.fileno()})"
+        self._process = subprocess.Popen(
+            [OTHER_PYTHON, "-c", code],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+
+    def gradients(
+        self, model: Path, dims: ParallelDims, resumed: Path | None, saved: Path
+    ) -> dict[str, Tensor]:
+        """`gradients`, computed there."""
+        result = saved.with_suffix(".pt")
+        paths = [each and str(each) for each in (model, resumed, saved, result)]
+        self._connection.send((asdict(dims), *paths))  # a Path is another class in Python 3.13
+        assert self._connection.poll(200), "the other release does not answer"
+        self._connection.recv()  # raises EOFError if it has failed
+        found: dict[str, Tensor] = torch.load(result)
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
 
 
-def main(model: str, sizes: str, resumed: str, saved: str, result: str) -> None:
-    """The other environment's part of `gradients_elsewhere`."""
-    before = Path(resumed) if resumed else None
-    torch.save(
-        gradients(Path(model), ParallelDims(**json.loads(sizes)), before, Path(saved)), result
-    )
+def main(fd: int) -> None:
+    """The other environment's part of `Elsewhere`."""
+    connection = Connection(fd)
+    while True:
+        sizes, model, resumed, saved, result = connection.recv()
+        start = Path(resumed) if resumed else None
+        torch.save(gradients(Path(model), ParallelDims(**sizes), start, Path(saved)), result)
+        connection.send("done")

@@ -6,11 +6,13 @@ every worker, before the model is built. In a vLLM that this project did not sta
 
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +34,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models import registry
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.output_processor import RequestState
 
@@ -85,6 +88,7 @@ def register() -> None:
     if current_platform.is_cpu():
         compute_by_torch()
         examine_models_here()
+        fork_cores()
 
 
 class DequantizingLoader(DefaultModelLoader):
@@ -149,6 +153,24 @@ def examine_models_here() -> None:
     for it.
     """
     registry._run_in_subprocess = lambda examine: examine()
+
+
+class _ForkedCore(ForkProcess):
+    """An engine core that is tied to its API server; as a fork it has our plugin already."""
+
+    def run(self) -> None:
+        die_with_parent()
+        signal.set_wakeup_fd(-1)  # its signals are not for the API server's event loop
+        super().run()
+
+
+class _ForkingContext(ForkContext):
+    Process = _ForkedCore
+
+
+def fork_cores() -> None:
+    """Let the API server fork the engine's cores; by default each imports all of vLLM once more."""
+    engine_utils.get_mp_context = _ForkingContext
 
 
 def tell_versions_of_chunks() -> None:

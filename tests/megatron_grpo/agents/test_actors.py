@@ -64,8 +64,12 @@ def imported_by_an_agent(*mcp_servers: str) -> list[str]:
     return json.loads(told.splitlines()[-1])
 
 
-def test_an_agent_is_forked_when_all_that_it_needs_is_imported(tmp_path):
+def test_an_agent_is_forked_when_all_that_it_needs_is_imported():
     assert imported_by_an_agent() == []
+
+
+@pytest.mark.slow
+def test_so_is_one_with_a_server_of_tools(tmp_path):
     (tmp_path / "mcp_numbers.py").write_text(MCP_SERVER)
     with_server = imported_by_an_agent(f"{sys.executable} {tmp_path / 'mcp_numbers.py'}")
     assert with_server in ([], ["anyio._core._subprocesses"])  # which starts it

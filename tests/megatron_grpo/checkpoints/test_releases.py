@@ -3,11 +3,13 @@
 `make test-older` sets OTHER_PYTHON, which names the environment with the other release.
 """
 
+from contextlib import closing
+
 import pytest
 import torch
 
 from helpers.models import tiny_model
-from helpers.releases import OTHER_PYTHON, gradients, gradients_elsewhere
+from helpers.releases import OTHER_PYTHON, Elsewhere, gradients
 from parallel import ParallelDims
 
 pytestmark = [
@@ -19,14 +21,20 @@ CASES = [
     ("qwen3_moe", ParallelDims(data=2, expert=2), ParallelDims(tensor=2, expert_tensor=1)),
     ("deepseek_v3", ParallelDims(tensor=2), ParallelDims(pipeline=2)),
 ]
-HERE, THERE = gradients, gradients_elsewhere
 
 
-@pytest.mark.parametrize(("before", "after"), [(HERE, THERE), (THERE, HERE)], ids=["to", "from"])
+@pytest.fixture(scope="module")
+def there():
+    with closing(Elsewhere()) as elsewhere:
+        yield elsewhere.gradients
+
+
+@pytest.mark.parametrize("begins_here", [True, False], ids=["to", "from"])
 @pytest.mark.parametrize(("family", "first", "second"), CASES, ids=lambda case: str(case))
 def test_a_run_goes_on_with_another_release_at_another_layout(
-    tmp_path, family, first, second, before, after
+    tmp_path, there, family, first, second, begins_here
 ):
+    before, after = (gradients, there) if begins_here else (there, gradients)
     model = tiny_model(tmp_path / "model", family)
     steps = before(model, first, None, tmp_path / "first")
     resumed = after(model, second, tmp_path / "first", tmp_path / "second")

@@ -30,7 +30,7 @@ def test_completions_go_on_under_new_weights_and_prompts_have_those_of_the_last_
         params = sampling_params(
             num_generations=32,
             policy_version=engine.version,
-            max_completion_length=200,
+            max_completion_length=100,
             stop_token_ids=(),
         )
         asked = CompletionRequests(random_prompts(2, lengths=(20, 100)), params)
@@ -38,7 +38,7 @@ def test_completions_go_on_under_new_weights_and_prompts_have_those_of_the_last_
         try:
             in_flight.resume(engine.version)
             answered = in_flight.submit(0, asked)
-            engine.pause_after(1000)
+            engine.pause_after(500)
             in_flight.hold(engine.version + 1)
             weights[engine.push(models[1])] = models[1]
             in_flight.resume(engine.version)

@@ -30,7 +30,7 @@ from megatron_grpo.engines.processes import ServerProcesses
 from megatron_grpo.engines.reward_models import RewardModels, check_served, reward_devices, tag_id
 from megatron_grpo.launch.run_dir import bearer
 from megatron_grpo.prompt_checks import check_reward_models
-from megatron_grpo.rewards import RewardPool, RewardPools
+from megatron_grpo.rewards.pool import RewardPool, RewardPools
 from parallel import ParallelDims
 
 ROLLOUT = RolloutConfig(max_completion_length=8, request_timeout=10)

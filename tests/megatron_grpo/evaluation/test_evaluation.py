@@ -23,8 +23,9 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     is_due,
 )
-from megatron_grpo.rewards import RewardError, RewardPools
 from megatron_grpo.rewards.by_source import RewardsBySource
+from megatron_grpo.rewards.pool import RewardPools
+from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 

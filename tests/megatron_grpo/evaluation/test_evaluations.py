@@ -14,7 +14,8 @@ from megatron_grpo.agents.agents import open_dialogues
 from megatron_grpo.data.prompts import end_tokens
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.evaluation.evaluation import Evaluated, Evaluations, eval_metrics
-from megatron_grpo.rewards import RewardError, RewardPools
+from megatron_grpo.rewards.pool import RewardPools
+from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 

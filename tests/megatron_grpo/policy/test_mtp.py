@@ -51,17 +51,17 @@ from tests.megatron_grpo.policy.test_router import EXPERTS, LAYERS, TOPK, follow
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", *HYBRIDS)
 TEMPERATURE = 0.8
 ON = ("model.mtp_num_layers=1", f"rollout.temperature={TEMPERATURE}", "optimizer.max_grad_norm=1e9")
+MIXTURES = tuple(family for family in FAMILIES if family != "qwen3_5_text")
 LAYOUTS = [
-    ParallelDims(),
-    ParallelDims(tensor=2, expert_tensor=1, expert=2),
-    ParallelDims(context=2, expert=2),
-    ParallelDims(pipeline=2, virtual_pipeline=2, data=2, expert=2),
-    ParallelDims(tensor=2, pipeline=2),
+    (ParallelDims(tensor=2, expert_tensor=1, expert=2), MIXTURES),
+    (ParallelDims(context=2, expert=2), ("deepseek_v3", "qwen3_next")),
+    (ParallelDims(pipeline=2, virtual_pipeline=2, data=2, expert=2), ("glm4_moe", "qwen3_next")),
+    (ParallelDims(tensor=2, pipeline=2), ("deepseek_v3", "qwen3_5_text")),
 ]
+"""Layouts, and the models that show their faults; with all models they are slow cases."""
 MORE_LAYOUTS = [
-    ParallelDims(data=2),
-    ParallelDims(pipeline=2),
-    ParallelDims(tensor=2, context=2),
+    *(ParallelDims(), ParallelDims(data=2), ParallelDims(pipeline=2)),
+    *(ParallelDims(tensor=2, context=2), *(dims for dims, _ in LAYOUTS[1:])),
 ]
 
 
@@ -182,15 +182,20 @@ def gradients_on_rank(rank, folders, dims, *overrides, routes=None):
 
 
 @pytest.mark.parametrize(
-    "dims",
-    [*LAYOUTS, *(pytest.param(dims, marks=pytest.mark.slow) for dims in MORE_LAYOUTS)],
-    ids=layout_name,
+    ("dims", "families"),
+    [
+        *LAYOUTS,
+        *(
+            pytest.param(dims, MIXTURES if dims.expert > 1 else FAMILIES, marks=pytest.mark.slow)
+            for dims in MORE_LAYOUTS
+        ),
+    ],
+    ids=lambda each: layout_name(each) if isinstance(each, ParallelDims) else f"{len(each)} models",
 )
-def test_loss_and_gradient_equal_those_of_transformers(folders, answers, dims):
-    if dims.expert > 1:
-        folders = {family: each for family, each in folders.items() if family != "qwen3_5_text"}
-    found = run_ranks(dims.world_size, gradients_on_rank, folders, dims, *ON)
-    check(found, {family: answers[family] for family in folders})
+def test_loss_and_gradient_equal_those_of_transformers(folders, answers, dims, families):
+    chosen = {family: folders[family] for family in families}
+    found = run_ranks(dims.world_size, gradients_on_rank, chosen, dims, *ON)
+    check(found, {family: answers[family] for family in families})
 
 
 def check(ranks, answers):

@@ -18,8 +18,8 @@ from megatron_grpo.batch.experience import (
 from megatron_grpo.config.file import load_config
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.reporting.metrics import reward_metrics
-from megatron_grpo.rewards import RewardPools
 from megatron_grpo.rewards.by_source import RewardsBySource, totals_of
+from megatron_grpo.rewards.pool import RewardPools
 
 CONFIG = load_config(
     TINY_CONFIG,

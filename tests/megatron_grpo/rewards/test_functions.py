@@ -1,6 +1,7 @@
 import ast
 import math
 import re
+import subprocess
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from megatron_grpo.config import reward
 from megatron_grpo.config.reward import RewardFunction
-from megatron_grpo.rewards import functions, total_rewards
+from megatron_grpo.rewards import functions
 from megatron_grpo.rewards.functions import NoScores, load_function
+from megatron_grpo.rewards.scoring import total_rewards
 
 DEMO = Path(__file__).parents[3] / "demo" / "rewards.py"
 
@@ -431,3 +433,12 @@ def test_total_is_the_weighted_sum_in_its_bounds_and_nan_with_a_failed_score_wha
     assert totals == [4.0, -2.0] and math.isnan(failed)
     *totals, failed = total_rewards(scores, functions, (-1.5, 3.0))
     assert totals == [3.0, -1.5] and math.isnan(failed)
+
+
+def test_a_process_of_functions_starts_without_what_they_make_no_use_of():
+    heavy = ("sympy", "pyarrow", "numpy", "torch", "transformers")
+    code = (
+        "import megatron_grpo.rewards.worker, megatron_grpo.rewards.builtin, sys\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -14,8 +14,8 @@ import pytest
 from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rewards.functions import Answer, load_function
+from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.scoring import Call
 
 TEMPLATE = 'Rate {completion} as {"score": 1}. Asked: {prompt}. Right: {answer}.'

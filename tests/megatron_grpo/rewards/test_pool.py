@@ -17,8 +17,8 @@ from helpers.ranks import is_alive
 from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards import RewardError, RewardPool, ScoringCancelled, total_rewards
-from megatron_grpo.rewards.pool import RewardWorkerProcess
+from megatron_grpo.rewards.pool import RewardPool, RewardWorkerProcess, ScoringCancelled
+from megatron_grpo.rewards.scoring import RewardError, total_rewards
 from megatron_grpo.workers import supervised
 
 TESTS = Path(__file__).parents[2]
@@ -474,7 +474,7 @@ TRAINER = """
 import sys
 from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
-from megatron_grpo.rewards import RewardPool
+from megatron_grpo.rewards.pool import RewardPool
 
 name, file = sys.argv[1:]
 pool = RewardPool(RewardConfig(functions=(RewardFunction(name=name),)))

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_grpo.config.reward import RewardConfig
-from megatron_grpo.rewards.builtin import reference_fault
+from megatron_grpo.rewards.by_source import reference_fault
 from megatron_grpo.rewards.math import can_read, math_answer
 
 UNREADABLE = ["", "####", " \n", "$", "$$", "By induction\nit is so"]

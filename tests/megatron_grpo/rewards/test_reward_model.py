@@ -18,8 +18,8 @@ from pydantic import SecretStr
 from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.rewards import RewardPool
 from megatron_grpo.rewards.functions import Answer, load_function
+from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.reward_model import request_of, steps_of
 from megatron_grpo.rewards.scoring import Call, Scores, Scoring, token_ends, with_steps
 

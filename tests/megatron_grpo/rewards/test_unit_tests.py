@@ -10,8 +10,8 @@ import pytest
 from helpers.rewards import sample_of
 from helpers.sandboxes import needs_bubblewrap
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
-from megatron_grpo.rewards import RewardPool
-from megatron_grpo.rewards.builtin import reference_fault
+from megatron_grpo.rewards.by_source import reference_fault
+from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.unit_tests import program_in, unit_tests
 
 pytestmark = needs_bubblewrap

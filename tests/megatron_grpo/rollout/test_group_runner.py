@@ -29,7 +29,7 @@ from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
-from megatron_grpo.rewards import RewardError
+from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 from megatron_grpo.rollout.group_runner import GroupRunner
 from megatron_grpo.rollout.open_samples import groups_of

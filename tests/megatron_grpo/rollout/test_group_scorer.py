@@ -11,7 +11,7 @@ from helpers.engines import wait_until
 from helpers.rewards import sample_of
 from helpers.scripted_engines import Scores
 from megatron_grpo.config.reward import RewardConfig
-from megatron_grpo.rewards import RewardError
+from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.rollout.group_scorer import EarlyScores, GroupScorer
 
 

@@ -10,7 +10,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.rewards import RewardError
+from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.rollout.generate import Rollout, RolloutRequest
 from megatron_grpo.rollout.rollouts import RolloutScheduler
 from megatron_grpo.rollout.runner import RolloutRunner

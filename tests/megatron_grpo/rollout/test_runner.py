@@ -17,7 +17,7 @@ from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.in_flight import MOST_REQUESTS
-from megatron_grpo.rewards import RewardError
+from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.rollout.generate import RolloutRequest
 from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.rollout.rollouts import RolloutScheduler

@@ -16,7 +16,7 @@ from helpers.watched import LIMITS, World, watched_ranks
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.rewards import RewardError
+from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.watchdog import Watchdog
 from megatron_grpo.watchdog.watchdog import _failure, server_host
 from parallel.collectives import any_rank
