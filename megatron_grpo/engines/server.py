@@ -182,7 +182,7 @@ def engine_command(
             command.append("--enable-return-routed-experts")
         return command, environment
     on_gpu = devices is not None
-    environment |= vllm_environment(rollout.gpus_per_engine, on_gpu)
+    environment |= vllm_environment(model, rollout, on_gpu)
     if lora.is_served:  # the route that gives the adapter its name
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     # The address for vLLM's processes on other nodes; it would take any of this host's.

@@ -26,11 +26,8 @@ from megatron_grpo.engines.arguments import (
     fields_of,
 )
 from megatron_grpo.engines.layouts import quantized_engine
-from megatron_grpo.engines.sglang.variables import (
-    QUANTIZATION_VARIABLE,
-    VISION_VARIABLE,
-    check_variables,
-)
+from megatron_grpo.engines.push_protocol import VISION_VARIABLE
+from megatron_grpo.engines.sglang.variables import QUANTIZATION_VARIABLE, check_variables
 
 SERVER = "megatron_grpo.engines.sglang.server"
 LIMIT = "limit_mm_data_per_request"

@@ -155,27 +155,15 @@ async def is_sleeping() -> Json:
     return {"is_sleeping": bool(asleep)}
 
 
-@router.post("/init_weight_transfer_engine")
-async def init_weight_transfer_engine(request: Request) -> Json:
-    """Let the workers open channels to all ranks that send to this engine."""
-    await ask_workers("open_channels", {"question": "", **(await request.json())["init_info"]})
-    return {}
-
-
 @router.post("/collective_rpc")
 async def collective_rpc(request: Request) -> Json:
-    """Call a method of `PushWorker` in every worker; their answers in rank order."""
-    body = await request.json()
-    return {"results": await ask_workers(body["method"], body["kwargs"])}
-
-
-async def ask_workers(method: str, arguments: Json) -> list[Json]:
-    """The answers of all workers."""
-    call = CheckWeightsReqInput(action=call_of(method, arguments))
+    """Have every worker answer a call; their answers in rank order."""
+    call = CheckWeightsReqInput(action=call_of((await request.json())["kwargs"]))
     succeeded, answers, *_ = await manager().check_weights(call)
     if not succeeded:
-        raise RuntimeError(f"{method}: {answers}")
-    return [*json.loads(answers.strip(" |"))]  # SGLang joins what groups say, of which one does
+        raise RuntimeError(answers)
+    # SGLang joins what groups say, of which one does.
+    return {"results": json.loads(answers.strip(" |"))}
 
 
 def check_guarded(arguments: ServerArgs) -> None:

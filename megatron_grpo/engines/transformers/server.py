@@ -37,7 +37,6 @@ ROUTES: dict[str, Callable[..., Json | bytes]] = {
     "/wake_up": TransformersEngine.answer_nothing,  # it never sleeps
     "/pause": TransformersEngine.pause,
     "/resume": TransformersEngine.resume,
-    "/init_weight_transfer_engine": TransformersEngine.init_weight_transfer_engine,
     "/collective_rpc": TransformersEngine.answer_as_worker,
     "/update_weight_version": TransformersEngine.update_weight_version,
     "/reset_prefix_cache": TransformersEngine.reset_prefix_cache,
