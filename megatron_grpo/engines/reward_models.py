@@ -54,7 +54,8 @@ graphs and buffers come on top."""
 
 
 class RewardModels(ServerProcesses):
-    """One server for each `reward_model` with a `path`, in training and evaluations.
+    """One server for each `reward_model` with a `path`, in training and evaluations, on a host with
+    `num_ranks` trainer ranks.
 
     vLLM measures how much of a GPU is free when it starts. So those that share GPUs start when all
     `engines` answer, and sleep when the constructor returns.
@@ -98,13 +99,6 @@ class RewardModels(ServerProcesses):
             with waiting(self.awaited, "answer") as show:
                 self.revive(show)
             self.finish_scoring()
-
-    @classmethod
-    def of_run(
-        cls, cfg: Config, log_dir: Path, num_ranks: int, engines: ServerProcesses
-    ) -> "RewardModels":
-        """Those of a run with `num_ranks` trainer ranks on this host, and these engines."""
-        return cls(served_here(cfg.rewards.values()), cfg.rollout, log_dir, num_ranks, engines)
 
     @property
     def awaited(self) -> str:

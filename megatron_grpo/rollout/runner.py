@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
@@ -35,16 +34,15 @@ def as_rollout_aborted(what: str) -> Iterator[None]:
         raise RolloutAborted(f"{what} failed: {error}") from error
 
 
-class Runner(Protocol):
+class Runner:
     """Makes the generations of a run, on rank 0; `RolloutScheduler` knows when.
 
     A `RolloutRunner` makes each by itself, a `GroupRunner` all from one queue of groups, and a
     `Replay` reads those of another run.
     """
 
-    @property
-    def in_flight(self) -> InFlight | None:
-        """Has the engines work on several generations at a time, through pushes of weights."""
+    in_flight: InFlight | None = None
+    """Has the engines work on several generations at a time, through pushes of weights."""
 
     def begin(self, request: RolloutRequest) -> None:
         """Begin a generation; one whose engines were lost continues if the request is the same."""
@@ -56,7 +54,7 @@ class Runner(Protocol):
         so that the run saves what it has learnt before it ends; Preempted instead of these if the
         scheduler wants the machine back.
         """
-        ...
+        raise NotImplementedError
 
     def resume(self, policy_version: int) -> None:
         """Continue with weights of that version."""
@@ -64,7 +62,7 @@ class Runner(Protocol):
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
         """What a checkpoint holds: the groups of unfinished generations, their samples so far, and
         the finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
-        ...
+        return None, None, {}
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:
         """Restore the groups of a checkpoint, before anything is begun or resumed."""
@@ -84,7 +82,7 @@ class Restored:
     """Addresses of the engines that had answered."""
 
 
-class RolloutRunner:
+class RolloutRunner(Runner):
     """Makes generations, each by itself; see `Runner`."""
 
     def __init__(self, rollouter: Rollouter, watchdog: Watchdog, timeline: Timeline) -> None:
@@ -132,7 +130,7 @@ class RolloutRunner:
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
         """What a checkpoint holds of the generations in progress."""
         if not may_be_saved(self._rollouter.cfg):
-            return None, None, {}
+            return super().open_groups()
         assert self.in_flight is not None
         with self.in_flight.suspended():
             return self._open_groups()
