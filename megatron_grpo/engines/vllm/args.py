@@ -185,7 +185,10 @@ def engine_flags(
     }
     arguments |= platform_arguments(rollout.gpus_per_engine, on_gpu)
     if may_have_linear_attention(model.path):
-        arguments |= linear_arguments(on_gpu)
+        # What heads remember, as the trainer computes it; vLLM's default is the model's dtype.
+        arguments["mamba_ssm_cache_dtype"] = "float32"
+        # vLLM shares the memory of a prefix only where it may split prompts, and is not to on CPUs.
+        arguments["enable_prefix_caching"] = None if on_gpu else False
     overrides = arguments.get("hf_overrides", {})
     if rollout.quantization != "none":
         arguments |= quantizing_arguments(model, rollout, overrides, on_gpu)
@@ -197,16 +200,6 @@ def engine_flags(
     if not on_gpu and (drafts := rollout.vllm.get("speculative_config")):
         arguments["speculative_config"] = {"attention_backend": CPU_ATTENTION} | drafts
     return list(command_flags(arguments))
-
-
-def linear_arguments(on_gpu: bool) -> dict[str, Any]:
-    """Arguments of an engine whose model has linear attention."""
-    return {
-        # What heads remember, as the trainer computes it; vLLM's default is the model's dtype.
-        "mamba_ssm_cache_dtype": "float32",
-        # vLLM shares the memory of a prefix only where it may split prompts, and is not to on CPUs.
-        **({} if on_gpu else {"enable_prefix_caching": False}),
-    }
 
 
 def adapter_arguments(model: ModelConfig, lora: LoraConfig, on_gpu: bool) -> dict[str, Any]:
