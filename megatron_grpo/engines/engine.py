@@ -222,17 +222,12 @@ class Engine:
         """Mark the weights as those of `push`, and label samples with `policy_version`."""
         await self.ask_workers("finish_push", push=push)
         if self.serves_adapter:
-            await self._name_adapter()
+            named = [each["id"] for each in (await self.get("/v1/models"))["data"]]
+            # vLLM numbers adapters from `ADAPTER_ID`, and reads no file for one that workers have.
+            if ADAPTER not in named:
+                body = {"lora_name": ADAPTER, "lora_path": ADAPTER}
+                await self._request("POST", "/v1/load_lora_adapter", body)
         await self.post("/update_weight_version", {"new_version": str(policy_version)})
-
-    async def _name_adapter(self) -> None:
-        """Let requests choose the adapter, if none has a name yet.
-
-        vLLM numbers adapters from `ADAPTER_ID`, and reads no file for one that its workers have.
-        """
-        if ADAPTER not in [each["id"] for each in (await self.get("/v1/models"))["data"]]:
-            body = {"lora_name": ADAPTER, "lora_path": ADAPTER}
-            await self._request("POST", "/v1/load_lora_adapter", body)
 
     async def sleep(self) -> None:
         """Give back the memory of weights and cache until `wake`.

@@ -313,42 +313,27 @@ def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
     """
     import torch  # see above
 
-    instead = "set rollout.engine=transformers"
-    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
-        raise ValueError(
-            f"rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: {instead}"
-        )
-    if shape.family in NO_ROUTER_ON_CPU:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU has no kernel for the router of a {shape.family}: "
-            f"{instead}"
-        )
-    if shape.indexer is not None:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU has no sparse attention for a {shape.family}: "
-            f"{instead}"
-        )
     if shape.has_mamba:
         raise ValueError(
             f"rollout.engine vllm without a GPU has no kernels for a {shape.family}, and no other "
             "engine serves it here: run engines on GPUs"
         )
-    dims = engine_dims(rollout)
+    dims, family = engine_dims(rollout), shape.family
     part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)
-    if shape.activation == "swigluoai" and part % CPU_EXPERT_SIZE:
+    latent = shape.latent.rank + shape.latent.rotary_dim if shape.latent else CPU_LATENT_SIZE
+    lacks = {
+        # Other architectures do not list it.
+        "needs AVX2, which this CPU lacks": not torch.cpu.get_capabilities().get("avx2", True),
+        f"has no kernel for the router of a {family}": family in NO_ROUTER_ON_CPU,
+        f"has no sparse attention for a {family}": shape.indexer is not None,
+        f"needs a multiple of {CPU_EXPERT_SIZE} as the size of a worker's part of an expert of a "
+        f"{family}, not {part}": shape.activation == "swigluoai" and part % CPU_EXPERT_SIZE > 0,
+        "needs a latent and rotated part (kv_lora_rank + qk_rope_head_dim) of "
+        f"{CPU_LATENT_SIZE} together, not {latent}": latent != CPU_LATENT_SIZE,
+        f"needs heads of size {', '.join(map(str, CPU_HEAD_SIZES))}, not "
+        f"{shape.head_dim}": not shape.latent and shape.head_dim not in CPU_HEAD_SIZES,
+    }
+    if told := [key for key, is_so in lacks.items() if is_so]:
         raise ValueError(
-            f"rollout.engine vllm without a GPU needs a multiple of {CPU_EXPERT_SIZE} as the size "
-            f"of a worker's part of an expert of a {shape.family}, not {part}: {instead}"
-        )
-    if shape.latent is not None:
-        size = shape.latent.rank + shape.latent.rotary_dim
-        if size != CPU_LATENT_SIZE:
-            raise ValueError(
-                "rollout.engine vllm without a GPU needs a latent and rotated part (kv_lora_rank + "
-                f"qk_rope_head_dim) of {CPU_LATENT_SIZE} together, not {size}: {instead}"
-            )
-    elif shape.head_dim not in CPU_HEAD_SIZES:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU needs heads of size "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: {instead}"
+            f"rollout.engine vllm without a GPU {told[0]}: set rollout.engine=transformers"
         )

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, command_flags, engine_table
 from megatron_grpo.engines.http import EngineError, post
 from megatron_grpo.engines.kernels import num_gpus
-from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
+from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.server import engine_environment, share_gpus
 from megatron_grpo.engines.vllm.args import (
     TOKEN_GUARD,
@@ -87,12 +88,11 @@ class RewardModels(ServerProcesses):
         if engines and any(function.shares_gpus for function in functions):
             with waiting(engines.awaited, "answer") as show:
                 engines.wait_ready(rollout.startup_timeout, show)
-
-        def command_of(model: Mapping[str, Any], gpus: str | None) -> Command:
-            return lambda port: reward_command(model, port, gpus, self._token)
-
-        placed = enumerate(zip(self._models, devices, strict=True))
-        self.start({f"reward_model_{i}": command_of(model, gpus) for i, (model, gpus) in placed})
+        commands = [
+            partial(reward_command, model, devices=gpus, token=self._token)
+            for model, gpus in zip(self._models, devices, strict=True)
+        ]
+        self.start({f"reward_model_{number}": each for number, each in enumerate(commands)})
         addresses = zip(self.base_urls, functions, strict=True)
         self._sharing = [url for url, function in addresses if function.shares_gpus]
         if self._sharing:

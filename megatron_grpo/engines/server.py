@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,7 +41,7 @@ from megatron_grpo.engines.kernels import (
     num_gpus,
 )
 from megatron_grpo.engines.layouts import engine_dims
-from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
+from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
     check_folder_loaded,
     check_sglang_arguments,
@@ -92,13 +93,9 @@ class EngineServers(ServerProcesses):
         num_devices = num_gpus()
         devices = engine_devices(rollout, num_devices, num_ranks, os.environ)
         self.share_gpus = share_gpus(rollout, num_devices, num_ranks)
-
-        def command_on(gpus: str | None) -> Command:
-            return lambda port: engine_command(
-                model, rollout, LOOPBACK, port, gpus, self.token, lora=lora
-            )
-
-        self.start({f"engine_{i}": command_on(gpus) for i, gpus in enumerate(devices)})
+        command = partial(engine_command, model, rollout, LOOPBACK, token=self.token, lora=lora)
+        commands = [partial(command, devices=gpus) for gpus in devices]
+        self.start({f"engine_{number}": each for number, each in enumerate(commands)})
 
 
 def check_arguments(rollout: RolloutConfig) -> None:

@@ -28,7 +28,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
 from megatron_grpo.engines.access import TokenGuard
@@ -166,13 +166,6 @@ async def collective_rpc(request: Request) -> Json:
     return {"results": json.loads(answers.strip(" |"))}
 
 
-def check_guarded(arguments: ServerArgs) -> None:
-    """Raise ValueError for an argument with which others than our guarded app would answer."""
-    for name, default in UNGUARDED.items():
-        if getattr(arguments, name) != default:
-            raise ValueError(f"--{name.replace('_', '-')} cannot be set: {RESERVED[name]}")
-
-
 def main() -> None:
     """Serve until told to end, and leave no file behind. The token comes by the environment."""
     check_variables(os.environ)
@@ -187,7 +180,9 @@ def main() -> None:
         tempfile.tempdir = own  # SGLang leaves its sockets behind
         os.environ |= VARIABLES | {"TMPDIR": own}
         arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own, "model")))
-        check_guarded(arguments)
+        for name, default in UNGUARDED.items():
+            if getattr(arguments, name) != default:
+                raise ValueError(f"--{name.replace('_', '-')} cannot be set: {RESERVED[name]}")
         try:
             launch(arguments, own)
         finally:

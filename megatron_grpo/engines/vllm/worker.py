@@ -104,12 +104,6 @@ class QuantizingLoader(DefaultModelLoader):
         return quantized_tensors(Path(model_config.model), scheme, ignored)
 
 
-def number_of_worker() -> int:
-    """The number of this process's worker among all of its engine."""
-    tensor = get_tp_group()
-    return get_dp_group().rank_in_group * tensor.world_size + tensor.rank_in_group
-
-
 def answer_for_all_groups() -> None:
     """Let calls to the workers of all data-parallel groups have the answers of all.
 
@@ -207,7 +201,9 @@ class ModelWorker(PushWorker):
     """The weights of a worker of vLLM."""
 
     def __init__(self, worker: Any) -> None:
-        super().__init__(number_of_worker(), worker.device)
+        tensor, data = get_tp_group(), get_dp_group()
+        number = data.rank_in_group * tensor.world_size + tensor.rank_in_group
+        super().__init__(number, worker.device)
         self.model, self._config = worker.get_model(), worker.model_config
         self._drafter = worker.get_draft_model() if DRAFTER_VARIABLE in os.environ else None
         self._with_vision = VISION_VARIABLE in os.environ
