@@ -72,10 +72,11 @@ class Endpoint:
         self._parse, self._model = parse, model
         self._tasks, self._listen = tasks, listen
         self._sessions: dict[str, Session] = {}
-        self._loop = asyncio.new_event_loop()
         self._ready: Future[str] = Future()
         self._stopping = asyncio.Event()
-        self._thread = Thread(target=self._serve, name="agents' endpoint", daemon=True)
+        self._thread = Thread(
+            target=lambda: asyncio.run(self._run()), name="agents' endpoint", daemon=True
+        )
         self._thread.start()
         self.url = self._ready.result()
         """Its address, without /v1."""
@@ -95,12 +96,8 @@ class Endpoint:
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._run())
-        self._loop.close()
-
     async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
         application = web.Application(client_max_size=MAX_BODY)
         routes: dict[str, Handler] = {
             "/v1/chat/completions": partial(self._openai, CHAT, self._chat_turns),

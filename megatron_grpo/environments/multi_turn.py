@@ -190,7 +190,19 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
     async def next_request(self, number: int) -> Json | None:
         """Wait for the environment of a dialogue; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
-        await self._process_answer(number)
+        if dialogue.pending is not None:
+            try:  # if this is cancelled while it waits, the answer stays pending for a later call
+                answer = await asyncio.wrap_future(dialogue.pending)
+                if dialogue.completion_ids:
+                    dialogue.add_step(Step(*answer), self._turns, self._max_turns)
+                else:
+                    dialogue.add_first_observation(answer, self._turns)
+            except EnvironmentFailed as failure:
+                dialogue.fail(str(failure))
+            dialogue.pending = None
+            if dialogue.is_over:
+                dialogue.instance.end()
+                self._complete_group(number)
         return None if dialogue.is_over else self._request(number, dialogue)
 
     def abandon(self) -> None:
@@ -198,27 +210,6 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
         for dialogue in self.dialogues:
             if not dialogue.is_over:
                 dialogue.instance.end()
-
-    async def _process_answer(self, number: int) -> None:
-        """Wait for the answer of a dialogue's environment and process it.
-
-        If this is cancelled while it waits, the answer stays pending for a later call.
-        """
-        dialogue = self.dialogues[number]
-        if dialogue.pending is None:
-            return
-        try:
-            answer = await asyncio.wrap_future(dialogue.pending)
-            if dialogue.completion_ids:
-                dialogue.add_step(Step(*answer), self._turns, self._max_turns)
-            else:
-                dialogue.add_first_observation(answer, self._turns)
-        except EnvironmentFailed as failure:
-            dialogue.fail(str(failure))
-        dialogue.pending = None
-        if dialogue.is_over:
-            dialogue.instance.end()
-            self._complete_group(number)
 
     def sample_of(self, dialogue: Dialogue) -> Sample:
         """The sample of a dialogue that has ended."""
