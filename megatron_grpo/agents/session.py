@@ -19,6 +19,7 @@ from megatron_grpo.config.agent import AgentConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Heard, Sample
 from megatron_grpo.engines.choice import Choice
+from megatron_grpo.workers.tasks import lasting_future
 
 NOTHING: Mapping[str, float] = {}
 MOST_AT_ONCE = 8
@@ -75,7 +76,7 @@ class Session:
         """By place, of `MOST_AT_ONCE`."""
         self.is_over = False
         """Whether there is nothing more to ask engines for."""
-        self._changed = _signal()
+        self._changed = lasting_future()
 
     # The endpoint's side
 
@@ -275,7 +276,7 @@ class Session:
         return np.concatenate(found[:-1])
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, _signal()
+        changed, self._changed = self._changed, lasting_future()
         changed.set_result(None)
 
 
@@ -283,10 +284,3 @@ def _heard(turn: Turn | None) -> Heard:
     if turn is None:  # the session ended before it was parsed
         return Heard((), ())
     return Heard(turn.roles, tuple(call["name"] for call in turn.answer.get("tool_calls", ())))
-
-
-def _signal() -> "Future[None]":
-    """A future that cannot be cancelled: several wait for it."""
-    future: Future[None] = Future()
-    future.set_running_or_notify_cancel()
-    return future
