@@ -197,7 +197,7 @@ def register_adapter(model: torch.nn.Module) -> None:
         manager.lora_index_to_id[0] = ADAPTER_ID
 
 
-class ModelWorker(PushWorker):
+class VllmWorker(PushWorker):
     """The weights of a worker of vLLM."""
 
     def __init__(self, worker: Any) -> None:
@@ -228,13 +228,13 @@ class ModelWorker(PushWorker):
         vLLM's layerwise reload is for layouts that change after loading; ours do not (see above,
         and `moe_backend` in vllm/args.py).
         """
-        sums = {**super().receive(receiver, received)}
+        sums = {**super().receive(receiver, self.tensors())}
         for model in (self.model, self._drafter):
             absorb_latents(model, self._config.dtype)
         if adapter_buffers(self.model):
             sums |= checksums(self.weights())
             register_adapter(self.model)
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize()  # copies may still be under way
         return sums
 
     def _describe_parameters(self) -> Json:
@@ -249,7 +249,7 @@ class ModelWorker(PushWorker):
 class WorkerExtension:
     """What vLLM adds to the base classes of its worker: calls over /collective_rpc reach it."""
 
-    push_worker = cached_property(ModelWorker)
+    push_worker = cached_property(VllmWorker)
 
     def answer_push(self, **call: Any) -> Json:
         """See `PushWorker.answer`."""
