@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
@@ -17,7 +16,12 @@ from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards import RewardError
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 from megatron_grpo.rollout.generate import Rollout, RolloutBatch, RolloutRequest
-from megatron_grpo.rollout.open_samples import experience_of, groups_of, may_be_saved
+from megatron_grpo.rollout.open_samples import (
+    Unscored,
+    experience_of,
+    groups_of,
+    may_be_saved,
+)
 from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.timing import PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
@@ -71,17 +75,6 @@ class Runner:
         """Cancel the generations in progress, since their rollouter is about to be closed."""
 
 
-@dataclass
-class Restored:
-    """What a checkpoint holds of an unfinished generation."""
-
-    samples: list[Sample] = field(default_factory=list)
-    scored: list[ScoredGroup] = field(default_factory=list)
-    """Those of its groups that were scored; their samples are among the `samples`."""
-    engines: set[str] = field(default_factory=set)
-    """Addresses of the engines that had answered."""
-
-
 class RolloutRunner(Runner):
     """Makes generations, each by itself; see `Runner`."""
 
@@ -90,8 +83,10 @@ class RolloutRunner(Runner):
         self.in_flight = rollouter.in_flight
         self._rollouts: dict[int, Rollout] = {}
         """The generations in progress, by number."""
-        self._restored: dict[int, Restored] = defaultdict(Restored)
-        """By generation, until it is begun."""
+        self._groups: dict[int, list[ScoredGroup | Unscored]] = defaultdict(list)
+        self._engines: dict[int, set[str]] = defaultdict(set)
+        """What a checkpoint holds of generations, until they are begun: their groups, and the
+        addresses of the engines that had answered."""
 
     def begin(self, request: RolloutRequest) -> None:
         """Begin a generation; one whose engines were lost continues if the request is the same."""
@@ -101,9 +96,8 @@ class RolloutRunner(Runner):
             if rollout is not None:
                 rollout.abandon()
             rollout = self._rollouts[number] = Rollout(self._rollouter, request)
-            restored = self._restored.pop(number, None)
-            if restored and restored.samples:
-                rollout.restore(restored.samples, restored.scored, restored.engines)
+            if groups := self._groups.pop(number, None):
+                rollout.restore(groups, self._engines[number])
         rollout.start(self._timeline)
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
@@ -164,13 +158,9 @@ class RolloutRunner(Runner):
         """Restore the samples of a checkpoint: `begin` continues the generations that have any."""
         size = self._rollouter.stream.batch_size
         for place, group in groups_of(samples).items():
-            restored = self._restored[place // size]
-            if isinstance(group, ScoredGroup):
-                restored.scored.append(group)
-                group = group.samples
-            restored.samples += group
+            self._groups[place // size].append(group)
         for place, urls in saved.engines:
-            self._restored[place // size].engines.update(urls)
+            self._engines[place // size].update(urls)
 
     def close(self) -> None:
         """Cancel the generations in progress, since their rollouter is about to be closed."""

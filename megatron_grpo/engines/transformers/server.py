@@ -50,15 +50,8 @@ class RequestHandler(BaseHTTPRequestHandler):
     engine: TransformersEngine
     token: str
 
-    def do_GET(self) -> None:
-        """Answer from `ROUTES`."""
-        self._answer()
-
     def do_POST(self) -> None:
         """Answer from `ROUTES`."""
-        self._answer()
-
-    def _answer(self) -> None:
         route = urlsplit(self.path).path
         authorization = self.headers.get("Authorization", "").encode("latin-1")
         length = int(self.headers.get("Content-Length", 0))
@@ -71,6 +64,8 @@ class RequestHandler(BaseHTTPRequestHandler):
             self.rfile.read(min(length, MAX_REFUSED_BYTES))
             self.close_connection = True
             self._send(401, REFUSAL)
+
+    do_GET = do_POST
 
     def _result(self, route: str, body: bytes) -> tuple[int, bytes]:
         """Status and content of the response."""
