@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import NoReturn
@@ -107,10 +108,15 @@ def check_host(cfg: Config, weights: int, num_gpus: int, memory: int) -> None:
 def check_files(cfg: Config) -> None:
     """Raise ValueError, with a line for each model, tokenizer, data or Python file of the user's
     that does not exist."""
+
+    def check_model() -> None:
+        cfg.model.check_folder()
+        tokenizer_file(cfg.model.path)
+
     missing: list[str] = []
-    for check in _check_model_files, _check_data, check_held_out:
+    for check in (check_model, cfg.data.check_exists, partial(check_held_out, cfg)):
         try:
-            check(cfg)
+            check()
         except ValueError as error:
             if not any(each in str(error) for each in missing):  # held-out data at data.path
                 missing.append(str(error))
@@ -120,15 +126,6 @@ def check_files(cfg: Config) -> None:
             missing.append(f"{kind} {file} does not exist{form}")
     if missing:
         raise ValueError("\n".join(missing))
-
-
-def _check_model_files(cfg: Config) -> None:
-    cfg.model.check_folder()
-    tokenizer_file(cfg.model.path)
-
-
-def _check_data(cfg: Config) -> None:
-    cfg.data.check_exists()
 
 
 def check_held_out(cfg: Config) -> None:
