@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Sample, extend_spans
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import Json
@@ -66,7 +66,7 @@ class Dialogue:
         """Append a turn of the model and submit it to the environment."""
         self._append(choice.token_ids, choice.token_logprobs, True)
         for version, num_tokens in choice.spans:
-            self._count(version, num_tokens)
+            extend_spans(self.spans, version, num_tokens)
         self.text += choice.text
         self._is_cut = choice.finish_reason == "length"
         self.pending = self.instance.step(
@@ -104,7 +104,7 @@ class Dialogue:
                 self.finish_reason = "length"
             else:
                 self._append(tokens, [0.0] * len(tokens), False)
-                self._count(self.spans[-1][0], len(tokens))
+                extend_spans(self.spans, self.spans[-1][0], len(tokens))
                 self.text += text
 
     def fail(self, failure: str) -> None:
@@ -116,11 +116,6 @@ class Dialogue:
         self.logprobs.extend(logprobs)
         self.loss_mask.extend([is_sampled] * len(tokens))
         self.room -= len(tokens)
-
-    def _count(self, version: int, num_tokens: int) -> None:
-        if self.spans and self.spans[-1][0] == version:
-            num_tokens += self.spans.pop()[1]
-        self.spans.append((version, num_tokens))
 
 
 class DialogueGeneration(DialogueRequests[Dialogue]):
