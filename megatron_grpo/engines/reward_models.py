@@ -31,7 +31,7 @@ from megatron_grpo.engines.vllm.args import (
     platform_arguments,
     server_environment,
 )
-from megatron_grpo.launch.launch import check_shared_gpus
+from megatron_grpo.launch.placement import check_shared_gpus
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ from megatron_grpo.engines.vllm.args import (
     vllm_command,
     vllm_environment,
 )
-from megatron_grpo.launch.launch import check_engine_size, check_shared
+from megatron_grpo.launch.placement import check_engine_size, check_shared
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
 
 # A trainer rank's place in its distributed job; an engine that saw it would try to join.
