@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 from importlib.metadata import version
 from math import prod
@@ -309,10 +310,7 @@ def plan(
         "--gpus": gpus,
         "--lengths": lengths,
     }
-    for option in ("--instantiate", "--reshard"):
-        others = [other for other, value in options.items() if value and other != option]
-        if options[option] and others:
-            raise typer.BadParameter(f"{option} cannot be combined with {', '.join(others)}")
+    _refuse_combinations(options, ("--instantiate", "--reshard"))
     cfg = load_config(config, overrides or [])
     cfg.model.check_folder(only_config=True)
     if instantiate:
@@ -326,6 +324,13 @@ def plan(
 
         show = print_suggestions if suggest else print_plan
         show(cfg, gpu=gpu or "h100", num_gpus=gpus, lengths_file=lengths, as_json=as_json)
+
+
+def _refuse_combinations(options: Mapping[str, object], alone: tuple[str, ...]) -> None:
+    for option in alone:
+        others = [other for other, value in options.items() if value and other != option]
+        if options[option] and others:
+            raise typer.BadParameter(f"{option} cannot be combined with {', '.join(others)}")
 
 
 def _instantiate(cfg: Config) -> None:
