@@ -249,7 +249,7 @@ def forget_peak(process: WorkerProcess | None) -> int:
 
 def peak_of(process: WorkerProcess) -> int:
     """Peak bytes of this process since `forget_peak`; closes its channels."""
-    process.worker.shutdown_weight_transfer_engine()
+    process.worker.push_worker.close()
     return resident_bytes(peak=True)
 
 

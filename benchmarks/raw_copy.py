@@ -37,7 +37,7 @@ def push_raw(sync: WeightSync, rank: int, plain: Tensor, engines: WorkerEngines)
 
 
 def _receive_all(process: WorkerProcess) -> None:
-    receiver = process.worker.weight_transfer_engine._receiver
+    receiver = process.worker.push_worker._receiver
     streams = receiver._streams
     jobs = [
         partial(_receive, stream.channel, buckets)

@@ -18,13 +18,12 @@ from megatron_grpo.launch.launch import (
     check_files,
     check_held_out,
     check_host,
-    check_shared,
-    place_engines,
     rank_place,
     start_ranks,
     tie_to_launcher,
 )
-from megatron_grpo.launch.launch import place as place_job
+from megatron_grpo.launch.placement import check_shared, place_engines
+from megatron_grpo.launch.placement import place as place_job
 from megatron_grpo.launch.process import (
     allow_open_files,
     exit_when_interrupted,

@@ -41,7 +41,6 @@ from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.timing import PhaseTimer
 
 RESULT_FILE = "eval.json"
-DUMMY = "dummy"
 
 
 class FolderEvaluation:
@@ -150,7 +149,7 @@ def _check(cfg: Config) -> ModelShape:
             "rollout.base_urls: eval starts its own engines, as it cannot tell which weights "
             "running ones have loaded: set rollout.base_urls=[]"
         )
-    if cfg.rollout.vllm.get("load_format") == DUMMY:
+    if cfg.rollout.vllm.get("load_format") == "dummy":
         raise ValueError(
             "rollout.vllm.load_format dummy makes engines start with random weights, which eval "
             "does not replace: leave it out, or set rollout.vllm.load_format=hf"

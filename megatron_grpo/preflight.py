@@ -15,18 +15,15 @@ from checkpoint_convert.formats.safetensors_file import NAMES
 from checkpoint_convert.hf_config import has_other_towers
 from checkpoint_convert.quantized_model import check_ranks, quantized_model
 from checkpoint_convert.sidecar import sidecar_files
-from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.folders import latest_step
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import check_shared_prompts
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.doctor.packages import TRACKERS
-from megatron_grpo.engines.drafters import check_drafts
-from megatron_grpo.engines.kernels import check_kernels, check_served, check_towers_served
-from megatron_grpo.engines.layouts import engine_dims, quantized_engine
-from megatron_grpo.engines.server import check_arguments
-from megatron_grpo.engines.sglang.args import check_folder_loaded
+from megatron_grpo.engines.kernels import check_kernels
+from megatron_grpo.engines.layouts import quantized_engine
+from megatron_grpo.engines.server import check_arguments, check_model_served
 from megatron_grpo.engines.vllm.args import check_adapters
 from megatron_grpo.launch.launch import check_files
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer, check_run_dir, check_token
@@ -78,18 +75,12 @@ def preflight(cfg: Config, token: str | None, *, starts_here: bool = True) -> tu
 
 def check_engines(cfg: Config, shape: ModelShape, token: str | None) -> None:
     """Raise ValueError if the engines cannot split the model, be started, reached or used."""
-    rollout = cfg.rollout
-    check_engine_dims(shape, engine_dims(rollout))
-    check_served(rollout, shape)
-    check_towers_served(cfg.model, rollout)
-    if rollout.engine == "sglang":
-        check_folder_loaded(cfg.model, rollout)
-    check_drafts(cfg, shape)
+    check_model_served(cfg, shape)
     check_shared_prompts(cfg.grpo, shape)
-    for url in rollout.base_urls:
+    for url in cfg.rollout.base_urls:
         _check_answers(url.rstrip("/"), check_token(token))
-    if not rollout.base_urls:
-        check_arguments(rollout)
+    if not cfg.rollout.base_urls:
+        check_arguments(cfg.rollout)
 
 
 def _check_model(cfg: Config) -> ModelShape:
@@ -108,23 +99,17 @@ def _check_model(cfg: Config) -> ModelShape:
     of_model = shape, NAMES[cfg.model.dtype], cfg.rollout.quantization_ignore
     if model := quantized_model(cfg.train.export_quantization, *of_model):
         check_ranks(shape, cfg.dims, model)
-    if has_other_towers(folder):
-        check_text_tower(cfg)
+    if has_other_towers(folder) and cfg.train.export_quantization != "none":
+        raise ValueError(
+            f"train.export_quantization is {cfg.train.export_quantization}, and model.path "
+            f"{folder} has other towers beside that of text; supported: none"
+        )
     if cfg.model.freeze_moe_router and shape.moe is None:
         raise ValueError(
             "model.freeze_moe_router true needs a mixture of experts, and this model is dense: "
             "leave it out"
         )
     return shape
-
-
-def check_text_tower(cfg: Config) -> None:
-    """Raise ValueError for what is not there for the text tower of a multimodal model."""
-    if cfg.train.export_quantization != "none":
-        raise ValueError(
-            f"train.export_quantization is {cfg.train.export_quantization}, and model.path "
-            f"{cfg.model.path} has other towers beside that of text; supported: none"
-        )
 
 
 def _check_nccl(environ: Mapping[str, str]) -> None:

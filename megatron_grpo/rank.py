@@ -29,10 +29,6 @@ PREFLIGHT_TIMEOUT = timedelta(hours=1)
 """How long ranks wait for rank 0, which may first download and encode the data."""
 
 
-NUM_STEPS = "num_steps"
-"""Key of the store."""
-
-
 def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     """Join the other ranks and train; returns when all steps are done.
 
@@ -61,8 +57,8 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
 def with_steps_of_rank_0(cfg: Config, rank: int, store: dist.Store) -> Config:
     """`cfg` with the number of steps that `train.num_epochs` are: rank 0 has read the data."""
     if rank == 0:
-        store.set(NUM_STEPS, str(cfg.num_steps))
-    return with_num_steps(cfg, int(store.get(NUM_STEPS)))
+        store.set("num_steps", str(cfg.num_steps))
+    return with_num_steps(cfg, int(store.get("num_steps")))
 
 
 def _beginning(cfg: Config) -> str:

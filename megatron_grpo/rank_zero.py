@@ -1,6 +1,5 @@
 """What rank 0 alone has of a run: the engines, the prompts, the rewards, and the log."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
@@ -8,7 +7,6 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.config import Config
-from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.draft_meter import DraftMeter
 from megatron_grpo.launch.process import preempted_instead
@@ -61,6 +59,7 @@ class RankZero:
         log = stack.enter_context(closing(RunLog(cfg, state.step, source.tokenizer)))
         log.begin(len(stream.prompts))
         runner: Runner
+        rollouter = None if isinstance(source, Replay) else source
         if isinstance(source, Replay):
             runner = source
         elif cfg.rollout.over_sampling > 1:
@@ -68,15 +67,10 @@ class RankZero:
         else:
             runner = RolloutRunner(source, watchdog, log.timeline)
         stack.enter_context(closing(runner))
-        drafts, rollouter = None, None if isinstance(source, Replay) else source
+        drafts = None
         if rollouter and cfg.rollout.vllm.get("speculative_config"):
             drafts = DraftMeter(rollouter.engines, are_new=not cfg.rollout.base_urls)
         return cls(cfg, watchdog, rollouter, stream, log, runner, drafts)
-
-    @property
-    def prompts(self) -> Sequence[Prompt]:
-        """All prompts of the data."""
-        return self.stream.prompts
 
     @property
     def with_engines(self) -> Rollouter:

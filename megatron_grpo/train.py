@@ -165,7 +165,7 @@ class Trainer:
         if self.zero is None:
             return None
         with self.timer.phase("load"):
-            return self.checkpoints.load_experience(self.step, self.zero.prompts, prefix)
+            return self.checkpoints.load_experience(self.step, self.zero.stream.prompts, prefix)
 
     def next_minibatch(self) -> list[PackedBatch]:
         """This rank's microbatches of the next optimizer step.

@@ -72,7 +72,7 @@ class WeightFolder:
             raise_first_failure(self._create, RolloutAborted)
             raise_first_failure(lambda: self._fill(parameters), RolloutAborted)
         except RolloutAborted:
-            self._remove()  # the last checkpoint needs the room
+            self.finish()  # the last checkpoint needs the room
             raise
 
     def send(
@@ -87,18 +87,19 @@ class WeightFolder:
             return sums_of_copies(parameters, self._sends, self._workers, self._dtypes)
 
     def finish(self) -> None:
-        """Remove the folder, once engines serve what they have read."""
-        self._remove()
+        """Remove the folder, which no worker reads any more."""
+        if self._sender.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """Remove the folder; the next `open` tells the workers of it again."""
-        self._remove()
+        self.finish()
         self._is_known = False
 
     def _create(self) -> None:
         if self._sender.rank > 0:
             return
-        self._remove()  # that of a push which was killed
+        self.finish()  # that of a push which was killed
         dtype = getattr(torch, self._cfg.model.dtype)
         shard_bytes = shard_bytes_for(dist.get_world_size(), self._shape, dtype)
         shape = replace(self._shape, num_mtp_layers=0)  # no worker reads these
@@ -110,11 +111,6 @@ class WeightFolder:
         with _naming_errors():
             files = file_layout(self._shape)
             write_weights(self._folder, layout, parameters, first_file=rank, files=files)
-
-    def _remove(self) -> None:
-        """Remove the folder, which no worker reads any more."""
-        if self._sender.rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @contextmanager

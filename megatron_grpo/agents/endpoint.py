@@ -13,6 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Thread
 from typing import Any
 from uuid import uuid4
@@ -29,7 +30,7 @@ from megatron_grpo.agents.chat import (
     messages_of,
     roles_since_answer,
 )
-from megatron_grpo.agents.openai_api import Answer, Answered, Asked, Chunks, Json
+from megatron_grpo.agents.openai_api import CHAT, TEXT, Answered, Asked, Json, Route
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import TaskQueue
 from megatron_grpo.engines.choice import Choice
@@ -41,6 +42,7 @@ NO_SESSION = "this is no key of a session that is going on"
 STOP_SECONDS = 2.0
 """Within which connections end when the server stops."""
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ErrorBody = Callable[[str, str, str | None], Json]
 Parse = Callable[[Choice, Json, str], Awaitable[Json]]
 """The assistant's message that a turn is, by the parsers of the engine at an address; the second
@@ -70,10 +72,11 @@ class Endpoint:
         self._parse, self._model = parse, model
         self._tasks, self._listen = tasks, listen
         self._sessions: dict[str, Session] = {}
-        self._loop = asyncio.new_event_loop()
         self._ready: Future[str] = Future()
         self._stopping = asyncio.Event()
-        self._thread = Thread(target=self._serve, name="agents' endpoint", daemon=True)
+        self._thread = Thread(
+            target=lambda: asyncio.run(self._run()), name="agents' endpoint", daemon=True
+        )
         self._thread.start()
         self.url = self._ready.result()
         """Its address, without /v1."""
@@ -93,16 +96,12 @@ class Endpoint:
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._run())
-        self._loop.close()
-
     async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
         application = web.Application(client_max_size=MAX_BODY)
-        routes = {
-            "/v1/chat/completions": self._chat,
-            "/v1/completions": self._text,
+        routes: dict[str, Handler] = {
+            "/v1/chat/completions": partial(self._openai, CHAT, self._chat_turns),
+            "/v1/completions": partial(self._openai, TEXT, self._text_turns),
             "/v1/messages": self._messages,
         }
         for path, handler in routes.items():
@@ -141,29 +140,18 @@ class Endpoint:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megatron-grpo"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._openai(
-            request, self._chat_turns, openai_api.chat_answer, openai_api.chat_chunks
-        )
-
-    async def _text(self, request: web.Request) -> web.StreamResponse:
-        return await self._openai(
-            request, self._text_turns, openai_api.text_answer, openai_api.text_chunks
-        )
-
     async def _openai(
         self,
-        request: web.Request,
+        route: Route,
         take_turns: Callable[[Asking], Awaitable[list[Answered]]],
-        whole: Answer,
-        chunks: Chunks,
+        request: web.Request,
     ) -> web.StreamResponse:
         async def answer(asking: Asking) -> web.StreamResponse:
             turns, name = await take_turns(asking), f"chatcmpl-{uuid4().hex}"
             if not asking.asked.is_streamed:
-                return web.json_response(whole(turns, self._model, name))
-            parts = [("", part) for part in chunks(turns, self._model, name, asking.asked)]
-            return await _stream(request, parts, end="data: [DONE]\n\n")
+                return web.json_response(route.answer(turns, self._model, name))
+            chunks = route.stream(turns, self._model, name, asking.asked)
+            return await _stream(request, [("", part) for part in chunks], end="data: [DONE]\n\n")
 
         return await self._handle(request, openai_api.error_body, lambda body: body, answer)
 

@@ -1,9 +1,9 @@
 """OpenAI's bodies of requests and answers: chat completions and text completions."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_grpo.agents.chat import BadRequest, Message
 
@@ -84,8 +84,33 @@ class Answered:
     """Text and log-probability of each token; empty unless the request asks for them."""
 
 
-def usage_of(turns: Sequence[Answered]) -> Json:
-    """The numbers of tokens of an answer."""
+class Route(NamedTuple):
+    """How one of the two routes answers: the kind of its answers and of the chunks of a stream, and
+    what is a turn, by its number, in these."""
+
+    kind: str
+    choice: Callable[[int, Answered], Json]
+    chunk_kind: str
+    chunks: Callable[[int, Answered], Iterable[Json]]
+
+    def answer(self, turns: Sequence[Answered], model: str, name: str) -> Json:
+        """The body of an answer."""
+        choices = [self.choice(index, turn) for index, turn in enumerate(turns)]
+        return {**_frame(self.kind, model, name), "choices": choices, "usage": _usage(turns)}
+
+    def stream(
+        self, turns: Sequence[Answered], model: str, name: str, asked: Asked
+    ) -> Iterator[Json]:
+        """The same as a stream; a turn comes whole, as it is parsed when all of it is there."""
+        frame = _frame(self.chunk_kind, model, name)
+        for index, turn in enumerate(turns):
+            for choice in self.chunks(index, turn):
+                yield {**frame, "choices": [choice]}
+        if asked.has_usage:
+            yield {**frame, "choices": [], "usage": _usage(turns)}
+
+
+def _usage(turns: Sequence[Answered]) -> Json:
     prompt, sampled = turns[0].num_prompt, sum(turn.num_sampled for turn in turns)
     return {
         "prompt_tokens": prompt,
@@ -98,56 +123,22 @@ def _frame(kind: str, model: str, name: str) -> Json:
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
-def chat_answer(turns: Sequence[Answered], model: str, name: str) -> Json:
-    """The body of an answer of /v1/chat/completions."""
-    choices = [
-        {
-            "index": index,
-            "message": turn.message,
-            "finish_reason": turn.finish_reason,
-            "logprobs": _chat_logprobs(turn),
-        }
-        for index, turn in enumerate(turns)
-    ]
+def _chat_choice(index: int, turn: Answered) -> Json:
     return {
-        **_frame("chat.completion", model, name),
-        "choices": choices,
-        "usage": usage_of(turns),
+        "index": index,
+        "message": turn.message,
+        "finish_reason": turn.finish_reason,
+        "logprobs": _chat_logprobs(turn),
     }
 
 
-def chat_chunks(turns: Sequence[Answered], model: str, name: str, asked: Asked) -> Iterator[Json]:
-    """The same as a stream; a turn comes whole, as it is parsed when all of it is there."""
-    frame = _frame("chat.completion.chunk", model, name)
-    for index, turn in enumerate(turns):
-        delta = dict(turn.message)
-        if calls := delta.get("tool_calls"):
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-        for part, reason in ((delta, None), ({}, turn.finish_reason)):
-            choice = {"index": index, "delta": part, "finish_reason": reason}
-            if part:
-                choice["logprobs"] = _chat_logprobs(turn)
-            yield {**frame, "choices": [choice]}
-    if asked.has_usage:
-        yield {**frame, "choices": [], "usage": usage_of(turns)}
-
-
-def text_answer(turns: Sequence[Answered], model: str, name: str) -> Json:
-    """The body of an answer of /v1/completions."""
-    return {
-        **_frame("text_completion", model, name),
-        "choices": [_text_choice(index, turn) for index, turn in enumerate(turns)],
-        "usage": usage_of(turns),
-    }
-
-
-def text_chunks(turns: Sequence[Answered], model: str, name: str, asked: Asked) -> Iterator[Json]:
-    """The same as a stream."""
-    frame = _frame("text_completion", model, name)
-    for index, turn in enumerate(turns):
-        yield {**frame, "choices": [_text_choice(index, turn)]}
-    if asked.has_usage:
-        yield {**frame, "choices": [], "usage": usage_of(turns)}
+def _chat_chunks(index: int, turn: Answered) -> Iterator[Json]:
+    delta = dict(turn.message)
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    logprobs = _chat_logprobs(turn)
+    yield {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}
+    yield {"index": index, "delta": {}, "finish_reason": turn.finish_reason}
 
 
 def _text_choice(index: int, turn: Answered) -> Json:
@@ -180,5 +171,8 @@ def error_body(text: str, kind: str, code: str | None = None) -> Json:
     return {"error": {"message": text, "type": kind, "param": None, "code": code}}
 
 
-Answer = Callable[[Sequence[Answered], str, str], Json]
-Chunks = Callable[[Sequence[Answered], str, str, Asked], Iterator[Mapping[str, Any]]]
+CHAT = Route("chat.completion", _chat_choice, "chat.completion.chunk", _chat_chunks)
+TEXT = Route(
+    *("text_completion", _text_choice),
+    *("text_completion", lambda index, turn: [_text_choice(index, turn)]),
+)

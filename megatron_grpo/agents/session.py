@@ -19,6 +19,7 @@ from megatron_grpo.config.agent import AgentConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Heard, Sample
 from megatron_grpo.engines.choice import Choice
+from megatron_grpo.workers.tasks import lasting_future
 
 NOTHING: Mapping[str, float] = {}
 MOST_AT_ONCE = 8
@@ -73,8 +74,9 @@ class Session:
         self._pending: deque[TurnRequest] = deque()
         self._at_engines: dict[int, TurnRequest] = {}
         """By place, of `MOST_AT_ONCE`."""
-        self._is_over = False
-        self._changed = _signal()
+        self.is_over = False
+        """Whether there is nothing more to ask engines for."""
+        self._changed = lasting_future()
 
     # The endpoint's side
 
@@ -89,7 +91,7 @@ class Session:
         place, context = self._prompt_of(found)
         request = self._request(place, context, max_tokens, stop)
         with self._lock:
-            if self._is_over:
+            if self.is_over:
                 raise SessionOver("this session is over")
             self._pending.append(request)
             self._notify()
@@ -101,7 +103,7 @@ class Session:
                     self._pending.remove(request)
             raise
         with self._lock:
-            if self._is_over:
+            if self.is_over:
                 raise SessionOver("this session is over")
             return choice, url, *self._keep(place, context, found.rest, choice)
 
@@ -110,7 +112,7 @@ class Session:
     ) -> None:
         """The agent has ended, with the reward and the metrics that it gave."""
         with self._lock:
-            if self._is_over:
+            if self.is_over:
                 return
             failure = failure or self.failure
             if not (failure or self.tree.branches):
@@ -122,7 +124,7 @@ class Session:
                 self.finish_reason = "failed"
             waiting = [*self._pending, *self._at_engines.values()]
             self._pending.clear()
-            self._is_over = True  # last: then others read the above, without the lock
+            self.is_over = True  # last: then others read the above, without the lock
             self._notify()
         for request in waiting:
             if request.answer.set_running_or_notify_cancel():
@@ -135,7 +137,7 @@ class Session:
         session's end. If this is cancelled, nothing is lost."""
         while True:
             with self._lock:
-                if self._is_over:
+                if self.is_over:
                     return None
                 if place in self._at_engines:
                     return self._at_engines[place]
@@ -146,28 +148,23 @@ class Session:
             await asyncio.wrap_future(changed)
 
     @property
-    def is_over(self) -> bool:
-        """Whether there is nothing more to ask engines for."""
-        return self._is_over
-
-    @property
     def open(self) -> dict[int, TurnRequest]:
         """The requests at engines, by place."""
         with self._lock:
-            return {} if self._is_over else dict(self._at_engines)
+            return {} if self.is_over else dict(self._at_engines)
 
     def answer(self, place: int, choice: Choice, url: str) -> None:
         """An engine has answered the request at a place."""
         with self._lock:
             request = self._at_engines.pop(place, None)
-            if request is None or self._is_over:
+            if request is None or self.is_over:
                 return
         if request.answer.set_running_or_notify_cancel():  # else nobody waits any more
             request.answer.set_result((choice, url))
 
     def to_sample(self) -> Sample:
         """The sample, once the session is over."""
-        assert self._is_over
+        assert self.is_over
         steps, prompt, tree = [], self.prompt, self.tree
         branches = tree.branches
         offset, heard, turns = 0, [], {turn.end: turn for turn in self.turns}
@@ -279,7 +276,7 @@ class Session:
         return np.concatenate(found[:-1])
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, _signal()
+        changed, self._changed = self._changed, lasting_future()
         changed.set_result(None)
 
 
@@ -287,10 +284,3 @@ def _heard(turn: Turn | None) -> Heard:
     if turn is None:  # the session ended before it was parsed
         return Heard((), ())
     return Heard(turn.roles, tuple(call["name"] for call in turn.answer.get("tool_calls", ())))
-
-
-def _signal() -> "Future[None]":
-    """A future that cannot be cancelled: several wait for it."""
-    future: Future[None] = Future()
-    future.set_running_or_notify_cancel()
-    return future

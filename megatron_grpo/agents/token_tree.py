@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_grpo.data.samples import Branch
+from megatron_grpo.data.samples import Branch, extend_spans
 from megatron_grpo.engines.choice import Choice
 
 
@@ -62,7 +62,7 @@ class TokenTree:
         """Version of the weights and number of tokens, of each part of all branches' own tokens."""
         spans: list[tuple[int, int]] = []
         for version, num_tokens in (span for branch in self.branches for span in branch.spans):
-            _count(spans, version, num_tokens)
+            extend_spans(spans, version, num_tokens)
         return spans
 
     def tokens(self, place: Place) -> "array[int]":
@@ -102,9 +102,9 @@ class TokenTree:
         branch.loss_mask.extend([0] * num_context + [1] * len(choice.token_ids))
         # A context counts as of the turn before it, or of its own one.
         spans = choice.spans
-        _count(branch.spans, (branch.spans or spans)[-1][0], num_context)
+        extend_spans(branch.spans, (branch.spans or spans)[-1][0], num_context)
         for version, num_tokens in spans:
-            _count(branch.spans, version, num_tokens)
+            extend_spans(branch.spans, version, num_tokens)
         branch.ends.append(len(branch.path))
         branch.text += choice.text
         return Place(number, len(branch.path))
@@ -155,10 +155,3 @@ class TokenTree:
         routes = [np.concatenate(branch.routes)[:known]] if known else []
         self.branches.append(Sampled(place, place.length, path, routes=routes))
         return len(self.branches) - 1
-
-
-def _count(spans: list[tuple[int, int]], version: int, num_tokens: int) -> None:
-    if spans and spans[-1][0] == version:
-        num_tokens += spans.pop()[1]
-    if num_tokens:
-        spans.append((version, num_tokens))

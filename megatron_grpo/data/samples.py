@@ -119,6 +119,14 @@ class Sample:
         return math.fsum(reward for _, reward in self.step_rewards)
 
 
+def extend_spans(spans: list[tuple[int, int]], version: int, num_tokens: int) -> None:
+    """Add a part of a completion to its `Sample.spans`, or to the last one of that version."""
+    if spans and spans[-1][0] == version:
+        num_tokens += spans.pop()[1]
+    if num_tokens:
+        spans.append((version, num_tokens))
+
+
 Columns = dict[int, dict[str, Any]]
 """By row of the data, its columns but for the prompt, as values of JSON."""
 

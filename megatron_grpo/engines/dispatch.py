@@ -184,15 +184,13 @@ class RequestDispatcher:
     async def _balance(self) -> NoReturn:
         while True:
             await asyncio.sleep(BALANCE_INTERVAL)
-            if self._requests.are_movable and not (self._is_held or self._is_over.is_set()):
-                self._move_requests()
-
-    def _move_requests(self) -> None:
-        each = self._queues.items()
-        takers = [url for url, queue in each if queue.has_room]
-        unstarted = {url: num for url, queue in each if (num := queue.num_unstarted)}
-        for giver, taker, count in rebalance(unstarted, takers):
-            self._queues[taker].enqueue(self._queues[giver].steal(count))
+            if not self._requests.are_movable or self._is_held or self._is_over.is_set():
+                continue
+            each = self._queues.items()
+            takers = [url for url, queue in each if queue.has_room]
+            unstarted = {url: num for url, queue in each if (num := queue.num_unstarted)}
+            for giver, taker, count in rebalance(unstarted, takers):
+                self._queues[taker].enqueue(self._queues[giver].steal(count))
 
 
 def rebalance(

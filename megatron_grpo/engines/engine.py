@@ -207,7 +207,7 @@ class Engine:
         Failures show in the report of the push.
         """
         info = {"transfer": transfer, "engine": index, "channels": channels}
-        await self.post("/init_weight_transfer_engine", {"init_info": info})
+        await self.ask_workers("open_channels", **info)
 
     async def begin_push(self, push: str, channels: str) -> None:
         """Pause the engine, so that nothing runs or gets cached, and clear the weight version.
@@ -222,17 +222,12 @@ class Engine:
         """Mark the weights as those of `push`, and label samples with `policy_version`."""
         await self.ask_workers("finish_push", push=push)
         if self.serves_adapter:
-            await self._name_adapter()
+            named = [each["id"] for each in (await self.get("/v1/models"))["data"]]
+            # vLLM numbers adapters from `ADAPTER_ID`, and reads no file for one that workers have.
+            if ADAPTER not in named:
+                body = {"lora_name": ADAPTER, "lora_path": ADAPTER}
+                await self._request("POST", "/v1/load_lora_adapter", body)
         await self.post("/update_weight_version", {"new_version": str(policy_version)})
-
-    async def _name_adapter(self) -> None:
-        """Let requests choose the adapter, if none has a name yet.
-
-        vLLM numbers adapters from `ADAPTER_ID`, and reads no file for one that its workers have.
-        """
-        if ADAPTER not in [each["id"] for each in (await self.get("/v1/models"))["data"]]:
-            body = {"lora_name": ADAPTER, "lora_path": ADAPTER}
-            await self._request("POST", "/v1/load_lora_adapter", body)
 
     async def sleep(self) -> None:
         """Give back the memory of weights and cache until `wake`.
@@ -265,18 +260,19 @@ class Engine:
             )
         await self.post("/update_weight_version", {"new_version": str(LOADED_VERSION)})
 
-    async def ask_workers(self, method: str, **arguments: str) -> list[Json]:
-        """Call a method of `PushWorker` in every worker; returns their answers in rank order.
+    async def ask_workers(self, call: str, **arguments: Any) -> list[Json]:
+        """Have the `PushWorker` of every worker answer a call; their answers are in rank order.
 
         vLLM itself is given no timeout: after one, it would return the late answers to the next
         call.
         """
         question = uuid.uuid4().hex
-        body = {"method": method, "kwargs": arguments | {"question": question}}
+        asked = {"call": call, "question": question, **arguments}
+        body = {"method": "answer_push", "kwargs": asked}
         answers: list[Any] = (await self.post("/collective_rpc", body))["results"]
         if not all(isinstance(a, dict) and a["question"] == question for a in answers):
             raise EngineDown(
-                f"rollout engine {self.url}: its workers answered an earlier call than {method}, "
+                f"rollout engine {self.url}: its workers answered an earlier call than {call}, "
                 "as happens after a call failed in one of them: restart it"
             )
         return answers

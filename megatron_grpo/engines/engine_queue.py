@@ -85,7 +85,9 @@ class EngineQueue:
                     self._note_change()
                     self.has_started_or_failed.set()
                     await is_over.wait()
-                    await self._wait_for_cut()
+                    while self._is_cut and self._asks:  # again for those that arrived since
+                        await engine.cut()
+                        await asyncio.sleep(POLL_INTERVAL)
                 finally:
                     self._is_working = self._is_sending = False
             await self._check_push()
@@ -254,12 +256,6 @@ class EngineQueue:
                     await engine.post("/resume")
             raise
 
-    async def _wait_for_cut(self) -> None:
-        # Again for those that arrived after the last time.
-        while self._is_cut and self._asks:
-            await self._engine.cut()
-            await asyncio.sleep(POLL_INTERVAL)
-
     def _send(self, requests: Mapping[int, Json]) -> None:
         self.open |= requests
         for number in () if self._is_cut else requests:
@@ -305,15 +301,12 @@ class EngineQueue:
             # A request that was stolen may have come back, and be asked by another task.
             is_own = number in self.open and self._asks.get(number) is asyncio.current_task()
             if is_own and begun and begun.token_ids and begun.finish_reason == CUT:
-                self._keep_begun(number, begun)
+                assert self._keep is not None
+                # Another engine continues what this one has sampled.
+                if rest := self._keep(number, begun, self._engine.url):
+                    self.open[number] = rest
+                else:
+                    del self.open[number]
             raise
         finally:
             self._num_at_engine -= 1
-
-    def _keep_begun(self, number: int, begun: Choice) -> None:
-        """Have another engine continue what this one has sampled."""
-        assert self._keep is not None
-        if rest := self._keep(number, begun, self._engine.url):
-            self.open[number] = rest
-        else:
-            del self.open[number]

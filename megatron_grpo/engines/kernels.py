@@ -249,10 +249,7 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None
         if rollout.quantization != "none" or shape.has_mamba or shape.indexer:
             import torch  # see above
 
-            capability = torch.cuda.get_device_capability()
-            check_card(rollout, capability)
-            check_routers(rollout, shape, dtype, capability)
-            check_sparse(rollout, shape, dtype, capability)
+            check_card(rollout, shape, dtype, torch.cuda.get_device_capability())
     elif rollout.engine == "vllm":
         _check_cpu_kernels(rollout, shape)
     elif rollout.engine == "sglang" and (shape.linear or shape.indexer):
@@ -263,46 +260,34 @@ def check_kernels(rollout: RolloutConfig, shape: ModelShape, dtype: str) -> None
         )
 
 
-def check_card(rollout: RolloutConfig, capability: tuple[int, int]) -> None:
-    """Raise ValueError for 8-bit weights that SGLang would rearrange for Marlin after loading."""
-    if rollout.engine != "sglang" or rollout.quantization == "none":
-        return
-    if capability < WITH_FP8:
+def check_card(
+    rollout: RolloutConfig, shape: ModelShape, dtype: str, capability: tuple[int, int]
+) -> None:
+    """Raise ValueError for what an engine lacks on GPUs of this compute capability.
+
+    SGLang would rearrange 8-bit weights for Marlin after loading. vLLM has routers beside Mamba-2's
+    layers in float32, and pushes bring them in `dtype`. Sparse attention is for bfloat16 alone.
+    """
+    engine, found = rollout.engine, ".".join(map(str, capability))
+    if engine == "sglang" and rollout.quantization != "none" and capability < WITH_FP8:
         raise ValueError(
             f"rollout.quantization {rollout.quantization} with rollout.engine sglang needs GPUs of "
-            f"compute capability {'.'.join(map(str, WITH_FP8))} or more, not "
-            f"{'.'.join(map(str, capability))}, for which SGLang rearranges the weights: leave it "
-            "out"
+            f"compute capability {'.'.join(map(str, WITH_FP8))} or more, not {found}, for which "
+            "SGLang rearranges the weights: leave it out"
         )
-
-
-def check_routers(
-    rollout: RolloutConfig, shape: ModelShape, dtype: str, capability: tuple[int, int]
-) -> None:
-    """Raise ValueError if vLLM has routers in float32 on GPUs of this compute capability, and
-    pushes bring them in `dtype`."""
-    if rollout.engine != "vllm" or shape.moe is None or dtype == "float32":
-        return
-    if shape.has_mamba and capability[0] not in WITH_ROUTERS_OF_16_BITS:
+    has_routers = engine == "vllm" and shape.has_mamba and shape.moe is not None
+    if has_routers and dtype != "float32" and capability[0] not in WITH_ROUTERS_OF_16_BITS:
         raise ValueError(
             f"rollout.engine vllm has the routers of a {shape.family} in float32 on GPUs of "
-            f"compute capability {'.'.join(map(str, capability))}, and pushes bring them in "
-            f"{dtype}: use GPUs of 9.0 or 10.x, or set model.dtype=float32"
+            f"compute capability {found}, and pushes bring them in {dtype}: use GPUs of 9.0 or "
+            "10.x, or set model.dtype=float32"
         )
-
-
-def check_sparse(
-    rollout: RolloutConfig, shape: ModelShape, dtype: str, capability: tuple[int, int]
-) -> None:
-    """Raise ValueError if an engine has no sparse attention in `dtype` or on such GPUs."""
-    if rollout.engine == "transformers" or shape.indexer is None:
-        return
-    if dtype != "bfloat16" or capability < WITH_SPARSE:
+    is_sparse = engine != "transformers" and shape.indexer is not None
+    if is_sparse and (dtype != "bfloat16" or capability < WITH_SPARSE):
         raise ValueError(
-            f"rollout.engine {rollout.engine} serves sparse attention in bfloat16 and on GPUs of "
-            f"compute capability {'.'.join(map(str, WITH_SPARSE))} or more, not in {dtype} on "
-            f"{'.'.join(map(str, capability))}: set model.dtype=bfloat16, use such GPUs, or set "
-            "rollout.engine=transformers"
+            f"rollout.engine {engine} serves sparse attention in bfloat16 and on GPUs of compute "
+            f"capability {'.'.join(map(str, WITH_SPARSE))} or more, not in {dtype} on {found}: set "
+            "model.dtype=bfloat16, use such GPUs, or set rollout.engine=transformers"
         )
 
 
@@ -313,42 +298,27 @@ def _check_cpu_kernels(rollout: RolloutConfig, shape: ModelShape) -> None:
     """
     import torch  # see above
 
-    instead = "set rollout.engine=transformers"
-    if not torch.cpu.get_capabilities().get("avx2", True):  # other architectures do not list it
-        raise ValueError(
-            f"rollout.engine vllm without a GPU needs AVX2, which this CPU lacks: {instead}"
-        )
-    if shape.family in NO_ROUTER_ON_CPU:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU has no kernel for the router of a {shape.family}: "
-            f"{instead}"
-        )
-    if shape.indexer is not None:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU has no sparse attention for a {shape.family}: "
-            f"{instead}"
-        )
     if shape.has_mamba:
         raise ValueError(
             f"rollout.engine vllm without a GPU has no kernels for a {shape.family}, and no other "
             "engine serves it here: run engines on GPUs"
         )
-    dims = engine_dims(rollout)
+    dims, family = engine_dims(rollout), shape.family
     part = shape.intermediate_size // (1 if dims.expert_parallel else dims.num_workers)
-    if shape.activation == "swigluoai" and part % CPU_EXPERT_SIZE:
+    latent = shape.latent.rank + shape.latent.rotary_dim if shape.latent else CPU_LATENT_SIZE
+    lacks = {
+        # Other architectures do not list it.
+        "needs AVX2, which this CPU lacks": not torch.cpu.get_capabilities().get("avx2", True),
+        f"has no kernel for the router of a {family}": family in NO_ROUTER_ON_CPU,
+        f"has no sparse attention for a {family}": shape.indexer is not None,
+        f"needs a multiple of {CPU_EXPERT_SIZE} as the size of a worker's part of an expert of a "
+        f"{family}, not {part}": shape.activation == "swigluoai" and part % CPU_EXPERT_SIZE > 0,
+        "needs a latent and rotated part (kv_lora_rank + qk_rope_head_dim) of "
+        f"{CPU_LATENT_SIZE} together, not {latent}": latent != CPU_LATENT_SIZE,
+        f"needs heads of size {', '.join(map(str, CPU_HEAD_SIZES))}, not "
+        f"{shape.head_dim}": not shape.latent and shape.head_dim not in CPU_HEAD_SIZES,
+    }
+    if told := [key for key, is_so in lacks.items() if is_so]:
         raise ValueError(
-            f"rollout.engine vllm without a GPU needs a multiple of {CPU_EXPERT_SIZE} as the size "
-            f"of a worker's part of an expert of a {shape.family}, not {part}: {instead}"
-        )
-    if shape.latent is not None:
-        size = shape.latent.rank + shape.latent.rotary_dim
-        if size != CPU_LATENT_SIZE:
-            raise ValueError(
-                "rollout.engine vllm without a GPU needs a latent and rotated part (kv_lora_rank + "
-                f"qk_rope_head_dim) of {CPU_LATENT_SIZE} together, not {size}: {instead}"
-            )
-    elif shape.head_dim not in CPU_HEAD_SIZES:
-        raise ValueError(
-            f"rollout.engine vllm without a GPU needs heads of size "
-            f"{', '.join(map(str, CPU_HEAD_SIZES))}, not {shape.head_dim}: {instead}"
+            f"rollout.engine vllm without a GPU {told[0]}: set rollout.engine=transformers"
         )

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.http import HEALTH_TIMEOUT, RolloutAborted, is_healthy
 from megatron_grpo.engines.joining import JoinFolder
@@ -60,6 +59,8 @@ class EngineRecord:
 class EnginePool:
     """The engines, each in one of four states, and the transitions between these.
 
+    With a folder `joining`, others may join.
+
     Only a successful push makes an engine serve. A lost engine that the run started itself is
     killed and started again; one of `rollout.base_urls`, or one that has joined, is waited for.
     Either way it takes no part until it answers and the next push has reached it.
@@ -74,11 +75,6 @@ class EnginePool:
         self._startup_timeout = rollout.startup_timeout
         self._health_timeout = rollout.health_timeout
         self._records = {url: EngineRecord(url) for url in servers.base_urls}
-
-    @classmethod
-    def of_run(cls, servers: EngineServers, cfg: Config) -> "EnginePool":
-        """The engines of a training run, which others may join."""
-        return cls(servers, cfg.rollout, JoinFolder.of_run(cfg))
 
     @property
     def serving(self) -> list[str]:
@@ -176,10 +172,8 @@ class EnginePool:
         record.is_missed = True
         record.since = time.monotonic()
         if record.num_recent_losses > MAX_COMEBACKS:
-            record.state, then = (
-                State.GIVEN_UP,
-                f"it came back {MAX_COMEBACKS} times and is given up",
-            )
+            record.state = State.GIVEN_UP
+            then = f"it came back {MAX_COMEBACKS} times and is given up"
         elif self._servers.are_ours:
             self._servers.restart(url)
             record.state, then = State.DOWN, "it is being restarted"

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
+VISION_VARIABLE = "MEGATRON_GRPO_VISION"
+"""Set in the environment of an engine if pushes fill the vision tower, too."""
+
 LOADED_VERSION = 0
 """Version of weights that did not come by a push."""
 LOADED = f"{LOADED_VERSION}-loaded"
@@ -190,7 +193,7 @@ def check_reports(
     push: str,
     expected: Sequence[WorkerSums] | None,
 ) -> None:
-    """Compare `PushWorker.push_report` of every worker of every engine with what was pushed.
+    """Compare `PushState.push_report` of every worker of every engine with what was pushed.
 
     `expected` are the checksums of each worker; None if sending failed, when only the errors of the
     workers are of interest. Raises a PushFailed that names engine, worker and parameters of every

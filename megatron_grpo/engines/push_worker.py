@@ -1,7 +1,4 @@
-"""The receiving end of pushes in the workers of SGLang and of the transformers engine.
-
-vLLM has its own base classes for this, which vllm/worker.py implements with the same methods.
-"""
+"""The receiving end of pushes in a worker of an engine, and the calls that it answers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,7 +14,12 @@ from megatron_grpo.engines.weight_receivers import Receiver, open_receiver
 class PushWorker(ABC):
     """Receives its shard of the weights over channels of its own, directly into its tensors.
 
-    A failure is kept in the state, for the client to read: the other workers do not wait for it.
+    Its state has the push that the weights belong to. The version that engines put on samples is
+    not enough: another process holds it, and it changes at another time.
+
+    A failure is kept in the state, for the client to read: the other workers do not wait for it. If
+    it were raised, vLLM would pass on the first worker's and leave the other workers' answers
+    unread; the next calls would take these for their own.
     """
 
     def __init__(self, number: int, device: torch.device) -> None:
@@ -34,18 +36,26 @@ class PushWorker(ABC):
         """Receive a push into these `tensors`; returns the checksums that the ranks expect."""
         return receiver.receive_weights(received)
 
-    def answer(self, method: str, question: str, **arguments: Any) -> Json:
-        """The answer to a call of the client: plain data that repeats `question`."""
-        called = getattr(self, f"_{method}")
+    def answer(self, call: str, question: str, **arguments: Any) -> Json:
+        """The answer to a `call` of the client, one of the methods below: plain data.
+
+        It repeats `question`, which the client makes up anew for every call, so that it recognizes
+        an answer to a different one.
+        """
+        called = getattr(self, f"_{call}")
         return {"question": question, **(called(**arguments) or {})}
+
+    def close(self) -> None:
+        """Close the channels."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
     def _open_channels(self, transfer: Json, engine: int, channels: str) -> None:
         """Open channels to all ranks that send to this worker, replacing earlier ones."""
         self.state.use_channels(channels)
         with self.state.keep_error():
-            if self._receiver is not None:
-                self._receiver.close()
-                self._receiver = None
+            self.close()
             self._received = self.tensors()
             self._receiver = open_receiver(
                 transfer, engine, self.number, self._received, self.device
@@ -55,6 +65,7 @@ class PushWorker(ABC):
         return {"parameters": parameter_table(self.tensors())}
 
     def _begin_push(self, push: str, channels: str) -> None:
+        """The trainer that connected last owns the engine; reports tell the others."""
         self.state.begin_push(push, channels)
 
     def _receive_push(self, push: str) -> None:

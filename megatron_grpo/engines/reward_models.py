@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, command_flags, engine_table
 from megatron_grpo.engines.http import EngineError, post
 from megatron_grpo.engines.kernels import num_gpus
-from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
+from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.server import engine_environment, share_gpus
 from megatron_grpo.engines.vllm.args import (
     TOKEN_GUARD,
@@ -30,7 +31,7 @@ from megatron_grpo.engines.vllm.args import (
     platform_arguments,
     server_environment,
 )
-from megatron_grpo.launch.launch import check_shared_gpus
+from megatron_grpo.launch.placement import check_shared_gpus
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, new_token
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ graphs and buffers come on top."""
 
 
 class RewardModels(ServerProcesses):
-    """One server for each `reward_model` with a `path`, in training and evaluations.
+    """One server for each `reward_model` with a `path`, in training and evaluations, on a host with
+    `num_ranks` trainer ranks.
 
     vLLM measures how much of a GPU is free when it starts. So those that share GPUs start when all
     `engines` answer, and sleep when the constructor returns.
@@ -86,25 +88,17 @@ class RewardModels(ServerProcesses):
         if engines and any(function.shares_gpus for function in functions):
             with waiting(engines.awaited, "answer") as show:
                 engines.wait_ready(rollout.startup_timeout, show)
-
-        def command_of(model: Mapping[str, Any], gpus: str | None) -> Command:
-            return lambda port: reward_command(model, port, gpus, self._token)
-
-        placed = enumerate(zip(self._models, devices, strict=True))
-        self.start({f"reward_model_{i}": command_of(model, gpus) for i, (model, gpus) in placed})
+        commands = [
+            partial(reward_command, model, devices=gpus, token=self._token)
+            for model, gpus in zip(self._models, devices, strict=True)
+        ]
+        self.start({f"reward_model_{number}": each for number, each in enumerate(commands)})
         addresses = zip(self.base_urls, functions, strict=True)
         self._sharing = [url for url, function in addresses if function.shares_gpus]
         if self._sharing:
             with waiting(self.awaited, "answer") as show:
                 self.revive(show)
             self.finish_scoring()
-
-    @classmethod
-    def of_run(
-        cls, cfg: Config, log_dir: Path, num_ranks: int, engines: ServerProcesses
-    ) -> "RewardModels":
-        """Those of a run with `num_ranks` trainer ranks on this host, and these engines."""
-        return cls(served_here(cfg.rewards.values()), cfg.rollout, log_dir, num_ranks, engines)
 
     @property
     def awaited(self) -> str:

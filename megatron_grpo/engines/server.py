@@ -7,9 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine_dims
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.lora import LoraConfig
@@ -17,7 +19,13 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.access import check_host
-from megatron_grpo.engines.arguments import ONE_NODE, PLANNED, EngineNode, engine_table
+from megatron_grpo.engines.arguments import (
+    ONE_NODE,
+    PLANNED,
+    EngineNode,
+    command_flags,
+    engine_table,
+)
 from megatron_grpo.engines.drafters import check_drafts
 from megatron_grpo.engines.joining import (
     FOLDER,
@@ -33,8 +41,9 @@ from megatron_grpo.engines.kernels import (
     num_gpus,
 )
 from megatron_grpo.engines.layouts import engine_dims
-from megatron_grpo.engines.processes import LOOPBACK, Command, ServerProcesses
+from megatron_grpo.engines.processes import LOOPBACK, ServerProcesses
 from megatron_grpo.engines.sglang.args import (
+    check_folder_loaded,
     check_sglang_arguments,
     sglang_command,
     sglang_environment,
@@ -45,7 +54,7 @@ from megatron_grpo.engines.vllm.args import (
     vllm_command,
     vllm_environment,
 )
-from megatron_grpo.launch.launch import check_engine_size, check_shared
+from megatron_grpo.launch.placement import check_engine_size, check_shared
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
 
 # A trainer rank's place in its distributed job; an engine that saw it would try to join.
@@ -84,13 +93,9 @@ class EngineServers(ServerProcesses):
         num_devices = num_gpus()
         devices = engine_devices(rollout, num_devices, num_ranks, os.environ)
         self.share_gpus = share_gpus(rollout, num_devices, num_ranks)
-
-        def command_on(gpus: str | None) -> Command:
-            return lambda port: engine_command(
-                model, rollout, LOOPBACK, port, gpus, self.token, lora=lora
-            )
-
-        self.start({f"engine_{i}": command_on(gpus) for i, gpus in enumerate(devices)})
+        command = partial(engine_command, model, rollout, LOOPBACK, token=self.token, lora=lora)
+        commands = [partial(command, devices=gpus) for gpus in devices]
+        self.start({f"engine_{number}": each for number, each in enumerate(commands)})
 
 
 def check_arguments(rollout: RolloutConfig) -> None:
@@ -101,8 +106,14 @@ def check_arguments(rollout: RolloutConfig) -> None:
         check_sglang_arguments(rollout)
 
 
-FROM_EXPORT = "model.path=<export of that run>"
-"""From where a run starts that trains the layer for multi-token prediction, unlike another."""
+def check_model_served(cfg: Config, shape: ModelShape) -> None:
+    """Raise ValueError if engines cannot split the model, or not serve it as the config says."""
+    check_engine_dims(shape, engine_dims(cfg.rollout))
+    check_served(cfg.rollout, shape)
+    check_towers_served(cfg.model, cfg.rollout)
+    if cfg.rollout.engine == "sglang":
+        check_folder_loaded(cfg.model, cfg.rollout)
+    check_drafts(cfg, shape)
 
 
 def share_gpus(rollout: RolloutConfig, num_devices: int, num_ranks: int) -> bool:
@@ -169,20 +180,17 @@ def engine_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of one engine on `host`:`port`, or of one `node` of it."""
     environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
+    on_gpu = devices is not None
     if rollout.engine == "sglang":
-        on_gpu = devices is not None
         environment |= sglang_environment(model, rollout, on_gpu)
         environment["SGLANG_HOST_IP"] = host  # as below
         return sglang_command(model, rollout, host, port, on_gpu, node), environment
     if rollout.engine == "transformers":
         command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers.server"]
-        command += [f"--model={model.path}", f"--dtype={model.dtype}"]
-        command += [f"--host={host}", f"--port={port}"]
-        if rollout.router_replay:
-            command.append("--enable-return-routed-experts")
-        return command, environment
-    on_gpu = devices is not None
-    environment |= vllm_environment(rollout.gpus_per_engine, on_gpu)
+        flags = {"model": model.path, "dtype": model.dtype, "host": host, "port": port}
+        routes = {"enable_return_routed_experts": rollout.router_replay or None}
+        return [*command, *command_flags(flags | routes)], environment
+    environment |= vllm_environment(model, rollout, on_gpu)
     if lora.is_served:  # the route that gives the adapter its name
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     # The address for vLLM's processes on other nodes; it would take any of this host's.
@@ -223,10 +231,7 @@ def serve(
     check_engine_size(rollout, size := rollout.gpus_per_engine // node.nnodes)
     check_arguments(rollout)
     model.check_folder()
-    check_engine_dims(shape := trained_shape(cfg), engine_dims(rollout))
-    check_served(rollout, shape)
-    check_towers_served(model, rollout)
-    check_drafts(cfg, shape)
+    check_model_served(cfg, shape := trained_shape(cfg))
     check_kernels(rollout.model_copy(update={"base_urls": ()}), shape, model.dtype)
     # Engines take the visible GPUs of a node for their workers there.
     sizes = {"num_engines": 1, "tensor_parallel_size": size, "data_parallel_size": 1}

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.data.samples import Sample
+from megatron_grpo.data.samples import Sample, extend_spans
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import Json
@@ -66,7 +66,7 @@ class Dialogue:
         """Append a turn of the model and submit it to the environment."""
         self._append(choice.token_ids, choice.token_logprobs, True)
         for version, num_tokens in choice.spans:
-            self._count(version, num_tokens)
+            extend_spans(self.spans, version, num_tokens)
         self.text += choice.text
         self._is_cut = choice.finish_reason == "length"
         self.pending = self.instance.step(
@@ -104,7 +104,7 @@ class Dialogue:
                 self.finish_reason = "length"
             else:
                 self._append(tokens, [0.0] * len(tokens), False)
-                self._count(self.spans[-1][0], len(tokens))
+                extend_spans(self.spans, self.spans[-1][0], len(tokens))
                 self.text += text
 
     def fail(self, failure: str) -> None:
@@ -116,11 +116,6 @@ class Dialogue:
         self.logprobs.extend(logprobs)
         self.loss_mask.extend([is_sampled] * len(tokens))
         self.room -= len(tokens)
-
-    def _count(self, version: int, num_tokens: int) -> None:
-        if self.spans and self.spans[-1][0] == version:
-            num_tokens += self.spans.pop()[1]
-        self.spans.append((version, num_tokens))
 
 
 class DialogueGeneration(DialogueRequests[Dialogue]):
@@ -190,7 +185,19 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
     async def next_request(self, number: int) -> Json | None:
         """Wait for the environment of a dialogue; returns the next request, None at the end."""
         dialogue = self.dialogues[number]
-        await self._process_answer(number)
+        if dialogue.pending is not None:
+            try:  # if this is cancelled while it waits, the answer stays pending for a later call
+                answer = await asyncio.wrap_future(dialogue.pending)
+                if dialogue.completion_ids:
+                    dialogue.add_step(Step(*answer), self._turns, self._max_turns)
+                else:
+                    dialogue.add_first_observation(answer, self._turns)
+            except EnvironmentFailed as failure:
+                dialogue.fail(str(failure))
+            dialogue.pending = None
+            if dialogue.is_over:
+                dialogue.instance.end()
+                self._complete_group(number)
         return None if dialogue.is_over else self._request(number, dialogue)
 
     def abandon(self) -> None:
@@ -198,27 +205,6 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
         for dialogue in self.dialogues:
             if not dialogue.is_over:
                 dialogue.instance.end()
-
-    async def _process_answer(self, number: int) -> None:
-        """Wait for the answer of a dialogue's environment and process it.
-
-        If this is cancelled while it waits, the answer stays pending for a later call.
-        """
-        dialogue = self.dialogues[number]
-        if dialogue.pending is None:
-            return
-        try:
-            answer = await asyncio.wrap_future(dialogue.pending)
-            if dialogue.completion_ids:
-                dialogue.add_step(Step(*answer), self._turns, self._max_turns)
-            else:
-                dialogue.add_first_observation(answer, self._turns)
-        except EnvironmentFailed as failure:
-            dialogue.fail(str(failure))
-        dialogue.pending = None
-        if dialogue.is_over:
-            dialogue.instance.end()
-            self._complete_group(number)
 
     def sample_of(self, dialogue: Dialogue) -> Sample:
         """The sample of a dialogue that has ended."""

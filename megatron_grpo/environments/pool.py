@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.workers.supervised import SupervisedWorker, load_seconds
+from megatron_grpo.workers.tasks import lasting_future
 from megatron_grpo.workers.user_file import missing_column
 
 WORKER_MODULE = "megatron_grpo.environments.worker"
@@ -50,7 +51,7 @@ class EnvironmentPool:
         self._what = what or f"environment {cfg.name}"
         self._keys = count()
         self._lock, self._sending = threading.Lock(), threading.Lock()
-        self._calls: dict[int, Future[Any]] = {LOAD_KEY: _future()}
+        self._calls: dict[int, Future[Any]] = {LOAD_KEY: lasting_future()}
         self._loaded = self._calls[LOAD_KEY]
         self._failure = ""
         """Why the worker is gone; empty while it works."""
@@ -90,7 +91,7 @@ class EnvironmentPool:
 
     def call(self, action: str, key: int, *what: Any) -> Future[Any]:
         """Send the worker a call; the future may raise EnvironmentFailed or EnvironmentsLost."""
-        future = _future()
+        future = lasting_future()
         with self._lock:
             if self._failure:
                 future.set_exception(EnvironmentsLost(self._failure))
@@ -168,10 +169,3 @@ class Instance:
     def end(self) -> None:
         """Kill it, and all processes that it has started."""
         self.pool.send("end", self.key)
-
-
-def _future() -> Future[Any]:
-    """A future that cannot be cancelled: after a timeout it can be waited for again."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future

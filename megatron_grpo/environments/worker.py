@@ -111,7 +111,12 @@ def step(environment: Any, text: str, turn: Mapping[str, Any]) -> tuple[str, flo
             f"step returned {reprlib.repr(answer)} instead of (observation, reward, done)"
         )
     observation, reward, done = answer
-    return _text("step", observation), _number(reward), _flag(done)
+    text, number = _text("step", observation), finite_number(reward)
+    if number is None:
+        raise ValueError(f"step returned the reward {reprlib.repr(reward)}: not a finite number")
+    if isinstance(done, str) or done not in (True, False):
+        raise ValueError(f"step returned done = {reprlib.repr(done)}: neither true nor false")
+    return text, number, bool(done)
 
 
 def _parameters(method: Callable[..., Any], *, skip: int) -> dict[str, inspect.Parameter]:
@@ -130,18 +135,6 @@ def _text(method: str, observation: Any) -> str:
             f"at most {MAX_CHARACTERS}"
         )
     return observation.encode(errors="replace").decode()  # replaces lone surrogates
-
-
-def _number(reward: Any) -> float:
-    if (number := finite_number(reward)) is None:
-        raise ValueError(f"step returned the reward {reprlib.repr(reward)}: not a finite number")
-    return number
-
-
-def _flag(done: Any) -> bool:
-    if not isinstance(done, str) and done in (True, False):
-        return bool(done)
-    raise ValueError(f"step returned done = {reprlib.repr(done)}: neither true nor false")
 
 
 DEATH_SECONDS = 0.5

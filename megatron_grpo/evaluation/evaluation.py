@@ -188,17 +188,13 @@ class Evaluation:
             series=SERIES_OF_EVALUATION,
             first_position=start,
         )
-        end = start + self._num_prompts_at_once
-        samples = self._answers(self.prompts[start:end], params)
-        self._open = None
-        return samples
-
-    def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Sample]:
+        prompts = self.prompts[start : start + self._num_prompts_at_once]
         if self._open is None and self._dialogues:
             self._open = self._dialogues.generation(prompts, params, self._view)
         self._open = requests = self._open or CompletionRequests(prompts, params)
         samples = (self._dialogues or self._engines).generate(requests)
         requests.print_failures()
+        self._open = None
         return samples
 
 

@@ -129,7 +129,9 @@ def outlive_readers() -> None:
     """
     for name in ("stdout", "stderr"):
         if stream := getattr(sys, name):  # None: closed when the process was started
-            setattr(sys, name, _lasting(stream.fileno()))
+            raw = io.BufferedWriter(LastingFile(stream.fileno(), "w", closefd=False))
+            text = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", line_buffering=True)
+            setattr(sys, name, text)
 
 
 class LastingFile(io.FileIO):
@@ -147,13 +149,6 @@ class LastingFile(io.FileIO):
                 print(f"megatron-grpo: nothing more is printed on stdout: {error}", file=sys.stderr)
             return super().write(data)
         return num_bytes
-
-
-def _lasting(number: int) -> io.TextIOWrapper:
-    raw = LastingFile(number, "w", closefd=False)
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw), "utf-8", errors="backslashreplace", line_buffering=True
-    )
 
 
 def allow_open_files() -> None:

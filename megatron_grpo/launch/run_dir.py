@@ -130,15 +130,12 @@ def run_lock(run_dir: Path) -> Iterator[None]:
                 raise
             raise ValueError(f"{file.name} cannot be locked ({error.strerror}): {REMEDY}") from None
         file.truncate(0)
-        file.write(_holder())
+        job = os.environ.get("SLURM_JOB_ID")
+        of_job = f", Slurm job {job}" if job else ""
+        # For the message that other processes show.
+        file.write(f"pid {os.getpid()} on {socket.gethostname()}{of_job}\n")
         file.flush()
         yield
-
-
-def _holder() -> str:
-    """This process's identity, for the message that other processes show."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return f"pid {os.getpid()} on {socket.gethostname()}{f', Slurm job {job}' if job else ''}\n"
 
 
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"

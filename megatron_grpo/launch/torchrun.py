@@ -47,7 +47,12 @@ def main() -> None:
     """Run torchrun with the command line; exits with the code of the ranks, 1 if killed."""
     allow_open_files()
     arguments = run.parse_args(sys.argv[1:])
-    arguments.signals_to_handle = ",".join(_ending_signals())
+    # Not those that this process was started to ignore, as by `nohup`: a handler would undo that.
+    arguments.signals_to_handle = ",".join(
+        name
+        for name in ("SIGINT", "SIGHUP", "SIGQUIT")
+        if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN
+    )
     forwarded = _forward_preemption()
     logging.disable(logging.ERROR)  # torchrun's own failure report; ours is below
     try:
@@ -75,16 +80,6 @@ def main() -> None:
         sys.exit(128 + ended.sigval)
     except DistError:
         sys.exit(f"{socket.gethostname()}: the first host left before all hosts had joined")
-
-
-def _ending_signals() -> list[str]:
-    """The signals on which torchrun ends its ranks, killing those that take too long.
-
-    Signals that this process was started to ignore (by `nohup` or a script's `&`) are left out: a
-    handler would undo that.
-    """
-    names = ("SIGINT", "SIGHUP", "SIGQUIT")
-    return [name for name in names if signal.getsignal(signal.Signals[name]) != signal.SIG_IGN]
 
 
 def _forward_preemption() -> set[int]:

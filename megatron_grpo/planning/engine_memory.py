@@ -16,7 +16,7 @@ from checkpoint_convert.vllm_lora import worker_adapters
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.arguments import PLANNED, engine_number, engine_table
-from megatron_grpo.engines.kernels import check_card, check_routers, check_sparse
+from megatron_grpo.engines.kernels import check_card
 from megatron_grpo.engines.layouts import (
     engine_dims,
     first_worker,
@@ -76,9 +76,7 @@ def engine_bytes(cfg: Config, shape: ModelShape, card: GpuSpec) -> EngineBytes |
         return None
     check_adapters(cfg.lora, shape)
     if not cfg.rollout.base_urls:
-        check_card(cfg.rollout, card.capability)
-        check_routers(cfg.rollout, shape, cfg.model.dtype, card.capability)
-        check_sparse(cfg.rollout, shape, cfg.model.dtype, card.capability)
+        check_card(cfg.rollout, shape, cfg.model.dtype, card.capability)
     weights, per_token = _weight_bytes(cfg, shape), _token_bytes(cfg, shape)
     not_pushed = _absorbed_bytes(cfg, shape) + engine_tower_bytes(cfg)
     if card.memory - weights < per_token:

@@ -13,7 +13,7 @@ from megatron_grpo.config.reward import count_gpus, served_here
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.drafters import check_drafts
 from megatron_grpo.engines.kernels import check_served
-from megatron_grpo.launch.launch import check_engine_size, check_shared, place
+from megatron_grpo.launch.placement import check_engine_size, check_shared, place
 from megatron_grpo.planning.activations import uses_transformer_engine
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes

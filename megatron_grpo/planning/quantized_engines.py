@@ -12,7 +12,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.kernels import WITH_FP8, check_towers_served
 from megatron_grpo.engines.layouts import engine_dims
-from megatron_grpo.launch.launch import check_engine_size
+from megatron_grpo.launch.placement import check_engine_size
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.job_plan import shares_gpus

@@ -14,7 +14,7 @@ from megatron_grpo.bars import tracked
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.megatron_fields import check_fp8_model
 from megatron_grpo.config.train import ParallelConfig
-from megatron_grpo.launch.launch import check_shared
+from megatron_grpo.launch.placement import check_shared
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.fp8 import check_fp8_card

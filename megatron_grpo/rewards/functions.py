@@ -140,7 +140,10 @@ def load_function(spec: RewardFunction) -> LoadedFunction:
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{path} has no function {name!r}")
     function = getattr(module, name)
-    _check_arguments(spec, function)
+    try:
+        inspect.signature(function).bind_partial(**spec.arguments)
+    except TypeError as error:
+        raise ValueError(f"arguments {spec.arguments} of reward {spec.name}: {error}") from None
     return LoadedFunction(function, spec.arguments) if colon else _built_in(spec, function)
 
 
@@ -169,13 +172,6 @@ def _built_in(spec: RewardFunction, function: Callable[..., Any]) -> LoadedFunct
     except (TypeError, ValueError, re.error) as error:
         raise ValueError(f"arguments {spec.arguments} of reward {spec.name}: {error}") from None
     return loaded
-
-
-def _check_arguments(spec: RewardFunction, function: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(function).bind_partial(**spec.arguments)
-    except TypeError as error:
-        raise ValueError(f"arguments {spec.arguments} of reward {spec.name}: {error}") from None
 
 
 def _answer(scores: Any, num_completions: int) -> Answer:

@@ -80,35 +80,27 @@ def _found(completion: str, *, boxed: bool) -> list[Any]:
         readings = _readings(EDGES.sub("", marked))
     else:
         readings = (_last_boxes(completion) if boxed else completion,)
-    for text in readings:
-        parsed: list[Any] = parse(text, parsing_timeout=TIMEOUT_SECONDS)
-        if parsed:
-            return parsed
-    return []
+    parsed = (parse(text, parsing_timeout=TIMEOUT_SECONDS) for text in readings)
+    return next(filter(None, parsed), [])
 
 
 def _reference(answer: str) -> list[Any]:
-    for text in _readings(answer):
-        parsed: list[Any] = parse(text)
+    for parsed in map(parse, _readings(answer)):
         if parsed:
-            return parsed
+            return [*parsed]
     raise ValueError(f"no mathematical answer in the reference {answer!r}")
 
 
 def _readings(answer: str) -> tuple[str, ...]:
     """The texts in which math-verify looks for the reference, in order."""
-    final = _final_answer(answer).strip()
+    marked = _marked_answer(answer)
+    final = (answer if marked is None else marked).strip()
     if DELIMITER.search(final):
         return (final,)
     # It looks for formulas between dollars: in a bare x^2 + 1 it would find only a 1, and in prose
     # between dollars it would multiply the letters.
     formula = f"${final}$"
     return (final, formula) if WORD.search(TEXT.sub("", final)) else (formula, final)
-
-
-def _final_answer(text: str) -> str:
-    marked = _marked_answer(text)
-    return text if marked is None else marked
 
 
 def _marked_answer(text: str) -> str | None:

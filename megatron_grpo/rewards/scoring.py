@@ -130,17 +130,14 @@ class Scoring:
                 check_failed(len(self._failed), self._num_completions, self._cfg)
             except RewardError as too_many:
                 raise RewardError(f"{self._first_error}\n{too_many}") from None
-            self._report(call.function, error)
-
-    def _report(self, function: int, error: str) -> None:
-        if function not in self._reported:
-            self._reported.add(function)
-            print(
-                f"megatron-grpo: {error}\nCompletions without a score are masked; further failures "
-                "of this function are not shown",
-                file=sys.stderr,
-                flush=True,
-            )
+            if call.function not in self._reported:
+                self._reported.add(call.function)
+                print(
+                    f"megatron-grpo: {error}\nCompletions without a score are masked; further "
+                    "failures of this function are not shown",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def total_rewards(

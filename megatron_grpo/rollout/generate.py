@@ -11,6 +11,7 @@ from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.generation import CompletionRequests, SampleRequests
 from megatron_grpo.rollout.dynamic_sampling import DynamicSampler, ScoredGroup, as_experience
 from megatron_grpo.rollout.group_scorer import EarlyScores
+from megatron_grpo.rollout.open_samples import Unscored
 from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.timing import IDLE, WAIT, PhaseTimer, Timeline
 
@@ -56,14 +57,14 @@ class Rollout:
         self._phases: SimpleQueue[str | None] = SimpleQueue()
         """The phases that the thread enters; None when it ends."""
 
-    def restore(
-        self, samples: Sequence[Sample], scored: Sequence[ScoredGroup], engines: set[str]
-    ) -> None:
-        """Continue a generation of a checkpoint, before it is started: with its `samples`, those of
-        its groups that were `scored`, and the addresses of `engines` that had answered."""
+    def restore(self, groups: Sequence[ScoredGroup | Unscored], engines: set[str]) -> None:
+        """Continue a generation of a checkpoint, before it is started: with its `groups`, and the
+        addresses of `engines` that had answered."""
         self.open = self._new_requests()
         assert isinstance(self.open, CompletionRequests), "a checkpoint holds no dialogues"
-        self.open.restore(samples)
+        scored = [group for group in groups if isinstance(group, ScoredGroup)]
+        for group in groups:
+            self.open.restore(group.samples if isinstance(group, ScoredGroup) else group)
         self.open.engines |= engines
         if self.early:
             self.early.restore(scored)

@@ -17,14 +17,15 @@ from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
 from megatron_grpo.data.prompts import Prompt, images_by_prompt
 from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import NoServingEngine
+from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.sampling_params import image_features
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup, Tally, as_experience
-from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
+from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.group_queue import GroupQueue
 from megatron_grpo.rollout.open_samples import experience_of, groups_of
 from megatron_grpo.rollout.rollouter import Rollouter
-from megatron_grpo.rollout.runner import as_rollout_aborted
+from megatron_grpo.rollout.runner import Runner, as_rollout_aborted
 from megatron_grpo.timing import WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
 
@@ -45,11 +46,13 @@ class Attempt:
     scored: ScoredGroup | None = None
 
 
-class GroupRunner:
+class GroupRunner(Runner):
     """Has as many groups at the engines as over-sampling allows; see `GroupQueue`.
 
-    A `Runner` that begins no generations: it requests new groups as others leave.
+    It begins no generations: it requests new groups as others leave.
     """
+
+    in_flight: InFlight
 
     def __init__(
         self, rollouter: Rollouter, watchdog: Watchdog, timeline: Timeline, state: TrainerState
@@ -84,9 +87,6 @@ class GroupRunner:
         self._failure: Exception | None = None
         self._changed = Condition()
         """Guards all of the above, and is notified when a group is complete or something fails."""
-
-    def begin(self, request: RolloutRequest) -> None:
-        """Does nothing: groups are requested as others leave."""
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
         """Wait until enough groups are complete; raises what `Runner.finish` raises."""

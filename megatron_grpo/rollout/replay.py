@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_convert import ModelShape
-from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
-from megatron_grpo.checkpoints.trainer_state import OpenGroups
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.launch.process import preempted_instead
-from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
+from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.rollouter import load_stream
-from megatron_grpo.rollout.runner import as_rollout_aborted
+from megatron_grpo.rollout.runner import Runner, as_rollout_aborted
 from megatron_grpo.timing import PhaseTimer
 
 FACTS_FILE = "generation.json"
@@ -86,13 +84,11 @@ def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
     return facts
 
 
-class Replay:
-    """A `Runner` that reads the generations of the run in `train.replay`.
+class Replay(Runner):
+    """Reads the generations of the run in `train.replay`, each when it is needed.
 
     Raises ValueError if they were drawn from other prompts.
     """
-
-    in_flight = None
 
     def __init__(self, cfg: Config, shape: ModelShape, is_preempted: Callable[[], bool]) -> None:
         # Imports transformers, which the other ranks make no use of.
@@ -118,19 +114,3 @@ class Replay:
         # Its seconds are no part of this run's steps.
         metrics = {k: v for k, v in facts["metrics"].items() if not k.startswith("time/")}
         return RolloutBatch(experience, metrics)
-
-    def begin(self, request: RolloutRequest) -> None:
-        """A generation is read when it is needed."""
-
-    def resume(self, policy_version: int) -> None:
-        """Nothing is made."""
-
-    def open_groups(self) -> tuple[None, None, dict[int, RolloutBatch]]:
-        """Nothing is in progress."""
-        return None, None, {}
-
-    def restore(self, saved: OpenGroups, samples: Experience) -> None:
-        """No checkpoint of a replay has groups in progress."""
-
-    def close(self) -> None:
-        """Nothing is open."""

@@ -10,11 +10,13 @@ from checkpoint_convert.vllm import check_engine
 from megatron_grpo.agents.agents import open_dialogues
 from megatron_grpo.bars import Show, waiting
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.reward import served_here
 from megatron_grpo.data.prompts import end_tokens, load_prompts
 from megatron_grpo.data.samples import first_seed
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.engines.joining import JoinFolder
 from megatron_grpo.engines.layouts import holdings
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.reward_models import RewardModels
@@ -60,10 +62,12 @@ class Rollouter:
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
-        self.pools = RewardPools(RewardModels.of_run(cfg, logs, num_ranks, self.servers))
+        served = served_here(cfg.rewards.values())
+        models = RewardModels(served, cfg.rollout, logs, num_ranks, self.servers)
+        self.pools = RewardPools(models)
         self.rewards = RewardsBySource(cfg.by_source, self.pools)
         tokenizer = load_tokenizer(cfg.model.path)
-        pool = EnginePool.of_run(self.servers, cfg)
+        pool = EnginePool(self.servers, cfg.rollout, JoinFolder.of_run(cfg))
         # Workers of SGLang drop those of a tower that a push fills.
         keeps_features = cfg.model.freeze_vision or cfg.rollout.engine != "vllm"
         self.engines = RolloutClient(pool, cfg.rollout, cfg.lora, keeps_features=keeps_features)

@@ -4,8 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.trainer_state import OpenGroups
@@ -18,7 +16,12 @@ from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
 from megatron_grpo.rollout.generate import Rollout, RolloutBatch, RolloutRequest
-from megatron_grpo.rollout.open_samples import experience_of, groups_of, may_be_saved
+from megatron_grpo.rollout.open_samples import (
+    Unscored,
+    experience_of,
+    groups_of,
+    may_be_saved,
+)
 from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.timing import PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
@@ -35,16 +38,15 @@ def as_rollout_aborted(what: str) -> Iterator[None]:
         raise RolloutAborted(f"{what} failed: {error}") from error
 
 
-class Runner(Protocol):
+class Runner:
     """Makes the generations of a run, on rank 0; `RolloutScheduler` knows when.
 
     A `RolloutRunner` makes each by itself, a `GroupRunner` all from one queue of groups, and a
     `Replay` reads those of another run.
     """
 
-    @property
-    def in_flight(self) -> InFlight | None:
-        """Has the engines work on several generations at a time, through pushes of weights."""
+    in_flight: InFlight | None = None
+    """Has the engines work on several generations at a time, through pushes of weights."""
 
     def begin(self, request: RolloutRequest) -> None:
         """Begin a generation; one whose engines were lost continues if the request is the same."""
@@ -56,7 +58,7 @@ class Runner(Protocol):
         so that the run saves what it has learnt before it ends; Preempted instead of these if the
         scheduler wants the machine back.
         """
-        ...
+        raise NotImplementedError
 
     def resume(self, policy_version: int) -> None:
         """Continue with weights of that version."""
@@ -64,7 +66,7 @@ class Runner(Protocol):
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
         """What a checkpoint holds: the groups of unfinished generations, their samples so far, and
         the finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
-        ...
+        return None, None, {}
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:
         """Restore the groups of a checkpoint, before anything is begun or resumed."""
@@ -73,18 +75,7 @@ class Runner(Protocol):
         """Cancel the generations in progress, since their rollouter is about to be closed."""
 
 
-@dataclass
-class Restored:
-    """What a checkpoint holds of an unfinished generation."""
-
-    samples: list[Sample] = field(default_factory=list)
-    scored: list[ScoredGroup] = field(default_factory=list)
-    """Those of its groups that were scored; their samples are among the `samples`."""
-    engines: set[str] = field(default_factory=set)
-    """Addresses of the engines that had answered."""
-
-
-class RolloutRunner:
+class RolloutRunner(Runner):
     """Makes generations, each by itself; see `Runner`."""
 
     def __init__(self, rollouter: Rollouter, watchdog: Watchdog, timeline: Timeline) -> None:
@@ -92,8 +83,10 @@ class RolloutRunner:
         self.in_flight = rollouter.in_flight
         self._rollouts: dict[int, Rollout] = {}
         """The generations in progress, by number."""
-        self._restored: dict[int, Restored] = defaultdict(Restored)
-        """By generation, until it is begun."""
+        self._groups: dict[int, list[ScoredGroup | Unscored]] = defaultdict(list)
+        self._engines: dict[int, set[str]] = defaultdict(set)
+        """What a checkpoint holds of generations, until they are begun: their groups, and the
+        addresses of the engines that had answered."""
 
     def begin(self, request: RolloutRequest) -> None:
         """Begin a generation; one whose engines were lost continues if the request is the same."""
@@ -103,9 +96,8 @@ class RolloutRunner:
             if rollout is not None:
                 rollout.abandon()
             rollout = self._rollouts[number] = Rollout(self._rollouter, request)
-            restored = self._restored.pop(number, None)
-            if restored and restored.samples:
-                rollout.restore(restored.samples, restored.scored, restored.engines)
+            if groups := self._groups.pop(number, None):
+                rollout.restore(groups, self._engines[number])
         rollout.start(self._timeline)
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
@@ -132,7 +124,7 @@ class RolloutRunner:
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
         """What a checkpoint holds of the generations in progress."""
         if not may_be_saved(self._rollouter.cfg):
-            return None, None, {}
+            return super().open_groups()
         assert self.in_flight is not None
         with self.in_flight.suspended():
             return self._open_groups()
@@ -166,13 +158,9 @@ class RolloutRunner:
         """Restore the samples of a checkpoint: `begin` continues the generations that have any."""
         size = self._rollouter.stream.batch_size
         for place, group in groups_of(samples).items():
-            restored = self._restored[place // size]
-            if isinstance(group, ScoredGroup):
-                restored.scored.append(group)
-                group = group.samples
-            restored.samples += group
+            self._groups[place // size].append(group)
         for place, urls in saved.engines:
-            self._restored[place // size].engines.update(urls)
+            self._engines[place // size].update(urls)
 
     def close(self) -> None:
         """Cancel the generations in progress, since their rollouter is about to be closed."""

@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.timing import WAIT
@@ -35,6 +36,9 @@ class Limit:
     key: str
 
 
+SECONDS = attrgetter("seconds")
+
+
 @dataclass(frozen=True)
 class Limits:
     """The longest times without progress on any rank, by phase of rank 0."""
@@ -56,7 +60,7 @@ class Limits:
         return cls(
             start=Limit(rollout.startup_timeout + MARGIN_SECONDS, "rollout.startup_timeout"),
             step=step,
-            push=max(push, step, key=_seconds),
+            push=max(push, step, key=SECONDS),
         )
 
     def for_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
@@ -77,11 +81,7 @@ class Limits:
                 usual = self.push
             case _:
                 usual = self.step
-        return max(self.start, usual, key=_seconds) if is_first_step else usual
-
-
-def _seconds(limit: Limit) -> float:
-    return limit.seconds
+        return max(self.start, usual, key=SECONDS) if is_first_step else usual
 
 
 FRAME = re.compile(r'File "(.*)", line \d+, in (.*)')

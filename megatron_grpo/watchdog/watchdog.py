@@ -70,7 +70,8 @@ class Watchdog:
     ) -> None:
         self._place = place
         self._position = Position()
-        self._is_preempted = False
+        self.is_preempted = False
+        """Whether any rank of the job has received SIGTERM or SIGUSR1."""
         self._callbacks: list[Callable[[], None]] = []
         self._has_reported = False
         self._server = None
@@ -130,15 +131,10 @@ class Watchdog:
         """Record progress by one microbatch."""
         self._position = replace(self._position, num_ticks=self._position.num_ticks + 1)
 
-    @property
-    def is_preempted(self) -> bool:
-        """Whether any rank of the job has received SIGTERM or SIGUSR1."""
-        return self._is_preempted
-
     def on_preempt(self, callback: Callable[[], None]) -> None:
         """Call `callback` once `is_preempted`, mostly from another thread, and possibly twice."""
         self._callbacks.append(callback)
-        if self._is_preempted:
+        if self.is_preempted:
             callback()
 
     def report(
@@ -161,9 +157,9 @@ class Watchdog:
             traceback.print_exception(kind, error, trace, file=sys.stderr)
 
     def _preempt(self) -> None:
-        if self._is_preempted:
+        if self.is_preempted:
             return
-        self._is_preempted = True
+        self.is_preempted = True
         for callback in self._callbacks:
             callback()
         if self._place.rank == 0 and self._position.step == 0:

@@ -1,7 +1,8 @@
-"""Structured concurrency: coroutines that run at the same time and end together."""
+"""Structured concurrency: coroutines that run at the same time and end together; futures."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -32,3 +33,10 @@ async def run_with(watcher: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[None
         task = group.create_task(watcher)
         yield
         task.cancel()
+
+
+def lasting_future() -> Future[Any]:
+    """A future that cannot be cancelled: several may wait for it, or one again after a timeout."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future

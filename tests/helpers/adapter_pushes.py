@@ -133,7 +133,7 @@ def described(process: WorkerProcess, case: Case, cfg: Config, other: dict[str, 
     """What a worker reports of its parameters that was started with `other` arguments."""
     arguments = adapter_arguments(cfg.model, cfg.lora, on_gpu=False) | other
     worker = start_worker(process.rank, case.base, case.engine, cfg.model.dtype, **arguments)
-    return worker.describe_parameters("question")["parameters"]
+    return worker.answer_push(call="describe_parameters", question="")["parameters"]
 
 
 def begin_adapters(process: WorkerProcess, case: Case, cfg: Config) -> None:
@@ -156,7 +156,7 @@ def compare_adapters(process: WorkerProcess, exported: Path) -> Held:
     other.add_lora(LoRARequest("policy", 1, str(exported)))
     models = [each.get_model() for each in (worker, other)]
     held, loaded = (own_parameters(model) | adapter_buffers(model) for model in models)
-    transfer = worker.weight_transfer_engine
+    transfer = worker.push_worker
     return Held(
         differing=differing(held, loaded),
         filled=sum(bool(each.any()) for each in adapter_buffers(models[0]).values()),

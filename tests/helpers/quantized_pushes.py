@@ -164,7 +164,7 @@ def compare_quantized(process: WorkerProcess, folder: Path) -> Held:
     small = {name: value for name, value in own.items() if value.itemsize == 1}
     scales = {n: v for n, v in own.items() if "_scale" in n}
     changed = differing(held, before)
-    transfer = process.worker.weight_transfer_engine
+    transfer = process.worker.push_worker
     return Held(
         loaded=differing(process.before, before),
         differing=differing(held, after)
@@ -193,7 +193,7 @@ def product_error(model: Any, held: dict[str, torch.Tensor]) -> float:
 
 def receive_wrong_scale(process: WorkerProcess) -> None:
     """From now on, a scale is another one after each push, before sums are made."""
-    transfer = process.worker.weight_transfer_engine
+    transfer = process.worker.push_worker
     of_state = transfer.state.mark_loaded
 
     def wrong(sums: dict[str, int]) -> None:

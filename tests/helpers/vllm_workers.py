@@ -1,7 +1,7 @@
 """vLLM workers without an engine, for tests of the parameters that each worker holds.
 
 A worker is the one an engine would start, but runs in one of our ranks: vLLM's own wrapper creates
-it with our weight transfer and worker extension, and it sets up vLLM's groups and loads the model
+it with our worker extension, and it sets up vLLM's groups and loads the model
 with vLLM's own loader. Without cache, scheduler and server this takes a second per model.
 """
 
@@ -27,12 +27,17 @@ from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.vllm import EngineDims
 from helpers.images import IMAGE_LIMITS
 from helpers.ranks import run_ranks
-from megatron_grpo.engines.push_protocol import WorkerSums, check_reports, own_parameters
+from megatron_grpo.config.rollout import RolloutConfig
+from megatron_grpo.config.train import ModelConfig
+from megatron_grpo.engines.push_protocol import (
+    VISION_VARIABLE,
+    WorkerSums,
+    check_reports,
+    own_parameters,
+)
 from megatron_grpo.engines.vllm.args import (
-    BACKEND,
     CPU_ATTENTION,
-    DRAFTING_BACKEND,
-    VISION_BACKEND,
+    DRAFTER_VARIABLE,
     WORKER_EXTENSION,
     dequantizing_arguments,
     vllm_environment,
@@ -55,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "vision": {"limit_mm_per_prompt": IMAGE_LIMITS},
 }
 """Arguments of a worker by what pushes fill, too: the layer that it drafts with, or its tower."""
-BACKENDS = {"": BACKEND, "mtp": DRAFTING_BACKEND, "vision": VISION_BACKEND}
+VARIABLES = {"mtp": DRAFTER_VARIABLE, "vision": VISION_VARIABLE}
 NUM_ENGINES = 2
 """Of those that take a push: the first feeds the second."""
 
@@ -101,7 +106,8 @@ def _load(
 
 def become_worker(num_workers: int) -> None:
     """Set the environment variables of a worker, which vLLM reads when it is imported."""
-    os.environ.update(vllm_environment(num_workers, on_gpu=False))
+    rollout = RolloutConfig(tensor_parallel_size=num_workers, max_completion_length=1)
+    os.environ.update(vllm_environment(ModelConfig(path=Path()), rollout, on_gpu=False))
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
 
@@ -162,7 +168,6 @@ def start_worker(
     Collective over the default group. An earlier worker of this process loses its groups but keeps
     its parameters. All workers must have the same sizes.
     """
-    from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.parallel_state import destroy_model_parallel
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.worker_base import WorkerWrapperBase
@@ -183,7 +188,6 @@ def start_worker(
         attention_backend=CPU_ATTENTION,
         kv_cache_memory_bytes=2**20,
         distributed_executor_backend="mp",
-        weight_transfer_config=WeightTransferConfig(backend=BACKENDS[also]),
         worker_extension_cls=WORKER_EXTENSION,
         **arguments,
     ).create_engine_config()
@@ -204,6 +208,11 @@ def start_worker(
     if not gc.get_freeze_count():
         gc.freeze()  # loading runs the GC twice, each a third of a second over all of vLLM
     worker.load_model()
+    for name in VARIABLES.values():
+        os.environ.pop(name, None)
+    if also:
+        os.environ[VARIABLES[also]] = "1"
+    assert worker.push_worker  # made now, with this environment
     return worker
 
 
@@ -342,11 +351,10 @@ class WorkerClient:
         return len(self.workers.addresses), 1
 
     def open_channels(self, transfer: dict[str, Any], is_sending: Any) -> None:
-        infos = [
-            ({"transfer": transfer, "engine": engine, "channels": "channels"},)
-            for engine in range(len(self.workers.addresses))
-        ]
-        self.workers.call_each(_init_weight_transfer_engine, infos)
+        info = {"transfer": transfer, "channels": "channels", "question": ""}
+        engines = range(len(self.workers.addresses))
+        calls = [("open_channels", {**info, "engine": engine}) for engine in engines]
+        self.workers.call_each(_ask, calls)
 
     def begin_push(self, push: str) -> None:
         self._ask("begin_push", push=push, channels="channels")
@@ -368,10 +376,6 @@ class WorkerClient:
         return answers
 
 
-def _init_weight_transfer_engine(process: WorkerProcess, info: dict[str, Any]) -> None:
-    process.worker.init_weight_transfer_engine(info)
-
-
-def _ask(process: WorkerProcess, method: str, arguments: dict[str, str]) -> dict[str, Any]:
-    answer: dict[str, Any] = getattr(process.worker, method)(**arguments)
+def _ask(process: WorkerProcess, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = process.worker.answer_push(call=call, **arguments)
     return answer

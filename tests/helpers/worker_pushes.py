@@ -160,20 +160,19 @@ def push(
 
 def begin_with(process: WorkerProcess, others: Path, kind: EngineDims, also: str) -> None:
     process.serve(others, kind, DTYPE, also)
-    process.worker.describe_parameters("question")  # a client asks for them before it pushes
     process.before = {k: v.clone() for k, v in parameters_of(process.worker).items()}
 
 
 def compare(process: WorkerProcess, exported: Path, kind: EngineDims, also: str) -> Held:
     held = parameters_of(process.worker)
     loaded = parameters_of(start_worker(process.rank, exported, kind, DTYPE, also))
-    pushed = process.worker.weight_transfer_engine.parameters()
+    transfer = process.worker.push_worker
+    pushed = transfer.weights()
     changed = differing(held, process.before)
     # Of the workers that split an expert, the first has the bias of its output.
     zeros = {name for name, v in held.items() if name.endswith(".w2_bias") and not v.any()}
-    transfer = process.worker.weight_transfer_engine
     bytes_received = transfer._receiver.bytes_received
-    transfer.shutdown()  # the next push may be into another worker of this process
+    transfer.close()  # the next push may be into another worker of this process
     return Held(
         differing=differing(held, loaded),
         unchanged=[name for name in held if name not in changed and name not in zeros],

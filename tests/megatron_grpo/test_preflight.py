@@ -31,8 +31,8 @@ from megatron_grpo.engines import kernels
 from megatron_grpo.engines.drafters import check_drafts
 from megatron_grpo.engines.kernels import (
     check_attention,
+    check_card,
     check_kernels,
-    check_routers,
     check_served,
 )
 from megatron_grpo.policy.lora_targets import check_lora
@@ -189,13 +189,13 @@ def test_layers_of_mamba_are_for_engines_on_gpus(tmp_path, config):
 def test_vllm_has_routers_beside_mamba_in_float32_on_some_gpus(config, tmp_path):
     shape, rollout = read_shape(tiny_model(tmp_path, "nemotron_h")), config().rollout
     for dtype, capability in (("bfloat16", (9, 0)), ("bfloat16", (10, 3)), ("float32", (8, 0))):
-        check_routers(rollout, shape, dtype, capability)
-    check_routers(rollout, replace(shape, moe=None), "bfloat16", (8, 9))
+        check_card(rollout, shape, dtype, capability)
+    check_card(rollout, replace(shape, moe=None), "bfloat16", (8, 9))
     for capability in ((8, 9), (12, 0)):
         with pytest.raises(
             ValueError, match=r"in float32 on GPUs .* bfloat16: use GPUs of 9\.0 or"
         ):
-            check_routers(rollout, shape, "bfloat16", capability)
+            check_card(rollout, shape, "bfloat16", capability)
 
 
 def test_adapters_of_other_names_than_those_of_transformers_are_refused(tmp_path):

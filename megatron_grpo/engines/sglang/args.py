@@ -13,7 +13,6 @@ from checkpoint_convert import ModelShape, read_shape
 from checkpoint_convert.folder import read_json
 from checkpoint_convert.hf_config import has_other_towers, read_scheme
 from checkpoint_convert.quantization import CONFIG_KEYS, engine_config
-from checkpoint_convert.shape import IndexerShape
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import (
@@ -26,11 +25,8 @@ from megatron_grpo.engines.arguments import (
     fields_of,
 )
 from megatron_grpo.engines.layouts import quantized_engine
-from megatron_grpo.engines.sglang.variables import (
-    QUANTIZATION_VARIABLE,
-    VISION_VARIABLE,
-    check_variables,
-)
+from megatron_grpo.engines.push_protocol import VISION_VARIABLE
+from megatron_grpo.engines.sglang.variables import QUANTIZATION_VARIABLE, check_variables
 
 SERVER = "megatron_grpo.engines.sglang.server"
 LIMIT = "limit_mm_data_per_request"
@@ -162,7 +158,7 @@ def sglang_command(
     Raises ValueError if SGLang cannot do what the config asks for.
     """
     check_folder_loaded(model, rollout)
-    shape = read_shape(model.path)
+    shape, has_groups = read_shape(model.path), rollout.data_parallel_size > 1
     overrides = _of_config(shape)
     arguments: dict[str, Any] = {
         "model_path": model.path,
@@ -170,7 +166,9 @@ def sglang_command(
         "port": port,
         "dtype": model.dtype,
         "tp_size": rollout.gpus_per_engine,
-        **_of_groups(rollout),
+        # Each group of workers has the whole head, as it has the embedding.
+        "attn_dp_size": rollout.data_parallel_size if has_groups else None,
+        "enable_dp_lm_head": has_groups or None,
         "log_level_http": "warning",
         "tool_call_parser": rollout.tool_call_parser,
         "enable_return_routed_experts": rollout.router_replay or None,
@@ -192,13 +190,6 @@ def sglang_command(
     arguments |= rollout.sglang
     # Most of its switches have no form that is off: they are left out.
     return [*command, *command_flags({k: None if v is False else v for k, v in arguments.items()})]
-
-
-def _of_groups(rollout: RolloutConfig) -> dict[str, Any]:
-    """What divides the workers into groups, each with the whole head, as with the embedding."""
-    if rollout.data_parallel_size == 1:
-        return {}
-    return {"attn_dp_size": rollout.data_parallel_size, "enable_dp_lm_head": True}
 
 
 def is_plain(model: Path) -> bool:
@@ -238,8 +229,11 @@ def _of_config(shape: ModelShape) -> dict[str, Any]:
     of indexers: it has no defaults, and without them attention would not be sparse.
     """
     if shape.latent is not None:
-        frequency = {"moe_layer_freq": 1}  # no family here has another value
-        return frequency | (_of_indexer(shape.indexer) if shape.indexer else {})
+        found: dict[str, Any] = {"moe_layer_freq": 1}  # no family here has another value
+        if indexer := shape.indexer:
+            found |= {"index_topk": indexer.topk, "index_n_heads": indexer.num_heads}
+            found["index_head_dim"] = indexer.head_dim
+        return found
     rope = _yarn_factor(shape)
     if shape.family != "olmo3" and shape.linear is None:
         return {"rope_parameters": rope} if rope else {}
@@ -249,14 +243,6 @@ def _of_config(shape: ModelShape) -> dict[str, Any]:
         "rope_parameters": {"rope_theta": shape.rope_theta, **rope},
     }
     return found | ({"full_attention_interval": full_interval(shape)} if shape.linear else {})
-
-
-def _of_indexer(indexer: IndexerShape) -> dict[str, Any]:
-    return {
-        "index_topk": indexer.topk,
-        "index_n_heads": indexer.num_heads,
-        "index_head_dim": indexer.head_dim,
-    }
 
 
 def _yarn_factor(shape: ModelShape) -> dict[str, Any]:

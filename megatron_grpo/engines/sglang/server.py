@@ -28,7 +28,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.server_args import ServerArgs, prepare_server_args
+from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
 from megatron_grpo.engines.access import TokenGuard
@@ -155,34 +155,15 @@ async def is_sleeping() -> Json:
     return {"is_sleeping": bool(asleep)}
 
 
-@router.post("/init_weight_transfer_engine")
-async def init_weight_transfer_engine(request: Request) -> Json:
-    """Let the workers open channels to all ranks that send to this engine."""
-    await ask_workers("open_channels", {"question": "", **(await request.json())["init_info"]})
-    return {}
-
-
 @router.post("/collective_rpc")
 async def collective_rpc(request: Request) -> Json:
-    """Call a method of `PushWorker` in every worker; their answers in rank order."""
-    body = await request.json()
-    return {"results": await ask_workers(body["method"], body["kwargs"])}
-
-
-async def ask_workers(method: str, arguments: Json) -> list[Json]:
-    """The answers of all workers."""
-    call = CheckWeightsReqInput(action=call_of(method, arguments))
+    """Have every worker answer a call; their answers in rank order."""
+    call = CheckWeightsReqInput(action=call_of((await request.json())["kwargs"]))
     succeeded, answers, *_ = await manager().check_weights(call)
     if not succeeded:
-        raise RuntimeError(f"{method}: {answers}")
-    return [*json.loads(answers.strip(" |"))]  # SGLang joins what groups say, of which one does
-
-
-def check_guarded(arguments: ServerArgs) -> None:
-    """Raise ValueError for an argument with which others than our guarded app would answer."""
-    for name, default in UNGUARDED.items():
-        if getattr(arguments, name) != default:
-            raise ValueError(f"--{name.replace('_', '-')} cannot be set: {RESERVED[name]}")
+        raise RuntimeError(answers)
+    # SGLang joins what groups say, of which one does.
+    return {"results": json.loads(answers.strip(" |"))}
 
 
 def main() -> None:
@@ -199,7 +180,9 @@ def main() -> None:
         tempfile.tempdir = own  # SGLang leaves its sockets behind
         os.environ |= VARIABLES | {"TMPDIR": own}
         arguments = prepare_server_args(server_arguments(sys.argv[1:], Path(own, "model")))
-        check_guarded(arguments)
+        for name, default in UNGUARDED.items():
+            if getattr(arguments, name) != default:
+                raise ValueError(f"--{name.replace('_', '-')} cannot be set: {RESERVED[name]}")
         try:
             launch(arguments, own)
         finally:

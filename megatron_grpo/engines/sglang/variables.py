@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 QUANTIZATION_VARIABLE = "MEGATRON_GRPO_QUANTIZATION"
 """By which scheme the workers quantise the weights that they load."""
-VISION_VARIABLE = "MEGATRON_GRPO_VISION"
-"""Set if pushes fill the vision tower, too."""
 RENDEZVOUS_VARIABLE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 """Where the workers of one host meet: in a file, as torch's store would listen on all networks."""
 

@@ -47,17 +47,13 @@ from checkpoint_convert.megatron import file_layout
 from checkpoint_convert.quantization import CONFIG_KEYS, ignored_modules
 from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engines.push_protocol import Json, own_parameters
+from megatron_grpo.engines.push_protocol import VISION_VARIABLE, Json, own_parameters
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.sglang.cpu_attention import attend_by_torch
 from megatron_grpo.engines.sglang.cpu_matrices import multiply_by_torch
 from megatron_grpo.engines.sglang.images import forget_features, see_bytes
 from megatron_grpo.engines.sglang.model_folder import WEIGHTS_VARIABLE
-from megatron_grpo.engines.sglang.variables import (
-    QUANTIZATION_VARIABLE,
-    RENDEZVOUS_VARIABLE,
-    VISION_VARIABLE,
-)
+from megatron_grpo.engines.sglang.variables import QUANTIZATION_VARIABLE, RENDEZVOUS_VARIABLE
 from megatron_grpo.engines.weight_receivers import Receiver
 from parallel import Layout, ShardMapping
 from parallel.checksum import checksums
@@ -67,14 +63,14 @@ Weights = Iterator[tuple[str, Tensor]]
 FAILED = "failed"
 """The key of an answer that is an error."""
 CALL = "megatron_grpo "
-"""How the action of a request starts that is a call of ours; its method and arguments follow."""
+"""How the action of a request starts that is a call of ours; its arguments follow."""
 OF_CACHE = (".k_scale", ".v_scale")
 """How the names of scales for keys and values end."""
 
 
-def call_of(method: str, arguments: Json) -> str:
-    """The action that calls a method of `PushWorker` in every worker."""
-    return CALL + json.dumps([method, arguments])
+def call_of(arguments: Json) -> str:
+    """The action that has the `PushWorker` of every worker answer a call."""
+    return CALL + json.dumps(arguments)
 
 
 class SchedulerWorker(PushWorker):
@@ -113,10 +109,6 @@ class SchedulerWorker(PushWorker):
         return checksums(held) if any(each.itemsize == 1 for each in held.values()) else sums
 
     def _drop_weights(self) -> Json:
-        """From now on there are no weights, until a push is complete.
-
-        Answers whether the engine was started so that it can give their memory back.
-        """
         self.state.drop_weights()
         return {"can_sleep": is_cpu() or get_exec().features.enable_memory_saver}
 
@@ -222,11 +214,11 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     ) -> CheckWeightsReqOutput:
         if not request.action.startswith(CALL):
             return check_weights(self, request)
-        method, arguments = json.loads(request.action.removeprefix(CALL))
+        call = json.loads(request.action.removeprefix(CALL))
         try:
             if not workers:
                 workers.append(SchedulerWorker(self))
-            own = workers[0].answer(method, **arguments)
+            own = workers[0].answer(**call)
         except Exception as error:  # the others wait for this worker's answer
             traceback.print_exc()
             own = {FAILED: repr(error)}

@@ -137,17 +137,11 @@ class TransformersEngine:
             self._turn.notify_all()
         return {}
 
-    def init_weight_transfer_engine(self, body: Json) -> Json:
-        """Open channels to all ranks that send to this engine, replacing earlier ones."""
-        with self._turn:
-            self.worker.answer("open_channels", question="", **body["init_info"])
-        return {}
-
     def answer_as_worker(self, body: Json) -> Json:
-        """Answer a call of `PushWorker` as this engine's one worker."""
-        method = body["method"]
-        with self._turn if method == "receive_push" else nullcontext():
-            return {"results": [self.worker.answer(method, **body["kwargs"])]}
+        """Answer a call as this engine's one worker."""
+        call = body["kwargs"]
+        with self._turn if call["call"] in ("open_channels", "receive_push") else nullcontext():
+            return {"results": [self.worker.answer(**call)]}
 
     def update_weight_version(self, body: Json) -> Json:
         """Set the version that samples are labelled with."""

@@ -37,7 +37,6 @@ ROUTES: dict[str, Callable[..., Json | bytes]] = {
     "/wake_up": TransformersEngine.answer_nothing,  # it never sleeps
     "/pause": TransformersEngine.pause,
     "/resume": TransformersEngine.resume,
-    "/init_weight_transfer_engine": TransformersEngine.init_weight_transfer_engine,
     "/collective_rpc": TransformersEngine.answer_as_worker,
     "/update_weight_version": TransformersEngine.update_weight_version,
     "/reset_prefix_cache": TransformersEngine.reset_prefix_cache,
@@ -51,15 +50,8 @@ class RequestHandler(BaseHTTPRequestHandler):
     engine: TransformersEngine
     token: str
 
-    def do_GET(self) -> None:
-        """Answer from `ROUTES`."""
-        self._answer()
-
     def do_POST(self) -> None:
         """Answer from `ROUTES`."""
-        self._answer()
-
-    def _answer(self) -> None:
         route = urlsplit(self.path).path
         authorization = self.headers.get("Authorization", "").encode("latin-1")
         length = int(self.headers.get("Content-Length", 0))
@@ -72,6 +64,8 @@ class RequestHandler(BaseHTTPRequestHandler):
             self.rfile.read(min(length, MAX_REFUSED_BYTES))
             self.close_connection = True
             self._send(401, REFUSAL)
+
+    do_GET = do_POST
 
     def _result(self, route: str, body: bytes) -> tuple[int, bytes]:
         """Status and content of the response."""

@@ -33,25 +33,23 @@ from megatron_grpo.engines.arguments import (
     fields_of,
 )
 from megatron_grpo.engines.layouts import quantized_engine
+from megatron_grpo.engines.push_protocol import VISION_VARIABLE
 from megatron_grpo.policy.lora_targets import targets_of
-
-BACKEND = "megatron_grpo"
-DRAFTING_BACKEND = "megatron_grpo_drafts"
-VISION_BACKEND = "megatron_grpo_vision"
-"""Our names in vLLM's registry of weight-transfer backends; the second one also fills the layer
-that the engine drafts with, the third the vision tower."""
 
 DEQUANTIZED, QUANTIZED = "dequantized", "quantized_"
 """Our names in vLLM's registry of formats that weights are loaded from; a scheme's follows."""
 
-WORKER_EXTENSION = "megatron_grpo.engines.vllm.worker.PushWorker"
-"""Adds the methods that the client calls to vLLM's workers."""
+WORKER_EXTENSION = "megatron_grpo.engines.vllm.worker.WorkerExtension"
+"""Adds the method that the client calls to vLLM's workers."""
 
 TOKEN_GUARD = "megatron_grpo.engines.access.TokenGuard"
 """Requires the token on every route; vLLM's own --api-key leaves most routes open."""
 
 ENGINE_VARIABLE = "MEGATRON_GRPO_ENGINE"
 """Set in the environment of our engines; in any other process our plugin does nothing."""
+
+DRAFTER_VARIABLE = "MEGATRON_GRPO_DRAFTER"
+"""Set if pushes fill the layer that the engine drafts with, too."""
 
 CPU_ATTENTION = "CPU_MLA"
 """The kernel of latent attention without a GPU, to be named for the model and for its drafter.
@@ -177,7 +175,6 @@ def engine_flags(
         "data_parallel_size": rollout.data_parallel_size,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "weight_transfer_config": {"backend": backend_of(model, rollout)},
         "worker_extension_cls": WORKER_EXTENSION,
         "scheduling_policy": "priority",
         "enable_return_routed_experts": rollout.router_replay or None,
@@ -188,7 +185,10 @@ def engine_flags(
     }
     arguments |= platform_arguments(rollout.gpus_per_engine, on_gpu)
     if may_have_linear_attention(model.path):
-        arguments |= linear_arguments(on_gpu)
+        # What heads remember, as the trainer computes it; vLLM's default is the model's dtype.
+        arguments["mamba_ssm_cache_dtype"] = "float32"
+        # vLLM shares the memory of a prefix only where it may split prompts, and is not to on CPUs.
+        arguments["enable_prefix_caching"] = None if on_gpu else False
     overrides = arguments.get("hf_overrides", {})
     if rollout.quantization != "none":
         arguments |= quantizing_arguments(model, rollout, overrides, on_gpu)
@@ -200,24 +200,6 @@ def engine_flags(
     if not on_gpu and (drafts := rollout.vllm.get("speculative_config")):
         arguments["speculative_config"] = {"attention_backend": CPU_ATTENTION} | drafts
     return list(command_flags(arguments))
-
-
-def backend_of(model: ModelConfig, rollout: RolloutConfig) -> str:
-    """The backend by which an engine takes weights."""
-    if not model.freeze_vision:
-        return VISION_BACKEND
-    fills_drafter = model.mtp_num_layers and rollout.drafts_with_mtp
-    return DRAFTING_BACKEND if fills_drafter else BACKEND
-
-
-def linear_arguments(on_gpu: bool) -> dict[str, Any]:
-    """Arguments of an engine whose model has linear attention."""
-    return {
-        # What heads remember, as the trainer computes it; vLLM's default is the model's dtype.
-        "mamba_ssm_cache_dtype": "float32",
-        # vLLM shares the memory of a prefix only where it may split prompts, and is not to on CPUs.
-        **({} if on_gpu else {"enable_prefix_caching": False}),
-    }
 
 
 def adapter_arguments(model: ModelConfig, lora: LoraConfig, on_gpu: bool) -> dict[str, Any]:
@@ -320,12 +302,15 @@ def platform_arguments(num_workers: int, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def vllm_environment(num_workers: int, on_gpu: bool) -> dict[str, str]:
+def vllm_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool) -> dict[str, str]:
     """Variables that an engine needs in addition to the user's environment."""
+    fills_drafter = model.mtp_num_layers and rollout.drafts_with_mtp
     return {
         ENGINE_VARIABLE: "1",
+        **({} if model.freeze_vision else {VISION_VARIABLE: "1"}),
+        **({DRAFTER_VARIABLE: "1"} if fills_drafter else {}),
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause the engine and update its weights
-        **server_environment(num_workers, on_gpu),
+        **server_environment(rollout.gpus_per_engine, on_gpu),
     }
 
 

@@ -27,18 +27,20 @@ from megatron_grpo.engines.products import product
 from megatron_grpo.engines.vllm.cpu_linear_attention import attend_by_torch
 from megatron_grpo.engines.vllm.cpu_matrices import multiply_by_torch
 
+_forward_cpu = RotaryEmbedding.forward_cpu
+
 
 def compute_by_torch() -> None:
     """From now on, layers that vLLM builds compute by the functions below."""
     keep_weights_unpacked()
-    rotate_heads_by_torch()
-    multiply_tokens_at_once()
     multiply_by_torch()
     attend_by_torch()
+    RotaryEmbedding.forward_cpu = rotate_heads
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
     cpu_triton_utils._expand_kernel_impl = spread_over_drafts
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
-    multiply_experts_by_torch()
+    fp8.backend_to_kernel_cls = int8.backend_to_kernel_cls = kernels_of_experts
 
 
 def keep_weights_unpacked() -> None:
@@ -165,57 +167,43 @@ class QuantizedExperts(CPUExpertsFp8):
         return True, None
 
 
-def multiply_experts_by_torch() -> None:
+def kernels_of_experts(backend: fp8.Fp8MoeBackend | int8.Int8MoeBackend) -> list[type]:
     """Let experts of quantised models be `QuantizedExperts`.
 
     vLLM takes them for those of its kernels for GPUs, for which it leaves weights as they are.
     """
-
-    def classes(backend: fp8.Fp8MoeBackend | int8.Int8MoeBackend) -> list[type]:
-        return [QuantizedExperts] if backend.name == "TRITON" else []
-
-    fp8.backend_to_kernel_cls = classes
-    int8.backend_to_kernel_cls = classes
+    return [QuantizedExperts] if backend.name == "TRITON" else []
 
 
-def rotate_heads_by_torch() -> None:
+def rotate_heads(
+    self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Let torch rotate queries and keys that have a dimension for heads, as in latent attention.
 
     vLLM 0.32's kernel for CPUs rotates wrong numbers of them: it takes the distance between heads
     for that between tokens. Its kernel for GPUs knows the dimension.
     """
-    of_kernel = RotaryEmbedding.forward_cpu
-
-    def rotated(
-        self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        if query.dim() == 2:
-            return of_kernel(self, positions, query, key)
-        return self.forward_native(positions, query, key)
-
-    RotaryEmbedding.forward_cpu = rotated
+    if query.dim() == 2:
+        return _forward_cpu(self, positions, query, key)
+    return self.forward_native(positions, query, key)
 
 
-def multiply_tokens_at_once() -> None:
+def add_lora_linear(
+    self: PunicaWrapperCPU,
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: tuple[Tensor, ...],
+    lora_b_stacked: tuple[Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    **_: Any,
+) -> None:
     """Let all tokens share the one adapter, by plain matrix products.
 
     vLLM's kernels for CPUs copy the A and B of its adapter for each token, gigabytes for a prompt.
     """
-
-    def add_lora_linear(
-        self: PunicaWrapperCPU,
-        y: Tensor,
-        x: Tensor,
-        lora_a_stacked: tuple[Tensor, ...],
-        lora_b_stacked: tuple[Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        **_: Any,
-    ) -> None:
-        is_adapted = (self.token_lora_indices >= 0).to(x.dtype).unsqueeze(1)
-        parts = zip(y.split(output_slices, -1), lora_a_stacked, lora_b_stacked, strict=True)
-        for part, a, b in parts:
-            low = torch.nn.functional.linear(x, a[0, 0]) * is_adapted
-            part += torch.nn.functional.linear(low, b[0, 0]) * scale
-
-    PunicaWrapperCPU.add_lora_linear = add_lora_linear
+    is_adapted = (self.token_lora_indices >= 0).to(x.dtype).unsqueeze(1)
+    parts = zip(y.split(output_slices, -1), lora_a_stacked, lora_b_stacked, strict=True)
+    for part, a, b in parts:
+        low = torch.nn.functional.linear(x, a[0, 0]) * is_adapted
+        part += torch.nn.functional.linear(low, b[0, 0]) * scale

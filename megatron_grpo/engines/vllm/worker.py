@@ -9,23 +9,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from itertools import chain
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import get_dp_group, get_tp_group
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.model_executor.layers.attention import MLAAttention
@@ -44,30 +38,29 @@ from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.text_tower import text_name
 from checkpoint_convert.weights import whole_tensors
 from megatron_grpo.engines.push_protocol import (
+    VISION_VARIABLE,
     Json,
-    PushState,
     drafter_parameters,
     own_parameters,
     parameter_table,
 )
+from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.vllm.args import (
     ADAPTER_ID,
-    BACKEND,
     DEQUANTIZED,
-    DRAFTING_BACKEND,
+    DRAFTER_VARIABLE,
     ENGINE_VARIABLE,
     QUANTIZED,
-    VISION_BACKEND,
 )
 from megatron_grpo.engines.vllm.cpu_layers import compute_by_torch
 from megatron_grpo.engines.vllm.kept_caches import keep_caches
-from megatron_grpo.engines.weight_receivers import Receiver, open_receiver
+from megatron_grpo.engines.weight_receivers import Receiver
 from megatron_grpo.launch.parent_death import die_with_parent
 from parallel.checksum import checksums
 
 
 def register() -> None:
-    """Tie this process to its parent, and register our weight-transfer backend and our loader."""
+    """Tie this process to its parent, and register our loaders."""
     if ENGINE_VARIABLE not in os.environ:
         return
     parent = multiprocessing.parent_process()
@@ -80,8 +73,6 @@ def register() -> None:
     answer_for_all_groups()
     keep_caches()
     tell_versions_of_chunks()
-    for backend in (BACKEND, DRAFTING_BACKEND, VISION_BACKEND):
-        WeightTransferEngineFactory.register_engine(backend, ShardTransfer)
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
     for scheme in ENGINE_SCHEMES:
         register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
@@ -115,12 +106,6 @@ class QuantizingLoader(DefaultModelLoader):
         scheme = str(self.load_config.load_format).removeprefix(QUANTIZED)
         ignored = ignored_modules(getattr(model_config.hf_config, CONFIG_KEYS[0]))
         return quantized_tensors(Path(model_config.model), scheme, ignored)
-
-
-def number_of_worker() -> int:
-    """The number of this process's worker among all of its engine."""
-    tensor = get_tp_group()
-    return get_dp_group().rank_in_group * tensor.world_size + tensor.rank_in_group
 
 
 def answer_for_all_groups() -> None:
@@ -225,8 +210,7 @@ def adapter_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 def register_adapter(model: torch.nn.Module) -> None:
     """Let requests use the buffers as they are, under `ADAPTER_ID`.
 
-    After a push vLLM forgets its adapters, as if their buffers were those of other weights. For a
-    number that it does not know it would read a file, and write that to the buffers.
+    For a number that it does not know vLLM would read a file, and write that to the buffers.
     """
     manager: Any = getattr(model, "lora_manager", None)
     if manager is not None:
@@ -235,166 +219,63 @@ def register_adapter(model: torch.nn.Module) -> None:
         manager.lora_index_to_id[0] = ADAPTER_ID
 
 
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """What the workers of one engine need to open their channels."""
+class VllmWorker(PushWorker):
+    """The weights of a worker of vLLM."""
 
-    transfer: Json
-    """For `open_receiver`."""
-    engine: int
-    channels: str
-
-
-@dataclass
-class PushInfo(WeightTransferUpdateInfo):
-    """Which push is under way."""
-
-    push: str
-
-
-class ShardTransfer(WeightTransferEngine[InitInfo, PushInfo]):
-    """Each worker receives its shard over its own channels, directly into its parameters.
-
-    vLLM's layerwise reload is for layouts that change after loading; ours do not (see above, and
-    `moe_backend` in vllm/args.py).
-
-    Each worker records which push its weights belong to. The version that vLLM puts on samples is
-    not enough: another process holds it, and it changes at another time.
-
-    A failure is kept in the state for the client to read. If it were raised here, vLLM would pass
-    on the first worker's exception and leave the other workers' answers unread; the next calls
-    would take these for their own, so that an engine with several workers would be unusable.
-    """
-
-    init_info_cls = InitInfo
-    update_info_cls = PushInfo
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.state = PushState()
-        self.drafter: torch.nn.Module | None = None
-        """What drafts, if pushes fill it, too; `PushWorker.describe_parameters` sets it."""
-        self._receiver: Receiver | None = None
+    def __init__(self, worker: Any) -> None:
+        tensor, data = get_tp_group(), get_dp_group()
+        number = data.rank_in_group * tensor.world_size + tensor.rank_in_group
+        super().__init__(number, worker.device)
+        self.model, self._config = worker.get_model(), worker.model_config
+        self._drafter = worker.get_draft_model() if DRAFTER_VARIABLE in os.environ else None
+        self._with_vision = VISION_VARIABLE in os.environ
         if current_platform.is_cpu():
             unlink_group_memory()
 
-    def parameters(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """The weights that pushes bring, by name; with adapters, those that they do not."""
-        parameters = own_parameters(self.model, self.config.backend == VISION_BACKEND)
-        if self.drafter is not None:
-            family = FAMILIES[self.model_config.hf_text_config.model_type]
-            is_apart = family.has_mtp_apart
-            parameters |= drafter_parameters(self.drafter, self.model, is_apart=is_apart)
-        return parameters
+        weights = own_parameters(self.model, self._with_vision)
+        if self._drafter is not None:
+            is_apart = FAMILIES[self._config.hf_text_config.model_type].has_mtp_apart
+            weights |= drafter_parameters(self._drafter, self.model, is_apart=is_apart)
+        return weights
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Open channels to all ranks that send to this worker, replacing earlier ones."""
-        self.state.use_channels(init_info.channels)
-        with self.state.keep_error():
-            self.shutdown()
-            self._receiver = open_receiver(
-                init_info.transfer,
-                init_info.engine,
-                number_of_worker(),
-                adapter_buffers(self.model) or self.parameters(),
-                self.device,
-            )
+    def tensors(self) -> dict[str, Tensor]:
+        """The adapter, if the engine has one, or else the weights."""
+        return adapter_buffers(self.model) or self.weights()
 
-    def start_weight_update(self) -> None:
-        """Nothing to prepare."""
+    def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
+        """Then make anew what vLLM derives; with adapters, returns also the sums of the weights.
 
-    def receive_weights(self, update_info: PushInfo) -> None:
-        """Receive every parameter of the push that last began."""
-        if self._receiver is None:
-            return  # the state says why
-        with self.state.keep_error():
-            weights, adapters = self.parameters(), adapter_buffers(self.model)
-            sums = self._receiver.receive_weights(adapters or weights)
-            for model in (self.model, self.drafter):
-                absorb_latents(model, self.model_config.dtype)
-            self.state.mark_loaded(sums | checksums(weights) if adapters else sums)
-
-    def finish_weight_update(self) -> None:
-        """The weights are in place already."""
-
-    def shutdown(self) -> None:
-        """Close the channels."""
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
-
-
-class PushWorker:
-    """The methods that the client calls in every worker, over /collective_rpc.
-
-    vLLM adds it to the base classes of its worker. Weight updates use these methods and not vLLM's
-    own routes, which raise when a step does not follow the one before; when two trainers collide,
-    that would happen in all workers at once.
-
-    Answers are plain data. Each repeats `question`, which the client makes up anew for every call,
-    so that it recognizes an answer to a different call.
-    """
-
-    weight_transfer_engine: ShardTransfer
-    _weight_update_active: bool
-
-    def describe_parameters(self, question: str) -> Json:
-        """Shape and dtype of every parameter that a push fills or verifies, by name."""
-        transfer, worker = self.weight_transfer_engine, cast(Any, self)
-        if transfer.config.backend == DRAFTING_BACKEND:
-            transfer.drafter = worker.get_draft_model()
-        parameters = transfer.parameters() | adapter_buffers(transfer.model)
-        return {"question": question, "parameters": parameter_table(parameters)}
-
-    def begin_push(self, question: str, push: str, channels: str) -> Json:
-        """Declare that the weights have no version until `push` is complete.
-
-        The trainer that connected last owns the engine; `push_report` tells the others.
+        vLLM's layerwise reload is for layouts that change after loading; ours do not (see above,
+        and `moe_backend` in vllm/args.py).
         """
+        sums = {**super().receive(receiver, self.tensors())}
+        for model in (self.model, self._drafter):
+            absorb_latents(model, self._config.dtype)
+        if adapter_buffers(self.model):
+            sums |= checksums(self.weights())
+            register_adapter(self.model)
+        torch.accelerator.synchronize()  # copies may still be under way
+        return sums
+
+    def _describe_parameters(self) -> Json:
+        parameters = self.weights() | adapter_buffers(self.model)
+        return {"parameters": parameter_table(parameters)}
+
+    def _drop_weights(self) -> Json:
+        self.state.drop_weights()
+        return {"can_sleep": current_platform.is_cpu() or self._config.enable_sleep_mode}
+
+
+class WorkerExtension:
+    """What vLLM adds to the base classes of its worker: calls over /collective_rpc reach it."""
+
+    push_worker = cached_property(VllmWorker)
+
+    def answer_push(self, **call: Any) -> Json:
+        """See `PushWorker.answer`."""
         worker: Any = self
-        if not self._weight_update_active:  # already active if a trainer ended during a push
-            worker.start_weight_update()
-        self.weight_transfer_engine.state.begin_push(push, channels)
-        return {"question": question}
-
-    def receive_push(self, question: str, push: str) -> Json:
-        """Receive the weights of `push`, unless another push has begun since."""
-        if self._is_open(push):
-            worker: Any = self
-            worker.update_weights({"push": push})
-        return {"question": question}
-
-    def push_report(self, question: str) -> Json:
-        """Which push is current, whether its weights are loaded, their checksums, and any error."""
-        return {"question": question, **self.weight_transfer_engine.state.push_report()}
-
-    def finish_push(self, question: str, push: str) -> Json:
-        """From now on the weights count as those of `push`, if it is loaded."""
-        if self._is_open(push):
-            worker: Any = self
-            worker.finish_weight_update()
-            register_adapter(self.weight_transfer_engine.model)
-            self.weight_transfer_engine.state.finish_push()
-        return {"question": question}
-
-    def drop_weights(self, question: str) -> Json:
-        """From now on there are no weights, until a push is complete.
-
-        Answers whether the engine was started so that it can give their memory back.
-        """
-        self.weight_transfer_engine.state.drop_weights()
-        worker: Any = self
-        can_sleep = current_platform.is_cpu() or worker.model_config.enable_sleep_mode
-        return {"question": question, "can_sleep": can_sleep}
-
-    def hold_loaded(self, question: str) -> Json:
-        """From now on the weights count as those the engine loaded itself, if there was no push."""
-        self.weight_transfer_engine.state.hold_loaded()
-        return {"question": question}
-
-    def held_push(self, question: str) -> Json:
-        """The push whose weights the worker holds; empty while they are incomplete."""
-        return {"question": question, "push": self.weight_transfer_engine.state.held}
-
-    def _is_open(self, push: str) -> bool:
-        return self._weight_update_active and self.weight_transfer_engine.state.push == push
+        with set_current_vllm_config(worker.vllm_config):
+            answer: Json = self.push_worker.answer(**call)
+        return answer

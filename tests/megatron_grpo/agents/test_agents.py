@@ -345,7 +345,7 @@ class Ending(Session):
         assert name not in ("reward", "metrics", "failure", "finish_reason") or not self.is_over
         super().__setattr__(name, value)
 
-    _is_over = False
+    is_over = False
 
 
 def test_a_session_that_is_over_has_its_reward():

@@ -11,7 +11,7 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.offload import parts_moved
 from megatron_grpo.engines.vllm.args import check_engine_arguments
-from megatron_grpo.launch.launch import check_engine_size
+from megatron_grpo.launch.placement import check_engine_size
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.instantiate import build_rank, instantiate
 from megatron_grpo.planning.job_plan import plan_job

@@ -159,10 +159,9 @@ def test_with_no_engine_left_what_was_answered_counts_and_a_push_waits_for_one(p
 def test_an_engine_without_weights_is_left_out_and_not_killed(pair, undisturbed, capfd):
     first, second = pair.servers.base_urls
     pids = [pair.pid(url) for url in (first, second)]
-    connect = {"init_info": {"transfer": {}, "engine": 0, "channels": "another's"}}
-    httpx.post(
-        f"{second}/init_weight_transfer_engine", json=connect, headers=bearer(pair.servers.token)
-    )
+    channels = {"transfer": {}, "engine": 0, "channels": "another's"}
+    call = {"kwargs": {"call": "open_channels", "question": "", **channels}}
+    httpx.post(f"{second}/collective_rpc", json=call, headers=bearer(pair.servers.token))
     assert tokens_of(pair.generate(PROMPTS)) == undisturbed
     assert pair.pool.serving == [first]
     assert f"{second} is out until the next push: holds no complete" in capfd.readouterr().err

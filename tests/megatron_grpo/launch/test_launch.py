@@ -14,14 +14,12 @@ from megatron_grpo import cli
 from megatron_grpo.config.reward import RewardConfig
 from megatron_grpo.launch.launch import (
     LAUNCHER_VARIABLE,
-    EnginePlace,
     RankPlace,
     check_host,
-    place,
-    place_engines,
     rank_place,
     tie_to_launcher,
 )
+from megatron_grpo.launch.placement import EnginePlace, place, place_engines
 from parallel import ParallelDims
 
 SLURM = {

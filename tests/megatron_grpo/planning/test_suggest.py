@@ -9,7 +9,7 @@ from checkpoint_convert import read_shape
 from helpers.published_models import write_config
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.file import load_config
-from megatron_grpo.launch.launch import place
+from megatron_grpo.launch.placement import place
 from megatron_grpo.planning.card import CARDS
 from megatron_grpo.planning.job_plan import plan_job
 from megatron_grpo.planning.suggest import simulated, suggest
