@@ -61,6 +61,11 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
             "rollout.router_replay true needs a mixture of experts, and this model is dense: leave "
             "it out"
         )
+    if rollout.indexer_replay and shape.indexer is None:
+        raise ValueError(
+            "rollout.indexer_replay true needs sparse attention, and this model has no indexers: "
+            "leave it out"
+        )
     check_attention(rollout.engine, shape)
     if rollout.engine == "sglang":
         _check_groups(rollout, shape)

@@ -180,6 +180,8 @@ def engine_command(
         command += [f"--host={host}", f"--port={port}"]
         if rollout.router_replay:
             command.append("--enable-return-routed-experts")
+        if rollout.indexer_replay:
+            command.append("--enable-return-indexer-topk")
         return command, environment
     on_gpu = devices is not None
     environment |= vllm_environment(rollout.gpus_per_engine, on_gpu)

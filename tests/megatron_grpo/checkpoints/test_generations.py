@@ -164,14 +164,14 @@ def test_the_experts_of_tokens_come_back_and_no_reference_is_made_up(tmp_path):
     for i, sample in enumerate(saved.samples[:-1]):  # the last failed before an engine read it
         size = (len(sample.prompt.token_ids) + i, 2, 3)
         routes = draw.integers(0, 256, size, np.uint8)
-        saved.samples[i] = replace(sample, routed_experts=routes)
+        saved.samples[i] = replace(sample, routes=routes)
     write_experience(tmp_path, saved, READY)
     read = read_experience(tmp_path, prompts(), READY)
     assert read.ref_logprobs is None
     for ours, theirs in zip(read.samples[:-1], saved.samples[:-1], strict=True):
-        assert ours.routed_experts.dtype == np.uint8
-        np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
-    assert read.samples[-1].routed_experts is None
+        assert ours.routes.dtype == np.uint8
+        np.testing.assert_array_equal(ours.routes, theirs.routes)
+    assert read.samples[-1].routes is None
 
 
 def test_a_large_generation_is_written_without_a_python_object_for_each_token(tmp_path):

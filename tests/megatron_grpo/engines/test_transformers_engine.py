@@ -100,5 +100,5 @@ def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path, num_exp
         samples = engine.generate(random_prompts(2), [*range(20, 60)], router_replay=True)
     assert len({len(sample.completion_ids) for sample in samples}) > 1
     for sample in samples:
-        assert sample.routed_experts.dtype == dtype
-        np.testing.assert_array_equal(sample.routed_experts, chosen_experts(folder, sample))
+        assert sample.routes.dtype == dtype
+        np.testing.assert_array_equal(sample.routes, chosen_experts(folder, sample))
