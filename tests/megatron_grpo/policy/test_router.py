@@ -5,7 +5,9 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from megatron_grpo.engines.choice import decode_choice
 from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.transformers.engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
+from megatron_grpo.policy.model import unwrapped
 from megatron_grpo.policy.reference import reference_of
 from megatron_grpo.policy.router import with_own_layers
 from parallel import ParallelDims
@@ -236,15 +239,74 @@ def test_the_reference_and_a_batch_without_routes_have_their_own(cases, family, 
         torch.testing.assert_close(torch.cat(logprobs).double(), expected, atol=1e-5, rtol=0)
 
 
+def noted_choices_on_rank(rank: int, folder: Path) -> list[list[Tensor]]:
+    """Log-probabilities and gradients of a policy that chooses its tokens, and of one that is given
+    these again."""
+    dims, found = ParallelDims(), []
+    replays = overrides_of(SPARSE)[1:]
+    policy, groups = start_policy(rank, folder, dims, *replays)
+    for attention in (layer.self_attention for layer in unwrapped(policy.chunks[0]).decoder.layers):
+        attention._choose = noted(attention._choose, found)
+    own = numbers_of(policy, groups, pack_all(LENGTHS, dims))
+    assert len(found) == LAYERS * 2 * (len(LENGTHS) - 1)  # nothing is chosen of padding alone
+    tokens: list[Tensor] = []
+    for number, lengths in enumerate(LENGTHS[:-1]):
+        chosen = torch.stack(found[number * LAYERS :][:LAYERS], dim=1)
+        sizes = [sum(each) for each in lengths]
+        for start, size in zip(accumulate([0, *sizes]), sizes, strict=False):
+            tokens.append((chosen[start : start + size - 1] - start).short())
+    found.clear()
+    given = numbers_of(policy, groups, pack_all(LENGTHS, dims, tokens, index_topk=INDEX_TOPK))
+    assert not found
+    return [[*logprobs.values(), *(g for *_, g in boxes)] for logprobs, boxes, _ in (own, given)]
+
+
+def noted(choose: Callable[..., Tensor], found: list[Tensor]) -> Callable[..., Tensor]:
+    def chosen(*arguments: Any) -> Tensor:
+        found.append(choose(*arguments))
+        return found[-1]
+
+    return chosen
+
+
+def test_with_a_policys_own_choices_replay_changes_no_bit(cases):
+    [(own, given)] = run_ranks(1, noted_choices_on_rank, cases[SPARSE].routed.folder)
+    assert len(own) > 40 and all(map(torch.equal, own, given))
+
+
+def dynamic_numbers_on_rank(rank: int, folder: Path, dims: ParallelDims) -> Numbers:
+    overrides = *overrides_of(SPARSE), "parallel.dynamic_context_parallel=true"
+    policy, groups = start_policy(rank, folder, dims, *overrides)
+    batches = [with_own_layers(batch, groups) for batch in batches_with_routes(SPARSE, dims)]
+    return numbers_of(policy, groups, batches)
+
+
+@pytest.mark.long
+def test_choices_are_followed_where_context_ranks_may_change(cases):
+    case, dims = cases[SPARSE].routed, ParallelDims(context=2)
+    case.check(run_ranks(2, dynamic_numbers_on_rank, case.folder, dims))
+
+
 NUM_SAMPLES = 32
 
 
-def bfloat16_samples(folder: Path) -> list[Sample]:
+def bfloat16_samples(family: str, folder: Path) -> list[Sample]:
     """What an engine with bfloat16 weights samples, sent as vLLM sends it."""
-    engine = TransformersEngine(folder, torch.bfloat16, "cpu", return_routed_experts=True)
+    index_topk = INDEX_TOPK if family == SPARSE else 0
+    engine = TransformersEngine(
+        folder,
+        torch.bfloat16,
+        "cpu",
+        return_routed_experts=True,
+        return_indexer_topk=index_topk > 0,
+    )
     engine.weight_version = "0"
     params = sampling_params(
-        num_generations=4, max_completion_length=24, stop_token_ids=[], router_replay=True
+        num_generations=4,
+        max_completion_length=24,
+        stop_token_ids=[],
+        router_replay=True,
+        index_topk=index_topk,
     )
     generation = CompletionRequests(random_prompts(NUM_SAMPLES // 4), params)
     for number, request in [*generation.open.items()]:
@@ -254,10 +316,11 @@ def bfloat16_samples(folder: Path) -> list[Sample]:
 
 
 def gaps_on_rank(
-    rank: int, folder: Path, dims: ParallelDims, samples: list[Sample]
+    rank: int, family: str, folder: Path, dims: ParallelDims, samples: list[Sample]
 ) -> list[Tensor]:
     """How far log-probabilities of the trainer are from the engine's: with replay, and without."""
-    overrides = REPLAY, "model.dtype=bfloat16", f"grpo.generation_batch_size={NUM_SAMPLES}"
+    replays = overrides_of(family)
+    overrides = *replays, "model.dtype=bfloat16", f"grpo.generation_batch_size={NUM_SAMPLES}"
     policy, groups = start_policy(rank, folder, dims, *overrides)
     cfg, found = tiny_config(folder, dims, *overrides), []
     for given in (samples, [replace(each, routes=None) for each in samples]):
@@ -276,10 +339,11 @@ def gaps_on_rank(
 
 
 @pytest.mark.long
-def test_the_trainer_follows_an_engine_whose_rounding_decides_between_experts(cases):
-    folder = cases["qwen3_moe"].routed.folder
-    samples = bfloat16_samples(folder)
-    ranks = run_ranks(2, gaps_on_rank, folder, ParallelDims(data=2, expert=2), samples)
+@pytest.mark.parametrize("family", ["qwen3_moe", SPARSE])
+def test_the_trainer_follows_an_engine_whose_rounding_decides_between_experts(cases, family):
+    folder = cases[family].routed.folder
+    samples = bfloat16_samples(family, folder)
+    ranks = run_ranks(2, gaps_on_rank, family, folder, ParallelDims(data=2, expert=2), samples)
     replayed, free = (torch.cat(gaps) for gaps in zip(*ranks, strict=True))
     assert len(replayed) == len(free) == NUM_SAMPLES * 24
     # A token that goes to other experts differs by tenths, and rounding by hundredths.
