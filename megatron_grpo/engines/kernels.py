@@ -32,7 +32,10 @@ CPU_LATENT_SIZE = 576
 """The only size of the cache of a token, with latent attention, for which vLLM has a CPU kernel."""
 SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
 """Families whose sliding windows SGLang 0.5.23 computes; in all others it attends to all tokens."""
-SGLANG_GROUPS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "qwen3_moe")
+SGLANG_GROUPS = (
+    *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
+    *("kimi_k2", "qwen3_moe"),
+)
 """Families of which engines of SGLang were tried with several groups of workers."""
 SGLANG_PATCH = 1176
 """Values of a patch of a Qwen2.5-VL's images: SGLang takes others for features."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from checkpoint_convert import read_shape
 from helpers.conversions import assert_same
 from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
 from helpers.models import tiny_model
@@ -75,6 +76,31 @@ def test_requests_that_wait_with_the_same_prompt_are_one_batch(tied_model, monke
         other.result()
     assert sorted(batches) == [([5, 6], [0]), ([5, 6, 7], [0, 1, 2])]
     assert engine.load({})["server_load"] == 0
+
+
+def chosen_tokens(folder: Path, sample: Sample) -> np.ndarray:
+    """What the indexers of `transformers` choose for all tokens but the last, in one pass."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for layer in model.model.layers:
+        layer.self_attn.indexer.register_forward_hook(lambda *given: found.append(given[2][0]))
+    with torch.inference_mode():
+        model(torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids[:-1]]]))
+    return torch.stack(found, dim=1).numpy()
+
+
+@pytest.mark.long
+def test_samples_tell_the_tokens_that_indexers_chose(tmp_path):
+    folder = tiny_model(tmp_path, "glm_moe_dsa")
+    topk = read_shape(folder).indexer.topk
+    with running_engine("transformers", folder, tmp_path, indexer_replay=True) as engine:
+        engine.push(folder)
+        samples = engine.generate(random_prompts(2), [*range(20, 60)], index_topk=topk)
+    for sample in samples:
+        found, wanted = sample.routes, chosen_tokens(folder, sample)
+        assert found.shape == wanted.shape and len(found) > topk
+        # Of the tokens before, all are seen.
+        np.testing.assert_array_equal(np.sort(found[topk:]), np.sort(wanted[topk:]))
 
 
 def chosen_experts(folder: Path, sample: Sample) -> np.ndarray:
