@@ -144,9 +144,8 @@ def pack(
     Each of the `CACHED_VALUES` must be set for all of them or for none. With `share_prompts`,
     sequences with equal prompts share a copy of it if that saves tokens, and one with its `root`
     beside it has none. `indices` may be empty: a rank without work joins its peers' collectives
-    with one sequence of padding, whose loss is zero; `known` then names the values that its peers
-    have. The last `index_topk` columns of `routes` are tokens that indexers chose. `dtype` is that
-    of weights, advantages and log-probabilities.
+    with padding, whose loss is zero; `known` then names the values that its peers have. The last
+    `index_topk` columns of `routes` are tokens. `dtype` is that of weights, advantages and so on.
     """
     segments = _segments(sequences, indices, alignment, share_prompts)
     lengths = [round_up(len(s.tokens), alignment.sequence) for s in segments] or [alignment.total]
@@ -172,7 +171,6 @@ def pack(
         for name in CACHED_VALUES
         if name in known or any(getattr(each, name) is not None for each in members)
     }
-    experts, chosen = _laid_routes(segments, starts, total, index_topk)
     return PackedBatch(
         tokens=of_segments.column([s.tokens for s in segments], np.int64),
         position_ids=position_ids,
@@ -186,10 +184,9 @@ def pack(
         advantages=response_column("advantage"),
         rollout_logprobs=response_column("rollout_logprobs"),
         log_rows=_log_rows(members, of_responses),
-        routed_experts=experts,
-        chosen_tokens=chosen,
         prefixes=_prefixes(segments, starts) if share_prompts else None,
         images=pack_images(segments, of_segments),
+        **_laid_routes(segments, starts, total, index_topk),
         **cached,
     )
 
@@ -272,7 +269,7 @@ def _responses(
 
 def _laid_routes(
     segments: Sequence[_Segment], starts: Sequence[int], total: int, index_topk: int
-) -> tuple[Tensor | None, Tensor | None]:
+) -> dict[str, Any]:
     """`routed_experts` and `chosen_tokens` of a batch, for segments that begin at `starts`.
 
     Other tokens go to all experts in turn, and attend to the first of their sequence: padding, the
@@ -285,7 +282,7 @@ def _laid_routes(
         if segment.routes is not None
     ]
     if not found:
-        return None, None
+        return {}
     _, routes = found[0]
     num_layers, topk = routes.shape[1], routes.shape[2] - index_topk
     experts = [routes[:, :, :topk] for _, routes in found]
@@ -295,7 +292,8 @@ def _laid_routes(
     laid[:, :, :topk] = in_turn
     for start, routes in found:
         laid[start : start + len(routes)] = routes
-    return laid[:, :, :topk] if topk else None, laid[:, :, topk:] if index_topk else None
+    kinds = {"routed_experts": laid[:, :, :topk], "chosen_tokens": laid[:, :, topk:]}
+    return {name: chosen for name, chosen in kinds.items() if chosen.shape[2]}
 
 
 def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
