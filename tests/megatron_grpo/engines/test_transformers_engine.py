@@ -10,7 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_convert import read_shape
 from helpers.conversions import assert_same
-from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.engines import (
+    chosen_tokens,
+    largest_logprob_error,
+    random_prompts,
+    running_engine,
+    wait_until,
+)
 from helpers.models import tiny_model
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
 from megatron_grpo.data.samples import Sample
@@ -78,18 +84,7 @@ def test_requests_that_wait_with_the_same_prompt_are_one_batch(tied_model, monke
     assert engine.load({})["server_load"] == 0
 
 
-def chosen_tokens(folder: Path, sample: Sample) -> np.ndarray:
-    """What the indexers of `transformers` choose for all tokens but the last, in one pass."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = []
-    for layer in model.model.layers:
-        layer.self_attn.indexer.register_forward_hook(lambda *given: found.append(given[2][0]))
-    with torch.inference_mode():
-        model(torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids[:-1]]]))
-    return torch.stack(found, dim=1).numpy()
-
-
-@pytest.mark.long
+@pytest.mark.slow
 def test_samples_tell_the_tokens_that_indexers_chose(tmp_path):
     folder = tiny_model(tmp_path, "glm_moe_dsa")
     topk = read_shape(folder).indexer.topk

@@ -61,8 +61,7 @@ CASES: list[tuple[str, ParallelDims, list[str]]] = [
     ("glm4_moe", ParallelDims(tensor=2, expert=2, expert_tensor=1), []),
     # Its routers have a bias.
     ("gpt_oss", ParallelDims(tensor=2, expert=2, expert_tensor=1), []),
-    (SPARSE, ParallelDims(tensor=2, expert=2, expert_tensor=1), []),
-    (SPARSE, ParallelDims(context=2, expert=2), ATTENTION),
+    (SPARSE, ParallelDims(tensor=2, context=2, expert=2), ATTENTION),
     (SPARSE, ParallelDims(pipeline=2, virtual_pipeline=2), FULL),
 ]
 NUM_EXPERTS = {
@@ -269,6 +268,7 @@ def noted(choose: Callable[..., Tensor], found: list[Tensor]) -> Callable[..., T
     return chosen
 
 
+@pytest.mark.slow
 def test_with_a_policys_own_choices_replay_changes_no_bit(cases):
     [(own, given)] = run_ranks(1, noted_choices_on_rank, cases[SPARSE].routed.folder)
     assert len(own) > 40 and all(map(torch.equal, own, given))
@@ -281,7 +281,7 @@ def dynamic_numbers_on_rank(rank: int, folder: Path, dims: ParallelDims) -> Numb
     return numbers_of(policy, groups, batches)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_choices_are_followed_where_context_ranks_may_change(cases):
     case, dims = cases[SPARSE].routed, ParallelDims(context=2)
     case.check(run_ranks(2, dynamic_numbers_on_rank, case.folder, dims))
@@ -339,7 +339,7 @@ def gaps_on_rank(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3_moe", SPARSE])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param(SPARSE, marks=pytest.mark.slow)])
 def test_the_trainer_follows_an_engine_whose_rounding_decides_between_experts(cases, family):
     folder = cases[family].routed.folder
     samples = bfloat16_samples(family, folder)
