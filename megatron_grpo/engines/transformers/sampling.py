@@ -23,8 +23,8 @@ class Completion(NamedTuple):
 class RouteRecorder:
     """Notes which experts the routers of a model choose, and which tokens its indexers choose.
 
-    The columns of a token are experts, if they are `recorded`, and 0 in layers without; then the
-    positions of tokens, and 0 in place of those that an indexer has not found yet.
+    The columns of a token are its experts, 0 in layers without, and then the positions of the
+    tokens that it attends to, with 0 behind them if there are fewer; each only if `recorded`.
     """
 
     def __init__(self, model: PreTrainedModel, recorded: Sequence[str]) -> None:

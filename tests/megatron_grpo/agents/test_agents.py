@@ -350,7 +350,7 @@ class Ending(Session):
 
 def test_a_session_that_is_over_has_its_reward():
     cfg = AgentConfig(command="unused", weight=1)
-    limits = {"longest": 9, "policy_version": 0, "router_replay": False}
+    limits = {"longest": 9, "policy_version": 0, "has_routes": False}
     session = Ending(random_prompts(1)[0], 0, None, cfg, **limits)
     session.end(0.5)
     assert session.is_over and session.failure and session.finish_reason == "failed"
