@@ -111,7 +111,10 @@ As [routes](recipes.md#mixtures-of-experts), choices are kept through turns, bra
 checkpoints; the reference and evaluations choose themselves.
 
 - **When it pays**: if the gap of completions beyond `index_topk` tokens is well above that of
-  shorter ones, and a correction does not do. It needs no gradient: indexers have none.
+  shorter ones, and a correction does not do. In a random model of four layers with 3 of 8 experts
+  and 5 tokens for each, in bfloat16, both replays lower its mean from 0.22 to 0.012
+  (`pytest -m slow tests/megatron_grpo/policy/test_router.py -k rounding`); how much of it choices
+  among thousands of tokens make up was not measured.
 - **What it costs**: for each token of prompt and completion 250 kB of DeepSeek-V3.2 (2,048 numbers
   of 2 bytes in 61 layers; of GLM-5 320 kB; twice that if sequences may have more than 32,768
   tokens), where routes take 488 bytes, and a third more as text of the answer. All of it passes
