@@ -227,6 +227,24 @@ def test_routes_lie_at_their_tokens_and_whatever_has_none_goes_to_all_experts_in
     assert unrouted[:, 0].tolist() == [[0, 1]] * 4
 
 
+def test_the_last_columns_of_routes_are_tokens_and_others_attend_to_the_first():
+    given = [routed(sequence(3, 1), 10), routed(sequence(4, 1), 20)]
+    both = [
+        replace(each, routes=torch.cat([each.routes, each.routes.short() + 500], dim=2))
+        for each in given
+    ]
+    alignment = Alignment(sequence=4, total=4)
+    found, experts = (
+        pack(each, [0, 1], alignment, index_topk=topk) for each, topk in ((both, 2), (given, 0))
+    )
+    assert found.routed_experts.tolist() == experts.routed_experts.tolist()
+    tokens = found.chosen_tokens[:, 0, 0].tolist()
+    assert tokens == [510, 511, 0, 0, 520, 521, 522, 0]
+    only = [replace(each, routes=each.routes[:, :, 2:]) for each in both]
+    alone = pack(only, [0, 1], alignment, index_topk=2)
+    assert alone.routed_experts is None and torch.equal(alone.chosen_tokens, found.chosen_tokens)
+
+
 def test_a_shared_prompt_has_the_routes_of_one_sample_and_completions_their_own():
     prompt = [1, 2, 3, 4]
     sequences = [routed(of_prompt(prompt, 10, 11), 10), routed(of_prompt(prompt, 20, 21), 20)]
