@@ -122,11 +122,11 @@ checkpoints; the reference and evaluations choose themselves.
   keeps those of its own tokens and layers on its GPU. `plan` says how much all of it is.
 - **Engines**: `transformers`, with which it was run. vLLM 0.32 returns none, and is refused. SGLang
   0.5.23 returns them on CUDA, if each worker has all heads of attention: in an engine of one GPU,
-  or of several groups of one worker (`rollout.data_parallel_size`). It keeps 4 bytes for each
-  number in page-locked memory for every token of its cache (500 GB for a million:
-  `rollout.sglang.max_total_tokens`), and 4 GB of a GPU for 8,192 tokens of prompts that are read at
-  a time (`rollout.sglang.chunked_prefill_size`). Written by its source; no GPU has run it
-  (`pytest tests/gpu/test_gpu_engine.py -k indexers`).
+  or of several groups of one worker (`rollout.data_parallel_size`; what these load was compared on
+  a CPU, a push was not tried). It keeps 4 bytes for each number in page-locked memory for every
+  token of its cache (500 GB for a million: `rollout.sglang.max_total_tokens`), and 4 GB of a GPU
+  for 8,192 tokens of prompts that are read at a time (`rollout.sglang.chunked_prefill_size`).
+  Written by its source; no GPU has run it (`pytest tests/gpu/test_gpu_engine.py -k indexers`).
 - **Its answers are checked**: a number that is not a position up to the token's own ends the run.
   SGLang tells positions with `SGLANG_DSA_FUSE_TOPK=0`, which the trainer sets for its engines, and
   else places in its cache. What it tells of a token that sees no more than `index_topk` is not

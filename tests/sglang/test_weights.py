@@ -246,21 +246,20 @@ def model(folder: Path, family: str, seed: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "groups", "size", "dims"),
+    ("family", "size", "dims"),
     [
-        ("qwen3_next", 1, 2, EP2),
-        ("qwen3_5_text", 1, 1, TP2_PP2),
-        ("qwen3_5_moe_text", 1, 2, EP2),
-        ("qwen3_5", 1, 1, TP2_PP2),
-        ("qwen3_5_moe", 1, 2, EP2),
-        ("deepseek_v32", 1, 2, TP2_PP2),
-        ("deepseek_v32", 2, 1, EP2),
-        ("glm_moe_dsa", 1, 1, EP2),
+        ("qwen3_next", 2, EP2),
+        ("qwen3_5_text", 1, TP2_PP2),
+        ("qwen3_5_moe_text", 2, EP2),
+        ("qwen3_5", 1, TP2_PP2),
+        ("qwen3_5_moe", 2, EP2),
+        ("deepseek_v32", 2, TP2_PP2),
+        ("glm_moe_dsa", 1, EP2),
     ],
     ids=str,
 )
 def test_so_does_one_with_linear_or_sparse_attention_which_only_gpus_compute(
-    monkeypatch, tmp_path, family, groups, size, dims
+    monkeypatch, tmp_path, family, size, dims
 ):
     monkeypatch.setattr(args, "SERVER", "helpers.sglang_unkernelled")
     monkeypatch.setenv("PYTHONPATH", PACKAGES, prepend=os.pathsep)
@@ -268,8 +267,7 @@ def test_so_does_one_with_linear_or_sparse_attention_which_only_gpus_compute(
     # Its defaults are for GPUs, too, and as large a cache as fits.
     table = {"mamba_radix_cache_strategy": "no_buffer", "max_mamba_cache_size": 64}
     table |= {"disable_overlap_schedule": True, "kv_cache_dtype": "auto"}
-    options = {"python": SGLANG_PYTHON, "sglang": table}
-    options |= {"tensor_parallel_size": size, "data_parallel_size": groups}
+    options = {"python": SGLANG_PYTHON, "tensor_parallel_size": size, "sglang": table}
     own = ".indexer.weights_proj.weight" if family in INDEXED else "gemma_weight"
     with running_engine("sglang", folder, tmp_path / "logs", **options) as engine:
         loaded = own_checksums(engine)
