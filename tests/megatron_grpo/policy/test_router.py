@@ -61,7 +61,8 @@ CASES: list[tuple[str, ParallelDims, list[str]]] = [
     ("glm4_moe", ParallelDims(tensor=2, expert=2, expert_tensor=1), []),
     # Its routers have a bias.
     ("gpt_oss", ParallelDims(tensor=2, expert=2, expert_tensor=1), []),
-    (SPARSE, ParallelDims(tensor=2, context=2, expert=2), ATTENTION),
+    (SPARSE, ParallelDims(tensor=2, expert=2, expert_tensor=1), []),
+    (SPARSE, ParallelDims(context=2, expert=2), ATTENTION),
     (SPARSE, ParallelDims(pipeline=2, virtual_pipeline=2), FULL),
 ]
 NUM_EXPERTS = {
