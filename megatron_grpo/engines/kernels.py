@@ -36,7 +36,8 @@ SGLANG_GROUPS = (
     *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
     *("kimi_k2", "qwen3_moe"),
 )
-"""Families of which engines of SGLang were tried with several groups of workers."""
+"""Families of which engines of SGLang were tried with several groups of workers; of those with
+sparse attention, which only GPUs compute, what workers load."""
 SGLANG_PATCH = 1176
 """Values of a patch of a Qwen2.5-VL's images: SGLang takes others for features."""
 SGLANG_LEVELS = 3
