@@ -38,6 +38,7 @@ LIMITS = {
 """How an engine is told of images."""
 IMAGES = f"data.image_column=image {LIMITS['vllm']}"
 DRAFTS = "{method: ngram, num_speculative_tokens: 2, prompt_lookup_max: 3}"
+SERVED_BY_SGLANG = "rollout.engine=sglang rollout.python=python"
 FEATURES = {
     "lora.sync: adapter": ADAPTERS,
     "lora.sync: merged": f"{ADAPTERS} lora.sync=merged",
@@ -48,12 +49,13 @@ FEATURES = {
     "rollout.enable_sleep_mode": SLEEPS,
     "train.offload: all": f"{SLEEPS} train.offload=all",
     "train.offload: optimizer": f"{SLEEPS} train.offload=optimizer",
-    "rollout.engine: sglang": "rollout.engine=sglang rollout.python=python",
+    "rollout.engine: sglang": SERVED_BY_SGLANG,
     "rollout.quantization": EIGHT_BITS,
     "rollout.quantization_aware": f"{EIGHT_BITS} rollout.quantization_aware=true",
     "train.export_quantization": "train.export_quantization=fp8",
     "rollout.weight_transport: disk": "rollout.weight_transport=disk",
     "rollout.router_replay": "rollout.router_replay=true",
+    "rollout.indexer_replay": f"rollout.indexer_replay=true {SERVED_BY_SGLANG}",
     "rollout.vllm.speculative_config": f"rollout.vllm.speculative_config={DRAFTS}",
     "model.mtp_num_layers": "model.mtp_num_layers=1",
     "data.image_column": IMAGES,
@@ -79,6 +81,7 @@ MODELS = {
     "data.image_column": "Qwen3-VL-30B-A3B",
     "model.freeze_vision: false": "Qwen3-VL-30B-A3B",
     "model.mtp_num_layers": "GLM-4.5-Air",
+    "rollout.indexer_replay": "DeepSeek-V3.2",
     "rollout.router_replay": "Qwen3-30B-A3B",
 }
 """A model for a feature that not all have; of a pair, that of the first here."""

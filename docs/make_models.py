@@ -43,7 +43,7 @@ prompts. That every vLLM worker holds what vLLM loads itself is tested for every
   `expert_tensor_parallel_size` 1, which `gpt_oss` needs, and engines without
   `enable_expert_parallel` (of SGLang, `ep_size`).
 - **LoRA**: `lora.sync`: `adapter`, whose pushes carry adapters alone, or only `merged`.
-- **replay**: `rollout.router_replay`, of a mixture.
+- **replay**: `rollout.router_replay`, of a mixture; `indexers`: `rollout.indexer_replay` as well.
 - **shared prompts**: `grpo.shared_prompts`.
 - **MTP**: whether its layer for multi-token prediction is trained, if it is published with one, or
   only kept in exports.
@@ -104,25 +104,36 @@ bfloat16 unless `rollout.sglang.kv_cache_dtype` says otherwise.
 Engines score in 8 bits and the trainer in float32, so they may choose other tokens where two scores
 are close. Of at most `index_topk` tokens all are chosen, and nothing differs. Of more,
 `rollout/logprob_gap_mean` tells what it does to log-probabilities, for which
-`grpo.rollout_importance_sampling_mode` corrects. The engine's choices are not trained with, as its
-[routes](recipes.md#mixtures-of-experts) are:
+`grpo.rollout_importance_sampling_mode` corrects. `rollout.indexer_replay: true` prevents it: in the
+pass for `old_logprobs` and in training, each token attends to the tokens that the engine chose for
+it, at every layout and with every kind of recomputation, beside `rollout.router_replay` or without.
+As [routes](recipes.md#mixtures-of-experts), choices are kept through turns, branches and
+checkpoints; the reference and evaluations choose themselves.
 
-- vLLM 0.32 returns none. SGLang 0.5.23 does (`enable_return_indexer_topk`): `index_topk` numbers
-  for each token and layer, padded with -1. But only on CUDA and Ascend, and only if each worker has
-  all heads of attention; else it ends at its start. Here workers split the heads, so this would be
-  an engine of one GPU, which holds no model of this size. Larger ones need its data-parallel
-  attention (`enable_dp_attention`) or its context parallelism (`enable_prefill_cp`), for which
-  there are no pushes.
-- The numbers are places in its cache, or, with a cache in 8 bits, in the batch with which a prompt
-  was read; positions in the sequence only with `SGLANG_DSA_FUSE_TOPK=0`. For tokens of a prompt
-  that it reads with dense attention, as all before them are chosen, it returns what an earlier
-  batch left in its buffer.
-- Choices of DeepSeek-V3.2 take 500 kB for each token of prompt and completion (2,048 numbers of 4
-  bytes in 61 layers; of GLM-5 640 kB), where routes take 488 bytes. As one bit for each token
-  before it they take 125 kB at 16,384 tokens. SGLang keeps them in page-locked memory for every
-  token of its cache (500 GB for a million), and in 4 GB of a GPU for 8,192 tokens of prompts that
-  are read at a time. All completions pass through rank 0 with their routes: 512 of 16,384 tokens
-  would bring 4.2 TB of choices, or 1 TB as bits.
+- **When it pays**: if the gap of completions beyond `index_topk` tokens is well above that of
+  shorter ones, and a correction does not do. In a random model of four layers with 3 of 8 experts
+  and 5 tokens for each, in bfloat16, both replays lower its mean from 0.22 to 0.012
+  (`pytest -m slow tests/megatron_grpo/policy/test_router.py -k rounding`); how much of it choices
+  among thousands of tokens make up was not measured.
+- **What it costs**: for each token of prompt and completion 250 kB of DeepSeek-V3.2 (2,048 numbers
+  of 2 bytes in 61 layers; of GLM-5 320 kB; twice that if sequences may have more than 32,768
+  tokens), where routes take 488 bytes, and a third more as text of the answer. All of it passes
+  through rank 0: 64 completions of 8,192 tokens bring 131 GB, and 512 of 16,384 2.1 TB. A rank
+  keeps those of its own tokens and layers on its GPU. `plan` says how much all of it is.
+- **Engines**: `transformers`, with which it was run. vLLM 0.32 returns none, and is refused. SGLang
+  0.5.23 returns them on CUDA, if each worker has all heads of attention: in an engine of one GPU,
+  or of several groups of one worker (`rollout.data_parallel_size`; what these load was compared on
+  a CPU, a push was not tried). It keeps 4 bytes for each number in page-locked memory for every
+  token of its cache (500 GB for a million: `rollout.sglang.max_total_tokens`), and 4 GB of a GPU
+  for 8,192 tokens of prompts that are read at a time (`rollout.sglang.chunked_prefill_size`).
+  Written by its source; no GPU has run it (`pytest tests/gpu/test_gpu_engine.py -k indexers`).
+- **Its answers are checked**: a number that is not a position up to the token's own ends the run.
+  SGLang tells positions with `SGLANG_DSA_FUSE_TOPK=0`, which the trainer sets for its engines, and
+  else places in its cache. What it tells of a token that sees no more than `index_topk` is not
+  looked at.
+- `rollout.in_flight_updates` is refused: SGLang drops the choices of a completion that a push
+  interrupts. So it does where its cache is full and a completion waits for room: that one has the
+  choices with which its tokens were read again.
 
 Newer families that transformers 5.19 or vLLM 0.32 has are refused by name, as they differ in more
 than flags: DeepSeek-V4 (compressed attention, hyper-connections, experts chosen by hashes),
@@ -238,7 +249,7 @@ def row(folder: Path) -> list[str]:
         ", ".join(map(str, sizes)),
         ", ".join(map(str, served)),
         lora(few),
-        "-" if shape.moe is None else yes_if(check_served, rollout(router_replay=True), shape),
+        replay(shape),
         yes_if(check_shared_prompts, grpo, shape),
         mtp(shape),
         ", ".join(schemes) or "no",
@@ -246,6 +257,15 @@ def row(folder: Path) -> list[str]:
         sglang,
         TESTED[shape.family],
     ]
+
+
+def replay(shape: ModelShape) -> str:
+    """What of an engine's choices can be trained with."""
+    if shape.moe is None:
+        return "-"
+    told = yes_if(check_served, rollout(router_replay=True), shape)
+    chosen = rollout(engine="transformers", indexer_replay=True)
+    return f"{told}, indexers" if is_accepted(check_served, chosen, shape) else told
 
 
 def page() -> str:

@@ -51,7 +51,7 @@ class FolderEvaluation:
 
     def __init__(self, cfg: Config, out: Path) -> None:
         # Nothing is trained on these completions.
-        rollout = cfg.rollout.model_copy(update={"router_replay": False})
+        rollout = cfg.rollout.model_copy(update={"router_replay": False, "indexer_replay": False})
         cfg = cfg.model_copy(update={"rollout": rollout})
         self.cfg, self.out = cfg, out
         shape = _check(cfg)

@@ -37,9 +37,10 @@ class TokenSequence:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     high_entropy: Tensor | None = None
-    # [up to L, layers, topk] uint8 or int16, experts that the engine sent the first tokens to: all
-    # but the last, which it sampled and did not read; None: the routers choose
-    routed_experts: Tensor | None = None
+    # [up to L, layers, columns] uint8, int16 or int32, what the engine chose for the first tokens:
+    # all but the last, which it sampled and did not read. Experts, then positions of the tokens
+    # that indexers chose, either of which may be absent; None: the model chooses
+    routes: Tensor | None = None
     log_row: int | None = None  # of its first response token in the log of tokens; None: in none
     root: int | None = None  # index of the sequence in whose response this prompt ends; None: none
     images: PromptImages | None = None  # of the prompt
@@ -86,9 +87,12 @@ class PackedBatch:
     high_entropy: Tensor | None = None  # [T], entropies of the objective's tokens, -inf of others
     entropy_weights: Tensor | None = None  # [T], weights in the entropy bonus; None: no bonus
     log_rows: Tensor | None = None  # [T] int64, rows in the log of tokens; -1 or None: in none
-    # [T, layers, topk] uint8 or int16, the experts of each token; None: the routers choose. On the
-    # rank that trains, only of its own layers.
+    # [T, layers, topk] integers, the experts of each token; None: the routers choose. On the rank
+    # that trains, only of its own layers.
     routed_experts: Tensor | None = None
+    # [T, layers, index_topk], the positions in its sequence of the tokens that each attends to;
+    # None: indexers choose. With `part`, only of the rank's own tokens.
+    chosen_tokens: Tensor | None = None
     # [n, most parts, 2] int64, first packed position and end of what each segment attends to
     # besides itself: a shared prompt, and what it shares of others' responses, without padding, or
     # nothing (0, 0). Each is the beginning of a segment. None: prompts are never shared.
@@ -110,7 +114,10 @@ class PackedBatch:
             return self
         rank = coordinates.context % self.context_size
         part = RankPart.of(self.cu_seqlens, self.loss_mask, rank, self.context_size, dims.tensor)
-        return replace(self, part=part)
+        chosen = self.chosen_tokens
+        return replace(
+            self, part=part, chosen_tokens=None if chosen is None else chosen[part.local]
+        )
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy with every tensor on `device`."""
@@ -129,6 +136,7 @@ def pack(
     *,
     share_prompts: bool = False,
     known: Collection[str] = (),
+    index_topk: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PackedBatch:
     """Pack ``sequences[i] for i in indices`` end to end.
@@ -136,8 +144,8 @@ def pack(
     Each of the `CACHED_VALUES` must be set for all of them or for none. With `share_prompts`,
     sequences with equal prompts share a copy of it if that saves tokens, and one with its `root`
     beside it has none. `indices` may be empty: a rank without work joins its peers' collectives
-    with one sequence of padding, whose loss is zero; `known` then names the values that its peers
-    have. `dtype` is that of weights, advantages and log-probabilities.
+    with padding, whose loss is zero; `known` then names the values that its peers have. The last
+    `index_topk` columns of `routes` are tokens. `dtype` is that of weights, advantages and so on.
     """
     segments = _segments(sequences, indices, alignment, share_prompts)
     lengths = [round_up(len(s.tokens), alignment.sequence) for s in segments] or [alignment.total]
@@ -176,9 +184,9 @@ def pack(
         advantages=response_column("advantage"),
         rollout_logprobs=response_column("rollout_logprobs"),
         log_rows=_log_rows(members, of_responses),
-        routed_experts=_routed_experts(segments, starts, total),
         prefixes=_prefixes(segments, starts) if share_prompts else None,
         images=pack_images(segments, of_segments),
+        **_laid_routes(segments, starts, total, index_topk),
         **cached,
     )
 
@@ -198,7 +206,7 @@ class _Segment:
     """A contiguous part of a microbatch; each token is predicted from the one before it there."""
 
     tokens: Tensor
-    routed_experts: Tensor | None = None  # of its first tokens
+    routes: Tensor | None = None  # of its first tokens
     images: PromptImages | None = None  # of the prompt of its sequence
     position: int = 0  # of its first token in the sequence
     index: int = -1  # of the sequence; -1 for a shared prompt
@@ -212,10 +220,10 @@ class _Segment:
     @classmethod
     def cut_from(cls, sequence: TokenSequence, part: slice, **place: int) -> "_Segment":
         """The segment with `part` of the tokens of a sequence."""
-        routes = sequence.routed_experts
+        routes = sequence.routes
         routes = None if routes is None else routes[part]
         images = sequence.images
-        return cls(tokens=sequence.tokens[part], routed_experts=routes, images=images, **place)
+        return cls(tokens=sequence.tokens[part], routes=routes, images=images, **place)
 
 
 def _segments(
@@ -235,7 +243,7 @@ def _segments(
             continue
         position, prefix = num_prompt_tokens - 1, len(segments)
         # Of a dialogue that failed before its first turn, the engine has not seen the prompt.
-        routes = {i: sequences[i].routed_experts for i in group}
+        routes = {i: sequences[i].routes for i in group}
         seen = max(group, key=lambda i: 0 if (of := routes[i]) is None else len(of))
         segments.append(_Segment.cut_from(sequences[seen], slice(position)))
         own, at = slice(position, None), {"position": position, "prefix": prefix}
@@ -259,29 +267,33 @@ def _responses(
             yield sequence, slice(place.stop - len(sequence.rollout_logprobs), place.stop)
 
 
-def _routed_experts(
-    segments: Sequence[_Segment], starts: Sequence[int], total: int
-) -> Tensor | None:
-    """`PackedBatch.routed_experts` for segments that begin at `starts`.
+def _laid_routes(
+    segments: Sequence[_Segment], starts: Sequence[int], total: int, index_topk: int
+) -> dict[str, Any]:
+    """`routed_experts` and `chosen_tokens` of a batch, for segments that begin at `starts`.
 
-    Other tokens go to all experts in turn: padding, the last token of a sequence, and a sequence
-    that has no routes as it failed. None of them enters the loss, nor is read by one that does.
+    Other tokens go to all experts in turn, and attend to the first of their sequence: padding, the
+    last token of a sequence, and a sequence that has no routes as it failed. None of them enters
+    the loss, nor is read by one that does.
     """
     found = [
-        (start, segment.routed_experts)
+        (start, segment.routes)
         for start, segment in zip(starts, segments, strict=False)  # no segment if all is padding
-        if segment.routed_experts is not None
+        if segment.routes is not None
     ]
     if not found:
-        return None
+        return {}
     _, routes = found[0]
-    num_layers, topk = routes.shape[1:]
-    last = max((int(routes.max()) for _, routes in found if len(routes)), default=topk - 1)
+    num_layers, topk = routes.shape[1], routes.shape[2] - index_topk
+    experts = [routes[:, :, :topk] for _, routes in found]
+    last = max((int(each.max()) for each in experts if each.numel()), default=max(topk, 1) - 1)
     in_turn = torch.arange(total * topk).view(total, 1, topk) % (last + 1)
-    laid = in_turn.to(routes.dtype).expand(-1, num_layers, -1).clone()
+    laid = routes.new_zeros(total, num_layers, topk + index_topk)
+    laid[:, :, :topk] = in_turn
     for start, routes in found:
         laid[start : start + len(routes)] = routes
-    return laid
+    kinds = {"routed_experts": laid[:, :, :topk], "chosen_tokens": laid[:, :, topk:]}
+    return {name: chosen for name, chosen in kinds.items() if chosen.shape[2]}
 
 
 def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:

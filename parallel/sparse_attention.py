@@ -79,6 +79,17 @@ def choose_tokens(
     return chosen
 
 
+def recorded_tokens(recorded: Tensor, queries: Queries) -> Tensor:
+    """int32 [t, topk]: the packed positions of `recorded` ones [t, topk] in each query's sequence.
+
+    A query that sees no more than `topk` tokens has all of them, whatever is recorded.
+    """
+    first, offsets = queries.places[0].int()[:, None], queries.offsets.int()[:, None]
+    topk = recorded.shape[1]
+    every = torch.arange(topk, dtype=torch.int32, device=recorded.device)
+    return first + torch.where(offsets < topk, torch.minimum(every, offsets), recorded)
+
+
 def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     """Scores [queries, keys]. Those of single heads are freed on return, before those of the next
     block."""

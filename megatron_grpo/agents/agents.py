@@ -125,7 +125,7 @@ class Agents:
             self._cfg.agent,
             longest=data.max_prompt_length + params.max_completion_length,
             policy_version=params.policy_version,
-            router_replay=params.router_replay,
+            has_routes=params.has_routes,
         )
         key = self._keys[session] = self._endpoint.admit(session)
         instance = self._instances[session] = self._pool.new_instance()

@@ -57,7 +57,7 @@ class Session:
         *,
         longest: int,
         policy_version: int,
-        router_replay: bool,
+        has_routes: bool,
     ) -> None:
         """`longest` is the most tokens that a prompt with its answer may have."""
         self.prompt, self.sample_index, self.template = prompt, sample_index, template
@@ -68,7 +68,7 @@ class Session:
         self.reward: float | None = None
         self.metrics: Mapping[str, float] = {}
         self._cfg, self._longest, self._version = cfg, longest, policy_version
-        self._router_replay = router_replay
+        self._has_routes = has_routes
         self._lock = threading.Lock()
         self._num_requests = 0
         self._pending: deque[TurnRequest] = deque()
@@ -193,7 +193,7 @@ class Session:
             policy_version=spans[0][0] if spans else self._version,
             versions=tuple(spans) if len(spans) > 1 else (),
             loss_mask=[m for each in branches for m in each.loss_mask],
-            routed_experts=self._routes(),
+            routes=self._routes(),
             step_rewards=tuple(steps),
             heard=tuple(heard),
             branches=tree.sequences() if len(branches) > 1 else (),
@@ -250,7 +250,7 @@ class Session:
             place = self.tree.shared(context)
             context = context[place.length if place else 0 :]
         end = self.tree.add(place, context, text, choice)
-        if self._router_replay:
+        if self._has_routes:
             num_new = end.length - 1 - self.tree.num_routed(end)
             self.tree.add_routes(end, choice.routes[len(choice.routes) - num_new :])
         if choice.finish_reason == "length" and end.length == self._longest:
@@ -265,7 +265,7 @@ class Session:
         raise BadRequest(text, codes.get(finish_reason))
 
     def _routes(self) -> np.ndarray | None:
-        if not (self._router_replay and self.tree.branches):
+        if not (self._has_routes and self.tree.branches):
             return None
         found = []
         for branch in self.tree.branches:

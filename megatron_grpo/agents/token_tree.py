@@ -42,7 +42,7 @@ class Sampled:
     """Lengths of the path at which its turns end."""
     text: str = ""
     routes: list[np.ndarray] = field(default_factory=list)
-    """Parts that end to end are the experts of the path's tokens, but for the last."""
+    """Parts that end to end are those of the path's tokens, but for the last."""
 
 
 class TokenTree:
@@ -81,7 +81,7 @@ class TokenTree:
         return max(places, key=lambda place: place.length, default=None)
 
     def num_routed(self, place: Place) -> int:
-        """How many tokens of the path to a place have known experts."""
+        """How many tokens of the path to a place have known routes."""
         return min(place.length, sum(map(len, self.branches[place.branch].routes)))
 
     def add(
@@ -110,7 +110,7 @@ class TokenTree:
         return Place(number, len(branch.path))
 
     def add_routes(self, place: Place, routes: np.ndarray) -> None:
-        """Add the experts of tokens before `place` that were not known; it is a branch's end."""
+        """Add the routes of tokens before `place` that were not known; it is a branch's end."""
         self.branches[place.branch].routes.append(routes)
 
     def sequences(self) -> tuple[Branch, ...]:

@@ -89,14 +89,14 @@ def cut_out(whole: TokenSequence, branch: Branch) -> TokenSequence:
         for name, value in values.items()
         if isinstance(value, Tensor)
     }
-    tokens, routes, row = _joined(whole.tokens, bounds), whole.routed_experts, whole.log_row
+    tokens, routes, row = _joined(whole.tokens, bounds), whole.routes, whole.log_row
     return replace(
         whole,
         **own,
         tokens=tokens,
         num_prompt_tokens=len(tokens) - (branch.end - branch.start),
         # The engine has not read the last token of a branch.
-        routed_experts=None if routes is None else _joined(routes, bounds)[: len(tokens) - 1],
+        routes=None if routes is None else _joined(routes, bounds)[: len(tokens) - 1],
         log_row=None if row is None else row + branch.start,
     )
 

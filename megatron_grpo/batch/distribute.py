@@ -1,7 +1,7 @@
 """Divides a generation over the data-parallel ranks and sends each its part.
 
 A part is sent unpacked, and every rank packs its own: 9 bytes per token instead of 38, and more if
-the experts of tokens are replayed. The images of a prompt are sent once to each data rank that has
+what engines chose is replayed. The images of a prompt are sent once to each data rank that has
 completions of it: 4.7 kB per token of an image.
 """
 
@@ -72,7 +72,12 @@ class DataParallelShard:
         )
 
     def pack(
-        self, alignment: Alignment, *, share_prompts: bool, context_rank: int = 0
+        self,
+        alignment: Alignment,
+        *,
+        share_prompts: bool,
+        context_rank: int = 0,
+        index_topk: int = 0,
     ) -> list[PackedBatch]:
         """Pack the microbatches of a context rank; see `parallel.packing.pack`."""
         sequences = dict(zip(_members(self.turns), self._sequences(), strict=True))
@@ -83,6 +88,7 @@ class DataParallelShard:
                 alignment.for_context(turn.context_size),
                 share_prompts=share_prompts,
                 known=self.known,
+                index_topk=index_topk,
             )
             for turn in self.turns
         ]
@@ -157,7 +163,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             loss_weight=float(weight),
             rollout_logprobs=torch.from_numpy(np.asarray(sample.logprobs, np.float32)),
             response_mask=mask,
-            routed_experts=routes,
+            routes=routes,
             log_row=log_row,
             images=images.get(sample.prompt.index),
             **{name: values[i] for name, values in known.items()},
@@ -175,9 +181,9 @@ def _tokens(sample: Sample) -> Tensor:
 
 
 def _routes(samples: list[Sample]) -> list[Tensor | None]:
-    """For each sample, the experts [tokens, layers, topk] that were chosen: without tokens if only
-    other samples have any, None if no sample has."""
-    found = [sample.routed_experts for sample in samples]
+    """The `routes` of each sample: without tokens if only other samples have any, None if no
+    sample has."""
+    found = [sample.routes for sample in samples]
     nothing = next((routes[:0] for routes in found if routes is not None), None)
     all_or_none = [nothing if routes is None else routes for routes in found]
     return [None if routes is None else torch.from_numpy(routes) for routes in all_or_none]

@@ -128,13 +128,17 @@ class Preparation:
         Rank 0 divides the next optimizer batch while the others pack theirs.
         """
         cfg, groups, shards = self.cfg, self.groups, None
+        indexer = self.policy.shape.indexer if cfg.rollout.indexer_replay else None
         if experience:
             shards = split_for_data_parallel(experience, generation, self.cost, cfg)
         minibatches, at = [], groups.coordinates
         for _ in range(cfg.grpo.steps_per_generation):
             shard = distribute(next(shards) if shards else None, groups)
             batches = shard.pack(
-                cfg.alignment, share_prompts=cfg.grpo.shared_prompts, context_rank=at.context
+                cfg.alignment,
+                share_prompts=cfg.grpo.shared_prompts,
+                context_rank=at.context,
+                index_topk=indexer.topk if indexer else 0,
             )
             # What this rank alone needs is computed while the host has the batches.
             held = (with_own_layers(b, groups).on_rank(groups.dims, at) for b in batches)

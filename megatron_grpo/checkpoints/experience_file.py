@@ -73,7 +73,7 @@ def write_experience(folder: Path, experience: Experience, prefix: str = CURRENT
         "group_ids": experience.group_ids,
         "advantages": experience.advantages,
     }
-    routes = [sample.routed_experts for sample in samples]
+    routes = [sample.routes for sample in samples]
     if known := [each for each in routes if each is not None]:
         tensors["routed_tokens"] = torch.tensor([0 if r is None else len(r) for r in routes])
         tensors["routed_experts"] = torch.from_numpy(np.concatenate(known))
@@ -121,7 +121,7 @@ def read_experience(
                 Branch(tuple((a, b) for a, b in context), start, end)
                 for context, start, end in row.get("branches", ())
             ),
-            routed_experts=routes,
+            routes=routes,
         )
         for row, (start, end), routes in zip(rows, bounds, _routes(tensors), strict=True)
     ]
@@ -140,7 +140,7 @@ def read_experience(
 
 
 def _routes(tensors: Mapping[str, Tensor]) -> list[np.ndarray | None]:
-    """`routed_experts` of every sample."""
+    """`routes` of every sample."""
     if "routed_experts" not in tensors:
         return [None] * len(tensors["lengths"])
     parts = tensors["routed_experts"].split(tensors["routed_tokens"].tolist())

@@ -108,6 +108,7 @@ OTHER_NAMES = {
     "rollout_is": "grpo.rollout_importance_sampling_mode",
     "rollout_is_threshold": "grpo.rollout_importance_sampling_threshold",
     "router_replay.mode": "rollout.router_replay",
+    "use_rollout_indexer_replay": "rollout.indexer_replay",
     "run_name": "wandb.name",
     "save_freq": "train.save_interval, in optimizer steps",
     "save_steps": "train.save_interval",

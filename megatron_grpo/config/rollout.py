@@ -84,6 +84,9 @@ class RolloutConfig(Section):
     router_replay: bool = False
     """With a mixture of experts, send each token in training to the experts that the engine chose
     for it (R3, arXiv 2510.11370)."""
+    indexer_replay: bool = False
+    """With sparse attention, let each token in training attend to the tokens that the engine's
+    indexers chose for it (Megatron-LM's `dsa_enable_indexer_replay`); not vLLM."""
     startup_timeout: PositiveFloat = 300.0
     """Seconds within which a started engine must answer."""
     request_timeout: PositiveFloat = 600.0
@@ -280,6 +283,8 @@ class RolloutConfig(Section):
                 "rollout.vllm.enable_prefix_caching false: vLLM keeps the experts of tokens in its "
                 "prefix cache, and rollout.router_replay true needs them: leave out one of the two"
             )
+        if self.indexer_replay:
+            _check_indexer_replay(self)
         if self.quantization_aware and self.quantization == "none":
             raise ValueError(
                 "rollout.quantization_aware true trains for quantised engines, and "
@@ -344,3 +349,25 @@ class RolloutConfig(Section):
         """Tokens of a draft of engines; 0: they do not draft."""
         table = self.vllm.get("speculative_config")
         return int(table["num_speculative_tokens"]) if table and isinstance(table, dict) else 0
+
+
+def _check_indexer_replay(rollout: RolloutConfig) -> None:
+    """Raise ValueError for engines that do not tell which tokens their indexers choose."""
+    if rollout.engine == "vllm":
+        raise ValueError(
+            "rollout.indexer_replay true: vLLM does not tell which tokens its indexers choose; use "
+            "rollout.engine=sglang or transformers, or leave it out"
+        )
+    if rollout.tensor_parallel_size > 1:
+        raise ValueError(
+            f"rollout.indexer_replay true with rollout.tensor_parallel_size "
+            f"{rollout.tensor_parallel_size}: SGLang tells which tokens its indexers choose only "
+            "if each worker has all heads of attention: set it to 1, and "
+            "rollout.data_parallel_size to the workers of an engine"
+        )
+    if rollout.in_flight_updates:
+        raise ValueError(
+            "rollout.indexer_replay true with rollout.in_flight_updates true: an engine that goes "
+            "on after a push reads the tokens before it anew, and keeps only what it chooses then: "
+            "leave out one of the two"
+        )

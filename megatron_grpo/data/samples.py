@@ -72,10 +72,11 @@ class Sample:
     loss_mask: Sequence[int] = ()
     """For each token 1 if it was sampled, and 0 if it is part of an observation. Default: all 1.
     An array of int8."""
-    routed_experts: np.ndarray | None = field(default=None, compare=False)
-    """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt and
-    completion, but for the last; None without `rollout.router_replay`, and for a dialogue that
-    failed before its first turn."""
+    routes: np.ndarray | None = field(default=None, compare=False)
+    """[tokens, layers, columns] uint8, int16 or int32: of each token of prompt and completion, but
+    for the last, the experts that processed it (`rollout.router_replay`), and then the positions of
+    the tokens that its indexers chose (`rollout.indexer_replay`); None without both, and for a
+    dialogue that failed before its first turn."""
     step_rewards: tuple[tuple[int, float], ...] = ()
     """For each turn that the environment answered: the index of its last token, and its reward. Of
     an agent, every turn, and the reward is the last one's."""

@@ -41,7 +41,7 @@ class Choice(msgspec.Struct):
     text: str
     weight_versions: list[WeightVersion]
     routed_experts: bytes | None = None
-    """A `.npy` file, base64 in the answer; None unless the engine returns the experts of tokens."""
+    """The file of `routes`, base64 in the answer; None unless the engine returns them."""
 
     @property
     def token_logprobs(self) -> list[float]:
@@ -107,17 +107,53 @@ class Choice(msgspec.Struct):
 
     @property
     def routes(self) -> np.ndarray:
-        """[tokens, layers, topk] uint8 or int16: the experts that processed each token of prompt
-        and completion, except the last token, when the next one was sampled.
+        """[tokens, layers, columns] uint8, int16 or int32: the experts that processed each token of
+        prompt and completion, except the last token, when the next one was sampled; then, if the
+        engine returns them, the positions of the tokens that its indexers chose.
 
         Decoded at each access: of a completion that was cut, only the file is kept. Raises
         ValueError if the engine did not return them.
         """
         if not self.routed_experts:
-            raise ValueError("the answer does not have the experts of its tokens")
+            raise ValueError("the answer does not have the routes of its tokens")
         routes: np.ndarray = np.load(io.BytesIO(self.routed_experts), allow_pickle=False)
         # vLLM's for more than 256 experts is uint16, for which torch has few operations.
-        return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
+        return routes.astype(np.int16) if routes.dtype == np.uint16 else routes
+
+
+def smallest(routes: np.ndarray) -> np.ndarray:
+    """The same numbers in the smallest type of `Choice.routes`."""
+    least, most = routes.min(initial=0), routes.max(initial=0)
+    limits = [np.iinfo(each) for each in (np.uint8, np.int16, np.int32)]
+    return routes.astype(
+        next(each for each in limits if each.min <= least and most <= each.max).dtype
+    )
+
+
+def fault_of_chosen(routes: np.ndarray, start: int, index_topk: int) -> str:
+    """What is wrong with the tokens that indexers chose for those from `start` on; empty if all lie
+    before the token, or are itself.
+
+    A token with no more than `index_topk` before it attends to all of them, and what is returned of
+    it is not looked at.
+    """
+    if routes.ndim != 3 or routes.shape[2] < index_topk:
+        return (
+            f"an array of shape {routes.shape}, and not [tokens, layers, {index_topk} tokens that "
+            "indexers choose, after the experts]: start it with the same config"
+        )
+    first = max(index_topk, start)
+    chosen = routes[first - start :, :, -index_topk:]
+    positions = np.arange(first, first + len(chosen))[:, None, None]
+    is_wrong = (chosen < 0) | (chosen > positions)
+    if not is_wrong.any():
+        return ""
+    token, layer, _ = np.argwhere(is_wrong)[0]
+    return (
+        f"{int(chosen[is_wrong][0])} as a token that the indexer of layer {layer} chose for the "
+        f"token at position {first + token}, which sees none but those at 0 to {first + token}: "
+        "SGLang tells positions in a sequence with SGLANG_DSA_FUSE_TOPK=0"
+    )
 
 
 def npy_of(routes: np.ndarray) -> bytes:

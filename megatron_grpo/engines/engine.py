@@ -18,6 +18,7 @@ from megatron_grpo.engines.choice import (
     Failure,
     decode_choice,
     decode_event,
+    fault_of_chosen,
 )
 from megatron_grpo.engines.http import (
     EVENTS,
@@ -47,7 +48,9 @@ COUNTS = {
 
 GENERATE = "/inference/v1/generate"
 ROUTES_START = "routed_experts_prompt_start"
-"""The sampling parameter that asks for the experts of all tokens from that one on."""
+"""The sampling parameter that asks for the routes of all tokens from that one on."""
+INDEX_TOPK = "index_topk"
+"""And the one that says how many tokens indexers choose, whose positions routes are to have."""
 STREAM_INTERVAL = 256
 """Tokens in a chunk of a streamed answer: at most so many of a completion are lost with its engine.
 
@@ -342,11 +345,14 @@ class Engine:
         start = request["sampling_params"].get(ROUTES_START)
         if start is None:  # no routes were asked for
             return
+        index_topk = request["sampling_params"].get(INDEX_TOPK, 0)
         if not choice.routed_experts:
+            told = ("the experts of tokens", "router_replay", "routed-experts")
+            if index_topk:
+                told = ("which tokens indexers choose", "indexer_replay", "indexer-topk")
             raise EngineError(
-                f"rollout engine {self.url} does not return the experts of tokens, which "
-                "rollout.router_replay true needs: start it with the same config, or with "
-                "--enable-return-routed-experts"
+                f"rollout engine {self.url} does not return {told[0]}, which rollout.{told[1]} "
+                f"true needs: start it with the same config, or with --enable-return-{told[2]}"
             )
         wanted = len(request["token_ids"]) + len(choice.token_ids) - 1 - start
         try:
@@ -358,6 +364,8 @@ class Engine:
                 f"rollout engine {self.url} returned the experts of {len(routes)} tokens instead "
                 f"of {wanted}"
             )
+        if index_topk and (why := fault_of_chosen(routes, start, index_topk)):
+            raise EngineError(f"rollout engine {self.url} returned {why}")
 
     def _check_tokens(self, choice: Choice, versions: range) -> None:
         found = [span.version for span in choice.weight_versions]

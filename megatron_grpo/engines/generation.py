@@ -197,7 +197,7 @@ class CompletionRequests(SampleRequests):
             text=choice.text,
             policy_version=spans[0][0] if spans else self.policy_version,
             versions=tuple(spans) if len(spans) > 1 else (),
-            routed_experts=choice.routes if self._params.router_replay else None,
+            routes=choice.routes if self._params.has_routes else None,
         )
 
 
@@ -213,5 +213,5 @@ def _choice_of(sample: Sample) -> Choice:
             WeightVersion(str(version), start, end)
             for (version, _), (start, end) in zip(sample.spans, bounds, strict=True)
         ],
-        routed_experts=None if sample.routed_experts is None else npy_of(sample.routed_experts),
+        routed_experts=None if sample.routes is None else npy_of(sample.routes),
     )

@@ -62,6 +62,7 @@ def settings_of(model: ModelConfig, rollout: RolloutConfig, lora: LoraConfig) ->
         "rollout.tensor_parallel_size": rollout.tensor_parallel_size,
         "rollout.data_parallel_size": rollout.data_parallel_size,
         "rollout.router_replay": rollout.router_replay,
+        "rollout.indexer_replay": rollout.indexer_replay,
         "rollout.quantization": rollout.quantization,
         "rollout.quantization_ignore": rollout.quantization_ignore,
         f"rollout.{rollout.engine}": arguments,

@@ -32,8 +32,12 @@ CPU_LATENT_SIZE = 576
 """The only size of the cache of a token, with latent attention, for which vLLM has a CPU kernel."""
 SGLANG_WINDOWS = ("gemma3_text", "gpt_oss", "olmo3")
 """Families whose sliding windows SGLang 0.5.23 computes; in all others it attends to all tokens."""
-SGLANG_GROUPS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "kimi_k2", "qwen3_moe")
-"""Families of which engines of SGLang were tried with several groups of workers."""
+SGLANG_GROUPS = (
+    *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss"),
+    *("kimi_k2", "qwen3_moe"),
+)
+"""Families of which engines of SGLang were tried with several groups of workers; of those with
+sparse attention, which only GPUs compute, what workers load."""
 SGLANG_PATCH = 1176
 """Values of a patch of a Qwen2.5-VL's images: SGLang takes others for features."""
 SGLANG_LEVELS = 3
@@ -60,6 +64,11 @@ def check_served(rollout: RolloutConfig, shape: ModelShape) -> None:
         raise ValueError(
             "rollout.router_replay true needs a mixture of experts, and this model is dense: leave "
             "it out"
+        )
+    if rollout.indexer_replay and shape.indexer is None:
+        raise ValueError(
+            "rollout.indexer_replay true needs sparse attention, and this model has no indexers: "
+            "leave it out"
         )
     check_attention(rollout.engine, shape)
     if rollout.engine == "sglang":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megatron_grpo.data.samples import turn_seed
-from megatron_grpo.engines.engine import ROUTES_START, Json
+from megatron_grpo.engines.engine import INDEX_TOPK, ROUTES_START, Json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,12 +34,19 @@ class SamplingParams:
     stop: Sequence[str] = ()
     router_replay: bool = False
     """Whether samples have the experts that processed their tokens."""
+    index_topk: int = 0
+    """Of so many tokens that an indexer chooses for each token, samples have the positions."""
     seed: int
     series: int
     """The generation's number: its seeds differ from those of others with the same `seed`."""
     first_position: int = 0
     """Position of the first prompt, if the prompts of a generation are requested in several
     parts."""
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether samples have what engines chose for their tokens."""
+        return self.router_replay or self.index_topk > 0
 
     def request(
         self,
@@ -53,8 +60,8 @@ class SamplingParams:
     ) -> Json:
         """A request to /inference/v1/generate that continues `token_ids`, with `image_features`.
 
-        Its `number` is its priority; the lowest goes first. With `router_replay`, the experts of
-        the tokens from `routes_start` on are returned.
+        Its `number` is its priority; the lowest goes first. If samples have routes, those of the
+        tokens from `routes_start` on are returned.
         """
         sampling: Json = {
             "temperature": self.temperature,
@@ -68,8 +75,10 @@ class SamplingParams:
             "ignore_eos": True,  # the tokenizer's; all of the model's are stop tokens above
             "seed": seed,
         }
-        if self.router_replay:
+        if self.has_routes:
             sampling[ROUTES_START] = routes_start
+        if self.index_topk:
+            sampling[INDEX_TOPK] = self.index_topk
         return {
             "token_ids": token_ids,
             "output_mode": "text",

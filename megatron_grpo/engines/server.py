@@ -188,7 +188,10 @@ def engine_command(
     if rollout.engine == "transformers":
         command = [sys.executable, "-P", "-m", "megatron_grpo.engines.transformers.server"]
         flags = {"model": model.path, "dtype": model.dtype, "host": host, "port": port}
-        routes = {"enable_return_routed_experts": rollout.router_replay or None}
+        routes = {
+            "enable_return_routed_experts": rollout.router_replay or None,
+            "enable_return_indexer_topk": rollout.indexer_replay or None,
+        }
         return [*command, *command_flags(flags | routes)], environment
     environment |= vllm_environment(model, rollout, on_gpu)
     if lora.is_served:  # the route that gives the adapter its name

@@ -47,7 +47,7 @@ class Dialogue:
     spans: list[tuple[int, int]] = field(default_factory=list)
     """Version of the weights and number of tokens of each part; an observation counts as of the
     turn before it."""
-    routed_experts: list[np.ndarray] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
     """Of each turn, the experts of the tokens that were new to the engine."""
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
     finish_reason: str = ""
@@ -176,8 +176,8 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
         """Take a turn from the engine at `url`, for which its environment is asked."""
         dialogue = self.dialogues[number]
         # An engine of a training run returns them to evaluations, too.
-        if self._params.router_replay:
-            dialogue.routed_experts.append(choice.routes)
+        if self._params.has_routes:
+            dialogue.routes.append(choice.routes)
         dialogue.add_turn(choice)
         self.engines.add(url)
         self.begun.pop(number, None)
@@ -208,7 +208,7 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
 
     def sample_of(self, dialogue: Dialogue) -> Sample:
         """The sample of a dialogue that has ended."""
-        spans, routes = dialogue.spans, dialogue.routed_experts
+        spans, routes = dialogue.spans, dialogue.routes
         return Sample(
             prompt=dialogue.prompt,
             sample_index=dialogue.sample_index,
@@ -219,7 +219,7 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
             policy_version=spans[0][0] if spans else self.policy_version,
             versions=tuple(spans) if len(spans) > 1 else (),
             loss_mask=dialogue.loss_mask,
-            routed_experts=np.concatenate(routes) if routes else None,
+            routes=np.concatenate(routes) if routes else None,
             step_rewards=tuple(dialogue.step_rewards),
         )
 
@@ -230,7 +230,7 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
             seed=self._params.turn_seed(number, turn=len(dialogue.step_rewards)),
             max_tokens=dialogue.room,
             # Those of earlier turns are kept: an engine that takes over may choose others.
-            routes_start=sum(map(len, dialogue.routed_experts)),
+            routes_start=sum(map(len, dialogue.routes)),
         )
 
 

@@ -16,7 +16,7 @@ from megatron_grpo.engines.arguments import PLANNED
 from megatron_grpo.planning.activations import uses_transformer_engine
 from megatron_grpo.planning.card import card_named
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
-from megatron_grpo.planning.host import host_lines, too_little_host_memory
+from megatron_grpo.planning.host import choice_lines, host_lines, too_little_host_memory
 from megatron_grpo.planning.job_plan import (
     Fp8Change,
     JobPlan,
@@ -51,6 +51,7 @@ NEEDS_FLASH = (
 def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
     """The memory of every kind of stage, the work of a step, and the traffic over each link."""
     of_host = host_lines(cfg, plan.host, plan.fullest, card_named(gpu))
+    of_host += choice_lines(cfg, shape, plan.work.lengths, plan.engine)
     needs_flash = not (card_named(gpu).packs_sequences or _has_own_attention(cfg, shape))
     lines = [
         f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "

@@ -7,6 +7,7 @@ GPUs, the weights that no push brings.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import (
     NOT_COPIED,
@@ -24,7 +25,7 @@ from megatron_grpo.planning.engine_memory import EngineBytes
 from megatron_grpo.planning.memory import RESERVE, StageMemory, shared_models
 from megatron_grpo.planning.state import StateBytes, part_bytes
 from megatron_grpo.planning.traffic import push_link
-from megatron_grpo.planning.workload import Job
+from megatron_grpo.planning.workload import Job, longest_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +169,33 @@ def host_lines(cfg: Config, host: HostUse | None, stage: StageMemory, card: GpuS
         f"{host.held / 1e9:.1f} GB of it and, for a checkpoint that is "
         f"being written, up to {host.saving / 1e9:.1f} GB; it may use {host.limit / 1e9:,.0f}"
     )
+    return rows
+
+
+def choice_lines(
+    cfg: Config, shape: ModelShape, lengths: Sequence[int], engine: EngineBytes | None
+) -> list[str]:
+    """What the tokens that indexers chose take, if they are replayed; `lengths` are of a step."""
+    if not cfg.rollout.indexer_replay or shape.indexer is None:
+        return []
+    numbers, num_tokens = shape.num_layers * shape.indexer.topk, sum(lengths)
+    itemsize = 2 if longest_sequence(cfg, shape) <= 1 << 15 else 4
+    num_tokens *= cfg.grpo.steps_per_generation
+    whole = num_tokens * numbers * itemsize
+    own = whole / (cfg.dims.data * cfg.dims.context * cfg.dims.pipeline)
+    rows = [
+        f"rollout.indexer_replay: what indexers chose takes {whole / 1e9:,.1f} GB of rank 0's host "
+        f"for the {num_tokens:,} tokens of a generation and {own / 1e9:.1f} GB of each rank's GPU, "
+        "which are not counted"
+    ]
+    if engine:  # SGLang's, in int32
+        limit = cfg.rollout.sglang.get("max_total_tokens", engine.cached_tokens)
+        cached = min(engine.cached_tokens, limit * cfg.rollout.data_parallel_size)
+        rows.append(
+            f"SGLang keeps it in page-locked memory for the {cached:,} tokens of an engine's cache "
+            f"(rollout.sglang.max_total_tokens for each GPU): {cached * numbers * 4 / 1e9:,.1f} GB "
+            "on its host"
+        )
     return rows
 
 

@@ -29,6 +29,7 @@ from megatron_grpo.policy.muon import Muon
 from megatron_grpo.policy.optimizer import make_optimizer, make_scheduler
 from megatron_grpo.policy.packed_params import params_on_rank
 from megatron_grpo.policy.router import RouterLosses, add_router_replay, own_routes
+from megatron_grpo.policy.sparse_attention import add_indexer_replay
 from megatron_grpo.policy.transformer import uses_transformer_engine
 from megatron_grpo.policy.vision import VisionTower, embedded, vision_tower
 from parallel import Layout, Sender
@@ -136,6 +137,8 @@ def build_policy(cfg: Config, shape: ModelShape, groups: Groups) -> Policy:
     model = build_model(cfg, shape, groups)
     if cfg.rollout.router_replay:
         add_router_replay(model.chunks)
+    if cfg.rollout.indexer_replay:
+        add_indexer_replay(model.chunks)
     if not cfg.lora.r:  # else gradients are those of adapters, which come last
         add_gradients(model, cfg)
     with waiting(f"reading {cfg.model.path}", shows=groups.rank == 0) as show:
@@ -207,6 +210,7 @@ def forward(chunk: Any, batch: PackedBatch, groups: Groups) -> Tensor:
     local = batch.part.local
     params = params_on_rank(batch, groups, attention_windows(unwrapped(chunk)))
     params.routed_experts = own_routes(batch, local, groups)
+    params.chosen_tokens = batch.chosen_tokens
     output: Tensor = chunk(
         input_ids=batch.tokens[local].unsqueeze(0),
         position_ids=batch.position_ids[local].unsqueeze(0),

@@ -52,6 +52,8 @@ class PackedParams(PackedSeqParams):
     `PackedRotary`; None with neither images nor shared prompts."""
     routed_experts: Tensor | None = None
     """[tokens and layers of this rank, topk], for `RouterReplay`; None: the routers choose."""
+    chosen_tokens: Tensor | None = None
+    """[t, layers of this rank, index_topk], for `IndexerReplay`; None: indexers choose."""
     images: PackedImages | None = None
     """For layers that add features: see `add_deepstack`."""
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_grpo.policy.releases import router_losses
+from megatron_grpo.policy.sparse_attention import SparseAttention
 from parallel import pipeline_layers
 from parallel.groups import Groups
 from parallel.packing import PackedBatch
@@ -73,10 +74,14 @@ def add_router_replay(chunks: Sequence[GPTModel]) -> None:
 
 @contextmanager
 def own_choices(chunks: Iterable[GPTModel]) -> Iterator[None]:
-    """Meanwhile the routers choose, whatever routes a microbatch has."""
-    layers = (layer for chunk in chunks for layer in chunk.decoder.layers)
-    routers = [layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer)]
-    replays = [router.router_replay for router in routers if router.router_replay]
+    """Meanwhile routers and indexers choose, whatever routes a microbatch has."""
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    attentions = [layer.self_attention for layer in layers]
+    replays: list[Any] = [
+        *(each.mlp.router.router_replay for each in layers if isinstance(each.mlp, MoELayer)),
+        *(each.replay for each in attentions if isinstance(each, SparseAttention)),
+    ]
+    replays = [replay for replay in replays if replay]
     for replay in replays:
         replay.is_on = False
     try:
@@ -88,11 +93,12 @@ def own_choices(chunks: Iterable[GPTModel]) -> Iterator[None]:
 
 def with_own_layers(batch: PackedBatch, groups: Groups) -> PackedBatch:
     """The batch with the routes of this pipeline rank's layers only, in the order of its chunks."""
-    if batch.routed_experts is None:
-        return batch
-    num_layers = batch.routed_experts.shape[1]
-    own = pipeline_layers(num_layers, groups.dims)[groups.coordinates.pipeline]
-    return replace(batch, routed_experts=batch.routed_experts[:, [*chain(*own)]])
+    found: dict[str, Any] = {}
+    for name in ("routed_experts", "chosen_tokens"):
+        if (of_layers := getattr(batch, name)) is not None:
+            own = pipeline_layers(of_layers.shape[1], groups.dims)[groups.coordinates.pipeline]
+            found[name] = of_layers[:, [*chain(*own)]]
+    return replace(batch, **found) if found else batch
 
 
 def own_routes(batch: PackedBatch, local: Tensor, groups: Groups) -> Tensor | None:

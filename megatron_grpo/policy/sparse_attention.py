@@ -6,12 +6,16 @@ equal ones are chosen, which may depend on the layout; its indexer is trained, b
 and its latent attention is not ours, see `mla.py`. 0.16.1 refuses packed sequences.
 
 The indexer is frozen: no gradient comes through a choice. Every tensor rank holds it whole, and
-chooses for its own tokens; all of them then attend to the same tokens.
+chooses for its own tokens; all of them then attend to the same tokens. With indexer replay, the
+tokens are those that the engine's indexers chose while it sampled (cf. `router.py`).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,10 +27,25 @@ from megatron_grpo.policy.mla import LatentAttention
 from megatron_grpo.policy.packed_params import PackedParams
 from parallel.attention import gather_packed
 from parallel.dtypes import attention_dtype
-from parallel.sparse_attention import choose_tokens, sparse_attention
+from parallel.sparse_attention import choose_tokens, recorded_tokens, sparse_attention
 
 NORM_EPS = 1e-6
 """Of the norm of the indexer's keys, whatever `rms_norm_eps` says."""
+
+
+@dataclass
+class IndexerReplay:
+    """Whose choices the attention of a layer follows."""
+
+    number: int
+    """Which of this rank's layers it is."""
+    is_on: bool = True
+
+
+def add_indexer_replay(chunks: Sequence[GPTModel]) -> None:
+    """Make the layers of a model follow the choices in the params of each packed microbatch."""
+    for number, layer in enumerate(layer for chunk in chunks for layer in chunk.decoder.layers):
+        layer.self_attention.replay = IndexerReplay(number)
 
 
 class SparseAttention(LatentAttention):
@@ -39,6 +58,7 @@ class SparseAttention(LatentAttention):
         rank = self.latent.query_rank
         assert rank is not None, "read_indexer refuses others"
         self.indexer = Indexer(config, indexer, rank, self.latent.rotary_dim)
+        self.replay: IndexerReplay | None = None
 
     def _attend(
         self,
@@ -50,7 +70,10 @@ class SparseAttention(LatentAttention):
     ) -> Tensor:
         if params.rope_length <= self.indexer.shape.topk:
             return super()._attend(heads, hidden, latent, rotary_pos_emb, params)
-        chosen = self._choose(hidden, latent, rotary_pos_emb, params)
+        if self.replay and self.replay.is_on and params.chosen_tokens is not None:
+            chosen = recorded_tokens(params.chosen_tokens[:, self.replay.number], params.queries)
+        else:
+            chosen = self._choose(hidden, latent, rotary_pos_emb, params)
         query, key, value = heads
         group = params.cp_group or self.context_group
         key, value = (gather_packed(each, params, group) for each in (key, value))

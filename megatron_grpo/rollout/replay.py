@@ -70,7 +70,9 @@ def check_replay(cfg: Config) -> None:
 
 def _sizes(cfg: Config) -> dict[str, int]:
     names = ("generation_batch_size", "num_generations")
-    return {f"grpo.{name}": getattr(cfg.grpo, name) for name in names}
+    sizes = {f"grpo.{name}": getattr(cfg.grpo, name) for name in names}
+    # It says which columns of routes are tokens.
+    return sizes | ({"rollout.indexer_replay": True} if cfg.rollout.indexer_replay else {})
 
 
 def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:

@@ -85,6 +85,8 @@ class Rollouter:
         self.dialogues = open_dialogues(
             cfg, tokenizer, self._end_tokens, self.engines, self.in_flight
         )
+        replayed = shape.indexer if cfg.rollout.indexer_replay else None
+        self._index_topk = replayed.topk if replayed else 0
         self.stream = load_stream(cfg, shape, tokenizer)
         self.evaluations = Evaluations(
             cfg, shape, tokenizer, self.engines, self.pools, self.dialogues
@@ -131,6 +133,7 @@ class Rollouter:
             stop_token_ids=self._end_tokens,
             stop=rollout.stop,
             router_replay=rollout.router_replay,
+            index_topk=self._index_topk,
             # No two rounds of a generation share seeds; no prompt has a position below 0.
             seed=first_seed(seed, generation, -round_number) if round_number else seed,
             series=generation,

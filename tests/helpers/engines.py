@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
@@ -209,6 +210,21 @@ def reference_logprobs(folder: Path, sample: Sample, temperature: float = 1.0) -
         found = logits(_reference(folder), tokens, images.read() if images else None)
     found = found[0, -len(completion) - 1 : -1]
     return torch.log_softmax(found / temperature, -1).gather(1, completion[:, None])[:, 0]
+
+
+def chosen_tokens(folder: Path, sample: Sample) -> np.ndarray:
+    """int32 [tokens, layers, index_topk]: what the indexers of `transformers` choose for all tokens
+    of a sample but the last, in one float32 pass."""
+    model, found = _reference(folder), []
+    hooks = [
+        layer.self_attn.indexer.register_forward_hook(lambda *given: found.append(given[2][0]))
+        for layer in model.model.layers
+    ]
+    with torch.inference_mode():
+        model(torch.tensor([[*sample.prompt.token_ids, *sample.completion_ids[:-1]]]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, dim=1).numpy()
 
 
 def largest_logprob_error(

@@ -72,9 +72,11 @@ def pack_all(
     *,
     share_prompts: bool = False,
     multiple: int = 1,
+    index_topk: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> list[PackedBatch]:
-    """The sequences of `random_sequences`, microbatch by microbatch, with `routes` if given.
+    """The sequences of `random_sequences`, microbatch by microbatch, with `routes` if given, whose
+    last `index_topk` columns are tokens.
 
     With `share_prompts` the batches are of that form, but no two prompts are equal. Each rank has a
     `multiple` of tokens.
@@ -82,9 +84,7 @@ def pack_all(
     sequences = random_sequences(lengths)
     alignment = Alignment.for_mesh(dims, dims.tensor > 1, multiple)
     if routes is not None:
-        sequences = [
-            replace(each, routed_experts=its) for each, its in zip(sequences, routes, strict=True)
-        ]
+        sequences = [replace(each, routes=its) for each, its in zip(sequences, routes, strict=True)]
     indices = iter(range(len(sequences)))
     return [
         pack(
@@ -92,6 +92,7 @@ def pack_all(
             [next(indices) for _ in microbatch],
             alignment,
             share_prompts=share_prompts,
+            index_topk=index_topk,
             dtype=dtype,
         )
         for microbatch in lengths

@@ -418,6 +418,7 @@ SPARSE_REFUSALS = [
     ("model.megatron.fp8=hybrid", "model.megatron.fp8 hybrid is not supported for a model with"),
     ("rollout.engine=vllm", "rollout.engine vllm without a GPU has no sparse attention for a deep"),
 ]
+INDEXER_REPLAY = ["rollout.engine=transformers", "rollout.vllm={}", "rollout.indexer_replay=true"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines would run on GPUs")
@@ -425,8 +426,12 @@ SPARSE_REFUSALS = [
 def test_what_does_not_go_with_sparse_attention_is_refused(config, tmp_path, override, told):
     folder = servable_model(tmp_path / "sparse", "deepseek_v32")
     common = (f"model.path={folder}", "rollout.engine=transformers")
-    preflight(config(*common), None)
+    preflight(config(*common, "rollout.indexer_replay=true"), None)
     assert told in refusal(config(*common, override))
+
+
+def test_indexer_replay_of_a_model_without_indexers_is_refused(config):
+    assert "and this model has no indexers: leave it out" in refusal(config(*INDEXER_REPLAY))
 
 
 @pytest.mark.parametrize("setting", ["NCCL_CUMEM_ENABLE=0", "NCCL_DISABLE_MEM_MANAGER=1"])

@@ -210,12 +210,12 @@ def routed(sequence: TokenSequence, first: int) -> TokenSequence:
     """The sequence with routes over one layer with two experts: `first` + position, and 9."""
     positions = first + torch.arange(len(sequence.tokens) - 1)
     routes = torch.stack([positions, torch.full_like(positions, 9)], dim=-1).byte()
-    return replace(sequence, routed_experts=routes[:, None])
+    return replace(sequence, routes=routes[:, None])
 
 
 def test_routes_lie_at_their_tokens_and_whatever_has_none_goes_to_all_experts_in_turn():
     given = [routed(sequence(3, 1), 10), routed(sequence(4, 1), 20)]
-    unread = replace(sequence(2, 2), routed_experts=given[0].routed_experts[:0])
+    unread = replace(sequence(2, 2), routes=given[0].routes[:0])
     batch = pack([*given, unread], [1, 2, 0], Alignment(sequence=4, total=8))
     assert batch.routed_experts.dtype == torch.uint8
     assert batch.routed_experts.shape == (16, 1, 2)
@@ -225,6 +225,24 @@ def test_routes_lie_at_their_tokens_and_whatever_has_none_goes_to_all_experts_in
     assert batch.routed_experts[:, 0].tolist() == expected
     unrouted = pack([unread], [0], Alignment(sequence=4, total=4)).routed_experts
     assert unrouted[:, 0].tolist() == [[0, 1]] * 4
+
+
+def test_the_last_columns_of_routes_are_tokens_and_others_attend_to_the_first():
+    given = [routed(sequence(3, 1), 10), routed(sequence(4, 1), 20)]
+    both = [
+        replace(each, routes=torch.cat([each.routes, each.routes.short() + 500], dim=2))
+        for each in given
+    ]
+    alignment = Alignment(sequence=4, total=4)
+    found, experts = (
+        pack(each, [0, 1], alignment, index_topk=topk) for each, topk in ((both, 2), (given, 0))
+    )
+    assert found.routed_experts.tolist() == experts.routed_experts.tolist()
+    tokens = found.chosen_tokens[:, 0, 0].tolist()
+    assert tokens == [510, 511, 0, 0, 520, 521, 522, 0]
+    only = [replace(each, routes=each.routes[:, :, 2:]) for each in both]
+    alone = pack(only, [0, 1], alignment, index_topk=2)
+    assert alone.routed_experts is None and torch.equal(alone.chosen_tokens, found.chosen_tokens)
 
 
 def test_a_shared_prompt_has_the_routes_of_one_sample_and_completions_their_own():
@@ -237,7 +255,7 @@ def test_a_shared_prompt_has_the_routes_of_one_sample_and_completions_their_own(
 
 def test_a_shared_prompt_has_the_routes_of_a_sample_whose_prompt_the_engine_has_read():
     failed, other = of_prompt([1, 2, 3, 4], 10, 11), routed(of_prompt([1, 2, 3, 4], 20, 21), 20)
-    failed = replace(failed, routed_experts=other.routed_experts[:0])
+    failed = replace(failed, routes=other.routes[:0])
     batch = pack([failed, other], [0, 1], Alignment(), share_prompts=True)
     assert batch.routed_experts[:3, 0, 0].tolist() == [20, 21, 22]
 

@@ -64,7 +64,7 @@ def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path):
         # The second time, the prompts are in its cache.
         made = [engine.generate(random_prompts(2), router_replay=True) for _ in range(2)]
     for sample in (*made[0], *made[1]):
-        np.testing.assert_array_equal(np.sort(sample.routed_experts), chosen_by(folder, sample))
+        np.testing.assert_array_equal(np.sort(sample.routes), chosen_by(folder, sample))
 
 
 def gaps_on_rank(
@@ -81,7 +81,7 @@ def gaps_on_rank(
             advantage=1.0,
             loss_weight=1.0,
             rollout_logprobs=torch.tensor(sample.logprobs),
-            routed_experts=torch.from_numpy(experts.astype(np.uint8)),
+            routes=torch.from_numpy(experts.astype(np.uint8)),
         )
         batch = with_own_layers(pack([sequence], [0], Alignment.for_mesh(dims, False, 1)), groups)
         [(logprobs, _)] = compute_logprobs(policy, [batch], 1.0, groups)
@@ -120,13 +120,13 @@ def test_through_a_push_every_token_keeps_the_experts_with_which_it_was_sampled(
     # Of each token those that the weights of its version choose, after what these have read anew.
     for sample in samples:
         ends = [len(sample.prompt.token_ids) - 1 + end for _, end in bounds(sample)]
-        routes = np.sort(sample.routed_experts)
+        routes = np.sort(sample.routes)
         old, new = (chosen_by(folder, sample) for folder in folders)
         for chosen, (start, end) in zip((old, new, old), pairwise([0, *ends]), strict=True):
             np.testing.assert_array_equal(routes[start:end], chosen[start:end])
         assert (old == new).all(axis=(1, 2)).mean() < 0.2
 
-    replayed = [sample.routed_experts for sample in samples]
+    replayed = [sample.routes for sample in samples]
     chosen = [chosen_by(folders[1], sample) for sample in samples]
     [before] = run_ranks(1, gaps_on_rank, folders[0], samples, replayed)
     [after] = run_ranks(1, gaps_on_rank, folders[1], 2 * samples, replayed + chosen)

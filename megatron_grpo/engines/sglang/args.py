@@ -105,7 +105,7 @@ RESERVED = {
     "enable_lora": "set lora.sync=merged",
     "enable_memory_saver": "set rollout.enable_sleep_mode",
     "enable_return_routed_experts": "set rollout.router_replay",
-    "enable_return_indexer_topk": "choices of indexers are not trained with (docs/models.md)",
+    "enable_return_indexer_topk": "set rollout.indexer_replay",
     "tool_call_parser": "set rollout.tool_call_parser",
     "speculative_algorithm": "the weights of a draft model are not pushed",
     "enable_hierarchical_cache": "keys and values outside the cache would outlive a push",
@@ -172,6 +172,7 @@ def sglang_command(
         "log_level_http": "warning",
         "tool_call_parser": rollout.tool_call_parser,
         "enable_return_routed_experts": rollout.router_replay or None,
+        "enable_return_indexer_topk": rollout.indexer_replay or None,
         # A CPU engine follows the same requests, and keeps its memory.
         "enable_memory_saver": (rollout.enable_sleep_mode and on_gpu) or None,
     }
@@ -311,6 +312,8 @@ def sglang_environment(model: ModelConfig, rollout: RolloutConfig, on_gpu: bool)
         "HF_HUB_OFFLINE": "1",  # the model is a local folder: no requests to the hub
         QUANTIZATION_VARIABLE: rollout.quantization,
         **({} if model.freeze_vision else {VISION_VARIABLE: "1"}),
+        # Else the chosen tokens are told by their places in the cache.
+        **({"SGLANG_DSA_FUSE_TOPK": "0"} if rollout.indexer_replay else {}),
     }
     if on_gpu:
         return environment

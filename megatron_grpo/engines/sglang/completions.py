@@ -16,7 +16,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from megatron_grpo.engines.choice import NOT_FINITE, Choice, npy_of
+from megatron_grpo.engines.choice import NOT_FINITE, Choice, npy_of, smallest
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.variables import TOLD_TOKENS
@@ -109,9 +109,10 @@ async def completion(body: Json) -> Json:
         if not is_wanted:
             return ABORTED
         try:
-            choice = choice_of(await anext(manager().generate_request(sglang_request(body))))
+            answer = await anext(manager().generate_request(sglang_request(body)))
         except ValueError as error:  # the request's fault, such as a prompt that is too long
             raise HTTPException(400, str(error)) from error
+    choice = choice_of(answer, body)
     gate.num_answered += 1
     gate.num_generated += len(choice["token_ids"])
     return choice
@@ -132,7 +133,7 @@ async def events(body: Json) -> AsyncIterator[bytes]:
                     return
                 if num_sent and len(answer["output_ids"]) - num_sent < interval and not end:
                     continue
-                chunk = choice_of(answer, num_sent)
+                chunk = choice_of(answer, body, num_sent)
                 num_sent += len(chunk["token_ids"])
                 yield event(choices=[chunk])
         except ValueError as error:  # as above
@@ -166,6 +167,7 @@ def sglang_request(body: Json) -> GenerateReqInput:
         },
         stream=body.get("stream", False),
         return_routed_experts="routed_experts_prompt_start" in params,
+        return_indexer_topk="index_topk" in params,
         routed_experts_start_len=params.get("routed_experts_prompt_start", 0),
         return_logprob=True,
         logprob_start_len=-1,
@@ -173,8 +175,9 @@ def sglang_request(body: Json) -> GenerateReqInput:
     )
 
 
-def choice_of(answer: Json, start: int | None = None) -> Json:
-    """SGLang's answer as vLLM's; of a stream, the chunk that begins with the token at `start`."""
+def choice_of(answer: Json, body: Json, start: int | None = None) -> Json:
+    """SGLang's answer to a request as vLLM's; of a stream, the chunk that begins with the token at
+    `start`."""
     meta = answer["meta_info"]
     end = meta["finish_reason"]
     if start is None and not meta.get("weight_versions"):
@@ -188,17 +191,32 @@ def choice_of(answer: Json, start: int | None = None) -> Json:
         "finish_reason": end and end["type"],
         "text": answer["text"] if end else "",  # SGLang's is of all tokens so far
         "weight_versions": meta["weight_versions"],
-        "routed_experts": encoded(meta["routed_experts"]) if "routed_experts" in meta else None,
+        "routed_experts": encoded_routes(meta, body["sampling_params"]),
     }
 
 
-def encoded(routed_experts: str) -> str:
-    """SGLang's experts of tokens, base64 of int32 [tokens, layers, topk], in the form of vLLM."""
-    config = manager().model_config.hf_text_config
-    flat = np.frombuffer(base64.b64decode(routed_experts), np.int32)
-    routes = flat.reshape(-1, config.num_hidden_layers, config.num_experts_per_tok)
-    small = routes.astype(np.uint8 if routes.max(initial=0) < 256 else np.int16)
-    return base64.b64encode(npy_of(small)).decode()
+def encoded_routes(meta: Json, params: Json) -> str | None:
+    """What SGLang tells of tokens, in the form of vLLM: experts, then tokens that indexers chose.
+
+    It has both as base64 of int32 [tokens, layers, columns]; tokens from the first on, and for
+    those that see no more than `index_topk` whatever was in its buffer before.
+    """
+    config, start = manager().model_config.hf_text_config, params.get("routed_experts_prompt_start")
+    kinds = []
+    for name, columns in (
+        ("routed_experts", config.num_experts_per_tok),
+        ("indexer_topk", params.get("index_topk", 0)),
+    ):
+        if name in meta:
+            flat = np.frombuffer(base64.b64decode(meta[name]), np.int32)
+            kinds.append(flat.reshape(-1, config.num_hidden_layers, columns))
+    if not kinds:
+        return None
+    if "indexer_topk" in meta:
+        chosen = kinds.pop().copy()
+        chosen[: params["index_topk"]] = 0
+        kinds.append(chosen[start:])
+    return base64.b64encode(npy_of(smallest(np.concatenate(kinds, axis=2)))).decode()
 
 
 @router.post("/v1/chat/completions/derender")

@@ -18,7 +18,7 @@ from checkpoint_convert.megatron import file_layout, file_tensors
 from checkpoint_convert.quantization import CONFIG_KEYS
 from checkpoint_convert.tokenizer import load_tokenizer
 from checkpoint_convert.weights import whole_tensors
-from megatron_grpo.engines.choice import npy_of
+from megatron_grpo.engines.choice import npy_of, smallest
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.push_worker import PushWorker
 from megatron_grpo.engines.transformers.sampling import Completion, RouteRecorder, sample
@@ -100,11 +100,18 @@ class TransformersEngine:
     """
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, device: str, return_routed_experts: bool = False
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: str,
+        return_routed_experts: bool = False,
+        return_indexer_topk: bool = False,
     ) -> None:
         self.tokenizer = load_tokenizer(folder)
         self.model = load_model(folder, dtype).to(device).eval()
-        self.recorder = RouteRecorder(self.model) if return_routed_experts else None
+        returned = {"topkrouter": return_routed_experts, "indexer": return_indexer_topk}
+        recorded = [kind for kind, is_on in returned.items() if is_on]
+        self.recorder = RouteRecorder(self.model, recorded) if recorded else None
         self.weight_version = "default"
         self.worker = ModelWorker(self.model, read_shape(folder))
         self._requests: list[_Request] = []
@@ -213,4 +220,4 @@ class TransformersEngine:
 
 def _encoded(routes: Tensor) -> str:
     """Routes in the format of vLLM: base64 of a `.npy` file."""
-    return base64.b64encode(npy_of(routes.numpy())).decode()
+    return base64.b64encode(npy_of(smallest(routes.numpy()))).decode()

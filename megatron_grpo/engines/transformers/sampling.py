@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 
@@ -14,38 +15,46 @@ class Completion(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[float]
-    routed_experts: Tensor | None
-    """[tokens, layers, topk] uint8 or uint16: the experts that processed each token of prompt and
-    completion but the last, and 0 in layers without experts; None without a recorder."""
+    routes: Tensor | None
+    """[tokens, layers, columns] of `RouteRecorder`, for each token of prompt and completion but the
+    last; None without a recorder."""
 
 
 class RouteRecorder:
-    """Notes which experts the routers of a model choose."""
+    """Notes which experts the routers of a model choose, and which tokens its indexers choose.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    The columns of a token are its experts, 0 in layers without, and then the positions of the
+    tokens that it attends to, with 0 behind them if there are fewer; each only if `recorded`.
+    """
+
+    def __init__(self, model: PreTrainedModel, recorded: Sequence[str]) -> None:
+        """`recorded`: how the names of modules end whose choices are noted."""
         layers: Any = model.get_decoder().layers
         self._num_layers = len(layers)
-        self._of_layers: dict[int, Tensor] = {}
+        self._of_layers: dict[str, dict[int, Tensor]] = {kind: {} for kind in recorded}
         for number, layer in enumerate(layers):
             for module in layer.modules():
-                if type(module).__name__.lower().endswith("topkrouter"):
-                    module.register_forward_hook(partial(self._note, number))
-                    # vLLM returns the same type of numbers.
-                    self._dtype = torch.uint8 if module.num_experts <= 256 else torch.uint16
+                for kind in recorded:
+                    if type(module).__name__.lower().endswith(kind):
+                        module.register_forward_hook(partial(self._note, kind, number))
 
-    def _note(
-        self, number: int, _module: Any, _inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        self._of_layers[number] = outputs[2]  # after logits and weights: the chosen experts
+    def _note(self, kind: str, number: int, module: Any, _inputs: Any, outputs: Any) -> None:
+        chosen = outputs[2] if kind == "topkrouter" else outputs  # after logits and weights
+        if kind == "indexer":
+            chosen = pad(chosen.flatten(0, 1), (0, module.index_topk - chosen.shape[-1]))
+        self._of_layers[kind][number] = chosen
 
     def last_routes(self, num_completions: int, is_prompt: bool) -> Sequence[Tensor]:
-        """[tokens, layers, topk] of the last forward pass, for each of the completions.
+        """[tokens, layers, columns] int32 of the last forward pass, for each of the completions.
 
         The pass had one token of each, or the prompt that they share.
         """
-        none = torch.zeros_like(next(iter(self._of_layers.values())))
-        of_layers = [self._of_layers.get(number, none) for number in range(self._num_layers)]
-        routes = torch.stack(of_layers, dim=1).to("cpu", self._dtype)
+        kinds = []
+        for found in self._of_layers.values():
+            none = torch.zeros_like(next(iter(found.values())))
+            of_layers = [found.get(number, none) for number in range(self._num_layers)]
+            kinds.append(torch.stack(of_layers, dim=1).to("cpu", torch.int32))
+        routes = torch.cat(kinds, dim=2)
         return [routes] * num_completions if is_prompt else routes.split(1)
 
 
@@ -69,7 +78,7 @@ def sample(
     own random generator; temperature 0 is greedy. A completion ends with the first of
     `stop_token_ids`, which it includes, or after `max_tokens`. `note` is called after every forward
     pass with the number of new tokens, and may stop the sampling by raising an exception. With the
-    model's `recorder`, completions have the experts that processed their tokens.
+    model's `recorder`, completions have the routes of their tokens.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     token_ids: list[list[int]] = [[] for _ in seeds]

@@ -119,11 +119,16 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--enable-return-routed-experts", action="store_true")
+    parser.add_argument("--enable-return-indexer-topk", action="store_true")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, arguments.dtype)
     RequestHandler.engine = TransformersEngine(
-        arguments.model, dtype, device, arguments.enable_return_routed_experts
+        arguments.model,
+        dtype,
+        device,
+        arguments.enable_return_routed_experts,
+        arguments.enable_return_indexer_topk,
     )
     RequestHandler.token = check_token(take_token(os.environ))
     Server(arguments.host, arguments.port).serve_forever()

@@ -350,7 +350,7 @@ class Ending(Session):
 
 def test_a_session_that_is_over_has_its_reward():
     cfg = AgentConfig(command="unused", weight=1)
-    limits = {"longest": 9, "policy_version": 0, "router_replay": False}
+    limits = {"longest": 9, "policy_version": 0, "has_routes": False}
     session = Ending(random_prompts(1)[0], 0, None, cfg, **limits)
     session.end(0.5)
     assert session.is_over and session.failure and session.finish_reason == "failed"
@@ -378,7 +378,7 @@ def test_every_sequence_of_a_session_has_the_routes_of_its_tokens(tmp_path):
         assert made.failures == []
         for sample in samples:
             assert len(sample.sequences) == 3
-            routes = torch.from_numpy(sample.routed_experts)
+            routes = torch.from_numpy(sample.routes)
             for each, branch in zip(as_plain(sample), sample.sequences, strict=True):
                 tokens = [*each.prompt.token_ids, *each.completion_ids]
                 prompt = replace(sample.prompt, token_ids=tokens)
@@ -388,4 +388,4 @@ def test_every_sequence_of_a_session_has_the_routes_of_its_tokens(tmp_path):
                 first = len(sample.prompt.token_ids)
                 bounds = [*branch.context, (first + branch.start, first + branch.end)]
                 own = torch.cat([routes[start:end] for start, end in bounds])[: len(tokens) - 1]
-                assert own.tolist() == whole.routed_experts[: len(tokens) - 1].tolist()
+                assert own.tolist() == whole.routes[: len(tokens) - 1].tolist()

@@ -177,7 +177,7 @@ def test_rewards_that_are_normalized_first_are_then_added_up_by_weight():
 def test_tokens_take_the_experts_that_the_engine_chose_into_training():
     routes = [np.full((1 + length, 2, 3), length, np.uint8) for length in LENGTHS]
     routes[2] = None  # an environment failed before the engine was asked
-    experience = compute_advantages(samples(routed_experts=routes), scores(1, 0, 0, 1), config())
+    experience = compute_advantages(samples(routes=routes), scores(1, 0, 0, 1), config())
     [[share]] = split_for_data_parallel(experience, 0, CostModel(), config())
     [batch] = share.pack(Alignment(), share_prompts=False)
     for i, length in enumerate(LENGTHS):

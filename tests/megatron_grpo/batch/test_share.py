@@ -41,7 +41,7 @@ def sequences(
                 response_mask=values() > 0,
                 old_logprobs=values() if has_known else None,
                 high_entropy=values() if has_known else None,
-                routed_experts=routes if has_routes else None,
+                routes=routes if has_routes else None,
             )
         )
     return made

@@ -158,20 +158,21 @@ def test_samples_come_back_bit_for_bit(tmp_path):
         assert torch.equal(ours, theirs)
 
 
-def test_the_experts_of_tokens_come_back_and_no_reference_is_made_up(tmp_path):
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])  # the latter of chosen tokens
+def test_the_routes_of_tokens_come_back_and_no_reference_is_made_up(tmp_path, dtype):
     saved = replace(generation(), old_logprobs=[torch.zeros(0)] * NUM_SAMPLES)
     draw = np.random.default_rng(0)
     for i, sample in enumerate(saved.samples[:-1]):  # the last failed before an engine read it
         size = (len(sample.prompt.token_ids) + i, 2, 3)
-        routes = draw.integers(0, 256, size, np.uint8)
-        saved.samples[i] = replace(sample, routed_experts=routes)
+        routes = draw.integers(0, np.iinfo(dtype).max, size, dtype)
+        saved.samples[i] = replace(sample, routes=routes)
     write_experience(tmp_path, saved, READY)
     read = read_experience(tmp_path, prompts(), READY)
     assert read.ref_logprobs is None
     for ours, theirs in zip(read.samples[:-1], saved.samples[:-1], strict=True):
-        assert ours.routed_experts.dtype == np.uint8
-        np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
-    assert read.samples[-1].routed_experts is None
+        assert ours.routes.dtype == dtype
+        np.testing.assert_array_equal(ours.routes, theirs.routes)
+    assert read.samples[-1].routes is None
 
 
 def test_a_large_generation_is_written_without_a_python_object_for_each_token(tmp_path):

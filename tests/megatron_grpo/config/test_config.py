@@ -414,6 +414,16 @@ REFUSED = [
         "rollout.router_replay=true + rollout.vllm.enable_prefix_caching=false",
         "enable_prefix_caching",
     ),
+    ("rollout.indexer_replay=true", "use rollout.engine=sglang or transformers"),
+    (
+        "rollout.indexer_replay=true + rollout.engine=sglang + rollout.tensor_parallel_size=2",
+        "set it to 1, and rollout.data_parallel_size",
+    ),
+    (
+        "rollout.indexer_replay=true + rollout.engine=sglang + rollout.in_flight_updates=true + "
+        "rollout.max_staleness=1",
+        "leave out one of the two",
+    ),
     ("rollout.quantization=int4", "'int8'"),
     ("rollout.quantization=nvfp4", "nvfp4 is for exports alone (train.export_quantization)"),
     ("rollout.quantization=int8 + model.dtype=float32", "set model.dtype=bfloat16"),

@@ -121,6 +121,37 @@ def test_an_answer_without_the_routes_that_were_asked_for_is_refused(answered, t
         generate(CHOICE | {"routed_experts": answered}, request=ROUTED)
 
 
+# Indexers choose three tokens: that at position 2 has all that it sees, whatever is told of it.
+CHOSEN = {
+    "token_ids": [7, 8, 9],
+    "sampling_params": ROUTED["sampling_params"] | {"index_topk": 3},
+}
+CHOSEN_OF = np.array([[[1, 9, 9, 9]], [[1, 3, 1, 0]]], np.int16)  # an expert, then the tokens
+
+
+def test_tokens_that_indexers_chose_are_read_behind_the_experts():
+    [choice] = generate(CHOICE | {"routed_experts": encoded(CHOSEN_OF)}, request=CHOSEN)
+    np.testing.assert_array_equal(choice.routes, CHOSEN_OF)
+
+
+@pytest.mark.parametrize(
+    ("answered", "told"),
+    [
+        (None, "which tokens indexers choose, which rollout.indexer_replay true needs: start it"),
+        (encoded(CHOSEN_OF[:1]), "returned the experts of 1 tokens instead of 2"),
+        (encoded(CHOSEN_OF[:, :, :1]), r"shape \(2, 1, 1\), and not \[tokens, layers, 3 tokens"),
+        (
+            encoded(CHOSEN_OF + 1),
+            "returned 4 as a token that the indexer of layer 0 chose for the ",
+        ),
+        (encoded(CHOSEN_OF - 2), "returned -1 as .* the token at position 3, which sees none but"),
+    ],
+)
+def test_tokens_that_no_indexer_can_have_chosen_are_refused(answered, told):
+    with pytest.raises(EngineError, match=f"^rollout engine {URL} .*{told}"):
+        generate(CHOICE | {"routed_experts": answered}, request=CHOSEN)
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_what_is_cut_without_the_routes_that_were_asked_for_begins_anew(is_known):
     routes = encoded(routes_of(2, np.uint8)) if is_known else None

@@ -76,6 +76,6 @@ def test_samples_have_routes_only_if_they_are_replayed(router_replay):
     for number in range(6):
         asyncio.run(requests.take_answer(number, given, "http://a"))
     for sample in requests.samples():
-        assert (sample.routed_experts is not None) == router_replay
+        assert (sample.routes is not None) == router_replay
         if router_replay:
-            np.testing.assert_array_equal(sample.routed_experts, given.routes)
+            np.testing.assert_array_equal(sample.routes, given.routes)

@@ -111,6 +111,16 @@ def test_what_a_kind_of_attention_needs_is_passed_on(tmp_path, family, on_gpu, a
     assert any(each.endswith(argument) for each in command)
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_tokens_that_indexers_choose_are_told_by_position_if_they_are_replayed(tmp_path, is_on):
+    model = ModelConfig(path=tiny_model(tmp_path, "deepseek_v32"))
+    config = rollout(indexer_replay=is_on)
+    command = sglang_command(model, config, "10.0.0.7", 8000, on_gpu=True)
+    assert ("--enable-return-indexer-topk" in command) == is_on
+    environment = sglang_environment(model, config, on_gpu=True)
+    assert environment.get("SGLANG_DSA_FUSE_TOPK") == ("0" if is_on else None)
+
+
 @pytest.mark.parametrize(("family", "keys"), [("qwen3", 3), ("olmo3", 11)])
 def test_yarns_factor_of_attention_is_told_over_the_one_that_sglang_has(tmp_path, family, keys):
     folder = tiny_model(tmp_path, family)

@@ -8,8 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from checkpoint_convert import read_shape
 from helpers.conversions import assert_same
-from helpers.engines import largest_logprob_error, random_prompts, running_engine, wait_until
+from helpers.engines import (
+    chosen_tokens,
+    largest_logprob_error,
+    random_prompts,
+    running_engine,
+    wait_until,
+)
 from helpers.models import tiny_model
 from helpers.quantized import FORMATS, dequantized_copy, quantized_copy
 from megatron_grpo.data.samples import Sample
@@ -77,6 +84,20 @@ def test_requests_that_wait_with_the_same_prompt_are_one_batch(tied_model, monke
     assert engine.load({})["server_load"] == 0
 
 
+@pytest.mark.slow
+def test_samples_tell_the_tokens_that_indexers_chose(tmp_path):
+    folder = tiny_model(tmp_path, "glm_moe_dsa")
+    topk = read_shape(folder).indexer.topk
+    with running_engine("transformers", folder, tmp_path, indexer_replay=True) as engine:
+        engine.push(folder)
+        samples = engine.generate(random_prompts(2), [*range(20, 60)], index_topk=topk)
+    for sample in samples:
+        found, wanted = sample.routes, chosen_tokens(folder, sample)
+        assert found.shape == wanted.shape and len(found) > topk
+        # Of the tokens before, all are seen.
+        np.testing.assert_array_equal(np.sort(found[topk:]), np.sort(wanted[topk:]))
+
+
 def chosen_experts(folder: Path, sample: Sample) -> np.ndarray:
     """What the routers of `transformers` choose for all tokens but the last, in one pass."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -100,5 +121,5 @@ def test_samples_tell_the_experts_of_every_token_that_was_read(tmp_path, num_exp
         samples = engine.generate(random_prompts(2), [*range(20, 60)], router_replay=True)
     assert len({len(sample.completion_ids) for sample in samples}) > 1
     for sample in samples:
-        assert sample.routed_experts.dtype == dtype
-        np.testing.assert_array_equal(sample.routed_experts, chosen_experts(folder, sample))
+        assert sample.routes.dtype == dtype
+        np.testing.assert_array_equal(sample.routes, chosen_experts(folder, sample))

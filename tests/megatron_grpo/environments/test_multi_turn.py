@@ -203,7 +203,7 @@ def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
 
         samples, generation = converse(engine, tmp_path, "Echo", prompts, router_replay=True)
         assert {s.finish_reason for s in samples[6:]} == {"failed"}  # before the engine was asked
-        assert all(s.routed_experts is None for s in samples[6:])
+        assert all(s.routes is None for s in samples[6:])
         for number, sample in enumerate(samples[:6]):
             tokens = (*sample.prompt.token_ids, *sample.completion_ids)
             asked = [request["sampling_params"] for request in generation.asked[number]]
@@ -215,10 +215,10 @@ def test_dialogue_has_the_routes_of_all_its_turns(tmp_path):
             [whole] = engine.generate(
                 [prompt], num_generations=1, max_completion_length=1, router_replay=True
             )
-            np.testing.assert_array_equal(sample.routed_experts, whole.routed_experts)
+            np.testing.assert_array_equal(sample.routes, whole.routes)
         # This engine answers with routes to all; an evaluation keeps none.
         _, generation = converse(engine, tmp_path, "Echo", prompts[:1])
-        assert not any(dialogue.routed_experts for dialogue in generation.dialogues)
+        assert not any(dialogue.routes for dialogue in generation.dialogues)
 
 
 class Unborn:

@@ -15,6 +15,9 @@ from helpers.published_models import write_config
 from helpers.ranks import run_ranks
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning import attention as planned
+from megatron_grpo.planning.card import card_named
+from megatron_grpo.planning.engine_memory import engine_bytes
+from megatron_grpo.planning.host import choice_lines
 from megatron_grpo.policy import sparse_attention as policy
 from megatron_grpo.policy.model import build_model, forward
 from parallel import ParallelDims
@@ -120,6 +123,25 @@ def test_no_block_of_queries_sees_more_keys_than_are_planned(tmp_path):
                 queries = Queries.of(context_indices(cu_seqlens, rank, size), cu_seqlens)
                 seen += [keys.stop - keys.start for _, keys in queries.blocks(block)]
         assert 0.8 * bound <= max(seen) <= bound
+
+
+def test_what_replayed_choices_take_is_told(tmp_path):
+    folder, dims = write_config(tmp_path, "DeepSeek-V3.2"), ParallelDims(context=2, pipeline=4)
+    replay = ["rollout.indexer_replay=true", "rollout.max_completion_length=32736"]
+    replay += ["rollout.engine=sglang", "rollout.vllm={}", "rollout.data_parallel_size=16"]
+    replay += ["rollout.sglang={ep_size: 16, max_total_tokens: 9000}"]
+    cfg = config(folder, dims, *replay, "data.max_prompt_length=32")
+    cfg = cfg.model_copy(update={"grpo": cfg.grpo.model_copy(update={"steps_per_generation": 2})})
+    shape = read_shape(folder)
+    engine = engine_bytes(cfg, shape, card_named("h200"))
+    token = 61 * 2048  # numbers of a token
+    [of_ranks, of_engine] = choice_lines(cfg, shape, [16_000] * 4, engine)
+    whole = 2 * 64_000 * token * 2 / 1e9
+    assert f"{whole:,.1f} GB of rank 0's host for the 128,000 tokens" in of_ranks
+    assert f"{whole / 8:.1f} GB of each rank's GPU" in of_ranks
+    assert f"{16 * 9000 * token * 4 / 1e9:.1f} GB on its host" in of_engine
+    without = cfg.rollout.model_copy(update={"indexer_replay": False})
+    assert choice_lines(cfg.model_copy(update={"rollout": without}), shape, [1], engine) == []
 
 
 @pytest.mark.parametrize("num_completion_tokens", [1024, 1025])

@@ -93,12 +93,16 @@ def test_one_of_other_prompts_is_refused(config) -> None:
         replayed(config, 0, "data.apply_chat_template=false")
 
 
+CHOSEN = ("rollout.engine=transformers", "rollout.vllm={}", "rollout.indexer_replay=true")
+
+
 @pytest.mark.parametrize(
     ("generations", "overrides", "told"),
     [
         ((), (), "has no generations: run it with train.save_generations=true first"),
         ((0,), (), "has 1 generations, and 2 steps need 2: set train.num_steps to at most 1"),
         ((0,), ("grpo.num_generations=4",), "'grpo.num_generations': 2}, and this config has"),
+        ((0,), CHOSEN, "'rollout.indexer_replay': True}: set them as they were"),
     ],
 )
 def test_too_few_generations_and_those_of_other_sizes_are_refused(

@@ -80,7 +80,7 @@ def test_a_resumed_run_goes_on_with_generations_that_were_in_progress(rollouter,
         assert [*sample.completion_ids] == [*range(first, first + MAX_LENGTH)]
         # Of a token that is read, those with which the one behind it was sampled.
         routes = [0] * (first + 1) + [1] * (MAX_LENGTH - 2)
-        assert sample.routed_experts.flatten().tolist() == routes
+        assert sample.routes.flatten().tolist() == routes
 
 
 def test_groups_are_scored_while_others_are_at_the_engines(rollouter):
