@@ -33,9 +33,6 @@ def pytest_collection_modifyitems(config, items):
     if (kind := config.getoption("--engine")) != "vllm":
         config.hook.pytest_deselected(items=[item for item in items if not _starts(item, kind)])
         items[:] = [item for item in items if _starts(item, kind)]
-        for item in items:  # with `--dist loadgroup` one worker has them: one such engine starts
-            if "live_engine" in item.fixturenames:
-                item.add_marker(pytest.mark.xdist_group("live_engine"))
     files = {item.path for item in items if LONG & {*item.fixturenames}}
     items.sort(key=lambda item: item.path not in files)
 

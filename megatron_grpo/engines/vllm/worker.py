@@ -6,13 +6,11 @@ every worker, before the model is built. In a vLLM that this project did not sta
 
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import chain
-from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,8 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.models import registry
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
-from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 from vllm.v1.engine.output_processor import RequestState
 
@@ -53,6 +49,7 @@ from megatron_grpo.engines.vllm.args import (
     QUANTIZED,
 )
 from megatron_grpo.engines.vllm.cpu_layers import compute_by_torch
+from megatron_grpo.engines.vllm.cpu_processes import examine_models_here, fork_cores
 from megatron_grpo.engines.vllm.kept_caches import keep_caches
 from megatron_grpo.engines.weight_receivers import Receiver
 from megatron_grpo.launch.parent_death import die_with_parent
@@ -129,33 +126,6 @@ def answer_for_all_groups() -> None:
 
     DPLBAsyncMPClient.collective_rpc_async = collective_rpc
     DPLBAsyncMPClient.reset_prefix_cache_async = reset_prefix_cache
-
-
-def examine_models_here() -> None:
-    """Let vLLM look at the class of its model in this process.
-
-    By default it starts another the first time, lest CUDA be initialized, which imports all of vLLM
-    for it.
-    """
-    registry._run_in_subprocess = lambda examine: examine()
-
-
-class _ForkedCore(ForkProcess):
-    """An engine core that is tied to its API server; as a fork it has our plugin already."""
-
-    def run(self) -> None:
-        die_with_parent()
-        signal.set_wakeup_fd(-1)  # its signals are not for the API server's event loop
-        super().run()
-
-
-class _ForkingContext(ForkContext):
-    Process = _ForkedCore
-
-
-def fork_cores() -> None:
-    """Let the API server fork the engine's cores; by default each imports all of vLLM once more."""
-    engine_utils.get_mp_context = _ForkingContext
 
 
 def tell_versions_of_chunks() -> None:

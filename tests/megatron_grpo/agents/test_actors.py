@@ -44,7 +44,9 @@ Actor.load(**who)
 known = {*sys.modules}
 url = f"http://127.0.0.1:{endpoint.server_port}"
 Actor(**who).reset(url, "key", {}, [{"role": "user", "content": "hi"}])
-print(json.dumps(sorted({*sys.modules} - known)))
+imported = sorted({*sys.modules} - known)
+Actor.load(**who | {"mcp_servers": ["any"]})
+print(json.dumps([imported, "mcp" in sys.modules]))
 """
 
 TALKATIVE = """
@@ -61,7 +63,9 @@ def test_the_process_that_agents_are_forked_from_imports_nothing_heavy():
 
 def imported_by_an_agent(*mcp_servers: str) -> list[str]:
     told = subprocess.check_output([sys.executable, "-c", FIRST_REQUEST, *mcp_servers], text=True)
-    return json.loads(told.splitlines()[-1])
+    imported, with_server = json.loads(told.splitlines()[-1])
+    assert with_server, "with a server of tools, each agent would import its client"
+    return imported
 
 
 def test_an_agent_is_forked_when_all_that_it_needs_is_imported():

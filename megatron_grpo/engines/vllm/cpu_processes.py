@@ -1,0 +1,47 @@
+"""Starts fewer processes of a vLLM for CPUs anew: each would import all of it once more."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from multiprocessing.context import ForkContext, ForkProcess
+
+from vllm.model_executor.models import registry
+from vllm.v1.engine import utils as engine_utils
+
+from megatron_grpo.launch.parent_death import die_with_parent
+
+
+def examine_models_here() -> None:
+    """Let vLLM look at the class of its model in this process.
+
+    By default it starts another the first time, lest CUDA be initialized, which imports all of vLLM
+    for it.
+    """
+    registry._run_in_subprocess = lambda examine: examine()
+
+
+class _ForkedCore(ForkProcess):
+    """An engine core that is tied to its API server; as a fork it has our plugin already."""
+
+    def run(self) -> None:
+        parent = multiprocessing.parent_process()
+        die_with_parent()
+        # Not `is_alive()`: cores that are forked later hold the pipe that would tell.
+        if parent is None or os.getppid() != parent.pid:
+            sys.exit("the process that started this one has ended")
+        signal.set_wakeup_fd(-1)  # its signals are not for the API server's event loop
+        super().run()
+
+
+class _ForkingContext(ForkContext):
+    Process = _ForkedCore
+
+
+def fork_cores() -> None:
+    """Let the API server fork the engine's cores; by default each imports all of vLLM once more.
+
+    With more than one thread of OpenMP, a core would hang if the API server had computed before;
+    our engines on CPUs have one (`engine_environment`). Workers are started as by default.
+    """
+    engine_utils.get_mp_context = _ForkingContext
