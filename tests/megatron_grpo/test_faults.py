@@ -41,6 +41,7 @@ from megatron_grpo.checkpoints.folders import latest_step
 # moments, and the state machines of limits and checkpoints have tests of their own.
 ALWAYS = {
     "rank 0 is killed in training",
+    "a rank fails in training",
     "a rank hangs in C",
     "SIGUSR1, and SIGTERM during the save",
     "in the generation",

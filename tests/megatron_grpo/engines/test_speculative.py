@@ -123,6 +123,6 @@ def test_completions_go_on_under_new_weights(drafting, models):
 def generation_of(version):
     """So many samples that none ends before a push."""
     params = sampling_params(
-        num_generations=32, policy_version=version, max_completion_length=100, stop_token_ids=()
+        num_generations=32, policy_version=version, max_completion_length=200, stop_token_ids=()
     )
     return CompletionRequests(random_prompts(2), params)
