@@ -156,6 +156,10 @@ def _text_choice(index: int, turn: Answered) -> Json:
     }
 
 
+def _text_chunks(index: int, turn: Answered) -> Iterator[Json]:
+    yield _text_choice(index, turn)
+
+
 def _chat_logprobs(turn: Answered) -> Json | None:
     if not turn.tokens:
         return None
@@ -172,7 +176,4 @@ def error_body(text: str, kind: str, code: str | None = None) -> Json:
 
 
 CHAT = Route("chat.completion", _chat_choice, "chat.completion.chunk", _chat_chunks)
-TEXT = Route(
-    *("text_completion", _text_choice),
-    *("text_completion", lambda index, turn: [_text_choice(index, turn)]),
-)
+TEXT = Route("text_completion", _text_choice, "text_completion", _text_chunks)

@@ -4,6 +4,7 @@ vLLM calls `register` (entry point `vllm.general_plugins`) in the API server, th
 every worker, before the model is built. In a vLLM that this project did not start it does nothing.
 """
 
+import glob
 import multiprocessing
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.parallel_state import get_dp_group, get_tp_group
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
@@ -74,6 +76,7 @@ def register() -> None:
     for scheme in ENGINE_SCHEMES:
         register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
     if current_platform.is_cpu():
+        unlink_group_memory()
         compute_by_torch()
         examine_models_here()
         fork_cores()
@@ -144,13 +147,19 @@ def tell_versions_of_chunks() -> None:
 
 
 def unlink_group_memory() -> None:
-    """Unlink the shared memory that tensor-parallel CPU workers use for reductions.
+    """Unlink the memory in which a CPU's workers reduce tensors as soon as all of them have it.
 
-    All workers have mapped it by the time the model is loaded. Unlinked, it is freed with its last
-    process, even if that is killed.
+    Then it is freed with its last process, even if that is killed.
     """
-    for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}*"):
-        file.unlink(missing_ok=True)
+    join = _CPUSHMDistributed._init_cpu_shm
+
+    def join_and_unlink(self: _CPUSHMDistributed) -> int:
+        handle: int = join(self)  # returns when all workers of the group have mapped it
+        for file in Path("/dev/shm").glob(f"{glob.escape(self.group_name)}*"):
+            file.unlink(missing_ok=True)
+        return handle
+
+    _CPUSHMDistributed._init_cpu_shm = join_and_unlink
 
 
 def absorb_latents(model: torch.nn.Module | None, dtype: torch.dtype) -> None:
@@ -199,8 +208,6 @@ class VllmWorker(PushWorker):
         self.model, self._config = worker.get_model(), worker.model_config
         self._drafter = worker.get_draft_model() if DRAFTER_VARIABLE in os.environ else None
         self._with_vision = VISION_VARIABLE in os.environ
-        if current_platform.is_cpu():
-            unlink_group_memory()
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that pushes bring, by name; with adapters, those that they do not."""
