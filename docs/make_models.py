@@ -118,15 +118,17 @@ checkpoints; the reference and evaluations choose themselves.
 - **What it costs**: for each token of prompt and completion 250 kB of DeepSeek-V3.2 (2,048 numbers
   of 2 bytes in 61 layers; of GLM-5 320 kB; twice that if sequences may have more than 32,768
   tokens), where routes take 488 bytes, and a third more as text of the answer. All of it passes
-  through rank 0: 64 completions of 8,192 tokens bring 131 GB, and 512 of 16,384 2.1 TB. A rank
-  keeps those of its own tokens and layers on its GPU. `plan` says how much all of it is.
+  through rank 0: 64 completions of 8,192 tokens bring 131 GB, and 512 of 16,384 2.1 TB. A rank gets
+  those of its data rank for an optimizer batch on its host, and keeps those of its own tokens and
+  layers on its GPU. `plan` says how much all of it is.
 - **Engines**: `transformers`, with which it was run. vLLM 0.32 returns none, and is refused. SGLang
   0.5.23 returns them on CUDA, if each worker has all heads of attention: in an engine of one GPU,
-  or of several groups of one worker (`rollout.data_parallel_size`; what these load was compared on
-  a CPU, a push was not tried). It keeps 4 bytes for each number in page-locked memory for every
-  token of its cache (500 GB for a million: `rollout.sglang.max_total_tokens`), and 4 GB of a GPU
-  for 8,192 tokens of prompts that are read at a time (`rollout.sglang.chunked_prefill_size`).
-  Written by its source; no GPU has run it (`pytest tests/gpu/test_gpu_engine.py -k indexers`).
+  or of several groups of one worker (`rollout.data_parallel_size`, without `rollout.router_replay`;
+  what these load was compared on a CPU, a push was not tried). It keeps 4 bytes for each number in
+  page-locked memory for every token of its cache (500 GB for a million:
+  `rollout.sglang.max_total_tokens`), and 4 GB of a GPU for 8,192 tokens of prompts that are read at
+  a time (`rollout.sglang.chunked_prefill_size`). Written by its source; no GPU has run it (`pytest
+  tests/gpu/test_gpu_engine.py -k indexers`).
 - **Its answers are checked**: a number that is not a position up to the token's own ends the run.
   SGLang tells positions with `SGLANG_DSA_FUSE_TOPK=0`, which the trainer sets for its engines, and
   else places in its cache. What it tells of a token that sees no more than `index_topk` is not

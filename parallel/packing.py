@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -288,7 +289,8 @@ def _laid_routes(
     experts = [routes[:, :, :topk] for _, routes in found]
     last = max((int(each.max()) for each in experts if each.numel()), default=max(topk, 1) - 1)
     in_turn = torch.arange(total * topk).view(total, 1, topk) % (last + 1)
-    laid = routes.new_zeros(total, num_layers, topk + index_topk)
+    dtype = reduce(torch.promote_types, (routes.dtype for _, routes in found))
+    laid = torch.zeros(total, num_layers, topk + index_topk, dtype=dtype)
     laid[:, :, :topk] = in_turn
     for start, routes in found:
         laid[start : start + len(routes)] = routes

@@ -78,11 +78,11 @@ class DataParallelShard:
         share_prompts: bool,
         context_rank: int = 0,
         index_topk: int = 0,
-    ) -> list[PackedBatch]:
-        """Pack the microbatches of a context rank; see `parallel.packing.pack`."""
+    ) -> Iterator[PackedBatch]:
+        """Pack the microbatches of a context rank, one by one; see `parallel.packing.pack`."""
         sequences = dict(zip(_members(self.turns), self._sequences(), strict=True))
-        return [
-            pack(
+        for turn in self.turns:
+            yield pack(
                 sequences,
                 turn.microbatches[context_rank // turn.context_size],
                 alignment.for_context(turn.context_size),
@@ -90,8 +90,6 @@ class DataParallelShard:
                 known=self.known,
                 index_topk=index_topk,
             )
-            for turn in self.turns
-        ]
 
     def _sequences(self) -> Iterator[TokenSequence]:
         values = [

@@ -371,3 +371,9 @@ def _check_indexer_replay(rollout: RolloutConfig) -> None:
             "on after a push reads the tokens before it anew, and keeps only what it chooses then: "
             "leave out one of the two"
         )
+    others = {
+        # Both halves of a batch would be noted in the same rows, and a whole prompt has too many.
+        "rollout.sglang.enable_two_batch_overlap": rollout.sglang.get("enable_two_batch_overlap"),
+        "rollout.sglang.chunked_prefill_size -1": rollout.sglang.get("chunked_prefill_size") == -1,
+    }
+    refuse_beside("rollout.indexer_replay true", others)

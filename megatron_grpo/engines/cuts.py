@@ -17,7 +17,7 @@ def rest_of(request: Json, begun: Choice) -> Json:
     """The request for the rest of a completion, of which `begun` was sampled before it was cut."""
     params, num_tokens = request["sampling_params"], len(begun.token_ids)
     token_ids = [*request["token_ids"], *begun.token_ids]
-    # The experts of all tokens but the last are known, and must stay as they were when the next
+    # The routes of all tokens but the last are known, and must stay as they were when the next
     # tokens were sampled: the engine, which computes these tokens anew, may choose others.
     routes = {ROUTES_START: len(token_ids) - 1} if ROUTES_START in params else {}
     return {

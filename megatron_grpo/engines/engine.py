@@ -361,7 +361,7 @@ class Engine:
             raise EngineError(f"rollout engine {self.url} returned no array: {error}") from None
         if len(routes) != wanted:
             raise EngineError(
-                f"rollout engine {self.url} returned the experts of {len(routes)} tokens instead "
+                f"rollout engine {self.url} returned the routes of {len(routes)} tokens instead "
                 f"of {wanted}"
             )
         if index_topk and (why := fault_of_chosen(routes, start, index_topk)):

@@ -183,10 +183,12 @@ def choice_lines(
     num_tokens *= cfg.grpo.steps_per_generation
     whole = num_tokens * numbers * itemsize
     own = whole / (cfg.dims.data * cfg.dims.context * cfg.dims.pipeline)
+    packed = whole / (cfg.dims.data * cfg.grpo.steps_per_generation)
     rows = [
         f"rollout.indexer_replay: what indexers chose takes {whole / 1e9:,.1f} GB of rank 0's host "
-        f"for the {num_tokens:,} tokens of a generation and {own / 1e9:.1f} GB of each rank's GPU, "
-        "which are not counted"
+        f"for the {num_tokens:,} tokens of a generation, {packed / 1e9:,.1f} GB of each rank's "
+        f"host while it packs an optimizer batch, and {own / 1e9:.1f} GB of its GPU, which are not "
+        "counted"
     ]
     if engine:  # SGLang's, in int32
         limit = cfg.rollout.sglang.get("max_total_tokens", engine.cached_tokens)

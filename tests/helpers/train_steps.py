@@ -303,7 +303,7 @@ def batches_of(
     packed = shares[at.data].pack(
         alignment, share_prompts=cfg.grpo.shared_prompts, context_rank=at.context
     )
-    batches = add_logprobs(packed, policy, None, cfg, groups, is_next=True)
+    batches = add_logprobs([*packed], policy, None, cfg, groups, is_next=True)
     if policy.is_last_stage:
         batches = [replace(batch, ref_logprobs=reference(batch.old_logprobs)) for batch in batches]
     if cfg.grpo.kl_in_reward:

@@ -240,6 +240,9 @@ def test_the_last_columns_of_routes_are_tokens_and_others_attend_to_the_first():
     assert found.routed_experts.tolist() == experts.routed_experts.tolist()
     tokens = found.chosen_tokens[:, 0, 0].tolist()
     assert tokens == [510, 511, 0, 0, 520, 521, 522, 0]
+    of_bytes = replace(given[1], routes=given[1].routes[:, :, [0, 1, 0, 1]])
+    mixed = pack([both[0], of_bytes], [1, 0], alignment, index_topk=2)
+    assert mixed.chosen_tokens[:, 0, 0].tolist() == [20, 21, 22, 0, 510, 511, 0, 0]
     only = [replace(each, routes=each.routes[:, :, 2:]) for each in both]
     alone = pack(only, [0, 1], alignment, index_topk=2)
     assert alone.routed_experts is None and torch.equal(alone.chosen_tokens, found.chosen_tokens)

@@ -95,6 +95,7 @@ def test_sglang_takes_the_command_of_an_engine_in_fp8_on_gpus(tmp_path):
         "SGL_GRPC_PORT",  # a former name, which SGLang still follows
         "SGLANG_RETURN_ORIGINAL_LOGPROB",
         "SGLANG_REQ_RUNNING_TIMEOUT",
+        "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD",
         "SGLANG_SIMULATE_UNIFORM_EXPERTS",
     ],
 )

@@ -44,6 +44,8 @@ REFUSED = {
     "SGLANG_MM_PRECOMPUTE_HASH": "the trainer hashes images, and requests with images would fail",
     "SGLANG_ENABLE_EMBED_REPLICATION": _ELSEWHERE,
     "SGLANG_SHARED_EXPERT_TP1": _ELSEWHERE,
+    "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "prompts of more tokens than indexers choose "
+    "would be read with dense attention",
     "SGLANG_CPU_QUANTIZATION": "set rollout.quantization",
     "SGLANG_FP8_IGNORED_LAYERS": "set rollout.quantization_ignore",
     "SGLANG_FORCE_FP8_MARLIN": _REORDERED,

@@ -85,7 +85,7 @@ def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None
     sent = pickle.dumps(DataParallelShard.of(given, turns(microbatches)))
     patches = 2 * 40 * PATCH  # of two prompts
     assert patches < len(sent) < 1.1 * patches
-    batches = pickle.loads(sent).pack(ALIGNMENT, share_prompts=False)
+    batches = [*pickle.loads(sent).pack(ALIGNMENT, share_prompts=False)]
     tower = Tower()
     found = zip(with_features(batches, tower), with_features(batches, None), strict=True)
     for (of_first, of_other), indices in zip(found, microbatches, strict=True):

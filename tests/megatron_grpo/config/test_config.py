@@ -424,6 +424,11 @@ REFUSED = [
         "rollout.max_staleness=1",
         "leave out one of the two",
     ),
+    (
+        "rollout.indexer_replay=true + rollout.engine=sglang + "
+        "rollout.sglang={chunked_prefill_size: -1}",
+        "chunked_prefill_size -1 does not go with rollout.indexer_replay true",
+    ),
     ("rollout.quantization=int4", "'int8'"),
     ("rollout.quantization=nvfp4", "nvfp4 is for exports alone (train.export_quantization)"),
     ("rollout.quantization=int8 + model.dtype=float32", "set model.dtype=bfloat16"),

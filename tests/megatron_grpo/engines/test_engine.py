@@ -110,7 +110,7 @@ def test_routes_are_read_as_vllm_writes_them(dtype, kept):
     ("answered", "told"),
     [
         (None, "start it with the same config, or with --enable-return-routed-experts"),
-        (encoded(routes_of(3, np.uint8)), "returned the experts of 3 tokens instead of 2"),
+        (encoded(routes_of(3, np.uint8)), "returned the routes of 3 tokens instead of 2"),
         ("", "does not return the experts"),
         ("AAAA", "returned no array"),
         ("?", "something else than a completion of vLLM 0.32 or 0.33"),
@@ -138,7 +138,7 @@ def test_tokens_that_indexers_chose_are_read_behind_the_experts():
     ("answered", "told"),
     [
         (None, "which tokens indexers choose, which rollout.indexer_replay true needs: start it"),
-        (encoded(CHOSEN_OF[:1]), "returned the experts of 1 tokens instead of 2"),
+        (encoded(CHOSEN_OF[:1]), "returned the routes of 1 tokens instead of 2"),
         (encoded(CHOSEN_OF[:, :, :1]), r"shape \(2, 1, 1\), and not \[tokens, layers, 3 tokens"),
         (
             encoded(CHOSEN_OF + 1),

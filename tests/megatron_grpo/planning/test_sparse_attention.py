@@ -138,7 +138,8 @@ def test_what_replayed_choices_take_is_told(tmp_path):
     [of_ranks, of_engine] = choice_lines(cfg, shape, [16_000] * 4, engine)
     whole = 2 * 64_000 * token * 2 / 1e9
     assert f"{whole:,.1f} GB of rank 0's host for the 128,000 tokens" in of_ranks
-    assert f"{whole / 8:.1f} GB of each rank's GPU" in of_ranks
+    assert f"{whole / 2:,.1f} GB of each rank's host while it packs" in of_ranks
+    assert f"{whole / 8:.1f} GB of its GPU" in of_ranks
     assert f"{16 * 9000 * token * 4 / 1e9:.1f} GB on its host" in of_engine
     without = cfg.rollout.model_copy(update={"indexer_replay": False})
     assert choice_lines(cfg.model_copy(update={"rollout": without}), shape, [1], engine) == []
