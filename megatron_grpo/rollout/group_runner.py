@@ -14,7 +14,8 @@ from threading import Condition
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
-from megatron_grpo.data.prompts import Prompt, images_by_prompt
+from megatron_grpo.data.images import read_images
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.engines.sampling_params import image_features
@@ -191,7 +192,7 @@ class GroupRunner:
         for i, number in enumerate(numbers):
             if i % NUM_READ_AT_ONCE == 0:
                 some = numbers[i : i + NUM_READ_AT_ONCE]
-                features = images_by_prompt(map(self._prompt, some), image_features)
+                features = read_images((self._prompt(n).images for n in some), image_features)
             generation, position = divmod(number, self._schedule.num_prompts)
             params = self._rollouter.sampling_params(generation, 0, self._policy_version)
             params = replace(params, first_position=position)
