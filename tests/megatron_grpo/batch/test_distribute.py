@@ -1,6 +1,7 @@
 """Images reach the ranks that train on them."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from helpers.images import picture, prompts_with_images, tiny_vision_model
 from helpers.ranks import run_ranks
 from megatron_grpo.batch.distribute import DataParallelShard, distribute
+from megatron_grpo.data.images import PromptSources
 from parallel import ParallelDims
 from parallel.cpu_device import setup_device
 from parallel.groups import init_groups
@@ -25,9 +27,10 @@ def model(tmp_path_factory):
 @pytest.fixture
 def given(model, tmp_path, monkeypatch) -> list[TokenSequence]:
     """Two sequences whose prompts have an image each, whose path begins at the working folder."""
+    picture(60, 90, seed=0).save(tmp_path / "0.png")
+    picture(90, 60, seed=1).save(tmp_path / "1.png")
+    prompts = prompts_with_images(model, tmp_path, ["0.png", "1.png"])
     monkeypatch.chdir(tmp_path)
-    picture(60, 90, seed=0).save("0.png")
-    picture(90, 60, seed=1).save("1.png")
     return [
         TokenSequence(
             tokens=torch.tensor([*each.token_ids, 5], dtype=torch.int32),
@@ -35,10 +38,15 @@ def given(model, tmp_path, monkeypatch) -> list[TokenSequence]:
             advantage=1.0,
             loss_weight=1.0,
             rollout_logprobs=torch.zeros(1),
-            images=each.images,
+            images=with_relative_path(each.images),
         )
-        for each in prompts_with_images(model, Path(), ["0.png", "1.png"])
+        for each in prompts
     ]
+
+
+def with_relative_path(sources: PromptSources) -> PromptSources:
+    [image] = sources.images
+    return replace(sources, images=(replace(image, content=Path(image.name)),))
 
 
 def read_on_rank(
