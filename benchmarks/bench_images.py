@@ -1,4 +1,4 @@
-"""How long the pixels of prompts take, in threads, as rank 0 makes them, and in processes.
+"""How long the pixels of prompts take, in threads, as ranks make them, and in processes.
 
     PYTHONPATH=.:tests .venv/bin/python benchmarks/bench_images.py [IMAGES]
 
