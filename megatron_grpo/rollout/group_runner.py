@@ -231,10 +231,11 @@ class GroupRunner:
     def _take_score(self, number: int, attempt: Attempt, made: Future[ScoredGroup]) -> None:
         """Complete or reject a group that is scored; runs in the thread of the scorer."""
         try:
-            scored = made.result()
-        except Exception as error:  # as above
+            self._end_attempt(number, attempt, made.result())
+        except Exception as error:  # as above; also of the images of a group that is requested
             self._fail(error)
-            return
+
+    def _end_attempt(self, number: int, attempt: Attempt, scored: ScoredGroup) -> None:
         with self._changed:
             if self._attempts.get(number) is not attempt:  # dropped in the meantime
                 return
