@@ -7,7 +7,6 @@ and is sent with them to the ranks that train on it.
 
 import base64
 import hashlib
-import math
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -120,10 +119,10 @@ def _named(image: ImageSource) -> "Iterator[Image]":
             yield opened
     # Pillow raises all of these for bad files; sides that are too unequal are a ValueError, too.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        told = getattr(error, "strerror", None) or error  # without the path
-        hint = "" if Path(image.name).suffix else "; base64 begins with data:image/png;base64,"
-        is_path = isinstance(content, Path)
-        raise OSError(f"{image.shown}: {told}{hint if is_path else ''}") from error
+        told = getattr(error, "strerror", None)  # of a path, and without it
+        if told and not Path(image.name).suffix:
+            told += "; base64 begins with data:image/png;base64,"
+        raise OSError(f"{image.shown}: {told or error}") from error
 
 
 def _pixels(opened: "Image") -> "Image":
@@ -216,20 +215,19 @@ class ImageReader:
         from parallel.images import PromptImages, prompt_positions  # noqa: PLC0415
 
         pixels = []
-        for image in images.images:
+        for image, count in zip(images.images, images.counts, strict=True):
             with _named(image) as opened:
+                if (num_tokens := self._num_tokens(opened)) != count:
+                    raise ValueError(
+                        f"it has {num_tokens} tokens now, and had {count} when the prompts were "
+                        "made: start again with files that do not change"
+                    )
                 pixels.append(_pixels(opened))
         processor = image_processor(self._folder)
         made = processor(images=pixels, do_rescale=False, do_normalize=False, return_tensors="pt")
         patches, grids = made["pixel_values"].to(torch.uint8), made["image_grid_thw"]
         merge = processor.merge_size
         sizes = [(t, h // merge, w // merge) for t, h, w in grids.tolist()]
-        for image, size, count in zip(images.images, sizes, images.counts, strict=True):
-            if math.prod(size) != count:
-                raise OSError(
-                    f"{image.shown}: it has {math.prod(size)} tokens now, and had {count} when the "
-                    "prompts were made: start again with files that do not change"
-                )
         ends = [start + count for start, count in zip(images.starts, images.counts, strict=True)]
         digest = hashlib.blake2b(patches.numpy().tobytes() + grids.numpy().tobytes())
         return PromptImages(

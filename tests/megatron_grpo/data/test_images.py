@@ -178,6 +178,9 @@ def test_a_file_that_is_damaged_or_changes_or_is_gone_is_named(model, tmp_path):
     picture(90, 90).save(tmp_path / "0.png")
     with pytest.raises(OSError, match=r"^'0\.png': it has 9 tokens now, and had 6 when"):
         changed.images.read()
+    picture(2, 900).save(tmp_path / "0.png")
+    with pytest.raises(OSError, match=r"^'0\.png': absolute aspect ratio"):
+        changed.images.read()
     (tmp_path / "0.png").unlink()
     with pytest.raises(OSError, match=r"^'0\.png': No such file"):
         changed.images.read()
