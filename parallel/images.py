@@ -46,9 +46,8 @@ class PromptImages:
 
     # [patches, channels * frames * height * width] uint8; none on ranks without a vision tower
     patches: Tensor = field(compare=False)
-    grids: Tensor = field(
-        compare=False
-    )  # [images, 3] int64, patches of each in time, height, width
+    # [images, 3] int64, patches of each in time, height and width
+    grids: Tensor = field(compare=False)
     digest: str  # of patches and grids: prompts with equal tokens may have other images
     tokens: Tensor = field(compare=False)  # [features] int64, ascending places in the prompt
     positions: Tensor = field(compare=False)  # [3, prompt tokens], see `prompt_positions`

@@ -239,6 +239,6 @@ def distribute(
         if images[each] != of_leader[each]:
             raise OSError(
                 f"{each.shown}: rank {leader} read other pixels than rank {groups.rank}: use files "
-                "that do not change, on a file system that all hosts share"
+                "that do not change, on a file system that all hosts share, and equal packages"
             )
     return received[0].with_images(images or of_leader)
