@@ -1,4 +1,4 @@
-"""How long the pixels of prompts take, in threads, as rank 0 makes them, and in processes.
+"""How long the pixels of prompts take, in threads, as ranks make them, and in processes.
 
     PYTHONPATH=.:tests .venv/bin/python benchmarks/bench_images.py [IMAGES]
 
@@ -31,7 +31,7 @@ from parallel import ParallelDims
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 WIDTH, HEIGHT = 1024, 768
-SIZES = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+LEAST, MOST = 56 * 56, 28 * 28 * 1280
 """Pixels that an image has at least and at most."""
 REPEATS = 3
 
@@ -53,7 +53,9 @@ def photographs(count: int) -> list[bytes]:
 def image_reader(folder: Path, family: str) -> ImageReader:
     """The processor of a model, which makes photographs no smaller."""
     file = tiny_vision_model(folder, family) / "preprocessor_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"size": SIZES}))
+    size = {"shortest_edge": LEAST, "longest_edge": MOST}
+    sizes = {"min_pixels": LEAST, "max_pixels": MOST, "size": size}  # by either name
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
     limits = f"rollout.vllm={json.dumps(IMAGE_LIMITS)}"
     return ImageReader(tiny_config(folder, ParallelDims(), "rollout.engine=vllm", limits))
 
@@ -93,7 +95,7 @@ def main() -> None:
             prompts = []
             for number, file in enumerate(files):
                 made = reader.expand([reader.token_id], [ImageSource(f"image {number}", file)])
-                assert isinstance(made, tuple), made
+                assert isinstance(made, tuple) and len(made[0]) > 700, made
                 prompts.append(made[1])
             for workers in 1, 2:
                 pools: dict[str, Executor] = {

@@ -5,7 +5,7 @@ of the prompt. Index maths only; nothing here computes features.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -42,13 +42,15 @@ def _text(first: int, num_tokens: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptImages:
-    """The images of one prompt, as a vision tower takes them, end to end."""
+    """The images of one prompt, as a vision tower takes them, end to end; compared by `digest`."""
 
-    patches: Tensor  # [patches, channels * frames * height * width] uint8
-    grids: Tensor  # [images, 3] int64, patches of each in time, height and width
+    # [patches, channels * frames * height * width] uint8; none on ranks without a vision tower
+    patches: Tensor = field(compare=False)
+    # [images, 3] int64, patches of each in time, height and width
+    grids: Tensor = field(compare=False)
     digest: str  # of patches and grids: prompts with equal tokens may have other images
-    tokens: Tensor  # [features] int64, ascending places in the prompt
-    positions: Tensor  # [3, prompt tokens], see `prompt_positions`
+    tokens: Tensor = field(compare=False)  # [features] int64, ascending places in the prompt
+    positions: Tensor = field(compare=False)  # [3, prompt tokens], see `prompt_positions`
 
     def positions_of(self, part: slice) -> Tensor:
         """The positions of a part of the prompt with its completion, which is text."""

@@ -1,6 +1,6 @@
 """Padding-free batches: sequences laid end to end, padded only where parallelism requires it."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from itertools import accumulate
@@ -44,7 +44,8 @@ class TokenSequence:
     routes: Tensor | None = None
     log_row: int | None = None  # of its first response token in the log of tokens; None: in none
     root: int | None = None  # index of the sequence in whose response this prompt ends; None: none
-    images: PromptImages | None = None  # of the prompt
+    # Of the prompt: PromptImages, or until they are read what tells them from others.
+    images: Hashable | None = None
 
     def __post_init__(self) -> None:
         # Nothing predicts the first token of a sequence, so it cannot be a response token.
@@ -224,6 +225,7 @@ class _Segment:
         routes = sequence.routes
         routes = None if routes is None else routes[part]
         images = sequence.images
+        assert images is None or isinstance(images, PromptImages), "read before they are packed"
         return cls(tokens=sequence.tokens[part], routes=routes, images=images, **place)
 
 
@@ -314,9 +316,8 @@ def _prefixes(segments: Sequence[_Segment], starts: Sequence[int]) -> Tensor:
 def by_prompt(sequences: Sequence[TokenSequence]) -> list[list[int]]:
     """Ascending indices of the sequences of each prompt with its images, in order of first
     occurrence."""
-    groups: dict[tuple[bytes, str], list[int]] = {}
+    groups: dict[tuple[bytes, Hashable], list[int]] = {}
     for i, sequence in enumerate(sequences):
         prompt = sequence.tokens[: sequence.num_prompt_tokens].numpy().tobytes()
-        images = sequence.images.digest if sequence.images else ""
-        groups.setdefault((prompt, images), []).append(i)
+        groups.setdefault((prompt, sequence.images), []).append(i)
     return list(groups.values())

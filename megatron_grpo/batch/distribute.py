@@ -1,12 +1,13 @@
 """Divides a generation over the data-parallel ranks and sends each its part.
 
 A part is sent unpacked, and every rank packs its own: 9 bytes per token instead of 38, and more if
-what engines chose is replayed. The images of a prompt are sent once to each data rank that has
-completions of it: 4.7 kB per token of an image.
+what engines chose is replayed. Images are sent as they are in the data. Each rank that has the
+vision tower makes pixels of those in its part: sending them, 4.7 kB per token of an image, would
+take longer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -21,10 +22,11 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.batch.token_log import first_rows
 from megatron_grpo.config.config import Config
-from megatron_grpo.data.prompts import images_by_prompt
+from megatron_grpo.data.images import PromptSources, read_images
 from megatron_grpo.data.samples import Sample
 from parallel.alignment import Alignment
 from parallel.groups import Groups
+from parallel.images import PromptImages
 from parallel.microbatches import CostModel, plan_microbatches
 from parallel.packing import CACHED_VALUES, PackedBatch, TokenSequence, pack
 from parallel.shared_prefix import plan_shared_prompts
@@ -91,6 +93,18 @@ class DataParallelShard:
                 index_topk=index_topk,
             )
 
+    @property
+    def sources(self) -> list[PromptSources]:
+        """The images of its prompts, each once."""
+        return [*dict.fromkeys(each for each in self.columns["images"] if each is not None)]
+
+    def with_images(
+        self, found: Mapping[PromptSources | None, PromptImages]
+    ) -> "DataParallelShard":
+        """The same with its images read: what is `found` of each of its `sources`."""
+        images = [each if each is None else found[each] for each in self.columns["images"]]
+        return replace(self, columns=self.columns | {"images": images})
+
     def _sequences(self) -> Iterator[TokenSequence]:
         values = [
             column.split(self.lengths[name]) if isinstance(column, Tensor) else column
@@ -149,7 +163,6 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
         cfg.rollout.max_completion_length,
     )
     lengths = [len(sample.completion_ids) for sample in samples]
-    images = images_by_prompt([sample.prompt for sample in samples], lambda images: images)
     log_rows = first_rows(lengths, cfg.train.log_tokens)
     return [
         TokenSequence(
@@ -163,7 +176,7 @@ def _sequences(experience: Experience, indices: list[int], cfg: Config) -> list[
             response_mask=mask,
             routes=routes,
             log_row=log_row,
-            images=images.get(sample.prompt.index),
+            images=sample.prompt.images,
             **{name: values[i] for name, values in known.items()},
         )
         for sample, i, mask, weight, routes, log_row in zip(
@@ -199,13 +212,18 @@ Minibatches = list[list[PackedBatch]]
 """What one data-parallel rank trains on: its microbatches for each optimizer step."""
 
 
-def distribute(shards: list[DataParallelShard] | None, groups: Groups) -> DataParallelShard:
-    """Give every rank its shard of an optimizer batch.
+def distribute(
+    shards: list[DataParallelShard] | None, groups: Groups, *, has_tower: bool
+) -> DataParallelShard:
+    """Give every rank its shard of an optimizer batch, with pixels if the rank `has_tower`.
 
     `shards`, one for each data rank, is read on rank 0 only; the others pass None.
 
     Done in two hops, so that no data is sent twice over the same path: rank 0 scatters to the first
     rank of every model replica, which broadcasts within its replica.
+
+    Raises OSError for images that cannot be read, or that a rank reads otherwise than the first of
+    its replica.
     """
     received: list[DataParallelShard | None] = [None]
     leader = groups.dims.replica_ranks(groups.coordinates.data)[0]
@@ -213,4 +231,18 @@ def distribute(shards: list[DataParallelShard] | None, groups: Groups) -> DataPa
         dist.scatter_object_list(received, shards, src=0, group=groups.data_gloo)
     dist.broadcast_object_list(received, src=leader, group=groups.replica)
     assert received[0] is not None
-    return received[0]
+    if not (sources := received[0].sources):
+        return received[0]
+    images = read_images(sources, lambda images: images) if has_tower else {}
+    # Other stages need sizes, for positions. Only who decodes an image knows which way it is up.
+    sizes = [replace(each, patches=each.patches.new_empty(0)) for each in images.values()]
+    found: list[list[PromptImages]] = [sizes]
+    dist.broadcast_object_list(found, src=leader, group=groups.replica)
+    of_leader: dict[PromptSources | None, PromptImages] = dict(zip(sources, found[0], strict=True))
+    for each in sources if has_tower else ():
+        if images[each] != of_leader[each]:
+            raise OSError(
+                f"{each.shown}: rank {leader} read other pixels than rank {groups.rank}: use files "
+                "that do not change, on a file system that all hosts share, and equal packages"
+            )
+    return received[0].with_images(images or of_leader)

@@ -133,7 +133,8 @@ class Preparation:
             shards = split_for_data_parallel(experience, generation, self.cost, cfg)
         minibatches, at = [], groups.coordinates
         for _ in range(cfg.grpo.steps_per_generation):
-            shard = distribute(next(shards) if shards else None, groups)
+            has_tower = self.policy.vision is not None
+            shard = distribute(next(shards) if shards else None, groups, has_tower=has_tower)
             batches = shard.pack(
                 cfg.alignment,
                 share_prompts=cfg.grpo.shared_prompts,

@@ -1,19 +1,22 @@
 """The images of a row: what they add to its prompt, and the patches that towers take of them.
 
-Pixels are made here once, by the model's own processor, for trainer and engines alike. Those of a
-whole data set would not fit into memory, so that a prompt has its images as they are in the data.
+Pixels are made here alone, by the model's own processor, for trainer and engines alike. Those of a
+whole data set would not fit into memory, so that a prompt has its images as they are in the data,
+and is sent with them to the ranks that train on it.
 """
 
 import base64
 import hashlib
-import math
+import os
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkpoint_convert import read_shape
 from checkpoint_convert.folder import read_json
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from parallel.images import PromptImages
+
+T = TypeVar("T")
 
 FAMILIES = {"qwen2_5_vl": False, "qwen3_vl": True, "qwen3_vl_moe": True}
 """Model types, and whether their frequencies of height and width alternate in M-RoPE."""
@@ -104,7 +109,7 @@ def _image(value: Any, name: str, data: DataConfig) -> ImageSource | Fault:
 def _named(image: ImageSource) -> "Iterator[Image]":
     """An image of which only the head is read until its pixels are.
 
-    Raises ValueError, which names it, also for what is done with it.
+    Raises OSError, which names it, also for what is done with it.
     """
     from PIL import Image  # noqa: PLC0415
 
@@ -114,10 +119,10 @@ def _named(image: ImageSource) -> "Iterator[Image]":
             yield opened
     # Pillow raises all of these for bad files; sides that are too unequal are a ValueError, too.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        told = getattr(error, "strerror", None) or error  # without the path
-        hint = "" if Path(image.name).suffix else "; base64 begins with data:image/png;base64,"
-        is_path = isinstance(content, Path)
-        raise ValueError(f"{image.shown}: {told}{hint if is_path else ''}") from error
+        told = getattr(error, "strerror", None)  # of a path, and without it
+        if told and not Path(image.name).suffix:
+            told += "; base64 begins with data:image/png;base64,"
+        raise OSError(f"{image.shown}: {told or error}") from error
 
 
 def _pixels(opened: "Image") -> "Image":
@@ -133,18 +138,23 @@ def _pixels(opened: "Image") -> "Image":
     return pixels
 
 
+@cache
+def image_processor(folder: Path) -> Any:
+    """That of the model in a folder."""
+    # Takes seconds to import, and only processes that see images need it.
+    from transformers import AutoImageProcessor  # noqa: PLC0415
+
+    return AutoImageProcessor.from_pretrained(folder)
+
+
 class ImageReader:
-    """The image processor of a model."""
+    """Reads images for a model. It can be sent to other processes of the run."""
 
     def __init__(self, cfg: Config) -> None:
-        # Takes seconds to import, and only prompts with images need it.
-        from transformers import AutoImageProcessor  # noqa: PLC0415
-
-        self.token_id: int = read_json(cfg.model.path / "config.json")["image_token_id"]
+        self._folder = cfg.model.path
+        self.token_id: int = read_json(self._folder / "config.json")["image_token_id"]
         self.limit, limits = image_limits(cfg.rollout)
         self.most: int = limits["image"]
-        self._processor: Any = AutoImageProcessor.from_pretrained(cfg.model.path)
-        self._merge: int = self._processor.merge_size
 
     @classmethod
     def of(cls, cfg: Config) -> "ImageReader | None":
@@ -173,7 +183,7 @@ class ImageReader:
             try:
                 with _named(image) as opened:
                     counts.append(self._num_tokens(opened))
-            except ValueError as error:
+            except OSError as error:
                 return Fault("an image cannot be read", str(error))
         expanded: list[int] = []
         starts: list[int] = []
@@ -190,13 +200,14 @@ class ImageReader:
         """Of an image of which only the head is read; one that EXIF turns has as many."""
         if opened.mode.startswith(WIDE_MODES):
             raise ValueError(f"pixels of mode {opened.mode}: save it with 8 bits per channel")
-        num_patches: int = self._processor.get_number_of_image_patches(opened.height, opened.width)
-        return num_patches // self._merge**2
+        processor = image_processor(self._folder)
+        num_patches: int = processor.get_number_of_image_patches(opened.height, opened.width)
+        return num_patches // processor.merge_size**2
 
     def read(self, images: "PromptSources") -> "PromptImages":
         """The patches of the images, as bytes: whoever takes them scales and shifts them.
 
-        Raises ValueError for a file that changed since its tokens were counted, or that is damaged
+        Raises OSError for a file that changed since its tokens were counted, or that is damaged
         behind its head.
         """
         import torch  # noqa: PLC0415
@@ -204,20 +215,19 @@ class ImageReader:
         from parallel.images import PromptImages, prompt_positions  # noqa: PLC0415
 
         pixels = []
-        for image in images.images:
+        for image, count in zip(images.images, images.counts, strict=True):
             with _named(image) as opened:
+                if (num_tokens := self._num_tokens(opened)) != count:
+                    raise ValueError(
+                        f"it has {num_tokens} tokens now, and had {count} when the prompts were "
+                        "made: start again with files that do not change"
+                    )
                 pixels.append(_pixels(opened))
-        made = self._processor(
-            images=pixels, do_rescale=False, do_normalize=False, return_tensors="pt"
-        )
+        processor = image_processor(self._folder)
+        made = processor(images=pixels, do_rescale=False, do_normalize=False, return_tensors="pt")
         patches, grids = made["pixel_values"].to(torch.uint8), made["image_grid_thw"]
-        sizes = [(t, h // self._merge, w // self._merge) for t, h, w in grids.tolist()]
-        for image, size, count in zip(images.images, sizes, images.counts, strict=True):
-            if math.prod(size) != count:
-                raise ValueError(
-                    f"{image.shown}: it has {math.prod(size)} tokens now, and had {count} when the "
-                    "prompts were made: start again with files that do not change"
-                )
+        merge = processor.merge_size
+        sizes = [(t, h // merge, w // merge) for t, h, w in grids.tolist()]
         ends = [start + count for start, count in zip(images.starts, images.counts, strict=True)]
         digest = hashlib.blake2b(patches.numpy().tobytes() + grids.numpy().tobytes())
         return PromptImages(
@@ -245,6 +255,11 @@ class PromptSources:
     reader: ImageReader = field(repr=False, compare=False)
 
     @property
+    def shown(self) -> str:
+        """Their names in messages."""
+        return ", ".join(each.shown for each in self.images)
+
+    @property
     def key(self) -> bytes:
         """What tells these images from others."""
         return b"".join(each.key for each in self.images)
@@ -252,6 +267,21 @@ class PromptSources:
     def read(self) -> "PromptImages":
         """Read them, and make patches of them."""
         return self.reader.read(self)
+
+
+def read_images(
+    prompts: Iterable[PromptSources | None], made_of: "Callable[[PromptImages], T]"
+) -> dict[PromptSources | None, T]:
+    """What is `made_of` the images of prompts that have some, once for each.
+
+    In a thread for each core, at most 8: decoding, resizing and hashing let others run.
+    """
+    different = [*dict.fromkeys(filter(None, prompts))]
+    if not different:
+        return {}
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as threads:
+        made = threads.map(lambda images: made_of(images.read()), different)
+        return dict(zip(different, made, strict=True))
 
 
 def check_images(cfg: Config) -> None:

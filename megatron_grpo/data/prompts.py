@@ -1,12 +1,10 @@
 """From rows of data to prompts of token ids."""
 
 import logging
-import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
@@ -20,11 +18,7 @@ from megatron_grpo.data.rows import Fault, InvalidRows, Record, Row, read_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from parallel.images import PromptImages
-
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 TOO_LONG = "too long for the model's context"
 
@@ -63,21 +57,6 @@ class Prompt:
         chat = chat_of(self.data, self.row)
         assert not isinstance(chat, Fault), "it has become a prompt"
         return chat
-
-
-def images_by_prompt(
-    prompts: Iterable[Prompt], made_of: "Callable[[PromptImages], T]"
-) -> dict[int, T]:
-    """What is `made_of` the images of prompts that have some, once for each, by its index.
-
-    In a thread for each core, at most 8: decoding, resizing and hashing let others run.
-    """
-    different = {each.index: each.images for each in prompts if each.images is not None}
-    if not different:
-        return {}
-    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as threads:
-        made = threads.map(lambda images: made_of(images.read()), different.values())
-        return dict(zip(different, made, strict=True))
 
 
 def end_tokens(

@@ -5,7 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from megatron_grpo.data.prompts import Prompt, images_by_prompt
+from megatron_grpo.data.images import PromptSources, read_images
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample, first_seed
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion, npy_of
 from megatron_grpo.engines.engine import Json
@@ -111,17 +112,17 @@ class CompletionRequests(SampleRequests):
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        features: Mapping[int, Json] | None = None,
+        features: Mapping[PromptSources | None, Json] | None = None,
     ) -> None:
-        """`features` are the `image_features` of the prompts that have images, by index; None: they
-        are computed here."""
+        """`features` are the `image_features` of the prompts that have images; None: they are
+        computed here."""
         super().__init__(params)
         self._prompts = prompts
         self._samples: dict[int, Sample] = {}
         self._open: dict[int, Json] = {}
         """By the number of the sample."""
         if features is None:
-            features = images_by_prompt(prompts, image_features)
+            features = read_images((each.images for each in prompts), image_features)
         for position, prompt in enumerate(prompts):
             first = first_seed(params.seed, params.series, params.first_position + position)
             token_ids = [*prompt.token_ids]
@@ -133,7 +134,7 @@ class CompletionRequests(SampleRequests):
                     seed=first + index,
                     max_tokens=params.max_completion_length,
                     routes_start=0,
-                    features=features.get(prompt.index),
+                    features=features.get(prompt.images),
                 )
 
     @property

@@ -14,7 +14,8 @@ from threading import Condition
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
-from megatron_grpo.data.prompts import Prompt, images_by_prompt
+from megatron_grpo.data.images import read_images
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import NoServingEngine
 from megatron_grpo.engines.in_flight import InFlight
@@ -191,7 +192,7 @@ class GroupRunner(Runner):
         for i, number in enumerate(numbers):
             if i % NUM_READ_AT_ONCE == 0:
                 some = numbers[i : i + NUM_READ_AT_ONCE]
-                features = images_by_prompt(map(self._prompt, some), image_features)
+                features = read_images((self._prompt(n).images for n in some), image_features)
             generation, position = divmod(number, self._schedule.num_prompts)
             params = self._rollouter.sampling_params(generation, 0, self._policy_version)
             params = replace(params, first_position=position)
@@ -230,10 +231,11 @@ class GroupRunner(Runner):
     def _take_score(self, number: int, attempt: Attempt, made: Future[ScoredGroup]) -> None:
         """Complete or reject a group that is scored; runs in the thread of the scorer."""
         try:
-            scored = made.result()
-        except Exception as error:  # as above
+            self._end_attempt(number, attempt, made.result())
+        except Exception as error:  # as above; also of the images of a group that is requested
             self._fail(error)
-            return
+
+    def _end_attempt(self, number: int, attempt: Attempt, scored: ScoredGroup) -> None:
         with self._changed:
             if self._attempts.get(number) is not attempt:  # dropped in the meantime
                 return

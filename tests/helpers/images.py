@@ -26,8 +26,6 @@ START, END, IMAGE, _ = range(246, 250)
 MERGE = 2  # patches along each side of what becomes one token
 FAMILY = "qwen2_5_vl"
 PATCH_SIZES = {FAMILY: 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
-PATCH = 3 * 2 * 14 * 14
-"""Bytes of a patch of `FAMILY`: channels, frames, height and width."""
 IMAGE_LIMITS = {"limit_mm_per_prompt": {"image": 2, "video": 0}}
 TEMPLATE = (
     "{% for message in messages %}<start>{{ message.role }}\n"

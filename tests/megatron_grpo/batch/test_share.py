@@ -1,11 +1,12 @@
 """Shares: what every data rank packs, sent without what can be computed from it."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
-from helpers.images import PATCH, sequence_with_images, with_completion, with_other_pixels
+from helpers.images import sequence_with_images, with_completion, with_other_pixels
 from megatron_grpo.batch.distribute import DataParallelShard
 from megatron_grpo.policy.vision import with_features
 from parallel.alignment import Alignment
@@ -82,10 +83,15 @@ def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None
     group = [first, *(with_completion(first, 7, seed=seed) for seed in (1, 2, 3))]
     given = [*group, with_other_pixels(first), sequence_with_images([], 5, seed=9)]
     microbatches = [[0, 5, 1], [2, 4], [3], []]
-    sent = pickle.dumps(DataParallelShard.of(given, turns(microbatches)))
-    patches = 2 * 40 * PATCH  # of two prompts
-    assert patches < len(sent) < 1.1 * patches
-    batches = [*pickle.loads(sent).pack(ALIGNMENT, share_prompts=False)]
+    size = 10_000  # of a file
+    files = {each.images: each.images and each.images.digest.ljust(size).encode() for each in given}
+    unread = [replace(each, images=files[each.images]) for each in given]
+    sent = pickle.dumps(DataParallelShard.of(unread, turns(microbatches)))
+    assert 2 * size < len(sent) < 2.5 * size  # of two prompts
+    received = pickle.loads(sent)
+    assert received.sources == [files[given[i].images] for i in (0, 4)]
+    read = received.with_images({file: images for images, file in files.items()})
+    batches = [*read.pack(ALIGNMENT, share_prompts=False)]
     tower = Tower()
     found = zip(with_features(batches, tower), with_features(batches, None), strict=True)
     for (of_first, of_other), indices in zip(found, microbatches, strict=True):

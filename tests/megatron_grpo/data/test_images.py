@@ -23,8 +23,8 @@ from helpers.images import (
     tiny_vision_model,
 )
 from helpers.towers import tiny_multimodal
-from megatron_grpo.data.images import check_images
-from megatron_grpo.data.prompts import images_by_prompt, load_prompts
+from megatron_grpo.data.images import check_images, read_images
+from megatron_grpo.data.prompts import load_prompts
 from megatron_grpo.data.rows import logged_columns
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.vllm.args import check_engine_arguments
@@ -171,15 +171,18 @@ def test_a_file_that_is_damaged_or_changes_or_is_gone_is_named(model, tmp_path):
     encoded = base64.b64encode((tmp_path / "cut.png").read_bytes()).decode()
     values = ["0.png", "cut.png", ["0.png", f"data:image/png;base64,{encoded}"]]
     changed, cut, second = prompts_with_images(model, tmp_path, values)
-    with pytest.raises(ValueError, match=r"^'cut\.png': .*truncated"):
+    with pytest.raises(OSError, match=r"^'cut\.png': .*truncated"):
         cut.images.read()
-    with pytest.raises(ValueError, match=r"^image 2 of the row: .*truncated"):
+    with pytest.raises(OSError, match=r"^image 2 of the row: .*truncated"):
         second.images.read()
     picture(90, 90).save(tmp_path / "0.png")
-    with pytest.raises(ValueError, match=r"^'0\.png': it has 9 tokens now, and had 6 when"):
+    with pytest.raises(OSError, match=r"^'0\.png': it has 9 tokens now, and had 6 when"):
+        changed.images.read()
+    picture(2, 900).save(tmp_path / "0.png")
+    with pytest.raises(OSError, match=r"^'0\.png': absolute aspect ratio"):
         changed.images.read()
     (tmp_path / "0.png").unlink()
-    with pytest.raises(ValueError, match=r"^'0\.png': No such file"):
+    with pytest.raises(OSError, match=r"^'0\.png': No such file"):
         changed.images.read()
 
 
@@ -187,11 +190,12 @@ def test_images_of_many_prompts_are_read_at_once_and_a_damaged_one_ends_it(model
     for number in range(8):
         picture(60 + 8 * number, 90, number).save(tmp_path / f"{number}.png")
     prompts = prompts_with_images(model, tmp_path, [*(f"{n}.png" for n in range(8)), None])
-    found = images_by_prompt([*prompts, *prompts[::3]], lambda images: images.digest)
-    assert found == {each.index: each.images.read().digest for each in prompts[:8]}
+    sources = [each.images for each in [*prompts, *prompts[::3]]]
+    found = read_images(sources, lambda images: images.digest)
+    assert found == {each.images: each.images.read().digest for each in prompts[:8]}
     (tmp_path / "3.png").unlink()
-    with pytest.raises(ValueError, match=r"^'3\.png': No such file"):
-        images_by_prompt(prompts, lambda images: images)
+    with pytest.raises(OSError, match=r"^'3\.png': No such file"):
+        read_images(sources, lambda images: images)
 
 
 def test_data_that_moves_has_the_same_fingerprint(model, tmp_path):

@@ -3,9 +3,9 @@
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from megatron_grpo.checkpoints.trainer_state import (
     read_record,
     write_record,
 )
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.http import RolloutAborted
@@ -36,6 +37,7 @@ from megatron_grpo.rollout.open_samples import groups_of
 from megatron_grpo.rollout.rollouter import Rollouter
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
+from parallel.images import PromptImages
 
 TIMER = PhaseTimer(lambda phase: None)
 NUM_SAMPLES, NUM_WANTED = 4, 6
@@ -71,6 +73,22 @@ def wait_for_requests(rollouter: Rollouter, count: int) -> None:
     assert wait_until(lambda: len(rollouter.engine.asked) >= count, seconds=30)
 
 
+@dataclass(frozen=True)
+class Images:
+    """Those of a prompt, which `read` returns or raises an error."""
+
+    read: Callable[[], PromptImages]
+
+
+def with_images(prompts: list[Prompt], read: Callable[[], PromptImages]) -> list[Prompt]:
+    """Each with images of its own."""
+    return [replace(each, images=Images(lambda: read())) for each in prompts]
+
+
+def stream_of(prompts: list[Prompt]) -> PromptStream:
+    return PromptStream(prompts, batch_size=4, seed=0, shuffle=False)
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a thread for each core")
 def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time(rollouter):
     images = random_images([(4, 4)], [1], 8, torch.Generator())
@@ -80,13 +98,27 @@ def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time
         two.wait()  # until another is read, too; else it raises
         return images
 
-    prompts = [
-        replace(each, images=SimpleNamespace(read=read)) for each in rollouter.stream.prompts
-    ]
-    rollouter.stream = PromptStream(prompts, batch_size=4, seed=0, shuffle=False)
+    rollouter.stream = stream_of(with_images(rollouter.stream.prompts, read))
     with closing(runner_of(rollouter, TrainerState(step=0))) as runner:
         runner.resume(0)
         wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES)
+
+
+def test_an_unreadable_image_of_a_group_that_replaces_a_rejected_one_is_told(model, tmp_path):
+    def read():
+        raise OSError("gone")
+
+    options = f"rollout.over_sampling={NUM_WANTED / 4}", "grpo.dynamic_sample=true"
+    with scripted_rollouter(model, tmp_path, *options) as rollouter:
+        first, others = rollouter.stream.prompts[:NUM_WANTED], rollouter.stream.prompts[NUM_WANTED:]
+        rollouter.stream = stream_of([*first, *with_images(others, read)])
+        rollouter.score.value = 0.0  # no completion is better than another
+        with closing(runner_of(rollouter, TrainerState(step=0))) as runner:
+            runner.resume(0)
+            rollouter.engine.answers.set()
+            assert wait_until(lambda: runner._failure, seconds=30)
+            with pytest.raises(OSError, match="gone"):
+                runner.finish(0, TIMER)
 
 
 @pytest.mark.parametrize("error", [RewardError("by fire"), KeyError("by fire")])
