@@ -99,17 +99,23 @@ def _check_model(cfg: Config) -> ModelShape:
     of_model = shape, NAMES[cfg.model.dtype], cfg.rollout.quantization_ignore
     if model := quantized_model(cfg.train.export_quantization, *of_model):
         check_ranks(shape, cfg.dims, model)
-    if has_other_towers(folder) and cfg.train.export_quantization != "none":
-        raise ValueError(
-            f"train.export_quantization is {cfg.train.export_quantization}, and model.path "
-            f"{folder} has other towers beside that of text; supported: none"
-        )
+    if has_other_towers(folder):
+        check_text_tower(cfg)
     if cfg.model.freeze_moe_router and shape.moe is None:
         raise ValueError(
             "model.freeze_moe_router true needs a mixture of experts, and this model is dense: "
             "leave it out"
         )
     return shape
+
+
+def check_text_tower(cfg: Config) -> None:
+    """Raise ValueError for what is not there for the text tower of a multimodal model."""
+    if cfg.train.export_quantization != "none":
+        raise ValueError(
+            f"train.export_quantization is {cfg.train.export_quantization}, and model.path "
+            f"{cfg.model.path} has other towers beside that of text; supported: none"
+        )
 
 
 def _check_nccl(environ: Mapping[str, str]) -> None:

@@ -85,8 +85,8 @@ class Answered:
 
 
 class Route(NamedTuple):
-    """How one of the two routes answers: the kind of its answers and of the chunks of a stream, and
-    what is a turn, by its number, in these."""
+    """How /v1/chat/completions or /v1/completions answers: `object` of an answer and of the chunks
+    of a stream, and what a turn, with its number, becomes in each."""
 
     kind: str
     choice: Callable[[int, Answered], Json]

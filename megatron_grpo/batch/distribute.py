@@ -73,7 +73,11 @@ class DataParallelShard:
             known=[name for name in CACHED_VALUES if getattr(sequences[0], name) is not None],
         )
 
-    def pack(
+    def pack(self, alignment: Alignment, *, share_prompts: bool) -> list[PackedBatch]:
+        """All `microbatches` of the first context rank."""
+        return [*self.microbatches(alignment, share_prompts=share_prompts)]
+
+    def microbatches(
         self,
         alignment: Alignment,
         *,
@@ -81,7 +85,7 @@ class DataParallelShard:
         context_rank: int = 0,
         index_topk: int = 0,
     ) -> Iterator[PackedBatch]:
-        """Pack the microbatches of a context rank, one by one; see `parallel.packing.pack`."""
+        """The microbatches of a context rank, packed one by one; see `parallel.packing.pack`."""
         sequences = dict(zip(_members(self.turns), self._sequences(), strict=True))
         for turn in self.turns:
             yield pack(

@@ -135,7 +135,7 @@ class Preparation:
         for _ in range(cfg.grpo.steps_per_generation):
             has_tower = self.policy.vision is not None
             shard = distribute(next(shards) if shards else None, groups, has_tower=has_tower)
-            batches = shard.pack(
+            batches = shard.microbatches(
                 cfg.alignment,
                 share_prompts=cfg.grpo.shared_prompts,
                 context_rank=at.context,

@@ -140,7 +140,7 @@ def _pixels(opened: "Image") -> "Image":
 
 @cache
 def image_processor(folder: Path) -> Any:
-    """That of the model in a folder."""
+    """The processor of the model in a folder, made once in each process."""
     # Takes seconds to import, and only processes that see images need it.
     from transformers import AutoImageProcessor  # noqa: PLC0415
 

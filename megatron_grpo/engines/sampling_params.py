@@ -35,7 +35,8 @@ class SamplingParams:
     router_replay: bool = False
     """Whether samples have the experts that processed their tokens."""
     index_topk: int = 0
-    """Of so many tokens that an indexer chooses for each token, samples have the positions."""
+    """Tokens that an indexer chooses for each token, if samples are to have their positions in
+    `routes`; else 0."""
     seed: int
     series: int
     """The generation's number: its seeds differ from those of others with the same `seed`."""

@@ -65,7 +65,9 @@ def test_sglang_tells_the_tokens_that_its_indexers_chose(tmp_path: Path) -> None
     options |= {"chunked_prefill_size": 4096, "mem_fraction_static": 0.5}
     replay = {"indexer_replay": True, "python": SGLANG_PYTHON, "sglang": options}
     with running_engine("sglang", model, tmp_path, dtype="bfloat16", **replay) as engine:
-        engine.push(model)
+        client = engine.client()
+        client.await_engines(lambda workers: None)
+        client.serve_loaded()  # pushes of the tests are in float32
         prompts = random_prompts(2, lengths=(6000, 6100))
         # The second time, the prompts are in its cache.
         made = [engine.generate(prompts, index_topk=topk) for _ in range(2)]

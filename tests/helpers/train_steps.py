@@ -300,7 +300,7 @@ def batches_of(
     [shares] = split_for_data_parallel(experience, 0, CostModel.transformer(64), cfg)
     alignment = cfg.alignment
     at = groups.coordinates
-    packed = shares[at.data].pack(
+    packed = shares[at.data].microbatches(
         alignment, share_prompts=cfg.grpo.shared_prompts, context_rank=at.context
     )
     batches = add_logprobs([*packed], policy, None, cfg, groups, is_next=True)

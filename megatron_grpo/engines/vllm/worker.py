@@ -222,10 +222,11 @@ class VllmWorker(PushWorker):
         return adapter_buffers(self.model) or self.weights()
 
     def receive(self, receiver: Receiver, received: dict[str, Tensor]) -> Mapping[str, int]:
-        """Then make anew what vLLM derives; with adapters, returns also the sums of the weights.
+        """Receive, and compute anew what vLLM derives from weights (`absorb_latents`). Returns the
+        sums of what is received, and with adapters those of the weights as well.
 
-        vLLM's layerwise reload is for layouts that change after loading; ours do not (see above,
-        and `moe_backend` in vllm/args.py).
+        vLLM's layerwise reload is for layouts that change after loading; ours do not (see
+        `moe_backend` in vllm/args.py).
         """
         sums = {**super().receive(receiver, self.tensors())}
         for model in (self.model, self._drafter):

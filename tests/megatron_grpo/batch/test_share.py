@@ -91,7 +91,7 @@ def test_images_are_sent_and_seen_once_for_all_completions_of_a_prompt() -> None
     received = pickle.loads(sent)
     assert received.sources == [files[given[i].images] for i in (0, 4)]
     read = received.with_images({file: images for images, file in files.items()})
-    batches = [*read.pack(ALIGNMENT, share_prompts=False)]
+    batches = read.pack(ALIGNMENT, share_prompts=False)
     tower = Tower()
     found = zip(with_features(batches, tower), with_features(batches, None), strict=True)
     for (of_first, of_other), indices in zip(found, microbatches, strict=True):

@@ -74,7 +74,7 @@ NUM_EXPERTS = {
 
 
 def overrides_of(family: str) -> list[str]:
-    """What replays all that a family chooses."""
+    """Overrides with which the choices of a family are replayed."""
     others = ["rollout.indexer_replay=true", "rollout.engine=transformers", "rollout.vllm={}"]
     return [REPLAY, *(others if family == SPARSE else ())]
 
@@ -92,8 +92,8 @@ def random_routes() -> list[Tensor]:
 
 
 def random_tokens() -> list[Tensor]:
-    """For the same tokens, positions that no indexer would choose; of a token that sees no more
-    than are chosen, what no one looks at."""
+    """For the same tokens, positions that no indexer would choose; 999 for tokens that see no more
+    than are chosen, which nothing reads."""
     generator, unread = torch.Generator().manual_seed(2), 999
     found = []
     for each in random_sequences(LENGTHS):

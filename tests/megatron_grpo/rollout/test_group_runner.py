@@ -75,7 +75,7 @@ def wait_for_requests(rollouter: Rollouter, count: int) -> None:
 
 @dataclass(frozen=True)
 class Images:
-    """Those of a prompt, which `read` returns or raises an error."""
+    """The images of a prompt; `read` returns them or raises."""
 
     read: Callable[[], PromptImages]
 
