@@ -201,21 +201,21 @@ def encoded_routes(meta: Json, params: Json) -> str | None:
     It has both as base64 of int32 [tokens, layers, columns]; tokens from the first on, and for
     those that see no more than `index_topk` whatever was in its buffer before.
     """
-    config, start = manager().model_config.hf_text_config, params.get("routed_experts_prompt_start")
-    kinds = []
+    config, kinds = manager().model_config.hf_text_config, []
     for name, columns in (
-        ("routed_experts", config.num_experts_per_tok),
-        ("indexer_topk", params.get("index_topk", 0)),
+        ("routed_experts", "num_experts_per_tok"),
+        ("indexer_topk", "index_topk"),
     ):
         if name in meta:
             flat = np.frombuffer(base64.b64decode(meta[name]), np.int32)
-            kinds.append(flat.reshape(-1, config.num_hidden_layers, columns))
+            shape = -1, config.num_hidden_layers, getattr(config, columns)
+            kinds.append(flat.reshape(shape))
     if not kinds:
         return None
     if "indexer_topk" in meta:
         chosen = kinds.pop().copy()
         chosen[: params["index_topk"]] = 0
-        kinds.append(chosen[start:])
+        kinds.append(chosen[params["routed_experts_prompt_start"] :])
     return base64.b64encode(npy_of(smallest(np.concatenate(kinds, axis=2)))).decode()
 
 
