@@ -1,11 +1,15 @@
-"""Starts fewer processes of a vLLM for CPUs anew: each would import all of it once more."""
+"""The processes of a vLLM for CPUs: fewer are started anew, each of which would import all of vLLM
+once more, and none leaves shared memory behind."""
 
+import glob
 import multiprocessing
 import os
 import signal
 import sys
 from multiprocessing.context import ForkContext, ForkProcess
+from pathlib import Path
 
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.model_executor.models import registry
 from vllm.v1.engine import utils as engine_utils
 
@@ -45,3 +49,19 @@ def fork_cores() -> None:
     our engines on CPUs have one (`engine_environment`). Workers are started as by default.
     """
     engine_utils.get_mp_context = _ForkingContext
+
+
+def unlink_group_memory() -> None:
+    """Unlink the memory in which a CPU's workers reduce tensors as soon as all of them have it.
+
+    Then it is freed with its last process, even if that is killed.
+    """
+    join = _CPUSHMDistributed._init_cpu_shm
+
+    def join_and_unlink(self: _CPUSHMDistributed) -> int:
+        handle: int = join(self)  # returns when all workers of the group have mapped it
+        for file in Path("/dev/shm").glob(f"{glob.escape(self.group_name)}*"):
+            file.unlink(missing_ok=True)
+        return handle
+
+    _CPUSHMDistributed._init_cpu_shm = join_and_unlink

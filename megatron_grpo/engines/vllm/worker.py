@@ -4,7 +4,6 @@ vLLM calls `register` (entry point `vllm.general_plugins`) in the API server, th
 every worker, before the model is built. In a vLLM that this project did not start it does nothing.
 """
 
-import glob
 import multiprocessing
 import os
 import sys
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import ModelConfig, set_current_vllm_config
-from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.distributed.parallel_state import get_dp_group, get_tp_group
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
@@ -51,7 +49,11 @@ from megatron_grpo.engines.vllm.args import (
     QUANTIZED,
 )
 from megatron_grpo.engines.vllm.cpu_layers import compute_by_torch
-from megatron_grpo.engines.vllm.cpu_processes import examine_models_here, fork_cores
+from megatron_grpo.engines.vllm.cpu_processes import (
+    examine_models_here,
+    fork_cores,
+    unlink_group_memory,
+)
 from megatron_grpo.engines.vllm.kept_caches import keep_caches
 from megatron_grpo.engines.weight_receivers import Receiver
 from megatron_grpo.launch.parent_death import die_with_parent
@@ -144,22 +146,6 @@ def tell_versions_of_chunks() -> None:
         return output
 
     RequestState._new_completion_output = with_versions
-
-
-def unlink_group_memory() -> None:
-    """Unlink the memory in which a CPU's workers reduce tensors as soon as all of them have it.
-
-    Then it is freed with its last process, even if that is killed.
-    """
-    join = _CPUSHMDistributed._init_cpu_shm
-
-    def join_and_unlink(self: _CPUSHMDistributed) -> int:
-        handle: int = join(self)  # returns when all workers of the group have mapped it
-        for file in Path("/dev/shm").glob(f"{glob.escape(self.group_name)}*"):
-            file.unlink(missing_ok=True)
-        return handle
-
-    _CPUSHMDistributed._init_cpu_shm = join_and_unlink
 
 
 def absorb_latents(model: torch.nn.Module | None, dtype: torch.dtype) -> None:
