@@ -52,10 +52,17 @@ class RouterReplay:
         group_topk: int | None,
         default_compute_topk: Callable[..., TopK],
     ) -> TopK:
-        """Called by Megatron with the router's scores [tokens, experts]."""
+        """Called by Megatron with the router's scores [tokens, experts]; raises ValueError if
+        engines did not tell `topk` experts of a token."""
         if self.routed_experts is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
         chosen = self.routed_experts.long()
+        if chosen.shape[1] != topk:
+            raise ValueError(
+                f"rollout.router_replay: engines told {chosen.shape[1]} experts of a token, but "
+                f"the model has {topk} for each: start them with the same config, or with "
+                "--enable-return-routed-experts"
+            )
         return scores.gather(1, chosen), chosen
 
 

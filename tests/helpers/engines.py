@@ -70,6 +70,16 @@ def sampling_params(**overrides: Any) -> SamplingParams:
     return SamplingParams(**settings | overrides)
 
 
+def at_most(count: int, engine: str) -> dict[str, dict[str, int]]:
+    """The section of `rollout` with which an engine answers so many requests at a time.
+
+    Of a tiny model, an engine on a CPU computes tokens faster than its API server tells them: if
+    all requests run at once, it may have finished them when it is told to pause.
+    """
+    key = {"vllm": "max_num_seqs", "sglang": "max_running_requests"}[engine]
+    return {engine: {key: count}}
+
+
 class TestEngine:
     """One running engine; every push of weights makes a new version."""
 

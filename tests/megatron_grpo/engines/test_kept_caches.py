@@ -69,10 +69,10 @@ def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_f
         asked.append(generation(prompts, engine.version, len(asked), **given))
         answered.append(in_flight.submit(len(asked), asked[-1]))
 
-    ask(num_samples=64)
+    ask()
     for folder in folders[1:]:
         ask()  # shortly before the pause, and after the push
-        engine.pause_after(200)
+        engine.pause_after(100)
         in_flight.hold(engine.version + 1)
         weights[engine.push(folder)] = folder
         in_flight.resume(engine.version)
@@ -81,16 +81,16 @@ def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_f
         each.result(timeout=120)
     samples = [sample for each in asked for sample in each.samples()]
     assert {len(sample.spans) for sample in samples} >= {1, 3}
-    assert all(kept_cache_error(weights, sample) < 1e-3 for sample in samples[::8])
+    assert all(kept_cache_error(weights, sample) < 1e-3 for sample in samples[::4])
     assert largest_error_by_version(weights, samples[0]) > 0.1  # keys of one version are others
 
 
 @pytest.mark.long
 def test_a_new_prompt_is_served_no_keys_of_older_weights(engine, in_flight, folders):
     [prompt] = random_prompts(1)
-    asked = generation([prompt], engine.version, num_samples=64)
+    asked = generation([prompt], engine.version, num_samples=16)
     answered = in_flight.submit(0, asked)
-    engine.pause_after(1000)
+    engine.pause_after(200)
     in_flight.hold(engine.version + 1)
     engine.push(folders[1])
     in_flight.resume(engine.version)

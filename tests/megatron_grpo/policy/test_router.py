@@ -39,7 +39,7 @@ from megatron_grpo.engines.transformers.engine import TransformersEngine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.model import unwrapped
 from megatron_grpo.policy.reference import reference_of
-from megatron_grpo.policy.router import with_own_layers
+from megatron_grpo.policy.router import RouterReplay, with_own_layers
 from parallel import ParallelDims
 from parallel.microbatches import CostModel
 from parallel.packing import PackedBatch
@@ -350,3 +350,10 @@ def test_the_trainer_follows_an_engine_whose_rounding_decides_between_experts(ca
     # A token that goes to other experts differs by tenths, and rounding by hundredths.
     assert replayed.max() < 0.1 < 0.3 < free.max()
     assert replayed.mean() < 0.7 * free.mean()
+
+
+def test_routes_of_fewer_experts_than_the_model_has_for_a_token_are_refused():
+    replay = RouterReplay()
+    replay.routed_experts = torch.zeros(5, 0, dtype=torch.uint8)  # an engine told tokens alone
+    with pytest.raises(ValueError, match="told 0 experts of a token, but the model has 3"):
+        replay.get_replay_topk(torch.rand(5, EXPERTS), TOPK, None, None, None)
