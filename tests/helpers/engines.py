@@ -281,6 +281,22 @@ def wait_until(condition, seconds: float, poll: float = 0.05) -> bool:
     return bool(result)
 
 
+def samples_until(
+    has_happened: Callable[[Sample], bool], make: Callable[[], list[Sample]]
+) -> list[Sample]:
+    """The samples of as many calls of `make` as it takes until to one it `has_happened`, at most 5.
+
+    For what happens to a completion while it is generated: on a busy machine, the engine may have
+    finished it before.
+    """
+    samples: list[Sample] = []
+    for _ in range(5):
+        samples += make()
+        if any(map(has_happened, samples)):
+            return samples
+    raise AssertionError(f"it has happened to none of {len(samples)} samples")
+
+
 # A proxy whose connections can be cut, to imitate a failing network.
 
 

@@ -20,6 +20,7 @@ from helpers.engines import (
     largest_error_by_version,
     random_prompts,
     running_engine,
+    samples_until,
     sampling_params,
     served_model,
     wait_until,
@@ -92,24 +93,28 @@ def generation(number, version, num_tokens=NUM_TOKENS, kind=CompletionRequests, 
 def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it(
     live_engine, in_flight, threads, tied_model, other_model
 ):
-    weights, first = {live_engine.version: tied_model}, live_engine.num_generated()
-    in_flight.resume(live_engine.version)
-    size = {"num_tokens": 400, "num_generations": 8}
-    asked = [generation(number, live_engine.version, **size) for number in range(2)]
-    made = [threads.submit(in_flight.generate, *each) for each in enumerate(asked)]
-    assert wait_until(lambda: live_engine.num_generated() >= first + 500, 120, 0.005)
-    with in_flight.suspended():  # as for a checkpoint
-        parts = [sample for each in asked for sample in each.so_far()]
-        assert parts
-        assert all(part.finish_reason == CUT and part.completion_ids for part in parts)
-    for num_flips, folder in enumerate((other_model, tied_model)):
-        live_engine.pause_after(200)
-        in_flight.hold(live_engine.version + 1)
-        weights[live_engine.push(folder, num_flips)] = folder  # the second one at two attempts
+    weights = {live_engine.version: tied_model}
+
+    def made_through_pushes():
         in_flight.resume(live_engine.version)
-    samples = [sample for each in made for sample in each.result(timeout=120)]
-    assert len(samples) == 32
-    assert {len(sample.spans) for sample in samples} >= {3}
+        first, size = live_engine.num_generated(), {"num_tokens": 400, "num_generations": 8}
+        asked = [generation(number, live_engine.version, **size) for number in range(2)]
+        made = [threads.submit(in_flight.generate, *each) for each in enumerate(asked)]
+        assert wait_until(lambda: live_engine.num_generated() >= first + 100, 120, 0.005)
+        with in_flight.suspended():  # as for a checkpoint
+            parts = [sample for each in asked for sample in each.so_far()]
+            assert CUT in {part.finish_reason for part in parts}
+            assert all(part.completion_ids for part in parts)
+        for num_flips, folder in enumerate((other_model, tied_model)):
+            live_engine.pause_after(100, lambda: all(each.done() for each in made))
+            in_flight.hold(live_engine.version + 1)
+            weights[live_engine.push(folder, num_flips)] = folder  # the second at two attempts
+            in_flight.resume(live_engine.version)
+        samples = [sample for each in made for sample in each.result(timeout=120)]
+        assert len(samples) == 32
+        return samples
+
+    samples = samples_until(lambda sample: len(sample.spans) == 3, made_through_pushes)
     for sample in samples:
         assert sum(count for _, count in sample.spans) == len(sample.completion_ids) == 400
     assert all(largest_error_by_version(weights, sample) < 1e-3 for sample in samples[::4])
@@ -237,21 +242,24 @@ def test_stop_strings_are_seen_through_pushes(live_engine, in_flight, threads, t
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     characters = [tokenizer.decode([token]) for token in range(20, 40)]
     stops = [a + b for a in characters for b in characters]
-    asked = generation(0, live_engine.version, num_generations=32, stop=stops)
-    in_flight.resume(live_engine.version)
-    made = threads.submit(in_flight.generate, 0, asked)
-    for _ in range(8):
-        live_engine.pause_after(20, made.done)
-        in_flight.hold(live_engine.version + 1)
-        in_flight.resume(live_engine.push(tied_model))
-        enough = live_engine.num_generated() + 20
-        wait_until(
-            lambda enough=enough: made.done() or live_engine.num_generated() > enough, 20, 0.005
-        )
-        with in_flight.suspended():
-            pass
-    samples = made.result(timeout=60)
-    assert any(sample.versions for sample in samples)
+
+    def made_through_pushes():
+        asked = generation(0, live_engine.version, num_generations=32, stop=stops)
+        in_flight.resume(live_engine.version)
+        made = threads.submit(in_flight.generate, 0, asked)
+        for _ in range(8):
+            live_engine.pause_after(20, made.done)
+            in_flight.hold(live_engine.version + 1)
+            in_flight.resume(live_engine.push(tied_model))
+            enough = live_engine.num_generated() + 20
+            wait_until(
+                lambda enough=enough: made.done() or live_engine.num_generated() > enough, 20, 0.005
+            )
+            with in_flight.suspended():
+                pass
+        return made.result(timeout=60)
+
+    samples = samples_until(lambda sample: len(sample.spans) > 1, made_through_pushes)
     assert {"stop"} <= {sample.finish_reason for sample in samples}
     for sample in samples:
         assert sample.text == tokenizer.decode(sample.completion_ids, skip_special_tokens=True)
