@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from helpers.engines import SGLANG_PYTHON, at_most, running_engine, served_model
+from helpers.engines import SGLANG_PYTHON, running_engine, served_model
 from helpers.in_flight_runs import make_in_flight_runs
 from helpers.jobs import NUM_RANKS, make_runs
 from helpers.ranks import CONTEXT
@@ -90,10 +90,8 @@ def engine_kind(request):
 @pytest.fixture(scope="session")
 def live_engine(engine_kind, tied_model, tmp_path_factory):
     """An engine of `tied_model`: vLLM's, or another with `--engine`; a test must push weights
-    before it generates. It answers few requests at a time, so that it is not done before it is told
-    to pause."""
+    before it generates."""
     options = {"log_dir": tmp_path_factory.mktemp("engine-logs"), "tool_call_parser": "hermes"}
-    options |= at_most(8, engine_kind["engine"])
     with running_engine(folder=tied_model, **options, **engine_kind) as engine:
         yield engine
 

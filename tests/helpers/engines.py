@@ -70,16 +70,6 @@ def sampling_params(**overrides: Any) -> SamplingParams:
     return SamplingParams(**settings | overrides)
 
 
-def at_most(count: int, engine: str) -> dict[str, dict[str, int]]:
-    """The section of `rollout` with which an engine answers so many requests at a time.
-
-    Of a tiny model, an engine on a CPU computes tokens faster than its API server tells them: if
-    all requests run at once, it may have finished them when it is told to pause.
-    """
-    key = {"vllm": "max_num_seqs", "sglang": "max_running_requests"}[engine]
-    return {engine: {key: count}}
-
-
 class TestEngine:
     """One running engine; every push of weights makes a new version."""
 
@@ -286,8 +276,9 @@ def samples_until(
 ) -> list[Sample]:
     """The samples of as many calls of `make` as it takes until to one it `has_happened`, at most 5.
 
-    For what happens to a completion while it is generated: on a busy machine, the engine may have
-    finished it before.
+    For what happens to a completion while it is generated: of a tiny model on a CPU, vLLM's core
+    computes tokens faster than its API server tells them, and on a busy machine it may have
+    finished all of them before the server passes on that it is to pause.
     """
     samples: list[Sample] = []
     for _ in range(5):

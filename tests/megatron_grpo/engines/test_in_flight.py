@@ -16,7 +16,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from helpers.engines import (
-    at_most,
     largest_error_by_version,
     random_prompts,
     running_engine,
@@ -120,6 +119,10 @@ def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it
     assert all(largest_error_by_version(weights, sample) < 1e-3 for sample in samples[::4])
 
 
+FEW = {"vllm": {"max_num_seqs": 1}, "sglang": {"max_running_requests": 1}}
+"""Of an engine that answers one request at a time, so that it is not done before it is killed."""
+
+
 @pytest.mark.long
 def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_has_streamed(
     tied_model, other_model, tmp_path, engine_kind, monkeypatch
@@ -144,7 +147,7 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
     monkeypatch.setattr(OpenGenerations, "keep", note)
     monkeypatch.setattr(Engine, "_check_tokens", kill_after_a_push)
     monkeypatch.setattr(engine_module, "STREAM_INTERVAL", 32)
-    few = at_most(1, engine_kind["engine"])
+    few = {engine_kind["engine"]: FEW[engine_kind["engine"]]}
     with (
         running_engine(
             folder=tied_model, log_dir=tmp_path, num_engines=2, **few, **engine_kind
