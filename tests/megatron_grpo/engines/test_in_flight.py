@@ -116,7 +116,8 @@ def test_every_token_has_the_probability_that_the_weights_of_its_version_give_it
     samples = samples_until(lambda sample: len(sample.spans) == 3, made_through_pushes)
     for sample in samples:
         assert sum(count for _, count in sample.spans) == len(sample.completion_ids) == 400
-    assert all(largest_error_by_version(weights, sample) < 1e-3 for sample in samples[::4])
+    checked = [sample for sample in samples if len(sample.spans) == 3][:8] + samples[::8]
+    assert all(largest_error_by_version(weights, sample) < 1e-3 for sample in checked)
 
 
 FEW = {"vllm": {"max_num_seqs": 1}, "sglang": {"max_running_requests": 1}}

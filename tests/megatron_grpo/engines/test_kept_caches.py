@@ -86,8 +86,10 @@ def test_every_token_follows_keys_of_the_weights_that_computed_them(engine, in_f
 
     samples = samples_until(lambda sample: len(sample.spans) == 3, made_through_pushes)
     assert 1 in {len(sample.spans) for sample in samples}
-    assert all(kept_cache_error(weights, sample) < 1e-3 for sample in samples[::4])
-    assert largest_error_by_version(weights, samples[0]) > 0.1  # keys of one version are others
+    crossed = [sample for sample in samples if len(sample.spans) == 3]
+    checked = crossed[:8] + samples[::8]
+    assert all(kept_cache_error(weights, sample) < 1e-3 for sample in checked)
+    assert largest_error_by_version(weights, crossed[0]) > 0.1  # keys of one version are others
 
 
 @pytest.mark.long
