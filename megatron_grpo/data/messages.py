@@ -1,6 +1,7 @@
 """Chat messages as people write them, of data and of agents: OpenAI's forms, and what tables do to
 them."""
 
+import json
 from typing import Any
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -38,17 +39,38 @@ def _wrong_content(what: str) -> ValueError:
 
 
 def message_of_data(given: Any) -> dict[str, Any]:
-    """A message of a row with its content as a text; its other fields stay as they are.
+    """A message of a row as templates expect it: a text, with tables as the arguments of calls.
 
-    The content may be null or missing beside calls of tools. Raises ValueError with the reason for
-    what is no message.
+    The content may be null or missing beside calls of tools. Other fields stay as they are. Raises
+    ValueError with the reason for what is no message.
     """
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise ValueError("a message must be a table with a role")
     content = given.get("content")
     if content is None and not given.get("tool_calls"):
         raise ValueError("the content of a message may be null beside tool_calls only")
-    return {**given, "content": text_of(content)}
+    message = {**given, "content": text_of(content)}
+    if isinstance(calls := given.get("tool_calls"), list):
+        message["tool_calls"] = [_with_table(call) for call in calls]
+    return message
+
+
+def _with_table(call: Any) -> Any:
+    """A call with arguments that OpenAI has as JSON text, which templates would quote again.
+
+    Text that is no table in JSON stays: a model may have called a tool like that.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(text, str):
+        return call
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def without_nulls(value: Any) -> Any:

@@ -36,7 +36,7 @@ def test_any_other_content_is_refused_with_the_reason(content, told):
 
 
 def test_a_content_is_null_beside_calls_of_tools_alone():
-    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
     said = {"role": "assistant", "content": None, "tool_calls": calls}
     assert message_of_data(said) == {**said, "content": ""}
     assert message_of_data({"role": "assistant", "tool_calls": calls})["content"] == ""
@@ -47,3 +47,19 @@ def test_a_content_is_null_beside_calls_of_tools_alone():
     ):
         with pytest.raises(ValueError, match="null beside tool_calls only"):
             message_of_data(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ('{"city": "Bern", "at": null}', {"city": "Bern", "at": None}),
+        ("", {}),
+        ({"city": "Bern"}, {"city": "Bern"}),
+        ('{"city": ', '{"city": '),
+        ("[1]", "[1]"),
+    ],
+)
+def test_arguments_in_json_text_are_tables_for_the_template(given, arguments):
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": given}}
+    [told] = message_of_data({"role": "assistant", "tool_calls": [call]})["tool_calls"]
+    assert told == {**call, "function": {"name": "f", "arguments": arguments}}
