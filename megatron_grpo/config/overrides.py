@@ -189,6 +189,6 @@ def _set_types(node: yaml.Node, kind: Any, loader: Loader) -> None:
         if is_odd_number or (is_word and kind is Any):
             value = str(loader.construct_object(node)).lower()
             raise ValueError(
-                f"YAML reads {node.value} as {value}: write {value}, or {node.value!r} in quotes "
-                "for a text"
+                f"YAML reads {node.value} as {value}: write {value} if that is meant, and a text "
+                "in quotes"
             )
