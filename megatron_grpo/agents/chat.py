@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_grpo.agents.token_tree import Place
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.encoding import TEMPLATE_ERRORS
+from megatron_grpo.data.messages import text_of
 from megatron_grpo.environments.turns import end_of_turn
 
 if TYPE_CHECKING:
@@ -224,16 +225,10 @@ def _message(given: Any) -> Message:
 
 
 def _text(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
     try:
-        if all(part["type"] == "text" for part in content):
-            return "".join(part["text"] for part in content)
-    except (TypeError, KeyError):
-        pass
-    raise BadRequest("the content of a message must be a text, or a list of parts of type text")
+        return text_of(content)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
 
 
 def _call(given: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Configs as YAML: a file plus `key.sub=value` overrides, checked strictly; and back."""
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -14,7 +13,9 @@ from pydantic_core import ErrorDetails
 from megatron_grpo.config.config import Config, RewardFunction
 from megatron_grpo.config.data import KINDS_OF_PATH, WeightedPath
 from megatron_grpo.config.eval import EvalSet, section_of
+from megatron_grpo.config.overrides import apply_override
 from megatron_grpo.config.sources import Source
+from megatron_grpo.config.yaml_text import Loader, dump
 
 # Options of other libraries, chat templates and user code, which check the names themselves;
 # held-out sets have some of them, too.
@@ -134,29 +135,8 @@ OTHER_NAMES = {
 """The last part, or the last two, of keys of verl, TRL and Megatron-LM, and what they are here."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 with two fixes: `3e-5` is a number, and a key given twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = []
-        for key, _ in node.value:
-            if key.value in keys:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key.value!r} is given twice", key.start_mark
-                )
-            keys.append(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML config and apply overrides such as `optimizer.lr=1e-6` (values are YAML).
+    """Read a YAML config and apply overrides such as `optimizer.lr=1e-6`: see `overrides`.
 
     Relative paths in it are relative to the current directory. Raises ValueError, one line per
     mistake, for unknown keys (with what was meant), wrong types and conflicting sizes.
@@ -176,7 +156,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         needed = [name for name, field in Config.model_fields.items() if field.is_required()]
         raise ValueError(f"{path} {held}: a config needs the sections {', '.join(needed)}")
     for override in overrides:
-        _apply_override(table, override)
+        apply_override(table, override, Config)
     return parse_config(table)
 
 
@@ -213,7 +193,7 @@ def with_num_steps(config: Config, num_steps: int) -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML: `load_config` reads an equal config back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump(config.model_dump(mode="json"))
 
 
 def _instead_of(key: str, known: Sequence[str]) -> str:
@@ -252,34 +232,10 @@ def _likeness(parts: tuple[str, str], candidate: str) -> float:
 
 def _parse_yaml(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         advice = "\n(YAML is indented with spaces, not tabs)" if r"'\t'" in str(error) else ""
         raise ValueError(f"{source} is not valid YAML: {error}{advice}") from None
-
-
-def _apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one `key.sub=value` in the nested table, creating missing sections."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ValueError(f"override {override!r} is not of the form key.sub=value")
-    first, rest = _first_of(table, key)
-    while rest:
-        table = table.setdefault(first, {})
-        if not isinstance(table, dict):
-            raise ValueError(f"override {override!r}: {str(first)!r} is a value, not a section")
-        first, rest = _first_of(table, rest.removeprefix("."))
-    table[first] = _parse_yaml(text, f"override {override!r}")
-
-
-def _first_of(table: Mapping[Any, Any], key: str) -> tuple[Any, str]:
-    """The first part of a dotted key, as the table has it, and the rest, from the dot on.
-
-    It is a number for a held-out set called 2024, and has dots for a source called math.v2.
-    """
-    own = [each for each in table if f"{key}.".startswith(f"{each}.")]
-    first = max(own, key=lambda each: len(str(each)), default=key.partition(".")[0])
-    return first, key[len(str(first)) :]
 
 
 def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.data.images import ImageReader, PromptSources, images_of
+from megatron_grpo.data.messages import message_of_data
 from megatron_grpo.data.rows import Fault, Row
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def encode_rows(
     """
     chats = [chat_of(data, row) for row in rows]
     if not data.apply_chat_template:
-        return _map_valid(chats, lambda texts: _tokenize(data, tokenizer, texts))
+        return _encode(data, tokenizer, chats)
     if tokenizer.chat_template is None:
         raise ValueError(
             "the model's tokenizer has no chat template: set data.apply_chat_template=false to "
@@ -59,12 +60,21 @@ def encode_rows(
         )
     _check_variables(data, tokenizer)
     texts = _map_valid(chats, lambda messages: _render(data, tokenizer, messages))
-    encoded = _map_valid(texts, lambda texts: _tokenize(data, tokenizer, texts))
+    encoded = _encode(data, tokenizer, texts)
     if reader is None:
         return encoded
     return [
         _with_images(data, row, of_row, reader) for row, of_row in zip(rows, encoded, strict=True)
     ]
+
+
+def _encode(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[Any | Fault]
+) -> list[Encoded | Fault]:
+    """Tokens of texts; those with half of a surrogate pair, from whichever field, have none."""
+    invalid = Fault(f"{data.prompt_column!r} is not valid Unicode")
+    found = [text if isinstance(text, Fault) or _is_unicode(text) else invalid for text in texts]
+    return _map_valid(found, lambda valid: _tokenize(data, tokenizer, valid))
 
 
 def _with_images(
@@ -105,14 +115,11 @@ def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
         if column is not None and (fault := _check_column(column, row)):
             return fault
     prompt = row[data.prompt_column]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not _is_chat(messages):
-        kind = f"{data.prompt_column!r} is neither a text nor messages with role and content"
-        return Fault(kind, reprlib.repr(prompt))
+    messages = _messages(data.prompt_column, prompt)
+    if isinstance(messages, Fault):
+        return messages
     if not any(message["content"].strip() for message in messages):
         return Fault(f"{data.prompt_column!r} is empty")
-    if not all(_is_unicode(message["content"]) for message in messages):
-        return Fault(f"{data.prompt_column!r} is not valid Unicode")
     if messages[-1]["role"] == "assistant":
         return Fault(
             f"{data.prompt_column!r} ends with the assistant's own turn, which the model must "
@@ -122,12 +129,6 @@ def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
         if isinstance(prompt, str):
             return prompt
         return Fault("chat messages, which need data.apply_chat_template=true")
-    # Parquet tables add a field that one message has to all others, as null, and templates test
-    # whether a field is defined.
-    messages = [
-        {name: value for name, value in message.items() if value is not None}
-        for message in messages
-    ]
     messages = _with_image_parts(data, row, messages)
     if isinstance(messages, Fault):
         return messages
@@ -171,13 +172,21 @@ def _check_column(column: str, row: Row) -> Fault | None:
     return None
 
 
-def _is_chat(messages: Any) -> bool:
-    return isinstance(messages, list) and all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in messages
-    )
+def _messages(column: str, prompt: Any) -> list[dict[str, Any]] | Fault:
+    """A prompt as messages whose contents are texts."""
+    kind = f"{column!r} is neither a text nor messages with role and content"
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        return Fault(kind, reprlib.repr(prompt))
+    messages = []
+    for number, given in enumerate(prompt, start=1):
+        try:
+            messages.append(message_of_data(given))
+        except ValueError as error:
+            advice = "; data.image_column names the column of images" * ("image" in str(error))
+            return Fault(kind, f"message {number}, {reprlib.repr(given)}: {error}{advice}")
+    return messages
 
 
 def _is_unicode(text: str) -> bool:

@@ -16,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megatron_grpo.config.data import CONVERSION, FILE_SUFFIXES, DataConfig
+from megatron_grpo.data.messages import without_nulls
 
 Row = dict[str, Any]
 """One example: its columns by name."""
@@ -139,14 +140,26 @@ def read_rows(data: DataConfig, path: str, invalid: InvalidRows, first: int = 0)
     records, index = [], first
     for source, rows in _sources(data, path):
         for number, row in rows:
-            if isinstance(row, Fault):
-                invalid.add(index, f"{source} {number}", row)
+            found = row if isinstance(row, Fault) else _without_nulls(row, data.prompt_column)
+            if isinstance(found, Fault):
+                invalid.add(index, f"{source} {number}", found)
             else:
-                records.append(Record(index, source, number, row))
+                records.append(Record(index, source, number, found))
             index += 1
     if index == first:
         raise ValueError(f"data.path {path} has no rows")
     return records
+
+
+def _without_nulls(row: Row, prompt_column: str) -> Row | Fault:
+    """The row with the messages of its prompt as they are where tables fill nothing in."""
+    chat = row.get(prompt_column)
+    if not isinstance(chat, list):
+        return row
+    try:
+        return {**row, prompt_column: without_nulls(chat)}
+    except RecursionError:
+        return Fault(f"{prompt_column!r} is nested too deeply")
 
 
 def _sources(data: DataConfig, name: str) -> Iterator[tuple[str, Iterator[Numbered]]]:
@@ -232,13 +245,40 @@ def _read_parquet(file: Path) -> Iterator[Row | Fault]:
 
 def _rows(batch: pyarrow.RecordBatch) -> Iterator[Row | Fault]:
     try:
-        yield from batch.to_pylist()
+        rows = batch.to_pylist()
     except UnicodeDecodeError:
         if len(batch) == 1:
             yield Fault("not UTF-8")
             return
         for number in range(len(batch)):
             yield from _rows(batch.slice(number, 1))
+        return
+    in_json = [field for field in batch.schema if _has_json(field.type)]
+    if not in_json:
+        yield from rows
+        return
+    for row in rows:
+        try:
+            yield row | {each.name: _parsed(row[each.name], each.type) for each in in_json}
+        except (ValueError, RecursionError) as error:
+            yield Fault("not JSON", str(error))
+
+
+def _has_json(kind: pyarrow.DataType) -> bool:
+    """Whether a column is JSON as text, or holds some: `datasets` writes rows of JSON like that."""
+    is_json = isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json"
+    return is_json or any(_has_json(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _parsed(value: Any, kind: pyarrow.DataType) -> Any:
+    """A value of a table with what is JSON in it as values."""
+    if value is None or not _has_json(kind):
+        return value
+    if isinstance(value, str):
+        return json.loads(value)
+    if isinstance(value, dict):
+        return {name: _parsed(each, kind.field(name).type) for name, each in value.items()}
+    return [_parsed(each, kind.value_type) for each in value]
 
 
 def _load_from_hub(data: DataConfig, name: str) -> Iterator[Row]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.data.encoding import TEMPLATE_ERRORS, Encoded, encode_rows, render_chats
+from megatron_grpo.data.messages import text_of
 from megatron_grpo.data.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -152,4 +153,4 @@ def _appended(prompt: Any, observation: str) -> Any:
     if isinstance(prompt, str):
         return prompt + observation
     *others, last = prompt
-    return [*others, {**last, "content": last["content"] + observation}]
+    return [*others, {**last, "content": text_of(last.get("content")) + observation}]

@@ -8,9 +8,10 @@ from typing import get_args
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megatron_grpo.config.data import OWN_TEMPLATE_ARGUMENTS
+from megatron_grpo.config.data import OWN_TEMPLATE_ARGUMENTS, WeightedPath
 from megatron_grpo.config.file import OTHER_NAMES, dump_config, load_config
 from megatron_grpo.config.grpo import LossType
+from megatron_grpo.config.trackers import WandbConfig
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DEMO = CONFIGS / "demo_smollm2_135m.yaml"
@@ -66,6 +67,57 @@ def test_overrides_are_yaml_values_and_reach_nested_pass_through_tables():
         ("exact", 1.0),
         ("format", 0.5),
     ]
+
+
+def value(override: str) -> object:
+    """What the key of an override is in the demo's config."""
+    found: object = load_config(DEMO, [override])
+    for name in override.partition("=")[0].split("."):
+        found = found[name] if isinstance(found, dict) else getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("Give the number after ####", "# Task", "Answer: yes or no", "[INST] say", "- one"),
+        *("no", "010", "1e5", "2026-11-29", "trailing ", " leading", "a\n# b\tc", "a: b\nc: d"),
+        *("&x y", "*x", "!x y", "% y", "@x", "`x`", "{a}.b", "?", "---", "|", "'a' and 'b'", '"a'),
+        *("\x07", "a\r\n\u2028b", "\x85"),
+    ],
+)
+def test_a_key_of_a_text_takes_the_text_as_it_stands_and_its_dump_keeps_it(text, tmp_path):
+    for key in ("data.system_prompt", "data.split", "data.path", "wandb.name"):
+        assert value(f"{key}={text}") == text
+    assert value(f"train.run_dir={text}") == Path(text)
+    dumped = tmp_path / "config.yaml"
+    config = load_config(DEMO, [f"wandb.name={text}", f"train.run_dir={text}"])
+    dumped.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(dumped) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("data.system_prompt='null'", "null"),
+        ('data.system_prompt="a #b\\n"', "a #b\n"),
+        ("data.system_prompt='it''s'", "it's"),
+        ("data.system_prompt=", None),
+        ("data.system_prompt=~", None),
+        ("lora.target_modules=[no, 010]", ("no", "010")),
+        ("rollout.stop=[yes, 1.10, '#', =, \"\\n\"]", ("yes", "1.10", "#", "=", "\n")),
+        ("wandb={name: 010, tags: [2026-11-29]}", WandbConfig(name="010", tags=("2026-11-29",))),
+        ("data.path=[{path: 010, weight: 1}]", (WeightedPath(path="010", weight=1),)),
+        ("train.tensorboard=yes", True),
+        ("rollout.vllm.x=-1e3", -1000.0),
+        ("data.chat_template_kwargs.date=2026-11-29", "2026-11-29"),
+        ("rollout.vllm.x='010'", "010"),
+        ("rollout.vllm.x={no: 1, 010: 2, <<: 3}", {"no": 1, "010": 2, "<<": 3}),
+        ("rollout.vllm.x=|\n  a\n  b", "a\nb"),
+    ],
+)
+def test_quotes_null_lists_and_tables_are_yaml_with_texts_as_they_stand(override, meant):
+    assert value(override) == meant
 
 
 def test_defaults_that_follow_other_keys_are_resolved():
@@ -250,7 +302,8 @@ def test_the_names_of_other_trainers_stand_for_keys_that_are_there():
         ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "valid number"]),
         ("train.num_steps=0", ["train.num_steps", "0", "greater than 0"]),
         ("grpo.loss_type=ppo", ["grpo.loss_type", "'ppo'", "' or '".join(get_args(LossType)[-2:])]),
-        ("model.path=3", ["model.path", "3", "expected a path"]),
+        ("model.path=null", ["model.path", "None", "expected a path"]),
+        ("model.dtype=no", ["model.dtype", "'no'", "'bfloat16' or 'float32'"]),
         ("train=3", ["train", "3", "expected a table of keys"]),
         ("rollout.base_urls=http://x", ["rollout.base_urls", "expected a list"]),
         ("train.offload=weights", ["train.offload 'weights'", "or a list of gradients, optimizer"]),
@@ -268,6 +321,37 @@ def test_wrong_value_is_one_line_with_key_value_and_what_is_expected(override, p
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("rollout.stop=[a #b]", "drops the comment '#b]'"),
+        ("rollout.stop=####", "drops the comment '####'"),
+        ("wandb={name: run #3}", "drops the comment '#3}'"),
+        ("train.num_steps=3 # for now", "drops the comment '# for now'"),
+        ("rollout.vllm.x=fp8 # c", "drops the comment '# c'"),
+        ("rollout.vllm.x=| # c\n  a", "drops the comment '# c'"),
+        ("data.system_prompt='a' # c", "drops the comment '# c'"),
+        ("data.system_prompt='a\nb'", "joins the lines of"),
+        ("rollout.vllm.x=a\nb", "joins the lines of"),
+        ("rollout.stop=[&a b]", "takes '&a' for its own syntax"),
+        ("rollout.vllm.x=?", "takes '?' for its own syntax"),
+        ("train.seed=010", "reads 010 as 8: write 8 if that is meant"),
+        ("eval.k=[1, 0x10]", "reads 0x10 as 16"),
+        ("train.seed=1:30", "reads 1:30 as 90"),
+        ("rollout.vllm={a: [1_000]}", "reads 1_000 as 1000"),
+        ("environment.arguments.x=no", "reads no as false: write false if"),
+        ("rollout.stop=[a", "not valid YAML: expected ',' or ']'"),
+        ("rollout.vllm.x=\x07", "not valid YAML: unacceptable character #x0007"),
+        ("rollout.vllm.x={{a}}", "a table's keys are names"),
+        ("data.system_prompt=\udcff", "not in UTF-8"),
+    ],
+)
+def test_an_override_that_yaml_would_change_without_a_word_is_refused_in_one_line(override, told):
+    message = refusal(override)
+    assert message.startswith(f"override {override!r}") and told in message
+    assert "\n" not in message
 
 
 def test_a_password_in_an_address_is_refused_and_not_repeated():
@@ -325,7 +409,7 @@ REFUSED = [
         "train={run_dir: a, num_epochs: 1} + data.path=[{path: a, weight: 1}]",
         "the sets of data.path are passed over at different times",
     ),
-    ("data.path=3", "config key data.path = 3: input should be a valid string"),
+    ("data.path=null", "config key data.path = None: input should be a valid string"),
     ("data.path=[a.jsonl]", "config key data.path.0 = 'a.jsonl': expected a table of keys"),
     ("data.path=[]", "data.path is empty: name a file, a folder or a data set"),
     ("data.path=[{path: a.jsonl}]", "config key data.path.0.weight is missing"),

@@ -158,7 +158,7 @@ BAD_LINES = [
     (b'{"prompt": [{"role": "user"}], "answer": "1"}', "'prompt' is neither a text nor messages"),
     (
         b'{"prompt": [{"role": "user", "content": null}], "answer": "1"}',
-        "messages with role and content: [{'content': None, 'role': 'user'}]",
+        "messages with role and content: message 1, {'role': 'user'}: the content of a message may",
     ),
     (b'{"prompt": "\\ud800", "answer": "1"}', "'prompt' is not valid Unicode"),
     (b'{"prompt": "a", "answer": "\\udfff"}', "'answer' is not valid Unicode"),
@@ -251,19 +251,75 @@ def test_chats_that_the_template_refuses_are_listed(tmp_path, template, told):
     assert [prompt.row for prompt in skipped] == ROWS
 
 
-def test_fields_that_a_table_has_filled_with_null_do_not_reach_the_template(tmp_path):
+WRITES_CALLS = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if 'tool_calls' in message %}{{ message.tool_calls | tojson }}{% endif %}{% endfor %}"
+)
+
+
+def with_call(**arguments: object) -> dict[str, object]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    said_it = {"role": "tool", "content": "7"}
+    return {"prompt": [{"role": "user", "content": "a"}, said, said_it], "answer": "1"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "table of JSON"])
+def test_messages_have_the_fields_that_they_were_written_with_whatever_the_format(tmp_path, kind):
     tokenizer = character_tokenizer(250)
-    tokenizer.chat_template = ASKS_FOR_CALLS
-    said = {"role": "assistant", "content": "b", "tool_calls": [{"name": "f"}]}
-    chats = [
-        [{"role": "user", "content": "a"}, said, {"role": "user", "content": "c"}],
-        [{"role": "user", "content": "d"}],
+    rows = [
+        with_call(city="Bern"),
+        with_call(x=None, at=[{"p": 1}, {"q": {"r": 2}}, None]),
+        {"prompt": [{"role": "user", "content": "d"}], "answer": "1"},
     ]
-    table = pyarrow.Table.from_pylist([{"prompt": chat, "answer": "1"} for chat in chats])
-    assert table.to_pylist()[1]["prompt"][0]["tool_calls"] is None
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    prompts = load_prompts(config(tmp_path / "rows.parquet"), tokenizer, CONTEXT)
-    assert [prompt.text for prompt in prompts] == ["a1 callsbc", "d"]
+    tokenizer.chat_template = WRITES_CALLS
+    path = jsonl(tmp_path, rows)
+    if kind != "jsonl":
+        table = pyarrow.Table.from_pylist(rows)
+        filled = table.to_pylist()[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"]
+        assert filled == {"city": "Bern", "x": None, "at": None}
+        if kind == "table of JSON":  # as `datasets` has rows of JSON Lines
+            texts = [[json.dumps(message) for message in row["prompt"]] for row in rows]
+            chats = pyarrow.array(texts).cast(pyarrow.list_(pyarrow.json_(pyarrow.string())))
+            table = table.set_column(0, "prompt", chats)
+        path = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(table, path)
+    prompts = load_prompts(config(path), tokenizer, CONTEXT)
+    call = '[{"type": "function", "function": {"name": "f", "arguments": %s}}]'
+    assert [prompt.text for prompt in prompts] == [
+        "a" + call % '{"city": "Bern"}' + "7",
+        "a" + call % '{"at": [{"p": 1}, {"q": {"r": 2}}, null]}' + "7",
+        "d",
+    ]
+    assert prompts[2].row == rows[2], "environments and agents read rows, too"
+
+
+def test_contents_in_parts_are_texts_for_templates_rewards_and_agents(tmp_path):
+    parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
+    chat = [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
+    path = jsonl(tmp_path, [{"prompt": chat, "answer": "2"}])
+    [prompt] = load(config(path))
+    assert prompt.text == "<start>system\n1 + 1<eos>\n<start>user\n1 + 1<eos>\n<start>assistant\n"
+    assert prompt.messages == [{**message, "content": "1 + 1"} for message in chat]
+    picture = [{"type": "image_url", "image_url": {"url": "a.png"}}, *parts]
+    path = jsonl(tmp_path, [{"prompt": [{"role": "user", "content": picture}], "answer": "2"}])
+    assert "not a part of type image_url; data.image_column names the" in refusal(config(path))
+
+
+@pytest.mark.parametrize(
+    ("chat", "told"),
+    [
+        (with_call(city="\ud83d")["prompt"], "'prompt' is not valid Unicode"),
+        ([{"role": "user", "content": "a", "x": "DEEP"}], "'prompt' is nested too deeply"),
+    ],
+)
+def test_fields_of_messages_that_make_no_prompt_are_listed(tmp_path, chat, told):
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = WRITES_CALLS
+    path = jsonl(tmp_path, [*ROWS, {"prompt": chat, "answer": "1"}])
+    path.write_text(path.read_text().replace('"DEEP"', "[" * 3000 + "]" * 3000))
+    with pytest.raises(ValueError, match=f"line 6: {told}"):
+        load_prompts(config(path), tokenizer, CONTEXT)
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,9 @@ def test_pieces_with_other_tokens_than_the_whole_are_refused():
 
 def test_a_first_observation_is_the_end_of_the_last_message():
     turns = turns_of(CHAT_TEMPLATE)
-    for asked in ("ask", [{"role": "user", "content": "ask"}]):
+    parts = [{"type": "text", "text": "ask"}]
+    chats = ([{"role": "user", "content": content}] for content in ("ask", parts))
+    for asked in ("ask", *chats):
         prompt = turns.with_first_observation(
             Prompt(3, (4, 5), "x", {"prompt": asked, "answer": "1"}), " this"
         )

@@ -1,0 +1,86 @@
+"""Chat messages as people write them, of data and of agents: OpenAI's forms, and what tables do to
+them."""
+
+import json
+from typing import Any
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of the parts of a content that are text, and the field that has it."""
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: a text, null, or parts of text, which are put end to end.
+
+    Raises ValueError with the reason for any other content.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong_content(type(content).__name__)
+    return "".join(map(_text_of_part, content))
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise _wrong_content(f"a part of type {kind}")
+    if not isinstance(part.get(field), str):
+        raise _wrong_content(f"a part of type {kind} whose {field} is no text")
+    return str(part[field])
+
+
+def _wrong_content(what: str) -> ValueError:
+    return ValueError(
+        f"the content of a message must be a text, or a list of parts of type text, not {what}"
+    )
+
+
+def message_of_data(given: Any) -> dict[str, Any]:
+    """A message of a row as templates expect it: a text, with tables as the arguments of calls.
+
+    The content may be null or missing beside calls of tools. Other fields stay as they are. Raises
+    ValueError with the reason for what is no message.
+    """
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise ValueError("a message must be a table with a role")
+    content = given.get("content")
+    if content is None and not given.get("tool_calls"):
+        raise ValueError("the content of a message may be null beside tool_calls only")
+    message = {**given, "content": text_of(content)}
+    if isinstance(calls := given.get("tool_calls"), list):
+        message["tool_calls"] = [_with_table(call) for call in calls]
+    return message
+
+
+def _with_table(call: Any) -> Any:
+    """A call with arguments that OpenAI has as JSON text, which templates would quote again.
+
+    Text that is no table in JSON stays: a model may have called a tool like that.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(text, str):
+        return call
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def without_nulls(value: Any) -> Any:
+    """The messages of a row without null fields, at every level.
+
+    A table gives each of its structs the fields of all others, as null, down to the arguments of
+    calls, and templates test whether a field is there. Nulls in lists stay: tables add none.
+    """
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
