@@ -54,6 +54,8 @@ def test_every_token_attends_to_the_best_of_its_sequence_up_to_itself(size):
         own = context_indices(CU_SEQLENS, rank, size)
         found = choose_tokens(query[own], key, weights[own], Queries.of(own, CU_SEQLENS), TOPK)
         assert [set(row) for row in found.tolist()] == [expected[t] for t in own.tolist()]
+        for row, t in zip(found.tolist(), own.tolist(), strict=True):
+            assert row[len(expected[t]) :] == [t] * (TOPK - len(expected[t]))  # sees no more
 
 
 def test_outputs_and_gradients_are_those_of_a_softmax_over_the_chosen():
