@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import Offload, Part, parts_away
 from megatron_grpo.config.reward import RewardFunction, served_here
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.config.vision import mrope_axes
 from megatron_grpo.engines.arguments import PLANNED
-from megatron_grpo.planning.activations import uses_transformer_engine
-from megatron_grpo.planning.advice import legal, overrides, with_megatron
+from megatron_grpo.planning.advice import flash_lines, legal, overrides
 from megatron_grpo.planning.card import card_named
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.host import choice_lines, host_lines, too_little_host_memory
@@ -44,12 +41,7 @@ from megatron_grpo.planning.workload import (
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
 NOT_COUNTED = "microbatches, operations, times and traffic are those of a run without"
-NEEDS_FLASH = (
-    "Transformer Engine needs flash-attn on {gpu}, where cuDNN has no attention over packed "
-    "sequences"
-)
 OFFLOADS: tuple[Offload, ...] = ("all", "optimizer")
-LOCAL = {"transformer_impl": "local"}
 
 
 def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
@@ -60,7 +52,7 @@ def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
     lines = [
         f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
         f"{_engines(cfg, plan)}",
-        *_flash_line(job, gpu),
+        *flash_lines(job, gpu),
         "",
         *_memory_rows(cfg, plan),
         *(["", *of_host] if of_host else []),
@@ -71,26 +63,6 @@ def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
         *(["", *_asynchrony_rows(cfg, plan.loop)] if plan.loop else []),
     ]
     return "\n".join(lines)
-
-
-def _flash_line(job: Job, gpu: str) -> list[str]:
-    """That a package is needed, and what to set to do without, if that is legal."""
-    if card_named(gpu).packs_sequences or _has_own_attention(job.cfg, job.shape):
-        return []
-    local = legal(job, with_megatron(job.cfg, **LOCAL))
-    instead = "; or set model.megatron.transformer_impl=local" if local else ""
-    return [NEEDS_FLASH.format(gpu=gpu) + instead]
-
-
-def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
-    """Whether attention is not Transformer Engine's: see `fused_layer_spec`."""
-    return (
-        not uses_transformer_engine(cfg)
-        or cfg.grpo.shared_prompts
-        or bool(mrope_axes(cfg))
-        or shape.has_sinks
-        or (cfg.dims.context > 1 and shape.window is not None)
-    )
 
 
 def _engines(cfg: Config, plan: JobPlan) -> str:
