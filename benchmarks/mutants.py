@@ -1,11 +1,11 @@
-"""How many faults of one operator in the mathematics the tests of that module alone find.
+"""How many faults of one operator the tests of a module alone find, in modules of pure functions.
 
-    make mutants [ARGS="--number 120 --seed 0"]
+    make mutants [ARGS="--number 120 --seed 0 --modules parallel/tiles.py megatron_grpo/..."]
 
-Operators of comparison, arithmetic and logic are exchanged one at a time, in a copy of the
-checkout: so many of them, drawn with the seed. A mutant is killed if the tests of its module fail,
-or take four times as long as without it. Prints the survivors: each is a hole in the tests, or
-changes nothing that anybody can see.
+Operators of comparison, arithmetic and logic, and the indices 0 and 1, are exchanged one at a time,
+in a copy of the checkout: at most so many of them, drawn with the seed. A mutant is killed if the
+tests of its module fail, or take four times as long as without it. Prints the survivors: each is a
+hole in the tests, or changes nothing that anybody can see.
 
 The tests run in processes forked from this one, which has imported the libraries: that alone takes
 longer than most of these tests.
@@ -36,6 +36,9 @@ TESTS = {
     "megatron_grpo/algorithm/loss.py": ["megatron_grpo/algorithm/test_loss.py"],
     "megatron_grpo/algorithm/mismatch.py": ["megatron_grpo/algorithm/test_mismatch.py"],
     "megatron_grpo/algorithm/objectives.py": ["megatron_grpo/algorithm/test_loss.py"],
+    "megatron_grpo/batch/branches.py": ["megatron_grpo/batch/test_branches.py"],
+    "megatron_grpo/engines/cuts.py": ["megatron_grpo/engines/test_cuts.py"],
+    "megatron_grpo/rollout/group_queue.py": ["megatron_grpo/rollout/test_group_queue.py"],
     "parallel/alignment.py": ["parallel/test_packing.py", "parallel/test_shared_prefix.py"],
     "parallel/context.py": ["parallel/test_context.py"],
     "parallel/layout.py": ["parallel/test_layout.py"],
@@ -46,9 +49,10 @@ TESTS = {
     "parallel/reshard.py": ["parallel/test_reshard.py"],
     "parallel/sequences.py": ["parallel/test_sequences.py"],
     "parallel/shared_prefix.py": ["parallel/test_shared_prefix.py"],
+    "parallel/sparse_attention.py": ["parallel/test_sparse_attention.py"],
     "parallel/tiles.py": ["parallel/test_tiles.py"],
 }
-"""Modules of mathematics, and their tests below tests/."""
+"""Modules of pure functions, and their tests below tests/."""
 EXCHANGED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -56,6 +60,10 @@ EXCHANGED: dict[type[ast.AST], type[ast.AST]] = {
     ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
     ast.Mult: ast.Div,
@@ -67,6 +75,7 @@ EXCHANGED: dict[type[ast.AST], type[ast.AST]] = {
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
+EXCHANGED_INDICES = {0: 1, 1: 0}
 SLOWER = 4
 LIBRARIES = ["hypothesis", "megatron.core", "torch", "transformers"]
 """Imported once, for the processes of all tests."""
@@ -74,7 +83,7 @@ LIBRARIES = ["hypothesis", "megatron.core", "torch", "transformers"]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One operator of a module exchanged."""
+    """One operator or index of a module exchanged."""
 
     module: str
     line: int
@@ -91,17 +100,18 @@ def main() -> None:
     )
     parser.add_argument("--number", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--modules", nargs="+", choices=TESTS, default=[*TESTS], metavar="FILE")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in LIBRARIES:
         importlib.import_module(name)
-    chosen = random.Random(options.seed).sample(
-        [mutant for module in TESTS for mutant in mutants_of(module)], options.number
-    )
+    mutants = [mutant for module in options.modules for mutant in mutants_of(module)]
+    number = min(options.number, len(mutants))
+    chosen = random.Random(options.seed).sample(mutants, number)
     chosen.sort(key=lambda mutant: (mutant.module, mutant.line))
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of_checkout(Path(folder))
-        limits = {module: SLOWER * unchanged_seconds(copy, module) for module in TESTS}
+        limits = {module: SLOWER * unchanged_seconds(copy, module) for module in options.modules}
         alive = 0
         for number, mutant in enumerate(chosen, 1):
             print(f"\r{number}/{len(chosen)}", end="", file=sys.stderr, flush=True)
@@ -113,7 +123,7 @@ def main() -> None:
 
 
 def mutants_of(module: str) -> Iterator[Mutant]:
-    """Each operator of the module exchanged, but for those in annotations."""
+    """Each operator and index of the module exchanged, but for those in annotations."""
     text = (ROOT / module).read_text()
     for number, place in enumerate(operators(ast.parse(text))):
         tree = ast.parse(text)
@@ -121,13 +131,17 @@ def mutants_of(module: str) -> Iterator[Mutant]:
         before = ast.unparse(node)
         if isinstance(node, ast.Compare):
             node.ops[index] = exchange(node.ops[index])
+        elif isinstance(node, ast.Subscript):
+            assert isinstance(node.slice, ast.Constant)
+            node.slice.value = EXCHANGED_INDICES[node.slice.value]
         else:
             node.op = exchange(node.op)
         yield Mutant(module, place[0].lineno, before, ast.unparse(node), ast.unparse(tree))
 
 
 def operators(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.AugAssign, int]]:
-    """The nodes with an operator that can be exchanged, and which of a comparison's it is."""
+    """The nodes with an operator or index that can be exchanged, and which of a comparison's it
+    is."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns"):
             continue
@@ -138,8 +152,16 @@ def operators(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.AugAssign, int]]:
         for index, op in enumerate(tree.ops):
             if type(op) in EXCHANGED:
                 yield tree, index
-    elif isinstance(tree, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(tree.op) in EXCHANGED:
+    elif isinstance(tree, ast.BinOp | ast.BoolOp | ast.AugAssign):
+        if type(tree.op) in EXCHANGED:
+            yield tree, 0
+    elif isinstance(tree, ast.Subscript) and is_exchanged(tree.slice):
         yield tree, 0
+
+
+def is_exchanged(index: ast.expr) -> bool:
+    """Whether it is one of EXCHANGED_INDICES."""
+    return isinstance(index, ast.Constant) and index.value in EXCHANGED_INDICES
 
 
 def exchange(operator: ast.AST) -> ast.AST:

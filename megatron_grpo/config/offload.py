@@ -85,11 +85,15 @@ def parts_away(offload: Offload, phase: Phase) -> tuple[Part, ...]:
     return tuple(part for part in parts_moved(offload) if part not in _USED[phase])
 
 
-def smaller(offload: Offload) -> str:
+FEWER = "fewer parts"
+"""Stands for a shorter list in place of a value of `train.offload`."""
+
+
+def smaller(offload: Offload) -> list[str]:
     """Values of `train.offload` that take less host memory than one that takes some."""
     if offload == "all":
-        return "optimizer or none"
-    return "fewer parts or none" if len(parts_copied(offload)) > 1 else "none"
+        return ["optimizer", "none"]
+    return [FEWER, "none"] if len(parts_copied(offload)) > 1 else ["none"]
 
 
 def check_offload(run: "Config") -> None:

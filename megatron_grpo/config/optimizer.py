@@ -58,7 +58,8 @@ class OptimizerConfig(Section):
     """Root mean square of Muon's updates of a matrix of full rank; 0.2 is about that of AdamW's, so
     that `lr` suits both (Moonlight, arXiv 2502.16982)."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of tensors with two or more dimensions, embedding, head and adapters
+    included; those of one dimension, such as norms and biases, have none."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum global norm of the gradients; larger ones are scaled down to it."""
     grad_reduce_in_fp32: bool = True

@@ -1,19 +1,18 @@
 """`megatron-grpo plan`: a plan, or suggestions, printed for people or for scripts."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.offload import Part, parts_away
+from megatron_grpo.config.offload import Offload, Part, parts_away
 from megatron_grpo.config.reward import RewardFunction, served_here
 from megatron_grpo.config.trained_shape import trained_shape
-from megatron_grpo.config.vision import mrope_axes
 from megatron_grpo.engines.arguments import PLANNED
-from megatron_grpo.planning.activations import uses_transformer_engine
+from megatron_grpo.planning.advice import flash_lines, legal, overrides
 from megatron_grpo.planning.card import card_named
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.host import choice_lines, host_lines, too_little_host_memory
@@ -42,21 +41,18 @@ from megatron_grpo.planning.workload import (
 SHOWN_STAGES = 4
 SHOWN_SUGGESTIONS = 8
 NOT_COUNTED = "microbatches, operations, times and traffic are those of a run without"
-NEEDS_FLASH = (
-    "Transformer Engine needs flash-attn on {gpu}, where cuDNN has no attention over packed "
-    "sequences; or set model.megatron.transformer_impl=local"
-)
+OFFLOADS: tuple[Offload, ...] = ("all", "optimizer")
 
 
-def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
+def job_table(job: Job, gpu: str, plan: JobPlan) -> str:
     """The memory of every kind of stage, the work of a step, and the traffic over each link."""
+    cfg, shape = job.cfg, job.shape
     of_host = host_lines(cfg, plan.host, plan.fullest, card_named(gpu))
     of_host += choice_lines(cfg, shape, plan.work.lengths, plan.engine)
-    needs_flash = not (card_named(gpu).packs_sequences or _has_own_attention(cfg, shape))
     lines = [
         f"{shape.family} in {cfg.model.dtype} on {plan.num_gpus} {gpu}: trainer {cfg.dims}; "
         f"{_engines(cfg, plan)}",
-        *([NEEDS_FLASH.format(gpu=gpu)] if needs_flash else []),
+        *flash_lines(job, gpu),
         "",
         *_memory_rows(cfg, plan),
         *(["", *of_host] if of_host else []),
@@ -67,17 +63,6 @@ def job_table(cfg: Config, shape: ModelShape, gpu: str, plan: JobPlan) -> str:
         *(["", *_asynchrony_rows(cfg, plan.loop)] if plan.loop else []),
     ]
     return "\n".join(lines)
-
-
-def _has_own_attention(cfg: Config, shape: ModelShape) -> bool:
-    """Whether attention is not Transformer Engine's: see `fused_layer_spec`."""
-    return (
-        not uses_transformer_engine(cfg)
-        or cfg.grpo.shared_prompts
-        or bool(mrope_axes(cfg))
-        or shape.has_sinks
-        or (cfg.dims.context > 1 and shape.window is not None)
-    )
 
 
 def _engines(cfg: Config, plan: JobPlan) -> str:
@@ -111,8 +96,7 @@ def suggestion_table(suggestions: Sequence[Suggestion], num_gpus: int, gpu: str)
             *(f"{key}: {NOT_COUNTED}" for key in not_counted(suggestions[0].cfg)),
             "",
             "to use the first, add these after the config's name:",
-            *(f"  {word} \\" for word in suggestions[0].overrides[:-1]),
-            f"  {suggestions[0].overrides[-1]}",
+            " \\\n".join(f"  {shlex.quote(word)}" for word in suggestions[0].overrides),
         ]
     )
 
@@ -323,7 +307,7 @@ def print_plan(
     """Print what `cfg` needs; ValueError, naming a layout that fits, if memory is too small."""
     job = _job(cfg, gpu, num_gpus, lengths_file)
     plan = plan_job(job)
-    table = json.dumps(plan.as_json()) if as_json else job_table(cfg, job.shape, gpu, plan)
+    table = json.dumps(plan.as_json()) if as_json else job_table(job, gpu, plan)
     print(table, flush=True)
     if not plan.fits:
         raise ValueError(_too_large(replace(job, num_gpus=plan.num_gpus), plan))
@@ -382,15 +366,29 @@ def _less_work(job: Job) -> str:
 
 def _too_large(job: Job, plan: JobPlan) -> str:
     if plan.host and not plan.host.fits:
-        return too_little_host_memory(job.cfg, plan.host)
+        return too_little_host_memory(job, plan.host)
     stage = plan.fullest
     text = (
         f"a GPU of stage {stage.stage} needs {stage.total / 1e9:.1f} GB in phase {stage.worst}, "
         f"but may use {plan.memory_limit / 1e9:.1f}"
     )
-    freed = part_bytes(stage.state, parts_away("all", stage.worst)) - stage.away[stage.worst]
-    if freed and not job.cfg.lora.r:  # with which it does not go
-        text += f", and train.offload=all would free {freed / 1e9:.1f}"
+    if offloads := _offloads(job, plan):
+        words, freed = offloads
+        text += f", and {words} would free {freed / 1e9:.1f}"
     for each in suggest(job)[:1]:
-        return f"{text}; the fastest layout that fits: {' '.join(each.overrides)}"
+        return f"{text}; the fastest layout that fits: {shlex.join(each.overrides)}"
     return f"{text}; no layout fits on {plan.num_gpus}: use more GPUs, or {_less_work(job)}"
+
+
+def _offloads(job: Job, plan: JobPlan) -> tuple[str, int] | None:
+    """What takes most of the state off the fullest GPU, and how many bytes; None if nothing
+    does that is legal and fits the hosts."""
+    stage = plan.fullest
+    for offload in OFFLOADS:
+        freed = part_bytes(stage.state, parts_away(offload, stage.worst)) - stage.away[stage.worst]
+        changes = {"train": {"offload": offload}}
+        if freed <= 0 or (other := legal(job, changes)) is None:
+            continue
+        if (host := plan_job(other).host) is None or host.fits:
+            return " ".join(overrides(changes)), freed
+    return None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.offload import (
+    FEWER,
     NOT_COPIED,
     Part,
     Phase,
@@ -20,6 +21,7 @@ from megatron_grpo.config.offload import (
     words,
 )
 from megatron_grpo.planning.activations import offloaded_bytes
+from megatron_grpo.planning.advice import legal
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes
 from megatron_grpo.planning.memory import RESERVE, StageMemory, shared_models
@@ -210,21 +212,38 @@ def _phase_row(cfg: Config, stage: StageMemory, phase: Phase) -> str:
     return f"  {phase:<18}{stage.total_in(phase) / 1e9:>7.1f}  {'; '.join(places)}".rstrip()
 
 
-def too_little_host_memory(cfg: Config, host: HostUse) -> str:
+def too_little_host_memory(job: Job, host: HostUse) -> str:
     """Why a plan does not fit its hosts, and what to do."""
+    cfg, instead = job.cfg, []
     if host.activations > host.page_locked + host.asleep:
         what = "model.megatron.fine_grained_activation_offloading"
-        instead = "model.megatron.offload_modules to fewer of them"
+        instead = ["model.megatron.offload_modules to fewer of them"]
     elif host.reward_models > host.page_locked + host.asleep:
         what = "a reward model that sleeps"
-        instead = "share_gpus to false, for GPUs of its own"
+        instead = ["share_gpus to false, for GPUs of its own"]
     elif host.asleep:
         what = "rollout.enable_sleep_mode true, where lora.sync adapter leaves weights to engines"
-        instead = "lora.sync to merged, whose pushes bring the weights"
+        if legal(job, {"lora": {"sync": "merged"}}):
+            instead = ["lora.sync to merged, whose pushes bring the weights"]
     else:
         what = f"train.offload {words(cfg.train.offload)}"
-        instead = f"train.offload to {smaller(cfg.train.offload)}"
+        instead = _less_offload(job)
+    ways = [*(f"set {each}" for each in instead), "use more nodes"]
     return (
         f"a node needs {host.total / 1e9:.1f} GB of host memory with {what}, but may use "
-        f"{host.limit / 1e9:.1f}: set {instead}, or use more nodes"
+        f"{host.limit / 1e9:.1f}: {', or '.join(ways)}"
     )
+
+
+def _less_offload(job: Job) -> list[str]:
+    """Values of `train.offload` that take less host memory; communicators leave with weights
+    alone."""
+    offload = job.cfg.train.offload
+    stay = {"offload_communicators": False} if job.cfg.train.offload_communicators else {}
+    found = [
+        value
+        for value in smaller(offload)
+        if value == FEWER or legal(job, {"train": {"offload": value, **stay}})
+    ]
+    beside = " and train.offload_communicators to false" if stay else ""
+    return [f"train.offload to {' or '.join(found)}{beside}"]

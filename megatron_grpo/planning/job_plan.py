@@ -5,19 +5,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from checkpoint_convert import check_divisible
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.grpo import check_shared_prompts
-from megatron_grpo.config.megatron_fields import DEEPEP_RANKS, check_fp8_model
+from megatron_grpo.config.megatron_fields import DEEPEP_RANKS
 from megatron_grpo.config.reward import count_gpus, served_here
-from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.drafters import check_drafts
-from megatron_grpo.engines.kernels import check_served
+from megatron_grpo.config.section import as_yaml
 from megatron_grpo.launch.placement import check_engine_size, check_shared, place
 from megatron_grpo.planning.activations import uses_transformer_engine
+from megatron_grpo.planning.advice import Changes, check_job, legal, overrides, with_megatron
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
-from megatron_grpo.planning.fp8 import check_fp8_card, fp8_weight_bytes, has_fp8, without_fp8
+from megatron_grpo.planning.fp8 import fp8_weight_bytes, has_fp8, without_fp8
 from megatron_grpo.planning.host import HostUse, host_use
 from megatron_grpo.planning.memory import (
     StageMemory,
@@ -31,7 +28,6 @@ from megatron_grpo.planning.state import StateBytes, stage_states
 from megatron_grpo.planning.step_time import StepTime, step_time
 from megatron_grpo.planning.traffic import LinkUse, push_link
 from megatron_grpo.planning.workload import Job, Workload, workload
-from megatron_grpo.policy.lora_targets import check_lora
 from parallel.alignment import round_up
 
 FLEX_CAPABILITY = (9, 0)
@@ -148,13 +144,7 @@ def plan_job(job: Job) -> JobPlan:
     """Plan a job; raises ValueError, with a legal value, for anything that cannot be split, placed,
     packed or loaded."""
     cfg, shape, card = job.cfg, job.shape, job.card
-    check_divisible(shape, cfg.dims)
-    check_lora(cfg.lora, shape, cfg.dims.tensor)
-    check_shared_prompts(cfg.grpo, shape)
-    check_served(cfg.rollout, shape)
-    check_drafts(cfg, shape)
-    check_fp8_card(cfg, card)
-    check_fp8_model(cfg.model.megatron, shape, cfg.dims)
+    check_job(job)
     engine = engine_bytes(cfg, shape, card)
     num_gpus = job.num_gpus or min_gpus(cfg, card, engine)
     if is_shared := shares_gpus(cfg, card, num_gpus):
@@ -203,11 +193,10 @@ def _fp8_change(
 
 
 def _shared_prompts(job: Job, states: Sequence[StateBytes]) -> dict[bool, PromptSharing]:
-    cfg, steps = job.cfg, {}
-    is_possible = cfg.data.max_prompt_length is not None and job.shape.indexer is None
-    for is_on in [False, True] if is_possible else [False]:
-        grpo = cfg.grpo.model_copy(update={"shared_prompts": is_on})
-        other = replace(job, cfg=cfg.model_copy(update={"grpo": grpo}))
+    steps = {}
+    for is_on in [False, True] if job.cfg.data.max_prompt_length is not None else [False]:
+        if (other := legal(job, {"grpo": {"shared_prompts": is_on}})) is None:
+            continue
         work = workload(other.cfg, job.shape, job.lengths)
         time = step_time(other, states, work)
         steps[is_on] = PromptSharing(filled_tokens=work.filled, estimate_seconds=time.estimate)
@@ -218,35 +207,24 @@ def _overlaps(
     job: Job, states: Sequence[StateBytes], work: Workload, time: StepTime
 ) -> dict[str, float]:
     others = {
-        way: step_time(replace(job, cfg=job.cfg.model_copy(update=changed)), states, work)
-        for way, changed in _ways(job.cfg, job.card).items()
+        way: step_time(other, states, work).estimate
+        for way, changes in _ways(job.cfg, job.card).items()
+        if (other := legal(job, changes)) is not None
     }
-    return {
-        way: gain for way, other in others.items() if (gain := time.estimate - other.estimate) > 0
-    }
+    return {way: gain for way, other in others.items() if (gain := time.estimate - other) > 0}
 
 
-def _ways(cfg: Config, card: GpuSpec) -> dict[str, dict[str, Any]]:
-    """Settings that are legal for `cfg`, and the sections with them."""
-    switches = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    ways: dict[str, dict[str, Any]] = {}
-    if not cfg.lora.r:  # with which these do not go
-        ways["parallel.overlap_grad_reduce=true parallel.overlap_param_gather=true"] = {
-            "parallel": cfg.parallel.model_copy(update=switches)
-        }
-        ways["model.megatron.moe_shared_expert_overlap=true"] = {
-            "model": _with_field(cfg, moe_shared_expert_overlap=True)
-        }
+def _ways(cfg: Config, card: GpuSpec) -> dict[str, Changes]:
+    """What may hide traffic, by the words that say so."""
+    switches: Changes = {"parallel": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
+    ways = {" ".join(overrides(switches)): switches}
+    fields: dict[str, object] = {"moe_shared_expert_overlap": True}
     can_flex = cfg.dims.expert * cfg.dims.expert_tensor in DEEPEP_RANKS
     if can_flex and uses_transformer_engine(cfg) and card.capability >= FLEX_CAPABILITY:
-        ways["model.megatron.moe_token_dispatcher_type=flex"] = {
-            "model": _with_field(cfg, moe_token_dispatcher_type="flex")
-        }
+        fields["moe_token_dispatcher_type"] = "flex"
+    for name, value in fields.items():
+        ways[f"model.megatron.{name}={as_yaml(value)}"] = with_megatron(cfg, **{name: value})
     return ways
-
-
-def _with_field(cfg: Config, **field: object) -> ModelConfig:
-    return cfg.model.model_copy(update={"megatron": cfg.model.megatron | field})
 
 
 def not_counted(cfg: Config) -> list[str]:

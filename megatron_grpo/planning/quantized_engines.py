@@ -4,16 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import engine_sizes
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.kernels import WITH_FP8, check_towers_served
 from megatron_grpo.engines.layouts import engine_dims
 from megatron_grpo.launch.placement import check_engine_size
-from megatron_grpo.planning.card import GpuSpec
+from megatron_grpo.planning.advice import Changes, legal, overrides
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.job_plan import shares_gpus
 from megatron_grpo.planning.rollout_time import rollout_time
@@ -57,7 +55,7 @@ def engine_options(suggestion: Suggestion, job: Job) -> list[EngineOption]:
         return []
     is_shared = shares_gpus(cfg, card, job.num_gpus)
     found = [_option(suggestion, [], plain, job)]
-    for other, words in _quantized(cfg, shape, card, is_shared=is_shared):
+    for other, words in _quantized(replace(job, cfg=cfg), is_shared=is_shared):
         engine = engine_bytes(other, shape, card)
         assert engine is not None, "engines are as before, but for their weights"
         is_larger = is_shared and engine.total > plain.total
@@ -68,10 +66,10 @@ def engine_options(suggestion: Suggestion, job: Job) -> list[EngineOption]:
     return found if found[1:] else []
 
 
-def _quantized(
-    cfg: Config, shape: ModelShape, card: GpuSpec, *, is_shared: bool
-) -> Iterator[tuple[Config, list[str]]]:
-    """For each size of engines, `cfg` with those that are legal, and the overrides that say so."""
+def _quantized(job: Job, *, is_shared: bool) -> Iterator[tuple[Config, list[str]]]:
+    """For each size of engines, the config with those that are legal, and the overrides that say
+    so."""
+    cfg, shape, card = job.cfg, job.shape, job.card
     size = cfg.rollout.tensor_parallel_size
     corrections = {} if cfg.grpo.corrects_rollouts else CORRECTION
     for tensor in reversed(engine_sizes(shape, engine_dims(cfg.rollout))):
@@ -82,27 +80,24 @@ def _quantized(
             fields["num_engines"] = cfg.num_engines * (size // tensor)
         for scheme in SCHEMES if card.capability >= WITH_FP8 else ("int8",):
             sections = {"rollout": {"quantization": scheme, **fields}, "grpo": corrections}
-            if (other := _legal(cfg, sections, shape, card)) is not None:
-                words = (f"{s}.{k}={v}" for s, each in sections.items() for k, v in each.items())
-                yield other, [*words]
+            if (other := _legal(job, sections)) is not None:
+                yield other, overrides(sections)
                 break
 
 
-def _legal(
-    cfg: Config, sections: dict[str, dict[str, Any]], shape: ModelShape, card: GpuSpec
-) -> Config | None:
-    """`cfg` with these fields of its sections; None if a run would be refused."""
+def _legal(job: Job, changes: Changes) -> Config | None:
+    """The config with these fields; None if a run would be refused."""
+    if (other := legal(job, changes)) is None:
+        return None
+    cfg = other.cfg
     try:
-        rollout = RolloutConfig.model_validate(cfg.rollout.model_dump() | sections["rollout"])
-        grpo = cfg.grpo.model_copy(update=sections["grpo"])
-        other = Config.model_validate(dict(cfg) | {"rollout": rollout, "grpo": grpo})
-        check_towers_served(cfg.model, rollout)
-        trained_shape(other)
-        check_engine_size(rollout, card.per_node)
-        engine_bytes(other, shape, card)
+        check_towers_served(cfg.model, cfg.rollout)
+        trained_shape(cfg)
+        check_engine_size(cfg.rollout, job.card.per_node)
+        engine_bytes(cfg, job.shape, job.card)
     except ValueError:  # another size or scheme may be legal
         return None
-    return other
+    return cfg
 
 
 def _option(

@@ -15,6 +15,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.megatron_fields import check_fp8_model
 from megatron_grpo.config.train import ParallelConfig
 from megatron_grpo.launch.placement import check_shared
+from megatron_grpo.planning.advice import legal
 from megatron_grpo.planning.card import GpuSpec
 from megatron_grpo.planning.engine_memory import EngineBytes, engine_bytes
 from megatron_grpo.planning.fp8 import check_fp8_card
@@ -58,19 +59,28 @@ class Suggestion:
         return "recompute_granularity" in self.cfg.model.megatron
 
     @property
+    def changes(self) -> dict[str, dict[str, Any]]:
+        """What to change in the config."""
+        given = self.cfg.parallel.model_dump(exclude_unset=True)
+        rollout: dict[str, Any] = {"num_engines": n} if (n := self.cfg.num_engines) else {}
+        if "base_urls" in self.cfg.rollout.model_fields_set and not self.cfg.rollout.base_urls:
+            rollout["base_urls"] = []
+        model = {"megatron": self.cfg.model.megatron}
+        return {"parallel": given, "rollout": rollout, "model": model}
+
+    @property
     def overrides(self) -> list[str]:
         """What to write after the config's name on the command line."""
-        given = self.cfg.parallel.model_dump(exclude_unset=True)
         return [
-            *(f"parallel.{name}={_as_yaml(value)}" for name, value in given.items()),
-            *([f"rollout.num_engines={n}"] if (n := self.cfg.num_engines) else []),
-            f"'model.megatron={_as_yaml(self.cfg.model.megatron)}'",
+            f"{section}.{name}={_as_yaml(value)}"
+            for section, fields in self.changes.items()
+            for name, value in fields.items()
         ]
 
     def as_json(self) -> dict[str, object]:
         """The suggestion for scripts."""
         return {
-            "overrides": [word.strip("'") for word in self.overrides],
+            "overrides": self.overrides,
             "memory": self.memory.as_json(),
             "step": asdict(self.time) | {"estimate_seconds": self.time.estimate},
             "not_counted": not_counted(self.cfg),
@@ -153,9 +163,7 @@ def _splits(job: Job) -> list[tuple[Config, int]]:
     }
     found = []
     for num_ranks in sorted(engines):
-        update = {"num_engines": engines[num_ranks], "base_urls": ()}
-        rollout = cfg.rollout.model_copy(update=update)
-        split = cfg.model_copy(update={"rollout": rollout})
+        split = _with_num_engines(cfg, engines[num_ranks])
         if not shares_gpus(_on_ranks(split, num_ranks), card, num_gpus):
             found.append((split, num_ranks))
     return found
@@ -182,7 +190,9 @@ def _on_ranks_of(job: Job, num_ranks: int, colocated: EngineBytes | None) -> lis
                 found += _fitting(replace(job, cfg=candidate), states[key], colocated)
         except ValueError:  # this layout cannot split the model, or aligns too much; another may
             continue
-    return sorted(found, key=lambda each: each.time.estimate)
+    return sorted(
+        (each for each in found if legal(job, each.changes)), key=lambda each: each.time.estimate
+    )
 
 
 def _fitting_states(cfg: Config, shape: ModelShape, card: GpuSpec) -> list[StateBytes]:
@@ -201,8 +211,7 @@ def _with_engines(job: Job, engine: EngineBytes | None) -> tuple[Config, int]:
     size = cfg.rollout.gpus_per_engine
     engines = cfg.num_engines * size
     if cfg.dims.world_size + engines > min_gpus(cfg, card, engine):  # they share
-        update = {"num_engines": max(1, _most_engines(num_gpus, size, card)), "base_urls": ()}
-        cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=update)})
+        cfg = _with_num_engines(cfg, max(1, _most_engines(num_gpus, size, card)))
         return cfg, _whole_nodes(num_gpus, card)
     if engines >= num_gpus:
         raise ValueError(
@@ -210,6 +219,13 @@ def _with_engines(job: Job, engine: EngineBytes | None) -> tuple[Config, int]:
             f"trainer: use --gpus {engines + 1} or more, or a smaller rollout.num_engines"
         )
     return cfg, _whole_nodes(num_gpus - engines, card)
+
+
+def _with_num_engines(cfg: Config, number: int) -> Config:
+    """`cfg` with so many engines, which the run starts."""
+    started: dict[str, Any] = {"base_urls": ()} if cfg.rollout.base_urls else {}
+    rollout = cfg.rollout.model_copy(update={"num_engines": number} | started)
+    return cfg.model_copy(update={"rollout": rollout})
 
 
 def _most_engines(num_gpus: int, size: int, card: GpuSpec) -> int:

@@ -24,9 +24,10 @@ def make_optimizer(
 ) -> Any:
     """Megatron's distributed optimizer for DDP-wrapped model chunks with their weights loaded.
 
-    Norms and biases have no weight decay. To step, call `gradient_norm`, then `apply_gradient`: the
-    optimizer's own ``step()`` does both, without a chance to look at the norm in between. Of
-    `matrices`, which are parameters, it keeps what Muon needs.
+    Tensors of one dimension, such as norms and biases, have no weight decay. To step, call
+    `gradient_norm`, then `apply_gradient`: the optimizer's own ``step()`` does both, without a
+    chance to look at the norm in between. Of `matrices`, which are parameters, it keeps what Muon
+    needs.
     Raises the ValueError of `check_optimizer`.
     """
     check_optimizer(cfg)

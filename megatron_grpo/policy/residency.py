@@ -250,5 +250,5 @@ def _check_host(offload: Offload, num_bytes: int, num_ranks: int) -> None:
         raise ValueError(
             f"train.offload {words(offload)} keeps {needed / 1e9:.1f} GB of the state of "
             f"{num_ranks} ranks in the memory of their host, which has {available / 1e9:.1f} GB "
-            f"available: set train.offload to {smaller(offload)}, or use more hosts"
+            f"available: set train.offload to {' or '.join(smaller(offload))}, or use more hosts"
         )

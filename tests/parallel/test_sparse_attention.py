@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from parallel import sparse_attention
 from parallel.context import context_indices
-from parallel.sparse_attention import Queries, choose_tokens
+from parallel.sparse_attention import Queries, choose_tokens, recorded_tokens
 
 LENGTHS = (40, 4, 100, 16)  # multiples of 4, for two context ranks
 TOPK, HEADS, DIM, VALUE_DIM = 6, 3, 8, 5
@@ -54,6 +54,8 @@ def test_every_token_attends_to_the_best_of_its_sequence_up_to_itself(size):
         own = context_indices(CU_SEQLENS, rank, size)
         found = choose_tokens(query[own], key, weights[own], Queries.of(own, CU_SEQLENS), TOPK)
         assert [set(row) for row in found.tolist()] == [expected[t] for t in own.tolist()]
+        for row, t in zip(found.tolist(), own.tolist(), strict=True):
+            assert row[len(expected[t]) :] == [t] * (TOPK - len(expected[t]))  # sees no more
 
 
 def test_outputs_and_gradients_are_those_of_a_softmax_over_the_chosen():
@@ -72,3 +74,21 @@ def test_outputs_and_gradients_are_those_of_a_softmax_over_the_chosen():
     gradients = [torch.autograd.grad(each, inputs, upstream) for each in (found, expected)]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
+
+
+def test_recorded_positions_are_counted_from_the_beginning_of_each_sequence():
+    queries = Queries.of(torch.tensor([0, 2, 5, 7, 10]), torch.tensor([0, 4, 12]).int())
+    recorded = torch.tensor([[9, 9], [1, 2], [9, 9], [3, 0], [6, 2]]).int()
+    assert recorded_tokens(recorded, queries).tolist() == [
+        [0, 0],  # the first of its sequence: itself, whatever is recorded
+        [1, 2],
+        [4, 5],  # the second of a sequence that begins at 4
+        [7, 4],
+        [10, 6],
+    ]
+
+
+def test_a_part_of_the_queries_has_their_places_on_host_and_device():
+    part = all_queries().part(1, 2)
+    assert part.places.tolist() == [FIRST[TOTAL // 2 :].tolist(), [*range(TOTAL // 2, TOTAL)]]
+    assert torch.equal(part.places, part.places_on_host)

@@ -14,11 +14,11 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.sglang.args import (
     NEEDED,
-    RESERVED,
     check_sglang_arguments,
     sglang_argument_names,
     sglang_command,
 )
+from megatron_grpo.engines.sglang.reserved import RESERVED
 from megatron_grpo.engines.sglang.variables import REFUSED
 
 PARSE = """

@@ -375,7 +375,7 @@ until [[ -e $RUN/engines/10.0.0.1_$port.leaving ]]; do sleep 0.1; done
 exit 3
 """
 ENGINES_JOB = """
-    bash slurm/engines.sh $RUN rollout.vllm.seed=1 &
+    bash slurm/engines.sh $RUN rollout.vllm.max_num_seqs=8 &
     until [[ $(ls $RUN/engines | wc -l) == 2 ]]; do sleep 0.1; done
     $LEAVES
     wait $!
@@ -399,7 +399,9 @@ def test_a_job_of_engines_joins_a_run_and_leaves_it(bash, tmp_path, leaves):
     assert done.returncode == 0, done.stderr
     steps = (run / "steps").read_text().splitlines()
     assert len(steps) == 2
-    assert all(f" {run}/config.yaml rollout.vllm.seed=1 --join --port " in step for step in steps)
+    assert all(
+        f" {run}/config.yaml rollout.vllm.max_num_seqs=8 --join --port " in step for step in steps
+    )
     left = {file.name for file in (run / "engines").iterdir()}
     assert left == {"10.0.0.1_20449.leaving", "10.0.0.1_20450.leaving"}
 

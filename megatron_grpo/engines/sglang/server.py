@@ -33,10 +33,10 @@ from sglang.srt.utils import kill_process_tree
 
 from megatron_grpo.engines.access import TokenGuard
 from megatron_grpo.engines.push_protocol import Json
-from megatron_grpo.engines.sglang.args import RESERVED
 from megatron_grpo.engines.sglang.completions import gate, manager, router
 from megatron_grpo.engines.sglang.images import read_prompts
 from megatron_grpo.engines.sglang.model_folder import server_arguments
+from megatron_grpo.engines.sglang.reserved import RESERVED
 from megatron_grpo.engines.sglang.variables import VARIABLES, check_variables
 from megatron_grpo.engines.sglang.worker import call_of, launch
 

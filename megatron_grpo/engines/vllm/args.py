@@ -25,7 +25,6 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.engines.arguments import (
     ONE_NODE,
-    SPANNING,
     EngineNode,
     check_names,
     check_parser,
@@ -34,6 +33,7 @@ from megatron_grpo.engines.arguments import (
 )
 from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.engines.push_protocol import VISION_VARIABLE
+from megatron_grpo.engines.vllm.reserved import OF_SERVER, RESERVED
 from megatron_grpo.policy.lora_targets import targets_of
 
 DEQUANTIZED, QUANTIZED = "dequantized", "quantized_"
@@ -60,65 +60,7 @@ ADAPTER = "policy"
 ADAPTER_ID = 1
 """Its number in vLLM."""
 
-OF_ADAPTERS = "engines hold one adapter, in the form that is pushed: see the section lora"
-
-KEPT_ELSEWHERE = "keys and values outside the GPU's cache would outlive a push of new weights"
-OFFLOADED = "weights in host memory would replace those that were pushed; use more GPUs per engine"
-
-# Settings that the trainer relies on: a user's value would be silently wrong, or the setting has a
-# key of its own.
-RESERVED = {
-    "model": "set model.path",
-    "dtype": "set model.dtype",
-    "tokenizer": "engines and trainer use the one in model.path",
-    "tokenizer_mode": "engines and trainer use the one in model.path",
-    "config_format": "the trainer follows config.json in model.path",
-    "hf_overrides": "the trainer follows config.json in model.path, and computes logits in float32",
-    "quantization": "set rollout.quantization",
-    "enable_return_routed_experts": "set rollout.router_replay",
-    "enable_sleep_mode": "set rollout.enable_sleep_mode",
-    **dict.fromkeys(
-        (
-            "enable_lora",
-            "max_loras",
-            "max_lora_rank",
-            "max_cpu_loras",
-            "lora_dtype",
-            "lora_target_modules",
-            "fully_sharded_loras",
-        ),
-        OF_ADAPTERS,
-    ),
-    "tensor_parallel_size": "set rollout.tensor_parallel_size",
-    "pipeline_parallel_size": "weights are pushed to workers that hold all layers",
-    "data_parallel_size": "set rollout.data_parallel_size",
-    "nnodes": SPANNING,
-    "node_rank": SPANNING,
-    "master_addr": SPANNING,
-    "master_port": SPANNING,
-    "logits_processors": "the trainer would not know how they change the distribution",
-    "logprobs_mode": "the trainer needs log-probabilities after temperature",
-    "generation_config": "sampling follows rollout.temperature, not the model's own defaults",
-    "weight_transfer_config": "weights are received over this project's own channels",
-    "worker_extension_cls": "the workers need our extension, which checks every push",
-    "linear_backend": "other backends reorder quantised weights, so that pushed ones would not fit",
-    "moe_backend": "other backends reorder expert weights, so that pushed weights would not fit",
-    "enable_eplb": "experts would move between workers, but weights are pushed to fixed ones",
-    "eplb_config": "experts do not move between workers",
-    "expert_placement_strategy": "experts are pushed to workers in order",
-    "kv_offloading_size": KEPT_ELSEWHERE,
-    "kv_transfer_config": KEPT_ELSEWHERE,
-    "offload_group_size": OFFLOADED,
-    "cpu_offload_gb": OFFLOADED,
-    "mm_processor_kwargs": "set max_pixels in preprocessor_config.json of model.path",
-    "mm_device_do_normalize": "prompts with images are sent with the bytes of their pixels",
-    "skip_tokenizer_init": "the trainer asks for the text of completions, too",
-    "disable_log_stats": "the trainer reads the token count to see that an engine makes progress",
-    "scheduling_policy": "priorities keep batches reproducible",
-}
-
 LIMIT = "limit_mm_per_prompt"
-
 
 NO_ADAPTERS = LoraConfig()
 
@@ -337,7 +279,7 @@ def check_engine_arguments(table: Mapping[str, Any], parser: str | None = None) 
     """Raise ValueError for a name in `rollout.vllm` that is reserved or that vLLM does not know, a
     parser that it does not have, or if it or what it needs for images is not installed."""
     known = engine_argument_names()  # also without any name: it says if vLLM is missing
-    check_names("vllm", table, RESERVED, known, "`vllm serve --help` has all")
+    check_names("vllm", table, RESERVED | OF_SERVER, known, "`vllm serve --help` has all")
     if LIMIT in table and importlib.util.find_spec("torchvision") is None:
         raise ValueError(
             f"rollout.vllm.{LIMIT}: vLLM needs torchvision for images, which is not installed: "

@@ -2,7 +2,6 @@
 
 from array import array
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.agents.token_tree import Place, TokenTree
-from megatron_grpo.batch.branches import cut_out, numbered_sequences, values_by_sample
+from megatron_grpo.batch.branches import cut_out
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.choice import Choice, Logprobs, Token, WeightVersion
@@ -105,48 +104,6 @@ def test_random_agents_have_every_sampled_token_trained_on_once(prompt, deeds):
                 found[tuple(ids[: first + i + 1]), logprob] += 1
     assert found == told
     assert sum(n for each in tree.branches for _, n in each.spans) == len(sample.completion_ids)
-
-
-def test_values_of_branches_return_to_the_places_of_their_tokens():
-    tree = TokenTree()
-    first = tree.add(None, [1, 2, 3], "", choice([4, 5], 1.0))
-    tree.add(first, [6], "", choice([7], 3.0))
-    tree.add(Place(0, 2), [8], "", choice([9], 4.0))
-    branched = sample_of(tree)
-    plain = replace(branched, branches=())
-    samples = [plain, branched]
-    sequences = numbered_sequences(samples, [whole_of(plain), whole_of(branched)])
-    assert {n: s.tokens.tolist() for n, s in sequences.items()} == {
-        0: [1, 2, 3, 4, 5, 6, 7, 8, 9],
-        1: [1, 2, 3, 4, 5, 6, 7],
-        3: [1, 2, 8, 9],
-    }
-    assert {n: s.root for n, s in sequences.items()} == {0: None, 1: None, 3: None}
-    assert sequences[3].log_row == 4
-    values = {n: sequence.rollout_logprobs for n, sequence in sequences.items()}
-    found = values_by_sample(samples, [0, 1], values)
-    for of_sample in found.values():
-        assert of_sample.tolist() == [1, 2, 0, 3, 0, 4]
-
-
-def test_a_branch_knows_which_other_has_the_last_token_before_it():
-    tree = TokenTree()
-    first = tree.add(None, [1, 2], "", choice([3, 4], 1.0))
-    tree.add(first, [5], "", choice([6], 3.0))
-    second = tree.add(first, [7], "", choice([8], 4.0))
-    tree.add(second, [9], "", choice([10], 5.0))
-    tree.add(second, [11], "", choice([12], 6.0))
-    sample = sample_of(tree)
-    sequences = numbered_sequences([sample, sample], [whole_of(sample)] * 2)
-    roots = {n: (s.tokens[: s.num_prompt_tokens].tolist(), s.root) for n, s in sequences.items()}
-    assert roots == {
-        0: ([1, 2], None),
-        1: ([1, 2], None),
-        2: ([1, 2, 3, 4], 0),
-        3: ([1, 2, 3, 4], 1),
-        4: ([1, 2, 3, 4, 7, 8], 2),
-        5: ([1, 2, 3, 4, 7, 8], 3),
-    }
 
 
 def test_a_history_with_no_token_in_common_has_its_first_token_as_context():

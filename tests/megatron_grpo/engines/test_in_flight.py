@@ -2,16 +2,13 @@
 
 import asyncio
 import os
-import random
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -26,8 +23,7 @@ from helpers.engines import (
 )
 from helpers.scripted_engines import ScriptedClient, ScriptedEngine
 from megatron_grpo.engines import engine as engine_module
-from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion, npy_of
-from megatron_grpo.engines.cuts import joined
+from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.engine import GENERATE, Engine
 from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import EngineError, NoServingEngine
@@ -181,46 +177,6 @@ def test_completions_of_an_engine_that_is_killed_go_on_at_another_with_what_it_h
         if len(part.spans) == 2:  # else the rest is of the same version
             assert samples[number].spans[0] == part.spans[0]
         assert largest_error_by_version(weights, samples[number]) < 1e-3
-
-
-STOPS = ("##", "é#", "#\n\n")
-
-
-def decoded(token_ids):
-    """Tokens are pairs of the bytes of a text."""
-    return bytes(byte for each in token_ids for byte in divmod(each, 256) if byte).decode(
-        errors="replace"
-    )
-
-
-def sampled(token_ids, is_cut):
-    """What an engine answers that samples these tokens: it ends where a stop string does."""
-    for count in range(1, len(token_ids) + 1):
-        ends = [text.find(s) + len(s) for s in STOPS if s in (text := decoded(token_ids[:count]))]
-        if ends:
-            return choice_of(token_ids[:count], "stop", text[: min(ends)])
-    return choice_of(token_ids, CUT if is_cut else "length", decoded(token_ids))
-
-
-def choice_of(token_ids, finish_reason, text):
-    logprobs = Logprobs([Token(-1.0) for _ in token_ids])
-    spans = [WeightVersion("0", 0, len(token_ids))]
-    routes = npy_of(np.array(token_ids).astype(np.int16).reshape(-1, 1, 1))
-    return Choice(token_ids, logprobs, finish_reason, text, spans, routes)
-
-
-def test_a_stop_string_ends_a_completion_wherever_it_is_cut():
-    for seed in range(300):
-        chance = random.Random(seed)
-        text = "".join(chance.choice("ab#é\n") for _ in range(20)).encode()
-        token_ids = [256 * a + b for a, b in zip(text[::2], text[1::2], strict=False)]
-        cuts = sorted(chance.sample(range(1, len(token_ids)), chance.randint(1, 4)))
-        found = sampled(token_ids[: cuts[0]], is_cut=True)
-        for start, end in pairwise([*cuts, len(token_ids)]):
-            if found.finish_reason == CUT:
-                rest = sampled(token_ids[start:end], is_cut=end < len(token_ids))
-                found = joined(found, rest, decoded, STOPS)
-        assert found == sampled(token_ids, is_cut=False), seed
 
 
 def test_a_completion_that_is_cut_ends_at_its_first_end_token(live_engine, in_flight, threads):

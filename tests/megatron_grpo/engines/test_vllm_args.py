@@ -10,14 +10,14 @@ from checkpoint_convert import read_shape
 from checkpoint_convert.quantized_model import quantized_model
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
-from megatron_grpo.engines.arguments import EngineNode, engine_number
+from megatron_grpo.engines.arguments import EngineNode, engine_number, fields_of
 from megatron_grpo.engines.kernels import CPU_HEAD_SIZES, CPU_LATENT_SIZE
 from megatron_grpo.engines.vllm.args import (
-    RESERVED,
     check_engine_arguments,
     engine_argument_names,
     vllm_command,
 )
+from megatron_grpo.engines.vllm.reserved import OF_SERVER, RESERVED
 
 MODEL = ModelConfig(path=Path("/models/tiny"), dtype="float32")
 
@@ -39,7 +39,9 @@ def test_the_model_its_type_and_its_address_are_the_runs():
 
 
 def test_further_nodes_of_an_engine_have_its_settings_but_no_server():
-    config = RolloutConfig(max_completion_length=16, tensor_parallel_size=16, vllm={"seed": 3})
+    config = RolloutConfig(
+        max_completion_length=16, tensor_parallel_size=16, vllm={"max_num_seqs": 3}
+    )
     commands = [
         vllm_command(MODEL, config, "10.0.0.7", 8000, True, EngineNode(2, rank, "10.0.0.7", 29501))
         for rank in range(2)
@@ -48,7 +50,12 @@ def test_further_nodes_of_an_engine_have_its_settings_but_no_server():
     server = {"--host=10.0.0.7", "--port=8000", "--enable-scale-out", "--node-rank=0"}
     assert server < settings[0]
     assert settings[1] - settings[0] == {"--headless", "--node-rank=1"}
-    shared = {"--tensor-parallel-size=16", "--seed=3", "--nnodes=2", "--master-addr=10.0.0.7"}
+    shared = {
+        "--tensor-parallel-size=16",
+        "--max-num-seqs=3",
+        "--nnodes=2",
+        "--master-addr=10.0.0.7",
+    }
     assert {*shared, "--master-port=29501"} < settings[0] & settings[1]
 
 
@@ -57,7 +64,7 @@ def test_passed_through_values_become_flags_and_win():
         "block_size": 64,
         "enforce_eager": False,
         "enable_prefix_caching": True,
-        "override_generation_config": {"a": 1},
+        "additional_config": {"a": 1},
         "served_model_name": ["one", "two"],
         "quantization": None,
     }
@@ -65,7 +72,7 @@ def test_passed_through_values_become_flags_and_win():
     assert "--block-size=64" in flags and "--block-size=32" not in flags
     assert "--no-enforce-eager" in flags and "--enforce-eager" not in flags
     assert "--enable-prefix-caching" in flags
-    assert '--override-generation-config={"a": 1}' in flags
+    assert '--additional-config={"a": 1}' in flags
     place = flags.index("--served-model-name")
     assert flags[place + 1 : place + 3] == ["one", "two"]
     assert not any("quantization" in flag for flag in flags)
@@ -133,9 +140,13 @@ def test_an_unknown_argument_is_refused_with_the_nearest_known_one():
         check_engine_arguments({}, "hermess")
 
 
-@pytest.mark.parametrize("name", sorted(RESERVED))
-def test_an_argument_that_the_trainer_counts_on_is_refused(name):
-    assert name in engine_argument_names()
+@pytest.mark.parametrize("name", sorted(RESERVED | OF_SERVER))
+def test_an_argument_that_would_be_silently_wrong_or_do_nothing_is_refused(name):
+    known = engine_argument_names()
+    if name in OF_SERVER:
+        source = installed_vllm() / "entrypoints" / "launchers" / "cli_args.py"
+        known = fields_of(source)
+    assert name in known
     with pytest.raises(ValueError, match=rf"rollout\.vllm\.{name} cannot be set"):
         check_engine_arguments({name: "x"})
 

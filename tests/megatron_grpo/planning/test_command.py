@@ -1,6 +1,7 @@
 """`megatron-grpo plan`, as people and scripts use it."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,9 @@ def test_with_shared_prompts_the_figures_are_those_of_the_computed_tokens(cfg, c
 
     print_plan(cfg(room), **DEFAULTS)
     assert "with grpo.shared_prompts=true it would be " in capsys.readouterr().out
+    turns = "parallel.context_parallel_size=2", "parallel.data_parallel_size=1"
+    print_plan(cfg(room, *turns, "parallel.dynamic_context_parallel=true"), **DEFAULTS)
+    assert "grpo.shared_prompts" not in capsys.readouterr().out, "they do not go together"
     off, on = figures(), figures("grpo.shared_prompts=true")
     assert off["fits"] and off["is_shared"] and off["num_gpus"] == 64
     assert off["push"]["seconds"] == pytest.approx(0.353, abs=0.001)
@@ -200,6 +204,24 @@ def test_a_layout_that_fits_beside_no_awake_engine_fits_with_its_state_on_the_ho
     assert "copies 22.7 GB to its host before a generation, in at least 0.35 s" in phases[4]
     assert "of which the push hides 0.14 s, and 22.7 GB back after it, in at least" in phases[4]
     assert "holds 181.6 GB of it" in phases[5]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        ([], "train.offload=all"),
+        (["rollout.quantization=fp8"], "train.offload=optimizer"),  # pushes need the weights
+        (["optimizer.optimizer_cpu_offload=true"], None),
+    ],
+    ids=["plain", "quantized", "optimizer on the host"],
+)
+def test_a_plan_advises_no_offload_that_the_config_is_refused_for(cfg, overrides, advice):
+    with pytest.raises(ValueError, match="in phase generate") as refused:
+        print_plan(cfg(*OFFLOADS, *overrides), **DEFAULTS)
+    found = re.search(r"and (\S+) would free", str(refused.value))
+    assert (found and found[1]) == advice
+    if advice:
+        cfg(*OFFLOADS, *overrides, advice)
 
 
 @pytest.mark.parametrize(
@@ -362,8 +384,8 @@ def test_a_reward_model_has_gpus_of_its_own(cfg, capsys, tmp_path):
     assert shares_gpus(job, card, 7)
     with pytest.raises(ValueError, match=r"need 2, and reward models 2, but .* use --gpus 6"):
         shares_gpus(job, card, 5)
-    plan = plan_job(Job(job, read_shape(job.model.path), replace(card, memory=10**12), [4096]))
-    line = job_table(job, read_shape(job.model.path), "h100", plan).splitlines()
+    whole = Job(job, read_shape(job.model.path), replace(card, memory=10**12), [4096])
+    line = job_table(whole, "h100", plan_job(whole)).splitlines()
     assert any(
         "has 0.02 GB of weights in its files, for 2 GPUs of its own" in each for each in line
     )

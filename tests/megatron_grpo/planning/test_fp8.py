@@ -121,17 +121,20 @@ def test_a_plan_says_what_fp8_changes_and_one_without_it_nothing(tmp_path):
     folder = write_config(tmp_path, "Llama-3.1-8B")
     shape = read_shape(folder)
 
+    def job(cfg, card=H100):
+        return Job(cfg, shape, card, [1024], 8)
+
     def plan(cfg, card=H100):
-        return plan_job(Job(cfg, shape, card, [1024], 8))
+        return plan_job(job(cfg, card))
 
     plain, cfg = config(folder, recipe=None), config(folder)
     before, after = plan(plain), plan(cfg)
     assert before.fp8 is None
     assert "fp8" not in before.as_json()
-    assert "fp8" not in job_table(plain, shape, "h100", before)
+    assert "fp8" not in job_table(job(plain), "h100", before)
     assert after.fp8.bfloat16_estimate_seconds == before.time.estimate > after.time.estimate
     assert after.fp8.bfloat16_memory == before.fullest.total
-    assert "model.megatron.fp8 e4m3: in bfloat16" in job_table(cfg, shape, "h100", after)
+    assert "model.megatron.fp8 e4m3: in bfloat16" in job_table(job(cfg), "h100", after)
     for card, recipe in ("a100", "tensorwise"), ("b200", "blockwise"), ("h100", "mxfp8"):
         with pytest.raises(ValueError, match=f"fp8_recipe {recipe} is not for this GPU"):
             plan(config(folder, recipe=recipe), CARDS[card])

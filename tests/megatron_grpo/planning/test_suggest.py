@@ -175,15 +175,16 @@ def test_each_layout_is_suggested_once_and_recomputes_only_where_it_must(tmp_pat
 @pytest.mark.parametrize(
     "given",
     [
-        ["sequence_parallel=false"],
-        ["pipeline_parallel_size=2", "num_layers_in_last_pipeline_stage=10"],
+        ["parallel.sequence_parallel=false"],
+        ["parallel.pipeline_parallel_size=2", "parallel.num_layers_in_last_pipeline_stage=10"],
+        ["rollout.base_urls=[http://a:8000]", "rollout.num_engines=1"],  # the run starts others
     ],
     ids=" ".join,
 )
 def test_pasted_words_have_the_layout_that_was_planned(given, tmp_path):
     folder, path = write_config(tmp_path, "Llama-3.1-8B"), CONFIGS / "grpo_8b.yaml"
     settings = "model.megatron={bias_activation_fusion: true, window_size: null, first: [1, a b]}"
-    overrides = [f"model.path={folder}", settings, *(f"parallel.{word}" for word in given)]
+    overrides = [f"model.path={folder}", settings, *given]
     found = suggest(Job(load_config(path, overrides), read_shape(folder), CARD, [4096], 12))
     assert {each.cfg.dims.tensor > 1 for each in found} == {False, True}
     for each in found:

@@ -60,6 +60,14 @@ def test_the_last_generations_ask_for_no_more_than_they_need():
     assert groups.open_new(now=0, limit=SIZE) == [0, 1, 2]
 
 
+def test_open_groups_of_a_checkpoint_are_as_old_as_they_were_and_not_asked_for_again():
+    groups = queue(max_staleness=1, next_number=5, requeued=[0, 2, 3])
+    groups.restore({2: 0, 3: 1})
+    assert groups.requested_at == {2: 0, 3: 1}
+    assert groups.drop_stale(now=2) == [2]
+    assert groups.open_new(now=2, limit=99) == [0, 2, 5, 6, 7]
+
+
 class Schedule:
     """A run whose groups are answered in any order; it is saved, killed and resumed now and then.
 
