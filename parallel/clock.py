@@ -2,8 +2,8 @@
 
 Slurm's gang scheduling, `scontrol suspend` and a freezer stop all processes of a job, and let them
 go on minutes later. No limit may count that time. The kernel does not tell a process that it was
-stopped, so a thread looks at the time every `TICK`; a longer gap counts as `MOST` of it. Event
-loops of `run` wait by this clock, and so do the time-outs of asyncio, httpx and aiohttp in them.
+stopped, so a thread looks at the time every `TICK`, and of a longer gap at most `MOST` counts.
+Event loops of `run` wait by this clock, and with them the time-outs of asyncio, httpx and aiohttp.
 """
 
 import asyncio
@@ -12,11 +12,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 TICK = 0.5
 MOST = 2 * TICK
-"""A gap between two looks counts as at most so much: a busy machine may be late."""
+"""A gap between two looks counts as at most so much: on a busy machine a thread may be late."""
 
 T = TypeVar("T")
 
@@ -26,50 +28,65 @@ class RunningClock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen, self._seconds = time.monotonic(), 0.0
+        self._begun = self._seen = time.monotonic()
+        self._used = time.process_time()
+        self.stopped = 0.0
+        """Seconds that do not count."""
 
     def now(self) -> float:
         """The seconds since the clock was made."""
         with self._lock:
-            seen = time.monotonic()
-            self._seconds += min(seen - self._seen, MOST)
-            self._seen = seen
-            return self._seconds
-
-    def after_fork(self) -> None:
-        """In a forked child: the lock may have been held by a thread that is not there."""
-        self._lock = threading.Lock()
+            seen, used = time.monotonic(), time.process_time()
+            # Nobody may have looked for as long as C code held the GIL: it ran if it used the CPU.
+            ran = max(MOST, used - self._used)
+            self.stopped += max(0.0, seen - self._seen - ran)
+            self._seen, self._used = seen, used
+            return seen - self._begun - self.stopped
 
 
-_CLOCK = RunningClock()
-_STARTING = threading.Lock()
-_is_ticking = False
+class _TickingClock(RunningClock):
+    """One that its own thread calls, which a forked child starts again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._starting, self._is_ticking = threading.Lock(), False
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def start(self) -> "_TickingClock":
+        """Start the thread, if it does not run."""
+        if not self._is_ticking:
+            with self._starting:
+                if not self._is_ticking:
+                    self.now()
+                    threading.Thread(target=self._tick, name="clock", daemon=True).start()
+                    self._is_ticking = True
+        return self
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(TICK)
+            self.now()
+
+    def _after_fork(self) -> None:
+        self._lock, self._starting = threading.Lock(), threading.Lock()
+        self._is_ticking = False
 
 
-def _after_fork() -> None:
-    global _STARTING, _is_ticking
-    _STARTING, _is_ticking = threading.Lock(), False
-    _CLOCK.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def _tick() -> None:
-    while True:
-        time.sleep(TICK)
-        _CLOCK.now()
+_CLOCK = _TickingClock()
 
 
 def running_time() -> float:
     """Like `time.monotonic()`, but without the time in which this process was stopped."""
-    global _is_ticking
-    if not _is_ticking:
-        with _STARTING:
-            if not _is_ticking:
-                threading.Thread(target=_tick, name="clock", daemon=True).start()
-                _is_ticking = True
-    return _CLOCK.now()
+    return _CLOCK.start().now()
+
+
+def stopped_time() -> float:
+    """Seconds that `running_time` has left out.
+
+    A time-out that the kernel has counted holds only if this is what it was before the wait.
+    """
+    _CLOCK.start().now()
+    return _CLOCK.stopped
 
 
 class RunningLoop(asyncio.SelectorEventLoop):
@@ -87,11 +104,18 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """The return code of `process` if it ends within `seconds` of this clock; else None."""
+    """The return code of `process` if it ends within `seconds`; else None."""
     deadline = running_time() + seconds
     while process.poll() is None and (left := deadline - running_time()) > 0:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(min(left, TICK))
-        except subprocess.TimeoutExpired:
-            continue
     return process.returncode
+
+
+def result_within(future: Future[T], seconds: float) -> T:
+    """The result of `future`; raises TimeoutError if it is not done within `seconds`."""
+    deadline = running_time() + seconds
+    while (left := deadline - running_time()) > 0:
+        with suppress(TimeoutError):
+            return future.result(min(left, TICK))
+    return future.result(0)
