@@ -56,16 +56,18 @@ def math_answer(
     deadline = running_time() + SHARE_OF_TIME * reward_timeout
     references = {wanted: _reference(wanted) for wanted in set(map(str, answer))}
 
+    def is_equal(completion: str, wanted: str) -> bool:
+        found = _found(completion, boxed=boxed)
+        return bool(verify(references[wanted], found, timeout_seconds=TIMEOUT_SECONDS))
+
     def score(completion: str, wanted: str, finish_reason: str) -> float | Exception:
         if only_finished and finish_reason == "length":
             return 0.0
         if running_time() >= deadline:
             return LATE
-        stopped = stopped_time()
-        found = _found(completion, boxed=boxed)
-        is_right = verify(references[wanted], found, timeout_seconds=TIMEOUT_SECONDS)
-        if stopped_time() > stopped:  # the time-outs count what the kernel's timer has counted
-            return score(completion, wanted, finish_reason)
+        stopped, is_right = stopped_time(), is_equal(completion, wanted)
+        if stopped_time() > stopped:  # the kernel's timer has counted that, too
+            is_right = is_equal(completion, wanted)
         return float(is_right)
 
     given = zip(completions, map(str, answer), finish_reasons, strict=True)
