@@ -68,9 +68,10 @@ def main() -> None:
     rank, thread = map(int, sys.argv[1:3])
     dump, kill = map(float, sys.argv[3:])
     libc, clock, is_dumped = ctypes.CDLL(None), RunningClock(), False
-    heard = clock.now()
+    heard = now = clock.now()
     while os.getppid() == rank:
-        ready, _, _ = select.select([STDIN], [], [], TICK)
+        left = heard + dump - now
+        ready, _, _ = select.select([STDIN], [], [], min(TICK, left) if left > 0 else TICK)
         now = clock.now()
         if ready:
             if not os.read(STDIN, 4096):

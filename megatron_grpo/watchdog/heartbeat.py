@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,8 +17,9 @@ from typing import Any, NoReturn
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import EXIT_INTERRUPTED, PREEMPTION_SIGNALS
 from megatron_grpo.launch.sentinel import DUMP, Sentinel
-from megatron_grpo.watchdog.job import EXIT_FAILURE, End, Intervals, Position, main_stack
+from megatron_grpo.watchdog.job import EXIT_FAILURE, End, Intervals, Position
 from megatron_grpo.watchdog.server import MAX_LINE_BYTES, ServerAddress, encode_line
+from megatron_grpo.watchdog.stacks import main_stack
 from parallel.clock import RunningLoop, running_time
 
 UNWIND = signal.SIGRTMIN
@@ -67,6 +69,7 @@ class Heartbeat:
         self._signal_writer.setblocking(False)
         self.is_unwinding, self._is_unwound = threading.Event(), threading.Event()
         """The first: set once the main thread unwinds, and need not be interrupted."""
+        self._main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         self._sentinel: Sentinel | None = None
         self._heard = running_time()
         """When rank 0 was heard."""
@@ -128,7 +131,8 @@ class Heartbeat:
         """Send heartbeats from now on."""
         if running_time() - self._heard >= self._intervals.silence:
             self._exit_without_rank_0(f"has not answered for {self._intervals.silence:g} s")
-        self._writer.write(encode_line(heartbeat=asdict(self._position())))
+        cpu = time.clock_gettime(self._main_clock)
+        self._writer.write(encode_line(heartbeat=asdict(self._position()), cpu=cpu))
         assert self._sentinel is not None
         self._sentinel.beat()
         self._loop.call_later(self._intervals.heartbeat, self._beat)

@@ -125,7 +125,7 @@ class WatchdogServer:
         job, now = self._job, running_time()
         match message:
             case {"heartbeat": position}:
-                job.on_heartbeat(rank, Position(**position), now)
+                job.on_heartbeat(rank, Position(**position), now, message.get("cpu", 0.0))
             case {"failure": failure}:
                 job.on_exception(rank, Failure(**failure), now)
             case {"stack": stack}:
