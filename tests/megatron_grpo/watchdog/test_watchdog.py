@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import os
 import signal
 import socket
 import time
@@ -13,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.stopped import stop_for
 from helpers.watched import INTERVALS, LIMITS, World, watched_ranks
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.launch.launch import RankPlace
-from megatron_grpo.launch.parent_death import children
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards.scoring import RewardError
 from megatron_grpo.watchdog import Watchdog
@@ -219,15 +218,7 @@ def test_time_in_which_all_are_stopped_does_not_count(ranks):
     with ranks(reduce_until_told) as world:
         world.wait_for(*ALL_READY)
         time.sleep(0.5)
-        ranks_and_sentinels = [
-            pid for rank in world.processes for pid in (rank.pid, *children(rank.pid))
-        ]
-        assert len(ranks_and_sentinels) == 8
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in ranks_and_sentinels:
-                os.kill(pid, number)
-            if number == signal.SIGSTOP:
-                time.sleep(INTERVALS.kill + 1)
+        stop_for(INTERVALS.kill + 1, *(rank.pid for rank in world.processes))
         time.sleep(1)
         (world.folder / "told").touch()
         assert world.exit_codes(60) == [0, 0, 0, 0]
