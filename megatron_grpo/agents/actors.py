@@ -4,7 +4,6 @@ The process of a sample is an instance of the environments' pool, which forks, l
 Its only call is `reset`, which lasts as long as the agent acts and returns the reward, in JSON.
 """
 
-import asyncio
 import inspect
 import json
 import os
@@ -25,6 +24,7 @@ from megatron_grpo.agents.tools import Tools, converse, load_tool, python_schema
 from megatron_grpo.config.agent import PYTHON
 from megatron_grpo.workers.sandbox import Sandbox
 from megatron_grpo.workers.user_file import finite_number, load_user_file
+from parallel.clock import run
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -67,13 +67,13 @@ class Actor:
             if shutil.which(shlex.split(command)[0]) is None:
                 raise ValueError(f"agent.command {command!r}: there is no such program")
             return
-        asyncio.run(_ask_nobody())
+        run(_ask_nobody())
         if function is not None:
             load_function(function)
         for name in tools:
             if name == PYTHON:
                 python_schema()
-                asyncio.run(Sandbox(**python_arguments).check())
+                run(Sandbox(**python_arguments).check())
             else:
                 load_tool(name)
         if mcp_servers:
@@ -90,7 +90,7 @@ class Actor:
         if self._command is not None:
             told = run_command(shlex.split(self._command), variables_of(url, key), row)
         else:
-            told = asyncio.run(self._act(url, key, row, messages))
+            told = run(self._act(url, key, row, messages))
         return json.dumps(checked(told))
 
     def step(self, text: str) -> None:

@@ -34,6 +34,7 @@ from megatron_grpo.agents.openai_api import CHAT, TEXT, Answered, Asked, Json, R
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import TaskQueue
 from megatron_grpo.engines.choice import Choice
+from parallel.clock import run
 
 LOOPBACK, ANY_HOST = "127.0.0.1", ("0.0.0.0", "::")
 MAX_BODY = 64 << 20
@@ -74,9 +75,7 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._ready: Future[str] = Future()
         self._stopping = asyncio.Event()
-        self._thread = Thread(
-            target=lambda: asyncio.run(self._run()), name="agents' endpoint", daemon=True
-        )
+        self._thread = Thread(target=lambda: run(self._run()), name="agents' endpoint", daemon=True)
         self._thread.start()
         self.url = self._ready.result()
         """Its address, without /v1."""

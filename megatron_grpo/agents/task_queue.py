@@ -11,7 +11,6 @@ import asyncio
 import hmac
 import json
 import os
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from aiohttp import web
 from megatron_grpo.agents.actors import checked
 from megatron_grpo.environments.pool import EnvironmentFailed, EnvironmentsLost
 from megatron_grpo.launch.run_dir import bearer, new_token
+from parallel.clock import running_time
 
 FILE = "agents.json"
 WAIT_SECONDS = 30.0
@@ -80,7 +80,7 @@ class TaskQueue:
         """Append it to the tasks that wait."""
         with self._lock:
             if not self._waiting:
-                self._last_asked = time.monotonic()
+                self._last_asked = running_time()
             self._waiting.append(task)
 
     def withdraw(self, task: OutsideTask) -> None:
@@ -111,8 +111,8 @@ class TaskQueue:
     async def _take(self, request: web.Request) -> web.Response:
         if refusal := self._refusal(request):
             return refusal
-        until = time.monotonic() + WAIT_SECONDS
-        while time.monotonic() < until:
+        until = running_time() + WAIT_SECONDS
+        while running_time() < until:
             if task := self._next():
                 # An agent on another host reaches the endpoint as it has reached this route.
                 url = f"{request.scheme}://{request.host}"
@@ -123,11 +123,11 @@ class TaskQueue:
 
     def _next(self) -> OutsideTask | None:
         with self._lock:
-            self._last_asked = time.monotonic()
+            self._last_asked = running_time()
             if not self._waiting:
                 return None
             task = self._waiting.popleft()
-            task.deadline = time.monotonic() + self._timeout
+            task.deadline = running_time() + self._timeout
             self._taken[task.columns["key"]] = task
             return task
 
@@ -137,7 +137,7 @@ class TaskQueue:
         body = await request.text()  # all of it before the task is: the agent may go away
         with self._lock:
             task = self._taken.pop(request.match_info["key"], None)
-            self._last_asked = time.monotonic()
+            self._last_asked = running_time()
         if task is None:
             return _told(404, "no agent has this task: it was late, or given up")
         try:
@@ -164,7 +164,7 @@ class TaskQueue:
         """End what is late."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            now = time.monotonic()
+            now = running_time()
             with self._lock:
                 late = [task for task in self._taken.values() if task.deadline < now]
                 for task in late:

@@ -106,8 +106,10 @@ class TrainConfig(Section):
     Null: only the newest are kept."""
     hang_timeout: PositiveFloat | None = None
     """Seconds without progress in a training phase until the run is stopped; the first step has
-    more. Null: 45, on GPUs 300, where the first save or evaluation may still compile kernels and
-    make connections."""
+    more, and each phase at least twice the longest time that it took before in this run. While a
+    rank computes on a CPU, four times as long. Time in which the job is suspended does not count.
+    Null: 45, on GPUs 300, where the first save or evaluation may still compile kernels and make
+    connections."""
     max_skipped_steps: PositiveInt = 3
     """Steps with a NaN or infinite loss or gradient are skipped; this many in a row stop the
     run."""

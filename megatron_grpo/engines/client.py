@@ -22,6 +22,7 @@ from megatron_grpo.engines.push_protocol import PushFailed, WorkerSums, check_re
 from megatron_grpo.engines.vllm.args import NO_ADAPTERS
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.tasks import gather_all, run_with
+from parallel.clock import run, running_time
 
 POLL_SECONDS = 0.1
 
@@ -80,7 +81,7 @@ class RolloutClient:
                     await RequestDispatcher(self.pool, self.connect, generation).run()
                     await wait_for_environments()
 
-        asyncio.run(until_answered())
+        run(until_answered())
         self.pool.finish_generation()
         return generation.samples()
 
@@ -122,7 +123,7 @@ class RolloutClient:
 
         Returns the number of engines, and an id that changes when one joins, leaves or restarts.
         """
-        deadline = time.monotonic() + self._rollout.startup_timeout
+        deadline = running_time() + self._rollout.startup_timeout
         while not self.pool.up:
             if self._is_cancelled:
                 raise Preempted("the wait for an engine was given up")
@@ -208,7 +209,7 @@ class RolloutClient:
             lives = [
                 life for url in (*came_back, *up) if (life := self.pool.life(url)) not in asleep
             ]
-            sleeps = asyncio.run(gather_all(self._put_to_sleep(url) for url, _ in lives))
+            sleeps = run(gather_all(self._put_to_sleep(url) for url, _ in lives))
             asleep.update(life for life, is_asleep in zip(lives, sleeps, strict=True) if is_asleep)
             if self._is_cancelled or asleep.issuperset(self.pool.starting):
                 return
@@ -254,7 +255,7 @@ class RolloutClient:
         is_sending: Callable[[], bool] = lambda: False,
     ) -> list[T]:
         def progress() -> float:
-            return time.monotonic() if is_sending() else 0.0
+            return running_time() if is_sending() else 0.0
 
         async def on(url: str) -> T:
             try:
@@ -267,7 +268,7 @@ class RolloutClient:
                 failed[url] = error
                 raise
 
-        return asyncio.run(gather_all(map(on, urls)))
+        return run(gather_all(map(on, urls)))
 
     @asynccontextmanager
     async def connect(self, url: str) -> AsyncIterator[Engine]:

@@ -1,6 +1,5 @@
 """How many drafts of speculative decoding (`rollout.vllm.speculative_config`) engines accept."""
 
-import asyncio
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ import httpx
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.workers.tasks import gather_all
+from parallel.clock import run
 
 _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts_total(?:{.*})? (\S+)$", re.MULTILINE)
 _ACCEPTED = re.compile(
@@ -43,7 +43,7 @@ class DraftMeter:
         Empty without drafts. Engines that do not answer, or that have joined since, are left out.
         """
         urls = [url for url, _ in self._client.pool.up]
-        pages = asyncio.run(gather_all(map(self._page, urls)))
+        pages = run(gather_all(map(self._page, urls)))
         metrics = self.compare(dict(zip(urls, pages, strict=True)))
         self._are_new = False
         return metrics

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from megatron_grpo.engines.http import (
 )
 from megatron_grpo.engines.push_protocol import LOADED, LOADED_VERSION
 from megatron_grpo.engines.vllm.args import ADAPTER
+from parallel.clock import running_time
 
 PROBE_INTERVAL = 1.0
 # Version that samples are labelled with while an engine holds no complete weights.
@@ -171,7 +171,7 @@ class Engine:
         `progress()` changed meanwhile.
         """
         health = httpx.Timeout(self.health_timeout)
-        seen, since = None, time.monotonic()
+        seen, since = None, running_time()
         while True:
             await asyncio.sleep(PROBE_INTERVAL)
             before = progress()
@@ -188,8 +188,8 @@ class Engine:
             note(counts)
             now = progress(), counts.generated
             if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self.stall_timeout:
+                seen, since = now, running_time()
+            elif running_time() - since > self.stall_timeout:
                 raise EngineDown(
                     f"rollout engine {self.url} made no progress for {self.stall_timeout:g} s "
                     "(rollout.stall_timeout)"

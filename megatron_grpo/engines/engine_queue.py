@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -11,6 +10,7 @@ from megatron_grpo.engines.choice import CUT, Choice
 from megatron_grpo.engines.engine import Counts, Engine, Json
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.workers.tasks import run_with, task_group
+from parallel.clock import running_time
 
 POLL_INTERVAL = 0.05
 RESUME_SECONDS = 2.0
@@ -186,14 +186,14 @@ class EngineQueue:
 
     def _progress(self) -> object:
         if self._is_held:  # a push, and recomputing after it, have limits of their own
-            return time.monotonic()
+            return running_time()
         # An idle engine makes progress as long as its counts can be read.
         is_idle = self._is_working and not self._num_at_engine
         num_notes = self._num_notes if is_idle else 0
         return self._num_arrived, self._num_answered, num_notes
 
     def _note(self, counts: Counts) -> None:
-        self._latest, self._noted_at = counts, time.monotonic()
+        self._latest, self._noted_at = counts, running_time()
         self._num_notes += 1
         if self._is_working and self._is_known and not counts.waiting:  # all requests have started
             self._first, self._num_initial, self._has_taken_over = counts, 0, False
@@ -203,7 +203,7 @@ class EngineQueue:
 
     @property
     def _is_recent(self) -> bool:
-        return time.monotonic() - self._noted_at < RECENT_SECONDS
+        return running_time() - self._noted_at < RECENT_SECONDS
 
     @property
     def _is_known(self) -> bool:
@@ -237,8 +237,8 @@ class EngineQueue:
         try:
             await engine.pause()
             # Not 0 while abandoned requests are still counted.
-            deadline = time.monotonic() + ABANDONED_SECONDS
-            while (before := await engine.num_open_requests()) and time.monotonic() < deadline:
+            deadline = running_time() + ABANDONED_SECONDS
+            while (before := await engine.num_open_requests()) and running_time() < deadline:
                 await asyncio.sleep(POLL_INTERVAL)
             self._is_sending = True
             self._send(self.open)

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, bearer
+from parallel.clock import run, stopped_time
 
 HEALTH_TIMEOUT = 2.0
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -62,19 +63,27 @@ def http_client(
 
 def is_healthy(url: str, timeout: float = HEALTH_TIMEOUT) -> bool:
     """Whether the engine at `url` reports within `timeout` seconds that it is ready."""
+    stopped = stopped_time()
     try:
         return httpx.get(
             f"{url}/health", timeout=timeout, trust_env=False, verify=_certificates()
         ).is_success
+    except httpx.TimeoutException:  # of which the time in which this process was stopped is a part
+        return stopped_time() > stopped and is_healthy(url, timeout)
     except httpx.TransportError:
         return False
 
 
 def post(url: str, token: str, timeout: float) -> None:
     """POST to a server; raises httpx.HTTPError if that fails."""
-    httpx.post(
-        url, headers=bearer(token), timeout=timeout, trust_env=False, verify=_certificates()
-    ).raise_for_status()
+    run(_post(url, token, timeout))
+
+
+async def _post(url: str, token: str, timeout: float) -> None:
+    async with httpx.AsyncClient(
+        timeout=timeout, trust_env=False, verify=_certificates()
+    ) as client:
+        (await client.post(url, headers=bearer(token))).raise_for_status()
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.workers.child_process import COLLECTOR
 from megatron_grpo.workers.tasks import run_with
+from parallel.clock import RunningLoop
 
 ALONE = -1
 """The number of the generation in a run that makes one at a time."""
@@ -198,7 +199,7 @@ class InFlight:
         self._ended: Exception | None = None
         self._lost: Exception | None = None
         """Why dispatching ended; raised for new requests until the next push."""
-        self._loop = asyncio.new_event_loop()
+        self._loop = RunningLoop()
         self._may_dispatch, self._is_idle = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=COLLECTOR)
         self._thread.submit(self._loop.run_forever)

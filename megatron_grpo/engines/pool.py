@@ -1,7 +1,6 @@
 """The rollout engines of a run as rank 0 sees them: serving, lost, or coming back."""
 
 import sys
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.http import HEALTH_TIMEOUT, RolloutAborted, is_healthy
 from megatron_grpo.engines.joining import JoinFolder
 from megatron_grpo.engines.server import EngineServers
+from parallel.clock import running_time
 
 MAX_COMEBACKS = 3
 """Restarts of an engine that completes no generation in between, before it is given up."""
@@ -43,7 +43,7 @@ class EngineRecord:
     """Losses since it last completed a generation."""
     num_losses: int = 0
     """Losses in all."""
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=running_time)
     """When it was last started or lost."""
     file_changed: int = 0
     """When the file of an engine that has joined changed; see `JoinFolder.joined`."""
@@ -170,7 +170,7 @@ class EnginePool:
         record.num_recent_losses += 1
         record.num_losses += 1
         record.is_missed = True
-        record.since = time.monotonic()
+        record.since = running_time()
         if record.num_recent_losses > MAX_COMEBACKS:
             record.state = State.GIVEN_UP
             then = f"it came back {MAX_COMEBACKS} times and is given up"
@@ -213,8 +213,8 @@ class EnginePool:
             self._records[url].num_recent_losses = 0
 
     def raise_if_all_dead(self, deadline: float) -> None:
-        """Raise RolloutAborted if no engine can come back, or after `deadline` (monotonic)."""
-        if time.monotonic() > deadline or not self._urls_in(State.STALE, State.DOWN):
+        """Raise RolloutAborted if no engine can come back, or after `deadline` (`running_time`)."""
+        if running_time() > deadline or not self._urls_in(State.STALE, State.DOWN):
             raise RolloutAborted(f"no rollout engine serves any more:\n{self.status_report()}")
 
     def status_report(self) -> str:
@@ -230,7 +230,7 @@ class EnginePool:
         return is_healthy(url, HEALTH_TIMEOUT if is_down else self._health_timeout)
 
     def _is_late(self, record: EngineRecord) -> bool:
-        return time.monotonic() - record.since > self._startup_timeout
+        return running_time() - record.since > self._startup_timeout
 
 
 def _log(line: str) -> None:

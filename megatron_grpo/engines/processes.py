@@ -4,13 +4,12 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from subprocess import TimeoutExpired
 
 from megatron_grpo.bars import Show
 from megatron_grpo.engines.http import EngineError, is_healthy
 from megatron_grpo.workers.child_process import KILL_SECONDS, EngineProcess
+from parallel.clock import running_time, wait_for_end
 
 TERMINATE_TIMEOUT = 10.0
 EXIT_SECONDS = 0.5
@@ -58,12 +57,12 @@ class ServerProcesses:
 
         `show` is called with the numbers of servers that answer and of all.
         """
-        deadline = time.monotonic() + timeout
+        deadline = running_time() + timeout
         waiting = list(self.base_urls)
         while waiting := [url for url in waiting if not is_healthy(url)]:
             show(len(self.base_urls) - len(waiting), len(self.base_urls))
             self.check()
-            if time.monotonic() > deadline:
+            if running_time() > deadline:
                 raise TimeoutError(
                     f"{self.kind} {waiting[0]} did not answer within {timeout:g} s "
                     f"(rollout.startup_timeout){self.log_tail(waiting[0])}"
@@ -116,10 +115,9 @@ class ServerProcesses:
             len(self._engines) or 1
         ) as pool:  # one that hangs holds up no other
             list(pool.map(_terminate, self._engines))
-        deadline = time.monotonic() + TERMINATE_TIMEOUT
+        deadline = running_time() + TERMINATE_TIMEOUT
         for engine in self._engines:
-            with suppress(TimeoutExpired):
-                engine.process.wait(max(0.0, deadline - time.monotonic()))
+            wait_for_end(engine.process, deadline - running_time())
             engine.child.kill_others(deadline)
             engine.child.end(within=KILL_SECONDS)
         for reserved in self._ports:

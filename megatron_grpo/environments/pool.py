@@ -11,6 +11,7 @@ from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.workers.supervised import SupervisedWorker, load_seconds
 from megatron_grpo.workers.tasks import lasting_future
 from megatron_grpo.workers.user_file import missing_column
+from parallel.clock import result_within
 
 WORKER_MODULE = "megatron_grpo.environments.worker"
 LOAD_KEY = -1
@@ -73,7 +74,7 @@ class EnvironmentPool:
         """
         patience = load_seconds(self.cfg.timeout)
         try:
-            wanted = self._loaded.result(patience)
+            wanted = result_within(self._loaded, patience)
         except (EnvironmentFailed, EnvironmentsLost) as error:
             self.close()
             raise ValueError(f"{self._what} cannot be loaded: {error}") from None

@@ -42,6 +42,7 @@ from megatron_grpo.workers.user_file import (
     required_parameters,
     select_accepted,
 )
+from parallel.clock import TICK, RunningClock
 
 MAX_CHARACTERS = 1 << 20
 """Limit of one observation: no model's context holds more."""
@@ -161,8 +162,10 @@ class EnvironmentWorker:
         self.trainer, self._memory_megabytes = trainer, memory_megabytes
         self.processes: dict[int, InstanceProcess] = {}
         self.deadlines: OrderedDict[int, float] = OrderedDict()
-        """The deadline (monotonic) of each call in progress, by key. All calls have the same time,
+        """The deadline (of `clock`) of each call in progress, by key. All calls have the same time,
         so that the first is the next to be late, and no event walks over all instances."""
+        self.clock = RunningClock()
+        """Not `running_time`: this process has a single thread, as it forks."""
         self.failures: dict[int, str] = {}
         """Why instances ended between two calls, by key; reported to the next call."""
         self.selector = DefaultSelector()
@@ -187,8 +190,8 @@ class EnvironmentWorker:
 
     def _handle_events(self) -> None:
         """Wait for the next event, and handle it."""
-        now = time.monotonic()
-        wake_ups = [deadline - now for deadline in islice(self.deadlines.values(), 1)]
+        now = self.clock.now()
+        wake_ups = [min(deadline - now, TICK) for deadline in islice(self.deadlines.values(), 1)]
         if self.killed:
             wake_ups.append(REAP_SECONDS)
         seconds = max(0.0, min(wake_ups)) if wake_ups else None
@@ -196,7 +199,7 @@ class EnvironmentWorker:
         for key in ready:
             if key is not None:
                 self._forward_answer(key)
-        now = time.monotonic()
+        now = self.clock.now()
         for key in [*takewhile(lambda key: self.deadlines[key] < now, self.deadlines)]:
             self._fail(key, f"no answer after {self.timeout:g} s ({self.section}.timeout): killed")
         if None in ready:
@@ -211,7 +214,7 @@ class EnvironmentWorker:
                 self._answer(key, False, f"its process could not be started: {error}")
             else:
                 self.selector.register(process.connection, EVENT_READ, key)
-                self.deadlines[key] = time.monotonic() + self.timeout
+                self.deadlines[key] = self.clock.now() + self.timeout
         elif action == "step":
             self._step(key, *what)
         else:
@@ -223,7 +226,7 @@ class EnvironmentWorker:
         if key in self.failures:
             self._answer(key, False, self.failures[key])
             return
-        self.deadlines[key] = time.monotonic() + self.timeout
+        self.deadlines[key] = self.clock.now() + self.timeout
         try:
             self.processes[key].connection.send(turn)
         except BlockingIOError:
@@ -287,9 +290,9 @@ class EnvironmentWorker:
 
     def _cause_of_death(self, process: InstanceProcess) -> str:
         how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        deadline = time.monotonic() + DEATH_SECONDS
+        deadline = self.clock.now() + DEATH_SECONDS
         while (end := os.waitid(os.P_PID, process.pid, how)) is None:
-            if time.monotonic() > deadline:
+            if self.clock.now() > deadline:
                 return death_text(None, self.limit)
             time.sleep(0.002)
         is_exit = end.si_code == os.CLD_EXITED

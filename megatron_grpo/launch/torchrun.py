@@ -33,6 +33,7 @@ from megatron_grpo.launch.process import (
     allow_open_files,
 )
 from megatron_grpo.launch.run_dir import interrupted_text
+from parallel.clock import running_time
 
 RENDEZVOUS_SECONDS = 600
 """Time in which the torchruns of all hosts must come."""
@@ -113,9 +114,9 @@ def _first_store(arguments: Namespace) -> TCPStore:
         multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
-    hosts, deadline = range(1, int(arguments.nnodes)), time.monotonic() + RENDEZVOUS_SECONDS
+    hosts, deadline = range(1, int(arguments.nnodes)), running_time() + RENDEZVOUS_SECONDS
     while missing := [host for host in hosts if not store.check([f"host/{host}"])]:
-        if time.monotonic() > deadline:
+        if running_time() > deadline:
             sys.exit(
                 f"megatron-grpo: {len(missing)} of {arguments.nnodes} hosts did not come to "
                 f"{arguments.master_addr}:{store.port} on {socket.gethostname()} within "

@@ -4,12 +4,13 @@ import asyncio
 import os
 import random
 import ssl
-import time
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+
+from parallel.clock import running_time
 
 DEFAULT_KEY = "OPENAI_API_KEY"
 SHARE_OF_TIME = 0.9
@@ -61,12 +62,12 @@ def _certificates() -> ssl.SSLContext:
 async def post(
     client: httpx.AsyncClient, route: str, body: dict[str, Any], deadline: float
 ) -> httpx.Response:
-    """The answer to `body`; raises Unscored if there is none before `deadline` (monotonic).
+    """The answer to `body`; raises Unscored if there is none before `deadline` (`running_time`).
 
     408, 409, 429, 5xx and lost connections are retried until then.
     """
     pause, last = FIRST_BACKOFF_SECONDS, "no answer"
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline - running_time()) > 0:
         try:
             async with asyncio.timeout(left):
                 response = await client.post(route, json=body)
@@ -78,6 +79,6 @@ async def post(
         except (httpx.RequestError, TimeoutError) as error:
             last = repr(error)
         # Jitter: requests that were turned away together do not all come back together.
-        await asyncio.sleep(min(pause * random.uniform(0.5, 1), deadline - time.monotonic()))
+        await asyncio.sleep(min(pause * random.uniform(0.5, 1), deadline - running_time()))
         pause = min(2 * pause, MAX_BACKOFF_SECONDS)
     raise Unscored(f"{client.base_url} gave no answer in time, at last {last}")

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import time
 from typing import Any
 
 import httpx
@@ -17,6 +16,7 @@ from megatron_grpo.rewards.http import (
     key_from,
     post,
 )
+from parallel.clock import running_time
 
 NUMBER = r"((?:(?<![\w.])-)?\d+(?:\.\d+)?)"
 LAST_NUMBER = NUMBER + r"(?:\W*(?:/|\bout of\b|\bof\b|\bto\b)\W*\d+(?:\.\d+)?)?"
@@ -61,7 +61,7 @@ async def judge(
             prompts, completions, answer or [None] * len(prompts), strict=True
         )
     ]
-    deadline = time.monotonic() + SHARE_OF_TIME * reward_timeout
+    deadline = running_time() + SHARE_OF_TIME * reward_timeout
     fields = {"model": model, "temperature": 0} | (extra_body or {})
     async with http_client(base_url, key_from(api_key_env)) as client:
 

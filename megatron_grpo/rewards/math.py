@@ -2,11 +2,12 @@
 
 import math
 import re
-import time
 from typing import Any
 
 from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import parse, verify
+
+from parallel.clock import running_time, stopped_time
 
 # Per expression. math-verify enforces it by SIGALRM, which works only in the main thread, where the
 # reward worker calls functions.
@@ -52,16 +53,22 @@ def math_answer(
     If so many are slow that the call runs out of time, the remaining ones get no score. Raises
     ValueError for a reference answer that cannot be parsed.
     """
-    deadline = time.monotonic() + SHARE_OF_TIME * reward_timeout
+    deadline = running_time() + SHARE_OF_TIME * reward_timeout
     references = {wanted: _reference(wanted) for wanted in set(map(str, answer))}
+
+    def is_equal(completion: str, wanted: str) -> bool:
+        found = _found(completion, boxed=boxed)
+        return bool(verify(references[wanted], found, timeout_seconds=TIMEOUT_SECONDS))
 
     def score(completion: str, wanted: str, finish_reason: str) -> float | Exception:
         if only_finished and finish_reason == "length":
             return 0.0
-        if time.monotonic() >= deadline:
+        if running_time() >= deadline:
             return LATE
-        found = _found(completion, boxed=boxed)
-        return float(verify(references[wanted], found, timeout_seconds=TIMEOUT_SECONDS))
+        stopped, is_right = stopped_time(), is_equal(completion, wanted)
+        if stopped_time() > stopped:  # the kernel's timer has counted that, too
+            is_right = is_equal(completion, wanted)
+        return float(is_right)
 
     given = zip(completions, map(str, answer), finish_reasons, strict=True)
     return [score(*each) for each in given]

@@ -6,7 +6,6 @@ replaced.
 
 import math
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -22,6 +21,7 @@ from megatron_grpo.rewards.functions import LOAD, Answer
 from megatron_grpo.rewards.scoring import Call, RewardError, Scores, Scoring
 from megatron_grpo.workers.supervised import SupervisedWorker, load_seconds
 from megatron_grpo.workers.user_file import missing_column
+from parallel.clock import running_time
 
 WORKER_MODULE = "megatron_grpo.rewards.worker"
 DEATH_SECONDS = 2.0
@@ -40,7 +40,7 @@ class RewardWorkerProcess(SupervisedWorker):
         )
         self.connection.send((cfg.functions, cfg.timeout))
         self.cfg = cfg
-        self.deadlines = {LOAD: time.monotonic() + load_seconds(cfg.timeout)}
+        self.deadlines = {LOAD: running_time() + load_seconds(cfg.timeout)}
         """When the answer to each open call is late, by number; `LOAD` is one."""
         self.is_retired = False
         """Whether it gets no more calls, and is replaced once its open calls are answered."""
@@ -54,7 +54,7 @@ class RewardWorkerProcess(SupervisedWorker):
 
     def send_call(self, number: int, call: tuple[Any, ...], seconds: float) -> None:
         """Send call `number`: the function's index and its columns; due within `seconds`."""
-        self.deadlines[number] = time.monotonic() + seconds
+        self.deadlines[number] = running_time() + seconds
         try:
             self.connection.send((number, *call))
         except ConnectionError:
@@ -278,7 +278,7 @@ class RewardPool:
         for worker in busy:
             if worker.connection in ready and not worker.failure:
                 yield from self._read(worker)
-            elif min(worker.deadlines.values()) <= time.monotonic() and not worker.failure:
+            elif min(worker.deadlines.values()) <= running_time() and not worker.failure:
                 if worker.is_loading:
                     seconds = load_seconds(self.cfg.timeout)
                     raise RewardError(
@@ -295,7 +295,7 @@ class RewardPool:
         is_over = any(worker.failure for worker in workers)
         deadline = 0.0 if is_over else min(min(w.deadlines.values()) for w in workers)
         connections = [worker.connection for worker in workers]
-        seconds = max(0.0, deadline - time.monotonic())
+        seconds = max(0.0, deadline - running_time())
         if self._servers:
             seconds = min(seconds, REVIVE_SECONDS)
         ready = wait([self._cancelled, *connections], seconds)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from megatron_grpo.rewards.http import (
     key_from,
     post,
 )
+from parallel.clock import running_time
 
 OF_TEXTS = ("ForSequenceClassification",)
 OF_STEPS = ("ForProcessRewardModel",)
@@ -68,7 +68,7 @@ async def reward_model(
     if not completions:
         return []
     assert base_url is not None, "the run has put the address in place of the path"
-    deadline = time.monotonic() + SHARE_OF_TIME * reward_timeout
+    deadline = running_time() + SHARE_OF_TIME * reward_timeout
     key = api_key.get_secret_value() if api_key else key_from(api_key_env)
     # Proxies of the environment are not for a server of this run.
     async with http_client(base_url, key, trust_env=api_key is None) as client:

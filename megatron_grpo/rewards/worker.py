@@ -21,6 +21,7 @@ from typing import Any
 from megatron_grpo.rewards.functions import LOAD, Answer, LoadedFunction, NoScores, load_function
 from megatron_grpo.workers.supervised import attempt, begin_worker, forks_end_here
 from megatron_grpo.workers.user_file import error_text
+from parallel.clock import RunningLoop
 
 OF_STRINGS = re.compile(r"string indices must be integers|'str' object has no attribute 'get'")
 """What Python says of `completion[0]["content"]`, as functions for TRL's chats have it."""
@@ -47,7 +48,7 @@ class RewardWorker:
             return
         self._functions = loaded
         self._send([LOAD, [(f.wanted_columns, f.accepted_columns, f.is_async) for f in loaded]])
-        with asyncio.Runner() as runner:
+        with asyncio.Runner(loop_factory=RunningLoop) as runner:
             call = self._next_call()
             while call:
                 number, index, columns = call

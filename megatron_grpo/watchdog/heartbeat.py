@@ -16,13 +16,11 @@ from typing import Any, NoReturn
 
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import EXIT_INTERRUPTED, PREEMPTION_SIGNALS
-from megatron_grpo.watchdog.job import EXIT_FAILURE, End, Intervals, Position, main_stack
-from megatron_grpo.watchdog.server import (
-    MAX_LINE_BYTES,
-    KillTimer,
-    ServerAddress,
-    encode_line,
-)
+from megatron_grpo.launch.sentinel import DUMP, Sentinel
+from megatron_grpo.watchdog.job import EXIT_FAILURE, End, Intervals, Position
+from megatron_grpo.watchdog.server import MAX_LINE_BYTES, ServerAddress, encode_line
+from megatron_grpo.watchdog.stacks import main_stack
+from parallel.clock import RunningLoop, running_time
 
 UNWIND = signal.SIGRTMIN
 """Interrupts rank 0's main thread. Not SIGINT, which processes started by `nohup` or a script's
@@ -63,7 +61,7 @@ class Heartbeat:
         self._socket, self._place, self._intervals = connection, place, intervals
         self._position, self._preempt, self._interrupted = position, preempt, interrupted
         self._rank_0, self._rank_0_position = rank_0, Position()
-        self._loop = asyncio.new_event_loop()
+        self._loop = RunningLoop()
         self._reader, self._writer = self._loop.run_until_complete(
             asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
         )
@@ -71,14 +69,13 @@ class Heartbeat:
         self._signal_writer.setblocking(False)
         self.is_unwinding, self._is_unwound = threading.Event(), threading.Event()
         """The first: set once the main thread unwinds, and need not be interrupted."""
-        self._timer = KillTimer(intervals.kill)
-        self._beaten, self._silent_for = time.monotonic(), 0.0
-        """When the last heartbeat was sent, and the seconds since rank 0 was heard."""
+        self._main_clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+        self._sentinel: Sentinel | None = None
+        self._heard = running_time()
+        """When rank 0 was heard."""
         # faulthandler writes crash reports here. On rank 0 the server dies with the crash.
         self._crash_file = sys.stderr if place.rank == 0 else connection
-        self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._run()), name="heartbeat", daemon=True
-        )
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         """Start the thread and handle signals; call this from the main thread.
@@ -91,6 +88,8 @@ class Heartbeat:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(self._signal_writer.fileno(), warn_on_full_buffer=False)
         faulthandler.enable(self._crash_file)
+        # What the sentinel asks for if this thread cannot run because another one holds the GIL.
+        faulthandler.register(DUMP, self._crash_file)
         self._thread.start()
 
     def send(self, **fields: Any) -> None:
@@ -107,7 +106,15 @@ class Heartbeat:
         """Close the connection, which a forked child would keep open, and reset signal handling."""
         signal.set_wakeup_fd(-1)
         signal.signal(UNWIND, signal.SIG_DFL)
+        faulthandler.unregister(DUMP)
+        if self._sentinel is not None:
+            self._sentinel.close()
         self._socket.close()
+
+    def _work(self) -> None:
+        self._sentinel = Sentinel(0.75 * self._intervals.silence, self._intervals.kill)
+        self._loop.run_until_complete(self._run())
+        self._sentinel.end()
 
     async def _run(self) -> None:
         """Send heartbeats, and handle signals and messages, until all ranks have succeeded."""
@@ -115,24 +122,19 @@ class Heartbeat:
         self._beat()
         with suppress(OSError):  # such as ETIMEDOUT when a host is gone
             async for line in self._reader:
-                self._silent_for = 0.0
+                self._heard = running_time()
                 if self._handle(json.loads(line)):
                     return
         self._exit_without_rank_0("died")
 
     def _beat(self) -> None:
         """Send heartbeats from now on."""
-        now = time.monotonic()
-        # As in the server, time in which the machine was suspended does not count.
-        self._silent_for += min(now - self._beaten, 2 * self._intervals.heartbeat)
-        self._beaten = now
-        if self._silent_for >= self._intervals.silence:
+        if running_time() - self._heard >= self._intervals.silence:
             self._exit_without_rank_0(f"has not answered for {self._intervals.silence:g} s")
-        self._writer.write(encode_line(heartbeat=asdict(self._position())))
-        self._timer.restart()
-        # If this thread cannot run again because another one holds the GIL, faulthandler writes
-        # the stacks without it.
-        faulthandler.dump_traceback_later(0.75 * self._intervals.silence, file=self._crash_file)
+        cpu = time.clock_gettime(self._main_clock)
+        self._writer.write(encode_line(heartbeat=asdict(self._position()), cpu=cpu))
+        assert self._sentinel is not None
+        self._sentinel.beat()
         self._loop.call_later(self._intervals.heartbeat, self._beat)
 
     def _handle_signals(self) -> None:
@@ -147,8 +149,6 @@ class Heartbeat:
         """Handle a message of the server; returns True when all ranks have succeeded."""
         match message:
             case {"end": {"code": 0}}:
-                self._timer.stop()
-                faulthandler.cancel_dump_traceback_later()
                 return True
             case {"end": end}:
                 self._exit(End(**end))

@@ -1,21 +1,19 @@
 """State machine of a job on rank 0: events of all ranks in, the verdict out.
 
 It never waits or reads a clock: every event comes with its time. Each phase of a step has its own
-limit for the time without progress. Beyond it, the stacks of all main threads are compared, and
-stragglers are named.
+limit for the time without progress, and at least `SLACK` times what it took before in this run.
+Beyond it, the stacks of all main threads are compared. While one computes, the ranks have up to
+`COMPUTING` times the limit; then, or if none does, stragglers are named.
 """
 
-import re
-import sys
-import threading
-import traceback
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.timing import WAIT
+from megatron_grpo.watchdog.stacks import WAITS, place_of, stragglers
 from parallel.weight_transfer import TIMEOUT
 
 MARGIN_SECONDS = 15.0
@@ -23,6 +21,13 @@ MARGIN_SECONDS = 15.0
 
 HANG_SECONDS, HANG_SECONDS_ON_GPU = 45.0, 300.0
 """Defaults of `train.hang_timeout`."""
+
+SLACK = 2.0
+"""A phase may take so many times the longest time without progress in the same phase before."""
+COMPUTING = 4
+"""So many limits may pass while a rank computes: an endless loop does so, too."""
+COMPUTING_SHARE = 0.1
+"""A main thread computes if it had at least this share of a CPU; on a busy host it has no more."""
 
 START = "start"
 """The phase before the first step, while engines start. Reading weights is another one: `load`."""
@@ -46,6 +51,9 @@ class Limits:
     start: Limit
     step: Limit
     push: Limit
+    is_cpu_progress: bool = True
+    """Whether a main thread that uses the CPU outside of collectives computes. On GPUs it may only
+    wait, as CUDA waits by spinning."""
 
     @classmethod
     def from_config(cls, cfg: Config, *, on_gpu: bool) -> "Limits":
@@ -61,6 +69,7 @@ class Limits:
             start=Limit(rollout.startup_timeout + MARGIN_SECONDS, "rollout.startup_timeout"),
             step=step,
             push=max(push, step, key=SECONDS),
+            is_cpu_progress=not on_gpu,
         )
 
     def for_phase(self, phase: str, *, is_first_step: bool) -> Limit | None:
@@ -82,39 +91,6 @@ class Limits:
             case _:
                 usual = self.step
         return max(self.start, usual, key=SECONDS) if is_first_step else usual
-
-
-FRAME = re.compile(r'File "(.*)", line \d+, in (.*)')
-WAITS = re.compile(r"/torch/(distributed|cuda)/|/pipeline_parallel/p2p_communication\.py")
-"""Where a rank waits for others: in torch.distributed, in Megatron-Core's own waits for pipeline
-sends and receives, or, with NCCL, where the host next synchronizes with the device."""
-
-
-def main_stack() -> str:
-    """The stack of this process's main thread, innermost call last as in a traceback."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return "".join(traceback.format_stack(frame)).rstrip()
-
-
-def stragglers(stacks: Mapping[int, str], progress: Mapping[int, tuple[int, int]]) -> list[int]:
-    """The ranks that the others wait for, as far as stacks and progress show; else none.
-
-    `progress` increases as a rank advances. If most ranks wait for others in a collective, the ones
-    that do not are the cause. Otherwise it is those that lag behind, or else those that are at a
-    different place than most.
-    """
-    busy = [rank for rank, stack in stacks.items() if not WAITS.search(stack)]
-    if busy and 2 * len(busy) <= len(stacks):
-        return busy
-    last = min(progress.values())
-    behind = [rank for rank in stacks if progress[rank] == last]
-    if 2 * len(behind) <= len(stacks):
-        return behind
-    places = {rank: tuple(FRAME.findall(stack)) for rank, stack in stacks.items()}
-    [(common, count)] = Counter(places.values()).most_common(1)
-    if 2 * count > len(stacks):
-        return [rank for rank, place in places.items() if place != common]
-    return []
 
 
 EXIT_FAILURE = 1
@@ -167,7 +143,13 @@ class Member:
     pid: int
     heard: float
     """Time of its last heartbeat."""
+    since: float
+    """When its position last changed."""
     position: Position = Position()
+    cpu: float = 0.0
+    """CPU seconds of its main thread."""
+    cpu_before: float = 0.0
+    """The same when there was progress, or it was last looked at."""
     stack: str | None = None
     """Stack of its main thread, once it has answered the last request for it."""
     dump: list[str] = field(default_factory=list)
@@ -218,6 +200,13 @@ class Job:
         self._world_size, self._limits, self._intervals = world_size, limits, intervals
         self._progress = now
         self._asked: float | None = None
+        self._looked, self._num_limits = now, 1
+        """When main threads were last looked at, or there was progress; and for which limit after
+        the last progress they are looked at next."""
+        self._stood = 0.0
+        """The longest time without progress in the current phase of rank 0."""
+        self._longest: dict[str, float] = {}
+        """The same for each phase that is over."""
         self._causes: list[_Cause] = []
         self._first_step = 0
         self._finished: dict[int, End] = {}
@@ -229,15 +218,20 @@ class Job:
 
     def on_connect(self, rank: int, host: str, pid: int, now: float) -> None:
         """A rank has connected, from process `pid` of `host`."""
-        self.members[rank] = Member(rank, host, pid, now)
+        self.members[rank] = Member(rank, host, pid, now, now)
         self._reset_progress(now)
 
-    def on_heartbeat(self, rank: int, position: Position, now: float) -> None:
-        """A rank has sent a heartbeat with its `position`."""
+    def on_heartbeat(self, rank: int, position: Position, now: float, cpu: float = 0.0) -> None:
+        """A rank has sent a heartbeat with its `position` and its main thread's CPU seconds."""
         member = self.members[rank]
         member.heard = now
+        member.cpu = max(member.cpu, cpu)
         if position != member.position:
-            member.position = position
+            self._stood = max(self._stood, now - self._progress)
+            if rank == 0 and position.phase != (phase := member.position.phase):
+                self._longest[phase] = max(self._stood, self._longest.get(phase, 0.0))
+                self._stood = 0.0
+            member.position, member.since = position, now
             self._first_step = self._first_step or self.position.step
             self._reset_progress(now)
 
@@ -275,7 +269,9 @@ class Job:
     def wants_stacks(self, now: float) -> bool:
         """Whether to ask all ranks for their stacks now; True only once until there is progress."""
         limit = self._limit()
-        if self._asked is not None or limit is None or now - self._progress < limit.seconds:
+        if self._asked is not None or limit is None:
+            return False
+        if now - self._progress < self._num_limits * limit.seconds:
             return False
         self._asked = now
         for member in self.members.values():
@@ -295,32 +291,61 @@ class Job:
         if self._asked is None:
             return None
         answered = all(member.stack is not None for member in self.members.values())
-        return self._hang() if answered or now - self._asked >= self._intervals.stacks else None
+        if not answered and now - self._asked < self._intervals.stacks:
+            return None
+        if answered and self._num_limits < COMPUTING and self._is_computing(now):
+            self._num_limits += 1
+            self._look(now)
+            return None
+        return self._hang(now)
 
     def _reset_progress(self, now: float) -> None:
-        self._progress, self._asked = now, None
+        self._progress, self._num_limits = now, 1
+        self._look(now)
+
+    def _look(self, now: float) -> None:
+        self._looked, self._asked = now, None
+        for member in self.members.values():
+            member.cpu_before = member.cpu
+
+    def _is_computing(self, now: float) -> bool:
+        """Whether a rank that waits for no other has used the CPU since the last look."""
+        if not self._limits.is_cpu_progress:
+            return False
+        least = COMPUTING_SHARE * (now - self._looked)
+        return any(
+            member.cpu - member.cpu_before >= least and not WAITS.search(member.stack or "")
+            for member in self.members.values()
+        )
 
     def _limit(self) -> Limit | None:
         position = self.position
         is_first_step = position.step <= self._first_step
-        return self._limits.for_phase(position.phase, is_first_step=is_first_step)
+        limit = self._limits.for_phase(position.phase, is_first_step=is_first_step)
+        if limit is None:
+            return None
+        usual = SLACK * self._longest.get(position.phase, 0.0)
+        return replace(limit, seconds=max(limit.seconds, usual))
 
-    def _hang(self) -> End:
+    def _hang(self, now: float) -> End:
         limit = self._limit()
         assert limit is not None
+        seconds = self._num_limits * limit.seconds
         lines = [
-            f"megatron-grpo: no rank has made progress for {limit.seconds:g} s ({limit.key}); "
-            f"rank 0 is in {self.position}"
+            f"megatron-grpo: no rank has made progress for {seconds:.3g} s ({limit.key}); "
+            f"rank 0 is in {self.position}; if that is only slow, set "
+            f"{limit.key}={math.ceil(SLACK * seconds)}"
         ]
         if missing := sorted(set(range(self._world_size)) - self.members.keys()):
             lines += [f"never joined the job: rank {', '.join(map(str, missing))}"]
         else:
-            lines += self._suspects()
+            lines += self._suspects(now)
+        lines += ["the stacks of all ranks are in logs/stacks.txt"]
         stacks = [f"{m}, {m.position}:\n{m.stack}\n" for m in self._sorted()]
         return End(EXIT_FAILURE, "\n".join(lines), "\n".join(stacks))
 
-    def _suspects(self) -> list[str]:
-        """The ranks that the others wait for, with their stacks; rank 0 if all wait alike."""
+    def _suspects(self, now: float) -> list[str]:
+        """The ranks that the others wait for, and where they are; rank 0 if all wait alike."""
         stacks = {m.rank: m.stack for m in self._sorted() if m.stack is not None}
         suspects = [member.rank for member in self._sorted() if member.rank not in stacks]
         if not suspects:
@@ -329,12 +354,15 @@ class Job:
                 for rank, member in self.members.items()
             }
             suspects = stragglers(stacks, progress)
-        if not suspects:
-            return [f"all ranks wait alike; {self.members[0]}:", stacks[0]]
-        lines = [f"{len(suspects)} of {self._world_size} ranks are not where the others are:"]
+        if suspects:
+            lines = [f"{len(suspects)} of {self._world_size} ranks are not where the others are:"]
+        else:
+            lines, suspects = ["all ranks wait alike:"], [0]
         for member in (self.members[rank] for rank in suspects[:NUM_RANKS_SHOWN]):
-            stack = "it did not report its stack" if member.stack is None else member.stack
-            lines += [f"{member}, {member.position}:", stack]
+            stack = member.stack
+            place = "it did not report its stack" if stack is None else place_of(stack)
+            stood = f"has stood for {now - member.since:.0f} s"
+            lines += [f"{member}, {member.position}, {stood}: {place}"]
         return lines
 
     def _sorted(self) -> list[Member]:

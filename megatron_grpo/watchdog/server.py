@@ -4,25 +4,20 @@ It speaks lines of JSON over TCP. Sockets rather than keys in torch's TCPStore, 
 closes a dead rank's connection: the death is known in half a second, where a key would only cease
 to change. As in the rest of the job, the network is trusted; a client whose first line is not
 `{"rank": r, "host": h, "pid": p}` is hung up on.
-
-A kernel timer is the last resort against a process that neither runs nor ends.
 """
 
 import asyncio
-import ctypes
 import json
 import os
-import signal
 import socket
-import struct
 import threading
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.watchdog.job import End, Failure, Intervals, Job, Limits, Position
+from parallel.clock import run, running_time
 
 POLL_SECONDS = 0.05
 """Interval at which the verdict is looked for."""
@@ -69,14 +64,12 @@ class WatchdogServer:
             port=self._listener.getsockname()[1],
         )
         self._world_size, self._intervals, self._stacks_file = world_size, intervals, stacks_file
-        self._now = 0.0
-        """Seconds in which this thread ran: a suspended machine has not been silent."""
-        self._job = Job(world_size, limits, intervals, self._now)
+        self._job = Job(world_size, limits, intervals, running_time())
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         """The open connections."""
         self._is_preempted = False
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._run()), name="watchdog-server", daemon=True
+            target=lambda: run(self._run()), name="watchdog-server", daemon=True
         )
         self._thread.start()
 
@@ -88,24 +81,18 @@ class WatchdogServer:
         await asyncio.start_server(
             self._serve, sock=self._listener, limit=MAX_LINE_BYTES, backlog=self._world_size
         )
-        last_heartbeat, sent = self._now, self._job.position
+        last_heartbeat, sent = running_time(), self._job.position
         while True:
-            await self._poll()
-            if self._job.wants_stacks(self._now):
+            await asyncio.sleep(POLL_SECONDS)
+            if self._job.wants_stacks(running_time()):
                 self._broadcast(encode_line(request="stack"))
-            if end := self._job.verdict(self._now):
+            if end := self._job.verdict(running_time()):
                 return await self._finish(end)
             position = self._job.position
-            is_due = self._now - last_heartbeat >= self._intervals.heartbeat
+            is_due = running_time() - last_heartbeat >= self._intervals.heartbeat
             if position.phase != sent.phase or is_due:
-                last_heartbeat, sent = self._now, position
+                last_heartbeat, sent = running_time(), position
                 self._broadcast(encode_line(heartbeat=asdict(position)))
-
-    async def _poll(self) -> None:
-        """Let the connections be served for a moment."""
-        before = time.monotonic()
-        await asyncio.sleep(POLL_SECONDS)
-        self._now += min(time.monotonic() - before, self._intervals.heartbeat)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle the messages of one client, until it has closed its connection."""
@@ -119,7 +106,7 @@ class WatchdogServer:
         writer.close()
         if rank is not None:
             del self._ranks[rank]
-            self._job.on_disconnect(rank, self._now)
+            self._job.on_disconnect(rank, running_time())
 
     def _join(self, first: Any, writer: asyncio.StreamWriter) -> int:
         """The rank of a client by its first line; raises ValueError if it is none of this job."""
@@ -128,17 +115,17 @@ class WatchdogServer:
                 0 <= rank < self._world_size and rank not in self._job.members
             ):
                 self._ranks[rank] = writer
-                self._job.on_connect(rank, host, pid, self._now)
+                self._job.on_connect(rank, host, pid, running_time())
                 if self._is_preempted:  # since before this rank joined
                     writer.write(encode_line(preempt=True))
                 return rank
         raise ValueError("no rank of this job")
 
     def _handle(self, rank: int, message: Any) -> None:
-        job, now = self._job, self._now
+        job, now = self._job, running_time()
         match message:
             case {"heartbeat": position}:
-                job.on_heartbeat(rank, Position(**position), now)
+                job.on_heartbeat(rank, Position(**position), now, message.get("cpu", 0.0))
             case {"failure": failure}:
                 job.on_exception(rank, Failure(**failure), now)
             case {"stack": stack}:
@@ -167,12 +154,12 @@ class WatchdogServer:
         for writer in self._ranks.values():
             if writer is not own:
                 writer.write(message)
-        deadline = time.monotonic() + EXIT_SECONDS
+        deadline = running_time() + EXIT_SECONDS
         stacks = threading.Thread(target=self._write, args=[end.stacks], daemon=True)
         stacks.start()
-        while self._ranks.keys() - {0} and time.monotonic() < deadline:
-            await self._poll()
-        stacks.join(max(0.0, deadline - time.monotonic()))
+        while self._ranks.keys() - {0} and running_time() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        stacks.join(max(0.0, deadline - running_time()))
         if own is not None:
             own.write(message)
 
@@ -182,38 +169,3 @@ class WatchdogServer:
         with suppress(OSError):  # the verdict must reach the ranks all the same
             self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
             self._stacks_file.write_text(stacks)
-
-
-CLOCK_MONOTONIC = 1
-SIGEV_SIGNAL = 0
-
-
-class KillTimer:
-    """Makes Linux SIGKILL this process `seconds` after the last `restart`.
-
-    This ends processes that cannot end by themselves: one that is stopped (SIGSTOP), or one in
-    which C code never releases the GIL. Children do not inherit the timer.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        # struct sigevent of 64-bit Linux: sigev_value, sigev_signo, sigev_notify, 48 unused bytes.
-        event = struct.pack("Pii48x", 0, signal.SIGKILL, SIGEV_SIGNAL)
-        self._timer = ctypes.c_void_p()
-        failed = self._libc.timer_create(CLOCK_MONOTONIC, event, ctypes.byref(self._timer))
-        assert not failed, f"timer_create: errno {ctypes.get_errno()}"
-
-    def restart(self) -> None:
-        """Arm the timer anew; before the first call it is disarmed."""
-        self._set(self._seconds)
-
-    def stop(self) -> None:
-        """Disarm the timer."""
-        self._set(0.0)
-
-    def _set(self, seconds: float) -> None:
-        whole = int(seconds)
-        # struct itimerspec: no interval, then seconds and nanoseconds from now.
-        spec = struct.pack("llll", 0, 0, whole, int((seconds - whole) * 1e9))
-        self._libc.timer_settime(self._timer, 0, spec, None)

@@ -18,6 +18,7 @@ from typing import IO
 
 from megatron_grpo.launch import parent_death
 from megatron_grpo.launch.process import describe_exit
+from parallel.clock import running_time, wait_for_end
 
 COLLECTOR = "collector"
 """Name prefix of the thread that collects generations in parallel to the main thread."""
@@ -64,25 +65,23 @@ class ChildProcess:
 
     def end(self, within: float = 0.0) -> str:
         """How the process ended, if it ends within `within` seconds; else an empty string."""
-        try:
-            return f"ended with {describe_exit(self.process.wait(within))}"
-        except subprocess.TimeoutExpired:
-            return ""
+        code = wait_for_end(self.process, within)
+        return "" if code is None else f"ended with {describe_exit(code)}"
 
     def kill(self) -> None:
         """Kill it and all processes that it started, even stopped ones."""
-        deadline = time.monotonic() + KILL_SECONDS
+        deadline = running_time() + KILL_SECONDS
         parent_death.kill_group(self.process.pid)
         self.end(within=KILL_SECONDS)
         self.kill_others(deadline)
 
     def kill_others(self, deadline: float) -> None:
-        """Wait for the processes that it started, and kill those left at `deadline` (monotonic).
+        """Wait for the processes that it started, and kill those left at `deadline`.
 
-        Then removes its folder.
+        The deadline is one of `running_time`. Then removes its folder.
         """
         with suppress(ProcessLookupError):  # raised when the group is empty
-            while time.monotonic() < deadline:
+            while running_time() < deadline:
                 os.killpg(self.process.pid, 0)
                 time.sleep(0.05)
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -9,12 +9,13 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from megatron_grpo.workers import supervisor
 from megatron_grpo.workers.user_file import MAX_TEXT, death_text, error_text
+from parallel.clock import wait_for_end
 
 LOAD_SECONDS = 60.0
 """Loading may take this long, or as long as a call if that is longer: imports may be slow."""
@@ -56,8 +57,7 @@ class SupervisedWorker:
 
     def cause_of_death(self, seconds: float) -> str:
         """How the worker ended, if it does within `seconds` after its connection has closed."""
-        with suppress(subprocess.TimeoutExpired):  # it may live on without the connection
-            self._supervisor.wait(seconds)
+        wait_for_end(self._supervisor, seconds)  # it may live on without the connection
         return death_text(self._supervisor.returncode, self._memory_limit)
 
     def begin_kill(self) -> None:
@@ -66,9 +66,7 @@ class SupervisedWorker:
 
     def finish_kill(self) -> None:
         """After `begin_kill`, return when none of its processes is left."""
-        try:
-            self._supervisor.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
+        if wait_for_end(self._supervisor, END_SECONDS) is None:
             self._supervisor.kill()
             self._supervisor.wait()
 

@@ -6,10 +6,11 @@ The sender listens, and the receiver connects.
 import secrets
 import select
 import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+
+from parallel.clock import running_time, stopped_time
 
 Address = str | tuple[str, int]
 """Name of an abstract Unix socket on this host, or host and port."""
@@ -52,11 +53,13 @@ class ControlSocket:
 
     def send(self, data: memoryview) -> None:
         """Send all of `data`."""
+        stopped = stopped_time()
         while data:
             # A plain `send` would block on the full buffer of an end that has stopped reading.
             events = self._sending.poll(self.seconds * 1000)
             if not events:
-                raise self.timed_out()
+                stopped = self._check_time(stopped)
+                continue
             if events[0][1] & ~select.POLLOUT:
                 raise self.closed()
             try:
@@ -66,16 +69,24 @@ class ControlSocket:
 
     def receive(self, data: memoryview) -> None:
         """Fill all of `data`."""
+        stopped = stopped_time()
         while data:
             try:
                 count = self.socket.recv_into(data)
-            except TimeoutError as error:
-                raise self.timed_out() from error
+            except TimeoutError:
+                stopped = self._check_time(stopped)
+                continue
             except OSError as error:
                 raise self.closed() from error
             if not count:
                 raise self.closed()
             data = data[count:]
+
+    def _check_time(self, stopped: float) -> float:
+        """After a wait has timed out: raise, unless this process was stopped in it."""
+        if (now := stopped_time()) > stopped:
+            return now
+        raise self.timed_out()
 
     @property
     def is_local(self) -> bool:
@@ -135,9 +146,9 @@ class Listener:
         Raises ChannelError if `peer` does not connect within `timeout`, and whatever `check`
         raises, which is called regularly while waiting.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = running_time() + timeout.total_seconds()
         with self._socket:
-            while (left := deadline - time.monotonic()) > 0:
+            while (left := deadline - running_time()) > 0:
                 self._socket.settimeout(min(left, CHECK_SECONDS))
                 try:
                     connection, _ = self._socket.accept()

@@ -20,6 +20,7 @@ import torch
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from torch.distributed import DistError, Store, TCPStore
 
+from parallel.clock import running_time
 from parallel.layout import Box
 from parallel.weight_transfer.buckets import ALIGNMENT
 from parallel.weight_transfer.control_socket import ChannelError
@@ -78,10 +79,10 @@ class Rendezvous:
         The values of `keys` are the publishers, named in the ChannelError if one is late by
         `timeout`. Raises ChannelError also when any process has failed.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = running_time() + timeout.total_seconds()
         while not self._has([*keys]):
             self.check_failure()
-            if time.monotonic() > deadline:
+            if running_time() > deadline:
                 late = dict.fromkeys(who for key, who in keys.items() if not self._has([key]))
                 seconds = timeout.total_seconds()
                 raise ChannelError(f"no message from {', '.join(late)} within {seconds:g} s")

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.engines import wait_until
 from helpers.environments import environment_pool, sleepers
+from helpers.stopped import stop_for
 from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
 
@@ -65,6 +66,16 @@ def test_many_step_at_once_and_are_gone_when_they_end(tmp_path):
         for instance in instances:
             instance.end()
         assert is_alone(pool)
+
+
+def test_time_in_which_all_were_stopped_does_not_make_a_call_late(tmp_path):
+    with environment_pool(tmp_path, "Slow", arguments={"seconds": 1.0}, timeout=3.0) as pool:
+        instance = pool.new_instance()
+        instance.reset("prompt", {}, SEED).result(SECONDS)
+        step = instance.step("x")
+        time.sleep(0.2)  # it has begun
+        stop_for(4.0, pool._worker.pid)
+        assert step.result(SECONDS) == ["1: x", 1.0, False]
 
 
 def test_random_numbers_follow_the_seed(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 from helpers.engines import wait_until
 from helpers.ranks import is_alive
 from helpers.rewards import sample_of
+from helpers.stopped import stop_for
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.rewards.pool import RewardPool, RewardWorkerProcess, ScoringCancelled
@@ -506,6 +507,38 @@ def test_workers_die_with_a_trainer_that_is_killed_even_in_mid_call(tmp_path):
         trainer.wait()
     assert wait_until(lambda: not any(map(is_alive, [worker, *supervisors])), seconds=30)
     assert wait_until(lambda: not is_asleep(), seconds=30)
+
+
+SUSPENDED = """
+import asyncio, sys, time
+from helpers.rewards import sample_of
+from megatron_grpo.config.reward import RewardConfig, RewardFunction
+from megatron_grpo.rewards.pool import RewardPool
+
+def nap(completions, **_): print("begun", flush=True); time.sleep(1); return [1]
+async def doze(completions, **_): print("begun", flush=True); await asyncio.sleep(1); return [1]
+
+if __name__ == "__main__":
+    pool = RewardPool(RewardConfig(functions=(RewardFunction(name=sys.argv[1]),), timeout=3))
+    print(pool.score([sample_of("c", {})], num_completions=1), flush=True)
+    pool.close()
+"""
+
+
+@pytest.mark.parametrize("name", ["nap", "doze"])
+def test_time_in_which_all_were_stopped_does_not_make_a_call_late(name, tmp_path):
+    (tmp_path / "suspended.py").write_text(SUSPENDED)
+    function = f"{tmp_path / 'suspended.py'}:{name}"
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "suspended.py", function],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [REPOSITORY, TESTS]))},
+    ) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "begun\n"
+        stop_for(7.0, trainer.pid)  # longer than asynchronous calls may take to be cancelled, too
+        assert "1.0" in trainer.stdout.readline()
 
 
 def test_pool_closed_while_it_starts_is_gone_at_once_under_nohup_too(pool):

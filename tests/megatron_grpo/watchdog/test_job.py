@@ -1,5 +1,6 @@
 """The verdict on a job from the events of its ranks: no processes, sockets or waiting."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from megatron_grpo.watchdog.job import (
     Limit,
     Limits,
     Position,
-    stragglers,
 )
+from megatron_grpo.watchdog.stacks import place_of, stragglers
 from parallel import ParallelDims
 from parallel.weight_transfer import TIMEOUT
 
@@ -132,10 +133,11 @@ def test_hang_is_reported_with_the_stack_of_the_straggler():
     assert end is not None and end.code == 1
     assert end.text.splitlines() == [
         "megatron-grpo: no rank has made progress for 45 s (train.hang_timeout); rank 0 is in "
-        "phase train of step 2",
+        "phase train of step 2; if that is only slow, set train.hang_timeout=90",
         "1 of 4 ranks are not where the others are:",
-        "rank 2 on node1 (pid 102), phase train of step 2:",
-        BUSY,
+        "rank 2 on node1 (pid 102), phase train of step 2, has stood for 46 s: "
+        "/x/loss.py:9 in grpo_loss",
+        "the stacks of all ranks are in logs/stacks.txt",
     ]
     assert end.stacks.count(WAITING) == 3 and BUSY in end.stacks
 
@@ -150,8 +152,68 @@ def test_rank_that_reports_no_stack_is_the_straggler():
     end = found.verdict(47.0)
     assert (
         end is not None
-        and "rank 3 on node1 (pid 103), phase train of step 2:\nit did not" in end.text
+        and "(pid 103), phase train of step 2, has stood for 47 s: it did not" in end.text
     )
+
+
+def computing_until_told(found: Job, busy: int, stack: str) -> tuple[float, str]:
+    """When a job ends, and with which text, of which rank `busy` uses a CPU at that stack."""
+    for now in range(1, 500):
+        for rank, member in found.members.items():
+            found.on_heartbeat(rank, member.position, now, cpu=float(now) if rank == busy else 1.0)
+        if found.wants_stacks(now):
+            for rank, member in found.members.items():
+                member.stack = stack if rank == busy else WAITING
+        if end := found.verdict(now):
+            return now, end.text
+    raise AssertionError("it does not end")
+
+
+def test_rank_that_computes_has_four_limits_and_no_more_as_a_loop_computes_too():
+    ended, text = computing_until_told(job(step=2, phase="train"), 2, BUSY)
+    assert ended == 4 * 45
+    assert "has made progress for 180 s (train.hang_timeout)" in text
+    assert "set train.hang_timeout=360" in text and "rank 2 on node1" in text
+
+
+def test_rank_that_spins_in_a_collective_does_not_compute():
+    assert computing_until_told(job(step=2, phase="train"), 2, WAITING)[0] == 45
+
+
+def test_rank_that_has_computed_and_then_waits_is_looked_at_again():
+    found = job(step=2, phase="train")
+    for now in range(1, 100):
+        for rank, member in found.members.items():
+            found.on_heartbeat(rank, member.position, now, cpu=float(min(now, 40)))
+            member.stack = BUSY
+        if found.wants_stacks(now):
+            for member in found.members.values():
+                member.stack = BUSY
+        if found.verdict(now):
+            break
+    assert now == 90
+
+
+def test_gpus_wait_by_spinning_so_that_the_cpu_tells_nothing():
+    found = job(step=2, phase="train")
+    found._limits = replace(LIMITS, is_cpu_progress=False)
+    assert computing_until_told(found, 2, BUSY)[0] == 45
+
+
+@pytest.mark.parametrize(("slow", "seconds"), [(86.9, 173.8), (10, 45)])
+def test_phase_may_take_twice_as_long_as_the_longest_of_this_run(slow, seconds):
+    found = job(step=1, phase="train")
+    all_at(found, Position(1, "train", num_ticks=1), slow)
+    begun = slow + 1
+    all_at(found, Position(1, "push", num_ticks=1), begun)
+    all_at(found, Position(2, "train"), begun)
+    assert not found.wants_stacks(begun + seconds - 0.1)
+    assert found.wants_stacks(begun + seconds)
+
+
+def test_place_of_a_stack_is_the_innermost_line_outside_of_libraries():
+    assert place_of(WAITING) == "/x/train_step.py:9 in train_step"
+    assert place_of('File "/lib/torch/_ops.py", line 3, in call') == "/lib/torch/_ops.py:3 in call"
 
 
 def test_progress_while_stacks_arrive_ends_the_hang():

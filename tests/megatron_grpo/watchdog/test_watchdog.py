@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.watched import LIMITS, World, watched_ranks
+from helpers.stopped import stop_for
+from helpers.watched import INTERVALS, LIMITS, World, watched_ranks
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.launch.launch import RankPlace
 from megatron_grpo.launch.process import Preempted
@@ -198,15 +199,38 @@ def hang(watchdog: Watchdog, rank: int, folder: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", HANGS)
-def test_hanging_rank_is_named_with_its_stack(ranks, way):
+def test_hanging_rank_is_named_with_where_it_is(ranks, way):
     with ranks(hang, way) as world:
         assert world.exit_codes(60) == [1, 1, 1, 1]
     output = "\n".join(printed(world))
-    assert output.startswith("megatron-grpo: no rank has made progress for 1.5 s (train.hang_time")
+    assert output.startswith("megatron-grpo: no rank has made progress for ")
+    # One that uses the CPU may compute.
+    assert f"for {6 if way == 'loop' else 1.5} s (train.hang_timeout)" in output
     assert "1 of 4 ranks are not where the others are:\nrank 2 on " in output
     assert "phase train of step 2" in output and HANGS[way] in output
     assert "rank 3" not in output and world.output(0)
     assert world.stacks.count("in hang") == 4
+    assert 'File "' not in output
+
+
+def test_time_in_which_all_are_stopped_does_not_count(ranks):
+    """As by `scontrol suspend`, longer than every limit, and with whatever they have started."""
+    with ranks(reduce_until_told) as world:
+        world.wait_for(*ALL_READY)
+        time.sleep(0.5)
+        stop_for(INTERVALS.kill + 1, *(rank.pid for rank in world.processes))
+        time.sleep(1)
+        (world.folder / "told").touch()
+        assert world.exit_codes(60) == [0, 0, 0, 0]
+    assert printed(world) == []
+
+
+def reduce_until_told(watchdog: Watchdog, rank: int, folder: Path) -> None:
+    watchdog.begin_step(3)
+    watchdog.enter("train")
+    ready(folder, rank)
+    while not any_rank((folder / "told").exists()):
+        watchdog.tick()
 
 
 def test_microbatches_within_the_limit_are_no_hang(ranks):

@@ -1,0 +1,53 @@
+"""Stacks of main threads, as texts: where a rank is, and which ranks the others wait for."""
+
+import re
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+
+FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
+LIBRARIES = "/site-packages/", "/torch/", "<frozen "
+WAITS = re.compile(r"/torch/(distributed|cuda)/|/pipeline_parallel/p2p_communication\.py")
+"""Where a rank waits for others: in torch.distributed, in Megatron-Core's own waits for pipeline
+sends and receives, or, with NCCL, where the host next synchronizes with the device."""
+
+
+def main_stack() -> str:
+    """The stack of this process's main thread, innermost call last as in a traceback."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return "".join(traceback.format_stack(frame)).rstrip()
+
+
+def place_of(stack: str) -> str:
+    """The innermost line of a stack that is not in a library, or else the innermost one."""
+    places: list[tuple[str, str, str]] = FRAME.findall(stack)
+    own = [place for place in places if not any(part in place[0] for part in LIBRARIES)]
+    file, line, function = (own or places)[-1]
+    return f"{file}:{line} in {function}"
+
+
+def stragglers(stacks: Mapping[int, str], progress: Mapping[int, tuple[int, int]]) -> list[int]:
+    """The ranks that the others wait for, as far as stacks and progress show; else none.
+
+    `progress` increases as a rank advances. If most ranks wait for others in a collective, the ones
+    that do not are the cause. Otherwise it is those that lag behind, or else those that are at a
+    different place than most.
+    """
+    busy = [rank for rank, stack in stacks.items() if not WAITS.search(stack)]
+    if busy and 2 * len(busy) <= len(stacks):
+        return busy
+    last = min(progress.values())
+    behind = [rank for rank in stacks if progress[rank] == last]
+    if 2 * len(behind) <= len(stacks):
+        return behind
+    places = {rank: _functions_of(stack) for rank, stack in stacks.items()}
+    [(common, count)] = Counter(places.values()).most_common(1)
+    if 2 * count > len(stacks):
+        return [rank for rank, place in places.items() if place != common]
+    return []
+
+
+def _functions_of(stack: str) -> tuple[tuple[str, str], ...]:
+    return tuple((file, function) for file, _, function in FRAME.findall(stack))

@@ -1,0 +1,121 @@
+"""The clock of all limits: seconds in which this process could run.
+
+Slurm's gang scheduling, `scontrol suspend` and a freezer stop all processes of a job, and let them
+go on minutes later. No limit may count that time. The kernel does not tell a process that it was
+stopped, so a thread looks at the time every `TICK`, and of a longer gap at most `MOST` counts.
+Event loops of `run` wait by this clock, and with them the time-outs of asyncio, httpx and aiohttp.
+"""
+
+import asyncio
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+TICK = 0.5
+MOST = 2 * TICK
+"""A gap between two looks counts as at most so much: on a busy machine a thread may be late."""
+
+T = TypeVar("T")
+
+
+class RunningClock:
+    """Seconds in which its process ran, for one that calls `now` every `TICK` while it waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = self._seen = time.monotonic()
+        self._used = time.process_time()
+        self.stopped = 0.0
+        """Seconds that do not count."""
+
+    def now(self) -> float:
+        """The seconds since the clock was made."""
+        with self._lock:
+            seen, used = time.monotonic(), time.process_time()
+            # Nobody may have looked for as long as C code held the GIL: it ran if it used the CPU.
+            ran = max(MOST, used - self._used)
+            self.stopped += max(0.0, seen - self._seen - ran)
+            self._seen, self._used = seen, used
+            return seen - self._begun - self.stopped
+
+
+class _TickingClock(RunningClock):
+    """One that its own thread calls, which a forked child starts again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._starting, self._is_ticking = threading.Lock(), False
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def start(self) -> "_TickingClock":
+        """Start the thread, if it does not run."""
+        if not self._is_ticking:
+            with self._starting:
+                if not self._is_ticking:
+                    self.now()
+                    threading.Thread(target=self._tick, name="clock", daemon=True).start()
+                    self._is_ticking = True
+        return self
+
+    def _tick(self) -> None:
+        while True:
+            time.sleep(TICK)
+            self.now()
+
+    def _after_fork(self) -> None:
+        self._lock, self._starting = threading.Lock(), threading.Lock()
+        self._is_ticking = False
+
+
+_CLOCK = _TickingClock()
+
+
+def running_time() -> float:
+    """Like `time.monotonic()`, but without the time in which this process was stopped."""
+    return _CLOCK.start().now()
+
+
+def stopped_time() -> float:
+    """Seconds that `running_time` has left out.
+
+    A time-out that the kernel has counted holds only if this is what it was before the wait.
+    """
+    _CLOCK.start().now()
+    return _CLOCK.stopped
+
+
+class RunningLoop(asyncio.SelectorEventLoop):
+    """An event loop whose timers do not count the time in which this process was stopped."""
+
+    def time(self) -> float:
+        """The time that timers are due by."""
+        return running_time()
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, in a `RunningLoop`."""
+    with asyncio.Runner(loop_factory=RunningLoop) as runner:
+        return runner.run(coroutine)
+
+
+def wait_for_end(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """The return code of `process` if it ends within `seconds`; else None."""
+    deadline = running_time() + seconds
+    while process.poll() is None and (left := deadline - running_time()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(min(left, TICK))
+    return process.returncode
+
+
+def result_within(future: Future[T], seconds: float) -> T:
+    """The result of `future`; raises TimeoutError if it is not done within `seconds`."""
+    deadline = running_time() + seconds
+    while (left := deadline - running_time()) > 0:
+        with suppress(TimeoutError):
+            return future.result(min(left, TICK))
+    return future.result(0)
