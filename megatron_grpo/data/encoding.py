@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.data.images import ImageReader, PromptSources, images_of
 from megatron_grpo.data.rows import Fault, Row
+from megatron_grpo.unicode import is_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,7 +112,7 @@ def chat_of(data: DataConfig, row: Row) -> Chat | Fault:
         return Fault(kind, reprlib.repr(prompt))
     if not any(message["content"].strip() for message in messages):
         return Fault(f"{data.prompt_column!r} is empty")
-    if not all(_is_unicode(message["content"]) for message in messages):
+    if not all(is_unicode(message["content"]) for message in messages):
         return Fault(f"{data.prompt_column!r} is not valid Unicode")
     if messages[-1]["role"] == "assistant":
         return Fault(
@@ -166,7 +167,7 @@ def _check_column(column: str, row: Row) -> Fault | None:
     value = row[column]
     if value is None or value != value:  # NaN is null in numeric tables
         return Fault(f"{column!r} is null")
-    if isinstance(value, str) and not _is_unicode(value):
+    if isinstance(value, str) and not is_unicode(value):
         return Fault(f"{column!r} is not valid Unicode")
     return None
 
@@ -178,15 +179,6 @@ def _is_chat(messages: Any) -> bool:
         and isinstance(message.get("content"), str)
         for message in messages
     )
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it can be encoded as UTF-8: JSON may contain lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def render_chats(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: Any) -> Any:

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from megatron_grpo.unicode import as_unicode
+
 DEFAULT_KEY = "OPENAI_API_KEY"
 SHARE_OF_TIME = 0.9
 """Share of `reward.timeout` after which unanswered requests fail, so that other scores count."""
@@ -69,7 +71,7 @@ async def post(
     while (left := deadline - time.monotonic()) > 0:
         try:
             async with asyncio.timeout(left):
-                response = await client.post(route, json=body)
+                response = await client.post(route, json=as_unicode(body))
             if response.is_success:
                 return response
             last = f"status {response.status_code}: {response.text[:MAX_TEXT]}"
