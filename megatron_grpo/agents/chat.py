@@ -348,13 +348,12 @@ def _is_echo(message: Message, answer: Message) -> bool:
     )
 
 
-def _calls(message: Message) -> list[tuple[str, str]]:
+def _calls(message: Message) -> list[tuple[str, Any]]:
     return [_called(call) for call in message.get("tool_calls", ())]
 
 
-def _called(call: Mapping[str, Any]) -> tuple[str, str]:
-    """Name and arguments; as text, since NaN is not equal to itself."""
-    return call["name"], json.dumps(as_object(call["arguments"]), sort_keys=True)
+def _called(call: Mapping[str, Any]) -> tuple[str, Any]:
+    return call["name"], as_object(call["arguments"])
 
 
 def _squashed(text: str) -> str:

@@ -114,12 +114,9 @@ def test_a_session_goes_on_from_a_turn_without_a_text(text):
     turn = turn_after(template, ASKED, {"role": "assistant", "content": text}, text)
     for content in (text, None, []):
         message = {"role": "assistant", "content": content}
-        for echo in (
-            message,
-            *anthropic_api.as_chat({"messages": [{**message, "content": content or []}]})[
-                "messages"
-            ],
-        ):
+        anthropics = {"messages": [{**message, "content": content or []}]}
+        [as_chat] = anthropic_api.as_chat(anthropics)["messages"]
+        for echo in (message, as_chat):
             told = messages_of([*ASKED, echo, {"role": "user", "content": "and?"}])
             found = template.find([turn], told, None, template.render(told, None, is_asked=True))
             assert found.place == turn.end
