@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from megatron_grpo.agents.tools import Tools, converse, load_tool, python_schema
 from megatron_grpo.config.agent import PYTHON
+from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.sandbox import Sandbox
 from megatron_grpo.workers.user_file import finite_number, load_user_file
 from parallel.clock import run
@@ -203,7 +204,9 @@ def checked(told: Any) -> dict[str, Any]:
         raise ValueError(f"its metrics {reprlib.repr(metrics)} are not numbers by name")
     return {
         "reward": None if reward is None else _number("reward", reward),
-        "metrics": {str(name): _number(f"metric {name}", of) for name, of in metrics.items()},
+        "metrics": {
+            as_unicode(str(name)): _number(f"metric {name}", of) for name, of in metrics.items()
+        },
     }
 
 

@@ -34,6 +34,7 @@ from megatron_grpo.environments.pool import (
     EnvironmentsLost,
     Instance,
 )
+from megatron_grpo.unicode import as_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,8 +134,10 @@ class Agents:
         columns = {
             "url": self._endpoint.url,
             "key": key,
-            "row": dict(prompt.row),
-            "messages": [{"role": "user", "content": chat}] if isinstance(chat, str) else chat,
+            "row": as_unicode(dict(prompt.row)),
+            "messages": [{"role": "user", "content": chat}]
+            if isinstance(chat, str)
+            else as_unicode(chat),
         }
         acting = instance.reset(prompt.text, columns, seed)
         acting.add_done_callback(partial(self._take_reward, session))
@@ -184,13 +187,15 @@ class Agents:
         ids = choice.token_ids
         if ids and ids[-1] in self._unparsed:  # it would be a part of the content
             ids = ids[:-1]
+        if not ids:  # engines refuse to parse nothing
+            return {"role": "assistant", "content": ""}
         turn = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
         names = ("messages", "tools", "tool_choice", "parallel_tool_calls")
         body = {
             "generate_response": {"request_id": "turn", "choices": [turn]},
             "chat_request": {name: request[name] for name in names if request.get(name)},
         }
-        [found] = (await self._post(DERENDER, body, url))["choices"]
+        [found] = as_unicode((await self._post(DERENDER, body, url))["choices"])
         message = {"role": "assistant", "content": found["message"].get("content") or ""}
         for name in ("reasoning", "tool_calls"):
             if found["message"].get(name):

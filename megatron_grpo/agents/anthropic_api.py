@@ -1,12 +1,17 @@
 """Anthropic's bodies of requests and answers, /v1/messages, from and to OpenAI's."""
 
 import json
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_grpo.agents.chat import BadRequest
+from megatron_grpo.agents.chat import BadRequest, arguments_of, as_object
 from megatron_grpo.agents.openai_api import Answered, Json
 
+SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k", "model", "metadata")
+"""Fields that OpenAI's requests have, too."""
+SUPPORTED = "use text, thinking, tool_use and tool_result"
+ONLY_ITS_MODEL = "only the model that wrote it can read it; leave it out"
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -19,7 +24,7 @@ def as_chat(body: Json) -> Json:
     messages: list[Json] = []
     if system := body.get("system"):
         messages.append({"role": "system", "content": system})
-    for message in body.get("messages") or ():
+    for message in _objects("messages", body.get("messages")):
         messages += _chat_messages(message)
     tools = [
         {
@@ -30,26 +35,34 @@ def as_chat(body: Json) -> Json:
                 "parameters": tool.get("input_schema", {}),
             },
         }
-        for tool in body.get("tools") or ()
+        for tool in _objects("tools", [] if body.get("tools") is None else body["tools"])
     ]
-    choice = (body.get("tool_choice") or {"type": "auto"})["type"]
+    choice = body.get("tool_choice") or {"type": "auto"}
+    if not isinstance(choice, dict):
+        raise BadRequest(f"tool_choice must be an object, not {reprlib.repr(choice)}")
     return {
         "messages": messages,
         "tools": tools,
-        "tool_choice": choice,
-        "max_tokens": body.get("max_tokens"),
+        "tool_choice": choice["type"],
         "stop": body.get("stop_sequences"),
-        "stream": body.get("stream"),
+        **{name: body.get(name) for name in SAME},
     }
 
 
+def _objects(name: str, value: Any) -> list[Json]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise BadRequest(f"{name} must be a list of objects, not {reprlib.repr(value)}")
+    return value
+
+
 def _chat_messages(message: Json) -> Iterator[Json]:
-    role, content = message["role"], message["content"]
-    if isinstance(content, str):
-        yield {"role": role, "content": content}
+    role = message["role"]
+    if isinstance(message["content"], str):
+        yield {"role": role, "content": message["content"]}
         return
     texts, thinking, calls = [], [], []
-    for block in content:
+    blocks = _objects("content", message["content"])
+    for block in blocks:
         kind = block["type"]
         if kind == "text":
             texts.append(block["text"])
@@ -62,8 +75,9 @@ def _chat_messages(message: Json) -> Iterator[Json]:
             result = block.get("content")
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": result}
         else:
-            raise BadRequest(f"content of type {kind} is not supported")
-    if texts or thinking or calls:
+            advice = ONLY_ITS_MODEL if kind == "redacted_thinking" else SUPPORTED
+            raise BadRequest(f"content of type {kind} is not supported: {advice}")
+    if texts or thinking or calls or not blocks:  # a turn of the model may be empty
         found: Json = {"role": role, "content": "".join(texts)}
         if thinking:
             found["reasoning_content"] = "".join(thinking)
@@ -115,17 +129,9 @@ def _blocks(turn: Answered) -> list[Json]:
         blocks.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls") or ():
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        blocks.append(
-            {"type": "tool_use", "id": call["id"], "name": name, "input": _parsed(arguments)}
-        )
+        given = as_object(arguments_of(arguments))
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
     return blocks
-
-
-def _parsed(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except ValueError:  # the model's own text, which no parser has checked
-        return {"arguments": arguments}
 
 
 def _as_delta(block: Json) -> tuple[Json, Json]:

@@ -9,7 +9,8 @@ earlier turns when the user speaks.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,11 +20,17 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.data.encoding import TEMPLATE_ERRORS
 from megatron_grpo.data.messages import text_of
 from megatron_grpo.environments.turns import end_of_turn
+from megatron_grpo.unicode import as_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+Arguments = dict[str, Any] | str
+"""Of a call: an object, or the text that the model wrote in its place."""
+
+
+NO_CALL = "each of tool_calls must have a function with a name, and arguments in JSON"
 
 
 class BadRequest(ValueError):
@@ -110,21 +117,32 @@ class ChatTemplate:
         )
 
     def render(self, messages: Sequence[Message], tools: Any, *, is_asked: bool) -> str:
-        """The messages as text; with `is_asked`, up to where the model's turn begins."""
+        """The messages as text; with `is_asked`, up to where the model's turn begins.
+
+        Templates that go through the arguments of a call take objects alone, and some (DeepSeek's)
+        texts alone. Each argument has one form for a template, whatever the other messages are.
+        """
         if self.tokenizer.chat_template is None:
             raise BadRequest("the model's tokenizer has no chat template: use /v1/completions")
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [_for_template(message) for message in messages],
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=is_asked,
-                **self.variables,
-            )
-        except TEMPLATE_ERRORS as error:
-            raise BadRequest(f"the chat template refuses these messages: {error}") from None
-        assert isinstance(text, str)
-        return text
+        refusal, tried = "", list[list[Message]]()
+        for form in (_as_written, as_object, as_text):
+            if (told := as_openai(messages, form)) in tried:
+                continue
+            tried.append(told)
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    told,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=is_asked,
+                    **self.variables,
+                )
+            except TEMPLATE_ERRORS as error:
+                refusal = refusal or f"the chat template refuses these messages: {error}"
+            else:
+                assert isinstance(text, str)
+                return text
+        raise BadRequest(refusal)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, which has its special ones."""
@@ -187,7 +205,7 @@ def digests(messages: Sequence[Message], tools: Any) -> tuple[bytes, ...]:
 
 
 def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _longest_prompt(turns: Sequence[Turn], text: str) -> Found:
@@ -200,7 +218,8 @@ def _longest_prompt(turns: Sequence[Turn], text: str) -> Found:
 
 
 def messages_of(given: Any) -> list[Message]:
-    """The messages of a request in one form: contents are texts, arguments of calls are objects.
+    """The messages of a request in one form: contents are texts, and so are arguments of calls that
+    are no objects.
 
     Raises BadRequest for anything that is no list of messages, or has other contents than text.
     """
@@ -217,6 +236,8 @@ def _message(given: Any) -> Message:
     if isinstance(reasoning, str):
         message["reasoning_content"] = reasoning
     if calls := given.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise BadRequest(NO_CALL)
         message["tool_calls"] = [_call(call) for call in calls]
     for name in ("name", "tool_call_id"):
         if isinstance(given.get(name), str):
@@ -234,28 +255,80 @@ def _text(content: Any) -> str:
 def _call(given: Any) -> dict[str, Any]:
     try:
         name, arguments = given["function"]["name"], given["function"]["arguments"]
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments or "{}")
-    except (TypeError, KeyError, ValueError):
-        raise BadRequest(
-            "each of tool_calls must have a function with a name, and arguments in JSON"
-        ) from None
-    return {"id": given.get("id"), "name": name, "arguments": arguments}
+    except (TypeError, KeyError):
+        raise BadRequest(NO_CALL) from None
+    if not isinstance(name, str) or not isinstance(arguments, str | dict | None):
+        raise BadRequest(NO_CALL)
+    if isinstance(arguments, str):
+        arguments = arguments_of(arguments)
+    return {"id": given.get("id"), "name": name, "arguments": arguments or {}}
 
 
-def _for_template(message: Message) -> Message:
-    """A message as templates expect it: calls of tools are OpenAI's, with objects as arguments."""
-    if "tool_calls" not in message:
-        return message
-    calls = [
+def arguments_of(text: str) -> Arguments:
+    """The object that a text is in JSON, or the text."""
+    parsed = _parsed(text or "{}")
+    return parsed if isinstance(parsed, dict) else text
+
+
+def _parsed(text: str) -> Any:
+    """The value that a text is in JSON, or the text."""
+    try:
+        return as_unicode(json.loads(text))
+    except (ValueError, RecursionError):
+        return text
+
+
+def _as_written(arguments: Arguments) -> Arguments:
+    return arguments
+
+
+def as_object(arguments: Arguments) -> dict[str, Any]:
+    """Arguments for what takes only objects: what the model wrote is the only one of them.
+
+    >>> as_object("[1, 2]"), as_object("{'a': 1}")
+    ({'arguments': [1, 2]}, {'arguments': "{'a': 1}"})
+    """
+    return arguments if isinstance(arguments, dict) else {"arguments": _parsed(arguments)}
+
+
+def as_text(arguments: Arguments) -> str:
+    """Arguments in JSON, or what the model wrote."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def as_openai(
+    messages: Sequence[Message], form: Callable[[Arguments], Arguments] = as_text
+) -> list[Message]:
+    """Messages of `messages_of` in OpenAI's form, with arguments of calls in another one for
+    templates."""
+    return [
         {
-            "id": call["id"],
-            "type": "function",
-            "function": {"name": call["name"], "arguments": call["arguments"]},
+            **message,
+            "tool_calls": [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": form(call["arguments"])},
+                }
+                for call in message["tool_calls"]
+            ],
         }
-        for call in message["tool_calls"]
+        if "tool_calls" in message
+        else message
+        for message in messages
     ]
-    return {**message, "tool_calls": calls}
+
+
+def check_calls(messages: Sequence[Message], turns: Sequence[Turn]) -> None:
+    """Raise BadRequest for a call whose arguments are no object, unless one of `turns` made it."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    broken = [call for call in calls if isinstance(call["arguments"], str)]
+    for call in broken:
+        if not any(_called(call) in _calls(turn.answer) for turn in turns):
+            raise BadRequest(
+                f"arguments of a call of {call['name']} must be an object in JSON, not "
+                f"{reprlib.repr(call['arguments'])}, which the model has not written"
+            )
 
 
 def _is_echo(message: Message, answer: Message) -> bool:
@@ -271,7 +344,11 @@ def _is_echo(message: Message, answer: Message) -> bool:
 
 
 def _calls(message: Message) -> list[tuple[str, Any]]:
-    return [(call["name"], call["arguments"]) for call in message.get("tool_calls", ())]
+    return [_called(call) for call in message.get("tool_calls", ())]
+
+
+def _called(call: Mapping[str, Any]) -> tuple[str, Any]:
+    return call["name"], as_object(call["arguments"])
 
 
 def _squashed(text: str) -> str:

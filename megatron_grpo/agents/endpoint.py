@@ -1,6 +1,7 @@
 """The address that agents ask for the model's turns: OpenAI's routes, and Anthropic's.
 
-    POST /v1/chat/completions, /v1/completions, /v1/messages     GET /v1/models
+    POST /v1/chat/completions, /v1/completions, /v1/messages, /v1/messages/count_tokens
+    GET /v1/models
 
 A session has a key, which is its API key (`Authorization: Bearer`, `x-api-key`). A program that
 cannot be given one finds the same routes below `/KEY`. The server is a thread of the trainer's.
@@ -24,8 +25,11 @@ from megatron_grpo.agents import anthropic_api, openai_api
 from megatron_grpo.agents.chat import (
     BadRequest,
     Found,
+    Message,
     Start,
     Turn,
+    as_openai,
+    check_calls,
     digests,
     messages_of,
     roles_since_answer,
@@ -34,6 +38,7 @@ from megatron_grpo.agents.openai_api import CHAT, TEXT, Answered, Asked, Json, R
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import TaskQueue
 from megatron_grpo.engines.choice import Choice
+from megatron_grpo.unicode import as_unicode
 from parallel.clock import run
 
 LOOPBACK, ANY_HOST = "127.0.0.1", ("0.0.0.0", "::")
@@ -102,6 +107,7 @@ class Endpoint:
             "/v1/chat/completions": partial(self._openai, CHAT, self._chat_turns),
             "/v1/completions": partial(self._openai, TEXT, self._text_turns),
             "/v1/messages": self._messages,
+            "/v1/messages/count_tokens": self._count,
         }
         for path, handler in routes.items():
             application.router.add_post(path, handler)
@@ -165,6 +171,14 @@ class Endpoint:
 
         return await self._handle(request, anthropic_api.error_body, anthropic_api.as_chat, answer)
 
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        async def answer(asking: Asking) -> web.StreamResponse:
+            session = asking.session
+            found = session.template.find(session.turns, *_chat_of(asking))
+            return web.json_response({"input_tokens": session.num_tokens(found)})
+
+        return await self._handle(request, anthropic_api.error_body, anthropic_api.as_chat, answer)
+
     async def _handle(
         self,
         request: web.Request,
@@ -181,6 +195,8 @@ class Endpoint:
             return await answer(Asking(session, body, asked))
         except BadRequest as error:
             return _refused(error_body, 400, str(error), error.code)
+        except RecursionError:
+            return _refused(error_body, 400, "the request is nested too deep")
         except SessionOver as error:
             return _refused(error_body, 403, str(error))
 
@@ -191,14 +207,13 @@ class Endpoint:
 
     async def _chat_turns(self, asking: Asking) -> list[Answered]:
         body, session = asking.body, asking.session
-        template = session.template
-        messages, tools = messages_of(body.get("messages")), openai_api.tools_of(body)
-        text = template.render(messages, tools, is_asked=True)
+        messages, tools, text = _chat_of(asking)
 
         async def take_turn() -> Answered:
-            found = template.find(session.turns, messages, tools, text)
+            found = session.template.find(session.turns, messages, tools, text)
             turn, choice, url, text_of = await self._sample(asking, found, text)
-            message = await self._parse(choice, {**body, "tools": tools}, url)
+            asked = {**body, "messages": as_openai(messages), "tools": tools}
+            message = await self._parse(choice, asked, url)
             if not message.get("tool_calls") and not message.get("reasoning"):
                 message = {"role": "assistant", "content": text_of}
             [answer] = messages_of([message])
@@ -248,18 +263,29 @@ class Endpoint:
         return Answered(message, reason, turn.prompt.length, len(choice.token_ids), tokens)
 
 
+def _chat_of(asking: Asking) -> tuple[list[Message], Any, str]:
+    """The messages of a request, its tools, and both as the template writes them."""
+    messages, tools = messages_of(asking.body.get("messages")), openai_api.tools_of(asking.body)
+    check_calls(messages, asking.session.turns)
+    return messages, tools, asking.session.template.render(messages, tools, is_asked=True)
+
+
 async def _read(request: web.Request, as_chat: Callable[[Json], Json]) -> tuple[Json, Asked]:
     """The body of a request in the form of chats, and what it asks for."""
     try:
-        body = await request.json()
+        body = json.loads(await request.text(), parse_constant=_refuse_constant)
         if not isinstance(body, dict):
             raise BadRequest("the body must be an object")
         body = as_chat(body)
-        return body, Asked.of(body)
+        return as_unicode(body), Asked.of(body)
     except BadRequest:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise BadRequest(f"the request cannot be read: {error!r}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise BadRequest(f"{name} is no value of JSON")
 
 
 def _refused(

@@ -1,15 +1,28 @@
 """OpenAI's bodies of requests and answers: chat completions and text completions."""
 
+import reprlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_grpo.agents.chat import BadRequest, Message
+from megatron_grpo.unicode import is_unicode
 
 Json = dict[str, Any]
 CHANGES_SAMPLING = ("logit_bias", "presence_penalty", "frequency_penalty", "min_p", "top_logprobs")
 """Fields that change what a model samples, or show more of it than is kept; they must be 0."""
+FIELDS: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
+    "a whole number": ((int,), ("n", "max_tokens", "max_completion_tokens", "seed", "top_k")),
+    "a number": ((int, float), ("temperature", "top_p")),
+    "true or false": ((bool,), ("stream", "parallel_tool_calls")),
+    "true, false or a whole number": ((bool, int), ("logprobs",)),
+    "a text": ((str,), ("model",)),
+    "a text, or a list of texts": ((str, list), ("stop",)),
+    "a list": ((list,), ("tools",)),
+    "an object": ((dict,), ("stream_options", "response_format", "metadata")),
+}
+"""What fields must be, also where they have no effect; null is as if they were left out."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,9 @@ class Asked:
 
     @classmethod
     def of(cls, body: Json) -> "Asked":
-        """Read a request; raises BadRequest for what the trainer could not reproduce."""
+        """Read a request; raises BadRequest for what the trainer could not reproduce, or that
+        cannot be meant."""
+        _check_types(body)
         for name in CHANGES_SAMPLING:
             if body.get(name):
                 raise BadRequest(
@@ -40,24 +55,39 @@ class Asked:
         if (body.get("response_format") or {"type": "text"}).get("type") != "text":
             raise BadRequest("response_format is not supported: constraints change what is sampled")
         stop = body.get("stop") or ()
-        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
         asked = cls(
-            num=body.get("n") or 1,
-            max_tokens=max_tokens,
+            num=_first(body, "n") or 1,
+            max_tokens=_first(body, "max_completion_tokens", "max_tokens"),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             is_streamed=bool(body.get("stream")),
             has_usage=bool((body.get("stream_options") or {}).get("include_usage")),
             has_logprobs=body.get("logprobs") not in (None, False),
         )
-        are_right = (
-            isinstance(asked.num, int)
-            and asked.num >= 1
-            and (max_tokens is None or (isinstance(max_tokens, int) and max_tokens >= 1))
-            and all(isinstance(each, str) and each for each in asked.stop)
-        )
-        if not are_right:
-            raise BadRequest("n and max_tokens must be at least 1, and stop strings not empty")
+        if not all(isinstance(each, str) and each for each in asked.stop):
+            raise BadRequest("stop strings must be texts that are not empty")
+        if not all(map(is_unicode, asked.stop)):
+            raise BadRequest(
+                f"stop {[*asked.stop]} has half of a surrogate pair, which is in no text of the "
+                "model: correct it, or leave it out"
+            )
         return asked
+
+
+def _check_types(body: Json) -> None:
+    for words, (types, names) in FIELDS.items():
+        for name in names:
+            value = body.get(name)
+            is_right = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+            if value is not None and not is_right:
+                raise BadRequest(f"{name} must be {words}, not {reprlib.repr(value)}")
+
+
+def _first(body: Json, *names: str) -> int | None:
+    """The first of these numbers that a request has; raises BadRequest if it is below 1."""
+    found: int | None = next((body[name] for name in names if body.get(name) is not None), None)
+    if found is not None and found < 1:
+        raise BadRequest("n and max_tokens must be at least 1")
+    return found
 
 
 def tools_of(body: Json) -> Any:
@@ -68,7 +98,23 @@ def tools_of(body: Json) -> Any:
             f"tool_choice {choice} is not supported: it would change what is sampled; use auto or "
             "none"
         )
-    return None if choice == "none" else body.get("tools") or None
+    tools = body.get("tools") or ()
+    if not all(map(_is_tool, tools)):
+        raise BadRequest(
+            "each of tools must be an object with a function, which has a name and perhaps a "
+            "description, a text, and parameters, an object"
+        )
+    return None if choice == "none" else [*tools] or None
+
+
+def _is_tool(given: Any) -> bool:
+    function = given.get("function") if isinstance(given, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("description"), str | None)
+        and isinstance(function.get("parameters"), dict | None)
+    )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
+from megatron_grpo.unicode import as_unicode
 
 ACT = "act"
 INVALID = "VALIDATION_ERROR"
@@ -138,14 +139,14 @@ class Episodes:
             found = texts[0] if len(shown) == len(texts) == 1 else shown or None
         if found is None:
             return ""
-        return found if isinstance(found, str) else json.dumps(found)
+        return as_unicode(found) if isinstance(found, str) else json.dumps(found)
 
 
 def _parsed(arguments: str) -> Json:
     """Of a call; what the model wrote that is no object is refused by the environment."""
     try:
         parsed = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = arguments
     return parsed if isinstance(parsed, dict) else {"arguments": parsed}
 

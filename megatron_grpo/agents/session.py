@@ -107,6 +107,10 @@ class Session:
                 raise SessionOver("this session is over")
             return choice, url, *self._keep(place, context, found.rest, choice)
 
+    def num_tokens(self, found: Found) -> int:
+        """Number of tokens of a prompt that goes on from `found`."""
+        return (found.place.length if found.place else 0) + len(self.template.encode(found.rest))
+
     def end(
         self, reward: float | None, metrics: Mapping[str, float] = NOTHING, failure: str = ""
     ) -> None:

@@ -23,6 +23,7 @@ from aiohttp import web
 from megatron_grpo.agents.actors import checked
 from megatron_grpo.environments.pool import EnvironmentFailed, EnvironmentsLost
 from megatron_grpo.launch.run_dir import bearer, new_token
+from megatron_grpo.unicode import as_unicode
 from parallel.clock import running_time
 
 FILE = "agents.json"
@@ -134,7 +135,10 @@ class TaskQueue:
     async def _finish(self, request: web.Request) -> web.Response:
         if refusal := self._refusal(request):
             return refusal
-        body = await request.text()  # all of it before the task is: the agent may go away
+        try:
+            body = await request.text()  # all of it before the task is: the agent may go away
+        except (ValueError, LookupError) as error:  # no text, or in an encoding that is none
+            return _told(400, f"the request cannot be read: {error!r}")
         with self._lock:
             task = self._taken.pop(request.match_info["key"], None)
             self._last_asked = running_time()
@@ -150,7 +154,7 @@ class TaskQueue:
         return _told(200, "")
 
     def _refusal(self, request: web.Request) -> web.Response | None:
-        given = request.headers.get("Authorization", "").encode()
+        given = as_unicode(request.headers.get("Authorization", "")).encode()
         if hmac.compare_digest(given, bearer(self._token)["Authorization"].encode()):
             return None
         return _told(401, f"this is not the token of this run, which is in {FILE}")

@@ -2,7 +2,7 @@
 
 Each adapter is a command that runs in its library's own environment of packages, where this
 project's folder is on PYTHONPATH and httpx is installed. It imports no more of the project than
-this file.
+this file and `unicode.py`.
 
     python -m megatron_grpo.agents.ADAPTER rows SOURCE data.jsonl --most 1000
     python -m megatron_grpo.agents.ADAPTER serve SOURCE runs/web/agents.json

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.agent import LIMITS, PYTHON
+from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.sandbox import Sandbox
 from megatron_grpo.workers.user_file import load_user_file
 
@@ -99,7 +100,7 @@ class Tools:
         try:
             if not known:
                 raise ValueError(f"there is no tool {name}: use {', '.join(self._calls)}")
-            given = json.loads(arguments or "{}")
+            given = as_unicode(json.loads(arguments or "{}"))
             if not isinstance(given, dict):
                 raise ValueError("arguments must be an object")
             result, is_good = await self._calls[name](**given), True
@@ -111,7 +112,7 @@ class Tools:
             self.metrics[f"tool/{name}/seconds"] += time.monotonic() - began
         else:  # whatever name the model has made up
             self.metrics["tool/unknown/calls"] += 1
-        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        text = as_unicode(result if isinstance(result, str) else json.dumps(result, default=str))
         if len(text) > self._most:
             cut = len(text) - self._most
             text = f"{text[: self._most]}... ({cut} more characters)"
@@ -122,7 +123,7 @@ class Tools:
         if name in self._calls:
             raise ValueError(f"two tools have the name {name}")
         self._calls[name] = call
-        self.schemas.append(schema)
+        self.schemas.append(as_unicode(schema))
 
     async def _connect(self, server: str) -> None:
         # Only agents with MCP servers need this package.

@@ -13,6 +13,7 @@ from megatron_grpo.config.data import DataConfig
 from megatron_grpo.data.images import ImageReader, PromptSources, images_of
 from megatron_grpo.data.messages import message_of_data
 from megatron_grpo.data.rows import Fault, Row
+from megatron_grpo.unicode import is_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +74,7 @@ def _encode(
 ) -> list[Encoded | Fault]:
     """Tokens of texts; those with half of a surrogate pair, from whichever field, have none."""
     invalid = Fault(f"{data.prompt_column!r} is not valid Unicode")
-    found = [text if isinstance(text, Fault) or _is_unicode(text) else invalid for text in texts]
+    found = [text if isinstance(text, Fault) or is_unicode(text) else invalid for text in texts]
     return _map_valid(found, lambda valid: _tokenize(data, tokenizer, valid))
 
 
@@ -167,7 +168,7 @@ def _check_column(column: str, row: Row) -> Fault | None:
     value = row[column]
     if value is None or value != value:  # NaN is null in numeric tables
         return Fault(f"{column!r} is null")
-    if isinstance(value, str) and not _is_unicode(value):
+    if isinstance(value, str) and not is_unicode(value):
         return Fault(f"{column!r} is not valid Unicode")
     return None
 
@@ -187,15 +188,6 @@ def _messages(column: str, prompt: Any) -> list[dict[str, Any]] | Fault:
             advice = "; data.image_column names the column of images" * ("image" in str(error))
             return Fault(kind, f"message {number}, {reprlib.repr(given)}: {error}{advice}")
     return messages
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it can be encoded as UTF-8: JSON may contain lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def render_chats(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: Any) -> Any:

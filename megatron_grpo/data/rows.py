@@ -17,6 +17,7 @@ import pyarrow.parquet
 
 from megatron_grpo.config.data import CONVERSION, FILE_SUFFIXES, DataConfig
 from megatron_grpo.data.messages import without_nulls
+from megatron_grpo.unicode import as_unicode
 
 Row = dict[str, Any]
 """One example: its columns by name."""
@@ -36,7 +37,7 @@ def logged_columns(row: Row, prompt_column: str) -> dict[str, Any]:
     are left out.
     """
     return {
-        name: _logged(_without_contents(value))
+        as_unicode(name): _logged(_without_contents(value))
         for name, value in row.items()
         if name != prompt_column
     }
@@ -56,7 +57,7 @@ def _without_contents(value: Any) -> Any:
 
 def _logged(value: Any) -> Any:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair has no UTF-8
+    text = as_unicode(text)
     if len(text) > MOST_CHARACTERS:
         return f"{text[:MOST_CHARACTERS]}…"
     return text if isinstance(value, str) else json.loads(text, parse_constant=lambda _: None)

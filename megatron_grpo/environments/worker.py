@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 from megatron_grpo.environments.pool import LOAD_KEY
 from megatron_grpo.launch.parent_death import adopt_orphans, die_with_parent, kill_tree
+from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.supervised import attempt, begin_worker, limit_sends
 from megatron_grpo.workers.user_file import (
     death_text,
@@ -135,7 +136,7 @@ def _text(method: str, observation: Any) -> str:
             f"{method} returned an observation of {len(observation)} characters: "
             f"at most {MAX_CHARACTERS}"
         )
-    return observation.encode(errors="replace").decode()  # replaces lone surrogates
+    return as_unicode(observation)
 
 
 DEATH_SECONDS = 0.5

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from megatron_grpo.unicode import as_unicode
 from parallel.clock import running_time
 
 DEFAULT_KEY = "OPENAI_API_KEY"
@@ -70,7 +71,7 @@ async def post(
     while (left := deadline - running_time()) > 0:
         try:
             async with asyncio.timeout(left):
-                response = await client.post(route, json=body)
+                response = await client.post(route, json=as_unicode(body))
             if response.is_success:
                 return response
             last = f"status {response.status_code}: {response.text[:MAX_TEXT]}"

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from megatron_grpo.engines.choice import NOT_FINITE, Choice, npy_of, smallest
 from megatron_grpo.engines.http import EVENTS
 from megatron_grpo.engines.push_protocol import Json
 from megatron_grpo.engines.sglang.variables import TOLD_TOKENS
+from megatron_grpo.unicode import as_unicode
 
 ABORTED: Json = msgspec.to_builtins(Choice.empty())
 """The completion of a request that was given up before SGLang had it."""
@@ -234,5 +234,6 @@ async def derender(request: Request) -> Json:
     text = manager().tokenizer.decode(ids, skip_special_tokens=plain)
     made = {"text": text, "output_ids": ids, "meta_info": meta}
     answer = chat._build_chat_response(asked, [made], created=0)
-    message = json.loads(answer.model_dump_json())["choices"][0]["message"]
+    # Not as JSON: a model may write half of a surrogate pair.
+    message = as_unicode(answer.choices[0].message.model_dump())
     return {"choices": [{"message": message | {"reasoning": message.pop("reasoning_content")}}]}

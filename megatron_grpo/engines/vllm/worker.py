@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fastapi.responses import JSONResponse
 from torch import Tensor
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import get_dp_group, get_tp_group
@@ -57,6 +58,7 @@ from megatron_grpo.engines.vllm.cpu_processes import (
 from megatron_grpo.engines.vllm.kept_caches import keep_caches
 from megatron_grpo.engines.weight_receivers import Receiver
 from megatron_grpo.launch.parent_death import die_with_parent
+from megatron_grpo.unicode import as_unicode
 from parallel.checksum import checksums
 
 
@@ -74,6 +76,7 @@ def register() -> None:
     answer_for_all_groups()
     keep_caches()
     tell_versions_of_chunks()
+    send_only_unicode()
     register_model_loader(DEQUANTIZED)(DequantizingLoader)
     for scheme in ENGINE_SCHEMES:
         register_model_loader(QUANTIZED + scheme)(QuantizingLoader)
@@ -146,6 +149,22 @@ def tell_versions_of_chunks() -> None:
         return output
 
     RequestState._new_completion_output = with_versions
+
+
+def send_only_unicode() -> None:
+    """Let an answer of the API server have `?` for each half of a surrogate pair.
+
+    The model may write one in the arguments of a call, and the answer could not be encoded.
+    """
+    render = JSONResponse.render
+
+    def render_unicode(self: JSONResponse, content: Any) -> bytes:
+        try:
+            return render(self, content)
+        except UnicodeEncodeError:
+            return render(self, as_unicode(content))
+
+    JSONResponse.render = render_unicode
 
 
 def absorb_latents(model: torch.nn.Module | None, dtype: torch.dtype) -> None:

@@ -48,6 +48,7 @@ for word in ("one", "two"):
     assert connection.getresponse().status == 200
 print(0.5)
 """
+NESTED = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"
 TINY_NAME = load_config(TINY_CONFIG, []).model.path.name
 
 
@@ -154,12 +155,18 @@ def test_agents_of_anthropics_client_and_streams_get_the_same_turns(engine, tied
         anthropic = Anthropic(base_url=url, api_key=key, max_retries=0)
         openai = OpenAI(base_url=f"{url}/{key}/v1", api_key="none", max_retries=0)
         first = anthropic.messages.create(model="any", max_tokens=5, messages=asked)
+        counted = anthropic.messages.count_tokens(model="any", messages=asked)
+        assert counted.input_tokens == first.usage.input_tokens
         text = "".join(block.text for block in first.content)
         assert first.usage.output_tokens == len(made.record[0][0][1]) <= 5
         asked += [{"role": "assistant", "content": first.content}]
         asked += [{"role": "user", "content": [{"type": "text", "text": "two"}]}]
         with anthropic.messages.stream(model="any", max_tokens=9, messages=asked) as stream:
             streamed = "".join(stream.text_stream)
+            usage = stream.get_final_message().usage
+        # What is taken as it was sampled counts as it was sampled.
+        counted = anthropic.messages.count_tokens(model="any", messages=asked)
+        assert counted.input_tokens == usage.input_tokens == len(made.record[0][1][0])
         chunks = openai.chat.completions.create(
             model="any",
             messages=[
@@ -205,6 +212,29 @@ def test_agents_of_anthropics_client_and_streams_get_the_same_turns(engine, tied
         ),
         ("chat/completions", {"logit_bias": {"1": 5}}, 400, "logit_bias is not supported"),
         ("chat/completions", {"n": -1}, 400, "n and max_tokens must be at least 1"),
+        ("chat/completions", {"max_tokens": 0}, 400, "n and max_tokens must be at least 1"),
+        ("chat/completions", {"n": "2"}, 400, "n must be a whole number, not '2'"),
+        ("chat/completions", {"stop": {"a": 1}}, 400, "stop must be a text, or a list of texts"),
+        ("chat/completions", {"stop": ["a", "\ud83d"]}, 400, "half of a surrogate pair"),
+        ("chat/completions", {"temperature": math.nan}, 400, "NaN is no value of JSON"),
+        ("chat/completions", {"tools": "abc"}, 400, "tools must be a list, not 'abc'"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "tools": ["abc"]},
+            400,
+            "each of tools must be an object with a function",
+        ),
+        ("chat/completions", NESTED, 400, "nested too deep"),
+        ("completions", NESTED, 400, "nested too deep"),
+        ("messages", NESTED, 400, "nested too deep"),
+        ("messages", {"messages": "x"}, 400, "messages must be a list of objects, not 'x'"),
+        ("messages", {"messages": [], "tools": ["abc"]}, 400, "tools must be a list of objects"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "redacted_thinking"}]}]},
+            400,
+            "only the model that wrote it can read it; leave it out",
+        ),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
@@ -234,6 +264,25 @@ def test_a_request_that_cannot_be_answered_is_told_why(waiting, path, body, stat
     assert wrong.status_code == 401
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "a\ud83d"}]}),
+        ("completions", {"prompt": "a\ud83d"}),
+        ("messages", {"messages": [{"role": "user", "content": "a\ud83d"}], "system": "\udce9"}),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_replaced_in_a_request(waiting, path, body):
+    url, key, made = waiting
+    others = {"model": "\ud83d", "metadata": {"\udce9": "\ud83d"}, "max_tokens": 1}
+    content = json.dumps(body | others)
+    headers = {"Authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{url}/v1/{path}", content=content, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    asked = made.dialogues[0].template.tokenizer.decode(made.record[0][-1][0])
+    assert "a?" in asked
+
+
 def test_the_parser_of_the_engine_finds_the_calls_in_a_turn(engine, tied_model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -248,11 +297,19 @@ def test_the_parser_of_the_engine_finds_the_calls_in_a_turn(engine, tied_model, 
             return asyncio.run(agents._parse(turn, request, engine.servers.base_urls[0]))
 
         found, plain = message_of(f"I add.{call}", asked | tools), message_of("I cannot.", asked)
+        empty = message_of("", asked | tools)
+        broken = [
+            message_of(call.replace('{"a": 1, "b": 2}', arguments), asked | tools)
+            for arguments in ("[1, 2]", '{"a": "\\ud83d"}')
+        ]
         with pytest.raises(
             BadRequest, match=r"the turn cannot be parsed: .*answered .* with 4\d\d"
         ):
             message_of("I add.", asked | {"tools": [{"type": "function", "function": {}}]})
     assert plain == {"role": "assistant", "content": "I cannot."}
+    assert empty == {"role": "assistant", "content": ""}
+    told = [each["tool_calls"][0]["function"]["arguments"] for each in broken]
+    assert [*map(json.loads, told)] == [[1, 2], {"a": "?"}]
     assert (found["role"], found["content"].strip()) == ("assistant", "I add.")
     [told] = found["tool_calls"]
     assert (told["type"], told["function"]["name"]) == ("function", "add")

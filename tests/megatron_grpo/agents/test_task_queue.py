@@ -42,7 +42,10 @@ class Agent:
         return asked.json()["choices"][0]["message"]["content"]
 
     def end(self, task, **told):
-        return self._http.post(f"/tasks/{task['key']}", json=told)
+        return self.post(task, json.dumps(told))
+
+    def post(self, task, content):
+        return self._http.post(f"/tasks/{task['key']}", content=content)
 
 
 @contextmanager
@@ -79,11 +82,12 @@ def test_an_agent_outside_takes_tasks_and_gives_rewards(engine, tied_model, fold
         huge = agent.end(third, reward=10**400).text
         assert "is not a finite number" in huge
         assert agent.end(third, reward=1).status_code == 404  # it has ended
-        assert agent.end(last, reward=1).status_code == 200
+        assert "the request cannot be read" in agent.post(last, b'{"error": "\xe9"}').text
+        assert agent.post(last, rb'{"reward": 1, "metrics": {"\ud83d": 2}}').status_code == 200
         found = samples.result(SECONDS)
     assert [sample.text for sample in found] == texts
     assert [sample.dialogue_reward for sample in found][::3] == [0.5, 1]
-    assert found[0].metrics["files"] == 3
+    assert (found[0].metrics["files"], found[3].metrics["?"]) == (3, 2)
     assert [sample.finish_reason for sample in found][1:3] == ["failed"] * 2
 
 
@@ -130,7 +134,7 @@ def test_only_who_may_read_the_file_is_given_tasks(engine, tied_model, folder):
     with outside(engine, tied_model, folder, 1) as (agent, _):
         [file] = folder.rglob("agents.json")
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-        for headers in ({}, {"Authorization": "Bearer wrong"}):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": b"Bearer \xe9"}):
             assert httpx.post(f"{agent.url}/tasks", headers=headers).status_code == 401
             assert httpx.post(f"{agent.url}/tasks/key", headers=headers).status_code == 401
     assert not file.exists()

@@ -36,6 +36,18 @@ async def repeat(text: str, times: int) -> str:
     await asyncio.sleep(0.1)
     return text * times
 
+def name() -> str:
+    """Tells the name of a file."""
+    return b"caf\\xe9".decode("utf-8", "surrogateescape")
+
+def size(text: str) -> int:
+    """Counts bytes.
+
+    Args:
+        text: Whose.
+    """
+    return len(text.encode())
+
 def bare(a): return a
 '''
 
@@ -62,6 +74,17 @@ def test_calls_run_at_once_are_cut_and_tell_their_errors(tmp_path):
     assert (metrics["tool/repeat/calls"], metrics["tool/repeat/errors"]) == (8, 0)
     assert metrics["tool/repeat/seconds"] > 8 * 0.1
     assert metrics["tool/unknown/calls"] == 1
+
+
+def test_half_of_a_surrogate_pair_is_replaced_on_both_sides_of_a_tool(tmp_path):
+    file = tmp_path / "tools.py"
+    file.write_text(TOOLS)
+
+    async def call_all():
+        async with Tools([f"{file}:name", f"{file}:size"], [], most_characters=100) as tools:
+            return await tools.call("name", "{}"), await tools.call("size", '{"text": "\\ud83d"}')
+
+    assert asyncio.run(call_all()) == ("caf?", "1")
 
 
 @needs_bubblewrap

@@ -24,7 +24,7 @@ ROW = {
     "answer": "12",
     "tests": "x" * 3000,
     "level": math.nan,
-    "source": "cut in \ud83d",
+    "source\udce9": "cut in \ud83d",
 }
 REWARDS = [1.0, math.nan, 0.0]
 
@@ -84,7 +84,7 @@ def test_a_row_has_all_that_is_known_of_a_completion_and_null_for_the_rest(token
             "answer": "12",
             "tests": "x" * 2000 + "…",
             "level": None,
-            "source": "cut in ?",
+            "source?": "cut in ?",
         },
     }
     # By these `view` finds a row, without decoding it.
