@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from megatron_grpo.workers.proxies import is_here, proxy_hint
+
 DEFAULT_KEY = "OPENAI_API_KEY"
 SHARE_OF_TIME = 0.9
 """Share of `reward.timeout` after which unanswered requests fail, so that other scores count."""
@@ -40,15 +42,18 @@ def key_from(api_key_env: str) -> str | None:
     return key
 
 
-def http_client(base_url: str, key: str | None, *, trust_env: bool = True) -> httpx.AsyncClient:
-    """A client without a limit of connections or time: each request gets the time that is left."""
+def http_client(base_url: str, key: str | None) -> httpx.AsyncClient:
+    """A client without a limit of connections or time: each request gets the time that is left.
+
+    Proxies of the environment are for addresses outside of this host.
+    """
     return httpx.AsyncClient(
         base_url=base_url,
         headers={"Authorization": f"Bearer {key}"} if key else {},
         verify=_certificates(),
         limits=httpx.Limits(max_connections=None),
         timeout=None,
-        trust_env=trust_env,
+        trust_env=not is_here(base_url),
     )
 
 
@@ -66,6 +71,7 @@ async def post(
     408, 409, 429, 5xx and lost connections are retried until then.
     """
     pause, last = FIRST_BACKOFF_SECONDS, "no answer"
+    hint = proxy_hint(str(client.base_url)) if client.trust_env else ""
     while (left := deadline - time.monotonic()) > 0:
         try:
             async with asyncio.timeout(left):
@@ -73,10 +79,12 @@ async def post(
             if response.is_success:
                 return response
             last = f"status {response.status_code}: {response.text[:MAX_TEXT]}"
+            if "json" not in response.headers.get("content-type", ""):  # what a server would send
+                last += hint
             if response.status_code not in RETRIED_STATUS_CODES and not response.is_server_error:
                 raise Unscored(f"{client.base_url} answered {last}")
         except (httpx.RequestError, TimeoutError) as error:
-            last = repr(error)
+            last = repr(error) + hint
         # Jitter: requests that were turned away together do not all come back together.
         await asyncio.sleep(min(pause * random.uniform(0.5, 1), deadline - time.monotonic()))
         pause = min(2 * pause, MAX_BACKOFF_SECONDS)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from helpers.agents import generation_of, running_agents
+from helpers.proxies import DEAD, set_proxies
 from megatron_grpo.agents.task_worker import serve
 from megatron_grpo.environments.pool import EnvironmentsLost
 
@@ -109,7 +110,9 @@ def test_a_late_agent_is_masked_and_none_at_all_ends_the_run(engine, tied_model,
     assert time.monotonic() - began < SECONDS / 2
 
 
-def test_an_end_that_is_no_reward_costs_an_adapter_one_task(engine, tied_model, folder):
+def test_an_end_that_is_no_reward_costs_an_adapter_one_task(
+    engine, tied_model, folder, monkeypatch
+):
     rewards = iter([float("nan"), {"not", "in JSON"}, 0.5])
     with (
         ThreadPoolExecutor(1) as thread,
@@ -121,6 +124,7 @@ def test_an_end_that_is_no_reward_costs_an_adapter_one_task(engine, tied_model, 
             return {"reward": next(rewards)}
 
         [file] = folder.rglob("agents.json")
+        set_proxies(monkeypatch, http_proxy=DEAD)
         thread.submit(asyncio.run, serve(file, act, 1))
         found = samples.result(SECONDS)
     assert [sample.finish_reason == "failed" for sample in found] == [True, True, False]
