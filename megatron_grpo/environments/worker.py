@@ -269,9 +269,7 @@ class EnvironmentWorker:
         with suppress(EOFError, ConnectionError):
             while True:
                 worker.send_bytes(json.dumps(attempt(action, self.limit)).encode())
-                turn = (
-                    worker.recv()
-                )  # first: what failed in reset gets none, and has no environment
+                turn = worker.recv()  # first: after a reset that failed there is none
                 action = partial(step, self.environment, *turn)
         os._exit(0)
 

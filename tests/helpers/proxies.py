@@ -9,8 +9,8 @@ KINDS = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 
 def set_proxies(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     """Have these variables, and no others that concern proxies."""
-    for kind in KINDS:
-        monkeypatch.delenv(kind, raising=False)
-        monkeypatch.delenv(kind.upper(), raising=False)
+    for name in (*KINDS, *map(str.upper, KINDS)):
+        monkeypatch.setenv(name, "")  # so that what the test sets there is undone, too
+        monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

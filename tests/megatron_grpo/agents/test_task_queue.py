@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +129,7 @@ def test_an_end_that_is_no_reward_costs_an_adapter_one_task(
         thread.submit(asyncio.run, serve(file, act, 1))
         found = samples.result(SECONDS)
     assert [sample.finish_reason == "failed" for sample in found] == [True, True, False]
+    assert "127.0.0.1" in os.environ["no_proxy"].split(",")  # for clients of libraries
 
 
 def test_only_who_may_read_the_file_is_given_tasks(engine, tied_model, folder):

@@ -108,8 +108,8 @@ def test_call_of_an_instance_that_fails_raises_and_the_others_go_on(odd_pool, de
 
 def test_a_reset_that_fails_is_told_once_and_nothing_of_the_worker(tmp_path, capfd):
     with environment_pool(tmp_path, "Odd") as pool:
-        calls = [pool.new_instance().reset("prompt", {"deed": "fail", "turn": 0}, SEED)] * 2
-        for call in calls:
+        row = {"deed": "fail", "turn": 0}  # of many at once, some would live to print
+        for call in [pool.new_instance().reset("prompt", row, SEED) for _ in range(16)]:
             with pytest.raises(EnvironmentFailed, match=r"^Traceback .*\n  File \".*mine.py"):
                 call.result(SECONDS)
         assert is_alone(pool)
