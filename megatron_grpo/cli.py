@@ -161,8 +161,9 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Runs the checks that train runs before it starts a rank: of the model's folder and headers of
     weights, the layout, and an earlier run in train.run_dir. It encodes every row of the data,
-    which takes minutes for a large data set, calls the reward functions for the first row, and
-    prints its prompt. It needs no GPU; use plan and doctor for those. Exit code 2 is for a mistake.
+    which takes minutes for a large data set, calls the reward functions for the first row, starts
+    the agent on it, and prints its prompt. It needs no GPU; use plan and doctor for those. Exit
+    code 2 is for a mistake.
 
     \b
     Example:
@@ -171,7 +172,17 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     allow_open_files()
     cfg = load_config(config, overrides or [])
     print(_preflight(cfg, take_token(os.environ), starts_here=False)[1])
-    print(f"{config} can start: no mistakes in settings, model, folders, data; rewards were tried")
+    print(f"{config} can start: no mistakes in settings, model, folders, data{_tried(cfg)}")
+
+
+def _tried(cfg: Config) -> str:
+    """What the checks have called, beside reading the config's files."""
+    rewards = [each for reward in cfg.rewards.values() for each in reward.functions]
+    tried = "; rewards were tried" if any(not each.is_served_here for each in rewards) else ""
+    agents = [view.agent for view in cfg.by_source.values()]
+    if any(agent.is_used and not agent.listen for agent in agents):
+        tried += "; the agent was started"
+    return tried
 
 
 @app.command("eval")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
-from megatron_grpo.agents.agents import actor_pool
+from megatron_grpo.agents.agents import actor_pool, try_agent
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
@@ -58,6 +58,9 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
             if pool := _dialogue_pool(view):
                 stack.callback(pool.close)
                 pool.wait_ready(_rows_of(name, view, prompts))
+                if view.agent.is_used:
+                    first = next(each for each in prompts if each.source == name)
+                    try_agent(pool, view.agent, first)
             _check_turns(view, tokenizer, ends)
         return cfg, _described(prompts[0], tokenizer, ends, cfg)
 

@@ -65,8 +65,10 @@ class Actor:
     ) -> None:
         """Import what every agent needs, once; raises ValueError if it is not there."""
         if command is not None:
-            if shutil.which(shlex.split(command)[0]) is None:
-                raise ValueError(f"agent.command {command!r}: there is no such program")
+            program = shlex.split(command)[0]
+            if shutil.which(program) is None:
+                why = "is not executable" if Path(program).exists() else "does not exist"
+                raise ValueError(f"agent.command {command!r}: the program {program} {why}")
             return
         run(_ask_nobody())
         if function is not None:
@@ -113,7 +115,8 @@ def client_of(url: str, key: str) -> "AsyncOpenAI":
     # Only agents that are functions need this package, and it takes a second.
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415
 
-    http = DefaultAsyncHttpxClient(verify=False)  # to read certificates takes 0.1 s
+    # To read certificates takes 0.1 s, and no proxy of the environment reaches this address.
+    http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
     return AsyncOpenAI(
         base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=None, http_client=http
     )

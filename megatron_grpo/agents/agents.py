@@ -1,19 +1,23 @@
 """All agents of a run: the endpoint that they ask, and the processes in which they act."""
 
 import json
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.agents import actors
 from megatron_grpo.agents.chat import BadRequest, ChatTemplate
-from megatron_grpo.agents.endpoint import Endpoint
+from megatron_grpo.agents.endpoint import LOOPBACK, Endpoint
 from megatron_grpo.agents.generation import AgentGeneration
 from megatron_grpo.agents.mixture import MixedDialogues
 from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import OutsideTask, TaskQueue
+from megatron_grpo.config.agent import AgentConfig
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import EnvironmentConfig
@@ -35,6 +39,7 @@ from megatron_grpo.environments.pool import (
     Instance,
 )
 from megatron_grpo.unicode import as_unicode
+from megatron_grpo.workers.proxies import proxy_hint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +47,9 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters", "python_arguments")
 """Keys of `agent` that say who acts."""
+TRIAL_SECONDS = 60.0
+"""In which an agent may get to its first request when it is tried; servers of tools have to."""
+POLL_SECONDS = 0.05
 DERENDER = "/v1/chat/completions/derender"
 """The engines' route from the tokens of a turn to an assistant's message."""
 
@@ -57,8 +65,41 @@ def actor_pool(cfg: Config) -> EnvironmentPool:
             memory_megabytes=agent.memory_megabytes,
         ),
         section="agent",
-        what=f"agent.function {agent.function}" if agent.function else "the agent",
+        what=_described(agent),
     )
+
+
+def try_agent(pool: EnvironmentPool, agent: AgentConfig, prompt: Prompt) -> None:
+    """Start the agent on a row, until it first asks the endpoint, where nobody answers it here.
+
+    Raises ValueError if it fails or ends before, or has tools and does not get so far.
+    """
+    who = _described(agent)
+    with socket.create_server((LOOPBACK, 0)) as endpoint, ExitStack() as stack:
+        url = f"http://{LOOPBACK}:{endpoint.getsockname()[1]}"
+        instance = pool.new_instance()
+        stack.callback(instance.end)
+        acting = instance.reset(prompt.text, _columns(prompt, url, "trial"), seed=0)
+        if _is_asked(endpoint, acting):
+            return
+    if not acting.done():  # a program of the user's may have much to prepare
+        if agent.has_tools:
+            raise ValueError(f"{who}: not ready after {TRIAL_SECONDS:g} s: correct or leave it out")
+        return
+    why = acting.exception() or "it ended without asking for a turn"
+    raise ValueError(f"{who} cannot act on row {prompt.index}: {why}{proxy_hint(url)}")
+
+
+def _is_asked(endpoint: socket.socket, acting: "Future[str | None]") -> bool:
+    """Whether a request comes before the agent ends, or `TRIAL_SECONDS` are over."""
+    endpoint.settimeout(POLL_SECONDS)
+    deadline, has_ended = time.monotonic() + TRIAL_SECONDS, False
+    while not has_ended and time.monotonic() < deadline:
+        has_ended = acting.done()  # before the look: it may ask and end meanwhile
+        with suppress(TimeoutError):
+            endpoint.accept()[0].close()
+            return True
+    return False
 
 
 class Agents:
@@ -130,16 +171,7 @@ class Agents:
         )
         key = self._keys[session] = self._endpoint.admit(session)
         instance = self._instances[session] = self._pool.new_instance()
-        chat = prompt.messages
-        columns = {
-            "url": self._endpoint.url,
-            "key": key,
-            "row": as_unicode(dict(prompt.row)),
-            "messages": [{"role": "user", "content": chat}]
-            if isinstance(chat, str)
-            else as_unicode(chat),
-        }
-        acting = instance.reset(prompt.text, columns, seed)
+        acting = instance.reset(prompt.text, _columns(prompt, self._endpoint.url, key), seed)
         acting.add_done_callback(partial(self._take_reward, session))
         return session
 
@@ -167,7 +199,8 @@ class Agents:
             told = json.loads(acting.result())
             session.end(told["reward"], told["metrics"])
         except EnvironmentFailed as failure:
-            session.end(None, failure=str(failure))
+            hint = "" if session.turns else proxy_hint(self._endpoint.url)
+            session.end(None, failure=f"{failure}{hint}")
         except EnvironmentsLost as lost:
             self._lost = lost
             session.end(None, failure=str(lost))
@@ -216,6 +249,22 @@ class Agents:
             except EngineError as error:
                 raise BadRequest(f"the turn cannot be parsed: {error}") from None
         raise SessionOver(f"the turn could not be parsed: {lost}")
+
+
+def _described(agent: AgentConfig) -> str:
+    """The agent, by the keys that say who acts."""
+    for key in ("function", "command"):
+        if named := getattr(agent, key):
+            return f"agent.{key} {named}"
+    named = {"tools": agent.tools, "mcp_servers": agent.mcp_servers}
+    return " and ".join(f"agent.{key} {', '.join(of)}" for key, of in named.items() if of)
+
+
+def _columns(prompt: Prompt, url: str, key: str) -> Json:
+    """What an `Actor` gets."""
+    chat = prompt.messages
+    messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
+    return as_unicode({"url": url, "key": key, "row": dict(prompt.row), "messages": messages})
 
 
 def open_dialogues(

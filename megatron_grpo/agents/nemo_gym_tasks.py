@@ -19,6 +19,7 @@ import httpx
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
 from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
+from megatron_grpo.workers.proxies import is_here
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 64 << 20
@@ -41,7 +42,8 @@ def url_of(agent: str, head: str) -> str:
     """Where an agent's server is, by Gym's head server; ValueError if it has no such agent."""
     import yaml  # noqa: PLC0415
 
-    config = yaml.safe_load(httpx.get(f"{head}/global_config_dict_yaml").json())
+    told = httpx.get(f"{head}/global_config_dict_yaml", trust_env=not is_here(head))
+    config = yaml.safe_load(told.json())
     kind = "responses_api_agents"
     agents = {name: of[kind] for name, of in config.items() if isinstance(of, dict) and kind in of}
     if agent not in agents:

@@ -19,6 +19,7 @@ import httpx
 
 from megatron_grpo.agents.task_worker import Json, parse, parser_of, serve, write_rows
 from megatron_grpo.unicode import as_unicode
+from megatron_grpo.workers.proxies import is_here
 
 ACT = "act"
 INVALID = "VALIDATION_ERROR"
@@ -33,7 +34,8 @@ class Episodes:
     def __init__(self, url: str, observe: str | None) -> None:
         """`observe` is the field of observations that the model is told; None: all of them."""
         self._url, self._observe = url, observe
-        action = httpx.get(f"{url}/schema").raise_for_status().json()["action"]
+        answer = httpx.get(f"{url}/schema", trust_env=not is_here(url))
+        action = answer.raise_for_status().json()["action"]
         fields = {name: of for name, of in action["properties"].items() if name != "metadata"}
         self._has_tools = fields.get("type", {}).get("const") == "call_tool"
         needed = action.get("required", [])
@@ -55,10 +57,17 @@ class Episodes:
 
     async def act(self, task: Json) -> Json:
         """Play until the environment or the model is done, or at a limit; rewards add up."""
-        from openai import AsyncOpenAI, BadRequestError  # noqa: PLC0415
+        from openai import (  # noqa: PLC0415
+            AsyncOpenAI,
+            BadRequestError,
+            DefaultAsyncHttpxClient,
+        )
 
         url, key = f"{task['url']}/v1", task["key"]
-        model: Any = AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=None)
+        http = DefaultAsyncHttpxClient(trust_env=False)  # proxies are not for the run
+        model: Any = AsyncOpenAI(
+            base_url=url, api_key=key, max_retries=0, timeout=None, http_client=http
+        )
         async with self._session() as env, model:
             told = task["row"].get("reset") or "{}"
             result = await env.reset(**json.loads(told))

@@ -2,7 +2,7 @@
 
 Each adapter is a command that runs in its library's own environment of packages, where this
 project's folder is on PYTHONPATH and httpx is installed. It imports no more of the project than
-this file and `unicode.py`.
+this file, `unicode.py` and `workers/proxies.py`.
 
     python -m megatron_grpo.agents.ADAPTER rows SOURCE data.jsonl --most 1000
     python -m megatron_grpo.agents.ADAPTER serve SOURCE runs/web/agents.json
@@ -11,12 +11,16 @@ this file and `unicode.py`.
 import argparse
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+
+from megatron_grpo.workers.proxies import direct
 
 WAIT_SECONDS = 60.0
 """Longer than the run takes to say that it has no task."""
@@ -44,9 +48,15 @@ def parser_of(doc: str | None, source: str, at_once: int) -> argparse.ArgumentPa
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The arguments of this process, which ends if there is no run to serve."""
     options = parser.parse_args()
+    reach_directly()
     if options.action == "serve" and not options.file.exists():
         parser.error(f"{options.file} does not exist: no run with agent.listen is there")
     return options
+
+
+def reach_directly(*urls: str) -> None:
+    """Keep proxies of the environment away from this host and `urls`, for clients of libraries."""
+    os.environ |= direct(os.environ, *(urlsplit(url).hostname or "" for url in urls))
 
 
 def write_rows(file: Path, rows: Iterable[Json], most: int | None) -> None:
@@ -57,13 +67,14 @@ def write_rows(file: Path, rows: Iterable[Json], most: int | None) -> None:
 
 async def serve(file: Path, act: Act, at_once: int) -> None:
     """Act on up to `at_once` tasks at a time until the run is over and its `file` is gone."""
-    async with httpx.AsyncClient(timeout=WAIT_SECONDS) as http:
+    async with httpx.AsyncClient(timeout=WAIT_SECONDS, trust_env=False) as http:
         await asyncio.gather(*(_take_tasks(file, act, http) for _ in range(at_once)))
 
 
 async def _take_tasks(file: Path, act: Act, http: httpx.AsyncClient) -> None:
     while told := run_at(file):
         url, headers = told["url"], {"Authorization": f"Bearer {told['token']}"}
+        reach_directly(url)
         try:
             response = await http.post(f"{url}/tasks", headers=headers)
             if response.status_code == httpx.codes.NO_CONTENT:

@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_grpo.config.agent import LIMITS, PYTHON
 from megatron_grpo.unicode import as_unicode
+from megatron_grpo.workers.proxies import is_here, proxy_hint
 from megatron_grpo.workers.sandbox import Sandbox
 from megatron_grpo.workers.user_file import load_user_file
 
@@ -33,6 +34,8 @@ def load_tool(name: str) -> tuple[Callable[..., Any], Json]:
     found = getattr(load_user_file(Path(path), "file of a tool"), function_name, None)
     if not callable(found):
         raise ValueError(f"{path} has no function {function_name!r}")
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise ValueError(f"{name} is a generator: the model is told what a tool returns")
     return found, schema_of(found, name)
 
 
@@ -87,8 +90,12 @@ class Tools:
             else:
                 function, schema = load_tool(name)
             self._add(schema, partial(_run, function))
-        for server in self._servers:
-            await self._connect(server)
+        try:
+            for server in self._servers:
+                await self._connect(server)
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *raised: Any) -> None:
@@ -103,16 +110,18 @@ class Tools:
             given = as_unicode(json.loads(arguments or "{}"))
             if not isinstance(given, dict):
                 raise ValueError("arguments must be an object")
-            result, is_good = await self._calls[name](**given), True
-        except Exception as error:  # of any kind: the model is told
-            result, is_good = f"Error: {type(error).__name__}: {error}", False
+            text, is_good = _as_text(await self._calls[name](**given)), True
+        except BaseException as error:  # of any kind, sys.exit() too: the model is told
+            if _is_cancelled():
+                raise
+            text, is_good = f"Error: {type(error).__name__}: {_said(error)}", False
         if known:
             self.metrics[f"tool/{name}/calls"] += 1
             self.metrics[f"tool/{name}/errors"] += not is_good
             self.metrics[f"tool/{name}/seconds"] += time.monotonic() - began
         else:  # whatever name the model has made up
             self.metrics["tool/unknown/calls"] += 1
-        text = as_unicode(result if isinstance(result, str) else json.dumps(result, default=str))
+        text = as_unicode(text)
         if len(text) > self._most:
             cut = len(text) - self._most
             text = f"{text[: self._most]}... ({cut} more characters)"
@@ -126,16 +135,17 @@ class Tools:
         self.schemas.append(as_unicode(schema))
 
     async def _connect(self, server: str) -> None:
-        # Only agents with MCP servers need this package.
-        from mcp import Client, StdioServerParameters, stdio_client  # noqa: PLC0415
-
-        if server.startswith(("http://", "https://")):
-            target: Any = server
-        else:
-            command, *args = shlex.split(server)
-            target = stdio_client(StdioServerParameters(command=command, args=args))
-        client = await self._stack.enter_async_context(Client(target))
-        for tool in (await client.list_tools()).tools:
+        try:
+            async with AsyncExitStack() as stack:
+                client = await _client_of(server, stack)
+                tools = (await client.list_tools()).tools
+                await self._stack.enter_async_context(stack.pop_all())
+        except Exception as error:
+            hint = "" if is_here(server) else proxy_hint(server)
+            raise ValueError(
+                f"agent.mcp_servers: {server!r} cannot be used: {_first_cause(error)}{hint}"
+            ) from None
+        for tool in tools:
             schema = {
                 "name": tool.name,
                 "description": tool.description or "",
@@ -176,10 +186,72 @@ async def converse(client: Any, messages: Sequence[Json], tools: Tools) -> Mappi
         ]
 
 
+async def _client_of(server: str, stack: AsyncExitStack) -> Any:
+    """A client of an MCP server, which ends with `stack`."""
+    # Only agents with MCP servers need this package.
+    from mcp import Client, StdioServerParameters, stdio_client  # noqa: PLC0415
+
+    if not server.startswith(("http://", "https://")):
+        command, *args = shlex.split(server)
+        target: Any = stdio_client(StdioServerParameters(command=command, args=args))
+    elif is_here(server):  # no proxy of the environment reaches it
+        from httpx2 import AsyncClient  # noqa: PLC0415
+        from mcp.client.streamable_http import streamable_http_client  # noqa: PLC0415
+
+        http = AsyncClient(trust_env=False, timeout=None)  # agent.timeout limits all
+        target = streamable_http_client(server, http_client=await stack.enter_async_context(http))
+    else:
+        target = server
+    return await stack.enter_async_context(Client(target))
+
+
+def _first_cause(error: BaseException) -> str:
+    """What went wrong first, without the groups in which tasks raise."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
 async def _run(function: Callable[..., Any], /, **arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
-    return await asyncio.to_thread(function, **arguments)
+    result, raised = await asyncio.to_thread(_attempt, partial(function, **arguments))
+    if raised:
+        raise raised
+    return await result if inspect.isawaitable(result) else result
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """In a thread: a GeneratorExit that a future brought would end the whole conversation."""
+    try:
+        return call(), None
+    except BaseException as error:
+        return None, error
+
+
+def _as_text(result: Any) -> str:
+    """What the model is told of a result; raises what is wrong with one that has no JSON form."""
+    return result if isinstance(result, str) else json.dumps(result, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What a value without a JSON form is in it: an array's numbers, or the value as a text."""
+    if isinstance(value, Iterator | AsyncIterator):
+        raise TypeError(f"a result with a {type(value).__name__}: return a list")
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as other:  # an exception of the tool's file may do anything
+        return f"its text cannot be had ({type(other).__name__})"
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has cancelled this task; a tool may raise CancelledError all by itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _ask_server(client: Any, name: str, /, **arguments: Any) -> str:

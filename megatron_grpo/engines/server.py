@@ -56,6 +56,7 @@ from megatron_grpo.engines.vllm.args import (
 )
 from megatron_grpo.launch.placement import check_engine_size, check_shared
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE, check_token, new_token
+from megatron_grpo.workers.proxies import direct
 
 # A trainer rank's place in its distributed job; an engine that saw it would try to join.
 RANK_VARIABLES = re.compile(
@@ -158,9 +159,15 @@ def engine_devices(
     return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_engines)]
 
 
-def engine_environment(environ: Mapping[str, str], devices: str | None) -> dict[str, str]:
-    """`environ` without the variables of a trainer rank, and with the engine's devices."""
+def engine_environment(
+    environ: Mapping[str, str], devices: str | None, host: str = LOOPBACK
+) -> dict[str, str]:
+    """`environ` without the variables of a trainer rank, and with the engine's devices.
+
+    No proxy stands before `host`: SGLang asks itself there before it serves.
+    """
     environment = {k: v for k, v in environ.items() if not RANK_VARIABLES.match(k)}
+    environment |= direct(environ, host)
     if devices is not None:
         return environment | {"CUDA_VISIBLE_DEVICES": devices}
     # OpenMP threads spin while they wait: where engines and ranks share cores, two threads instead
@@ -179,7 +186,7 @@ def engine_command(
     lora: LoraConfig = NO_ADAPTERS,
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of one engine on `host`:`port`, or of one `node` of it."""
-    environment = engine_environment(os.environ, devices) | {TOKEN_VARIABLE: token}
+    environment = engine_environment(os.environ, devices, host) | {TOKEN_VARIABLE: token}
     on_gpu = devices is not None
     if rollout.engine == "sglang":
         environment |= sglang_environment(model, rollout, on_gpu)

@@ -107,6 +107,11 @@ class Dialogue:
                 extend_spans(self.spans, self.spans[-1][0], len(tokens))
                 self.text += text
 
+    @property
+    def failed_in(self) -> str:
+        """The turn whose step is the last that the environment was asked for, or `reset`."""
+        return f"turn {len(self.step_rewards) + 1}" if self.completion_ids else "reset"
+
     def fail(self, failure: str) -> None:
         """End the dialogue without a reward; `failure` says why."""
         self.finish_reason, self.failure = "failed", failure
@@ -164,10 +169,10 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
 
     @property
     def failures(self) -> list[str]:
-        """One line per dialogue whose environment failed, with prompt, sample and turn."""
+        """Of each dialogue whose environment failed: prompt, sample, turn (or `reset`) and why."""
         return [
-            f"prompt {dialogue.prompt.index}, sample {dialogue.sample_index}, turn "
-            f"{len(dialogue.step_rewards) + 1}: {dialogue.failure}"
+            f"prompt {dialogue.prompt.index}, sample {dialogue.sample_index}, "
+            f"{dialogue.failed_in}: {dialogue.failure}"
             for dialogue in self.dialogues
             if dialogue.failure
         ]

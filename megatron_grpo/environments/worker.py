@@ -273,7 +273,8 @@ class EnvironmentWorker:
         with suppress(EOFError, ConnectionError):
             while True:
                 worker.send_bytes(json.dumps(attempt(action, self.limit)).encode())
-                action = partial(step, self.environment, *worker.recv())
+                turn = worker.recv()  # first: after a reset that failed there is none
+                action = partial(step, self.environment, *turn)
         os._exit(0)
 
     def _forward_answer(self, key: int) -> None:

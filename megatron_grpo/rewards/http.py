@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from megatron_grpo.unicode import as_unicode
+from megatron_grpo.workers.proxies import is_here, proxy_hint
 from parallel.clock import running_time
 
 DEFAULT_KEY = "OPENAI_API_KEY"
@@ -42,15 +43,18 @@ def key_from(api_key_env: str) -> str | None:
     return key
 
 
-def http_client(base_url: str, key: str | None, *, trust_env: bool = True) -> httpx.AsyncClient:
-    """A client without a limit of connections or time: each request gets the time that is left."""
+def http_client(base_url: str, key: str | None) -> httpx.AsyncClient:
+    """A client without a limit of connections or time: each request gets the time that is left.
+
+    Proxies of the environment are for addresses outside of this host.
+    """
     return httpx.AsyncClient(
         base_url=base_url,
         headers={"Authorization": f"Bearer {key}"} if key else {},
         verify=_certificates(),
         limits=httpx.Limits(max_connections=None),
         timeout=None,
-        trust_env=trust_env,
+        trust_env=not is_here(base_url),
     )
 
 
@@ -68,6 +72,7 @@ async def post(
     408, 409, 429, 5xx and lost connections are retried until then.
     """
     pause, last = FIRST_BACKOFF_SECONDS, "no answer"
+    hint = proxy_hint(str(client.base_url)) if client.trust_env else ""
     while (left := deadline - running_time()) > 0:
         try:
             async with asyncio.timeout(left):
@@ -75,10 +80,12 @@ async def post(
             if response.is_success:
                 return response
             last = f"status {response.status_code}: {response.text[:MAX_TEXT]}"
+            if "json" not in response.headers.get("content-type", ""):  # what a server would send
+                last += hint
             if response.status_code not in RETRIED_STATUS_CODES and not response.is_server_error:
                 raise Unscored(f"{client.base_url} answered {last}")
         except (httpx.RequestError, TimeoutError) as error:
-            last = repr(error)
+            last = repr(error) + hint
         # Jitter: requests that were turned away together do not all come back together.
         await asyncio.sleep(min(pause * random.uniform(0.5, 1), deadline - running_time()))
         pause = min(2 * pause, MAX_BACKOFF_SECONDS)

@@ -70,8 +70,7 @@ async def reward_model(
     assert base_url is not None, "the run has put the address in place of the path"
     deadline = running_time() + SHARE_OF_TIME * reward_timeout
     key = api_key.get_secret_value() if api_key else key_from(api_key_env)
-    # Proxies of the environment are not for a server of this run.
-    async with http_client(base_url, key, trust_env=api_key is None) as client:
+    async with http_client(base_url, key) as client:
 
         async def score(chat: Chat, text: str) -> float | StepScores | Unscored:
             steps = steps_of(text, step_separator) if step_tag is not None else []

@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from megatron_grpo.workers import supervisor
-from megatron_grpo.workers.user_file import MAX_TEXT, death_text, error_text
+from megatron_grpo.workers.proxies import direct
+from megatron_grpo.workers.user_file import MAX_TEXT, death_text, error_text, is_refusal
 from parallel.clock import wait_for_end
 
 LOAD_SECONDS = 60.0
@@ -40,6 +41,7 @@ class SupervisedWorker:
         self._supervisor = subprocess.Popen(
             [sys.executable, supervisor.__file__, *map(str, arguments)],
             pass_fds=[theirs.fileno()],
+            env=os.environ | direct(os.environ),  # for the clients that user code makes
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C goes to the trainer alone, which then ends it
         )
@@ -121,7 +123,7 @@ def attempt(call: Callable[[], Any], limit: str) -> tuple[bool, Any]:
     try:
         with forks_end_here():
             return True, call()
-    except ValueError as error:
-        return False, str(error)[-MAX_TEXT:]
     except BaseException as error:  # report sys.exit() in a user's code, too
+        if is_refusal(error):
+            return False, str(error)[-MAX_TEXT:]
         return False, error_text(error, limit)

@@ -33,8 +33,18 @@ MAX_TEXT = 4000
 
 
 PACKAGE = Path(__file__).parents[1]
-CALLERS = ("worker.py", "functions.py", "user_file.py", "supervised.py")
+CALLERS = ("worker.py", "functions.py", "user_file.py", "supervised.py", "actors.py", "tools.py")
 """Files of this package that call user code, and import it."""
+EVENT_LOOP = Path(traceback.__file__).parent / "asyncio"
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether this package has raised the ValueError, whose text then says all.
+
+    One of the user's code (a JSONDecodeError, for example) needs its type, file and line.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, ValueError) and _is_ours(frames[-1].f_code.co_filename)
 
 
 def error_text(error: BaseException, limit: str) -> str:
@@ -51,8 +61,13 @@ def error_text(error: BaseException, limit: str) -> str:
 
 
 def _is_on_the_way(file: str) -> bool:
-    is_caller = Path(file).is_relative_to(PACKAGE) and Path(file).name in CALLERS
-    return is_caller or file.startswith("<frozen importlib")
+    is_caller = _is_ours(file) and Path(file).name in CALLERS
+    is_loop = Path(file).is_relative_to(EVENT_LOOP)
+    return is_caller or is_loop or file.startswith("<frozen importlib")
+
+
+def _is_ours(file: str) -> bool:
+    return Path(file).is_relative_to(PACKAGE)
 
 
 def death_text(code: int | None, limit: str) -> str:

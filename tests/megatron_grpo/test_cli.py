@@ -20,7 +20,8 @@ from helpers.cpu_time import seconds_of_a_million_numbers
 from helpers.engines import SGLANG_PYTHON, random_prompts, sampling_params, wait_until
 from helpers.pushes import client_of, push_folder
 from helpers.runs import RUN_MARK, TINY_CONFIG, finish_run, marked_processes
-from megatron_grpo.cli import app
+from megatron_grpo.cli import _tried, app
+from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import is_healthy
@@ -130,6 +131,19 @@ def run_check(*overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megatron_grpo", "check", str(TINY_CONFIG), *overrides]
     root = TINY_CONFIG.parents[1]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ([], "; rewards were tried"),
+        (["reward.functions=[]", "environment.name=a.py:B"], ""),
+        (["reward.functions=[]", "agent.command=a"], "; the agent was started"),
+        (["agent.listen=0.0.0.0:0"], "; rewards were tried"),
+    ],
+)
+def test_check_tells_what_it_has_tried(settings: list[str], told: str) -> None:
+    assert _tried(load_config(TINY_CONFIG, ["data.max_prompt_length=9", *settings])) == told
 
 
 @pytest.mark.long

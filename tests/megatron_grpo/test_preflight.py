@@ -810,6 +810,13 @@ def test_an_environment_that_cannot_be_used_is_refused(config, tmp_path, overrid
     assert told in refusal(config(*(o.replace("MINE", mine) for o in overrides)))
 
 
+def test_an_agent_is_started_and_refused_if_it_cannot_be(config):
+    agent = ["data.max_prompt_length=40", "agent.command=python nowhere.py"]
+    told = refusal(config(*agent, "rollout.max_completion_length=20"))
+    assert told.startswith("agent.command python nowhere.py cannot act on row 0: ")
+    assert "nowhere.py': [Errno 2]" in told
+
+
 @pytest.mark.long
 def test_sources_are_checked_each_with_its_own_rows(config, tmp_path):
     data, mine = tmp_path / "kinds.jsonl", write_environments(tmp_path)

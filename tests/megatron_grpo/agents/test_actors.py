@@ -3,11 +3,17 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
-from helpers.agents import MCP_SERVER
+from helpers.agents import FUNCTIONS, MCP_SERVER
+from helpers.engines import random_prompts
+from helpers.proxies import DEAD, set_proxies
+from helpers.runs import TINY_CONFIG
 from megatron_grpo.agents.actors import checked, run_command
+from megatron_grpo.agents.agents import actor_pool, try_agent
+from megatron_grpo.config.file import load_config
 
 LIGHT = """
 import sys
@@ -55,6 +61,70 @@ row = json.load(sys.stdin)
 print("x" * 100_000)
 print(os.environ["A"], row["b"], sep="")
 """
+
+
+COMMAND = """
+import openai
+openai.OpenAI(max_retries=0).chat.completions.create(model="policy", messages=[])
+"""
+
+
+def tried(*settings: str) -> None:
+    """Try an agent as `check` does."""
+    cfg = load_config(TINY_CONFIG, ["data.max_prompt_length=100", *settings])
+    with closing(actor_pool(cfg)) as pool:
+        pool.wait_ready([])
+        try_agent(pool, cfg.agent, random_prompts(1)[0])
+
+
+@pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "all_proxy"])
+@pytest.mark.parametrize("agent", ["function={}:append", "command={} {}"])
+def test_an_agent_reaches_the_endpoint_whatever_proxy_there_is(proxy, agent, tmp_path, monkeypatch):
+    set_proxies(monkeypatch, **{proxy: DEAD, "no_proxy": ".corp"})
+    (file := tmp_path / "agent.py").write_text(COMMAND if "command" in agent else FUNCTIONS)
+    names = [sys.executable, file] if "command" in agent else [file]
+    tried("agent." + agent.format(*names))
+
+
+def test_a_proxy_of_socks_is_not_for_the_client_that_an_agent_is_given(tmp_path, monkeypatch):
+    set_proxies(monkeypatch, ALL_PROXY="socks5://127.0.0.1:9")
+    (file := tmp_path / "agent.py").write_text(FUNCTIONS)
+    tried(f"agent.function={file}:append")
+
+
+TOOLS = ["agent.weight=0", "rollout.tool_call_parser=hermes"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["agent.command=python nowhere.py"], "exit code 2; (.|\n)*nowhere.py"),
+        (["agent.command=sh -c 'exit 127'"], "row 0: it ended with exit code 127"),
+        (["agent.command=sh -c true"], "it ended without asking for a turn"),
+        (["agent.command=FOLDER/plain"], "program .*/plain is not executable"),
+        (["agent.command=FOLDER/nowhere"], "program .*/nowhere does not exist"),
+        (["agent.function=FOLDER/agent.py:silent"], "it ended without asking for a turn"),
+        (["agent.function=FOLDER/broken.py:solve"], "broken.py.*\n(.|\n)*JSONDecodeError"),
+        ([*TOOLS, "agent.tools=[FOLDER/broken.py:solve]"], "agent.tools .*(.|\n)*JSONDecodeErr"),
+        ([*TOOLS, "agent.mcp_servers=[nowhere --x]"], "agent.mcp_servers: 'nowhere --x' cannot be"),
+    ],
+)
+def test_an_agent_that_cannot_start_is_refused_with_the_reason(settings, told, tmp_path):
+    (tmp_path / "agent.py").write_text(FUNCTIONS)
+    (tmp_path / "broken.py").write_text('import json\njson.loads("")\n')
+    (tmp_path / "plain").write_text("#!/bin/sh\n")
+    with pytest.raises(ValueError, match=told):
+        tried(*(setting.replace("FOLDER", str(tmp_path)) for setting in settings))
+
+
+def test_what_has_not_asked_in_time_is_refused_if_it_is_no_program_of_the_user(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("megatron_grpo.agents.agents.TRIAL_SECONDS", 0.5)
+    (file := tmp_path / "agent.py").write_text(FUNCTIONS)
+    tried(f"agent.function={file}:wait")
+    with pytest.raises(ValueError, match=r"agent\.mcp_servers sleep 60: not ready after 0\.5 s"):
+        tried(*TOOLS, "agent.mcp_servers=[sleep 60]")
 
 
 def test_the_process_that_agents_are_forked_from_imports_nothing_heavy():

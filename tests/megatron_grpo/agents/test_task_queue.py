@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from helpers.agents import generation_of, running_agents
+from helpers.proxies import DEAD, set_proxies
 from megatron_grpo.agents.task_worker import serve
 from megatron_grpo.environments.pool import EnvironmentsLost
 
@@ -113,7 +115,9 @@ def test_a_late_agent_is_masked_and_none_at_all_ends_the_run(engine, tied_model,
     assert time.monotonic() - began < SECONDS / 2
 
 
-def test_an_end_that_is_no_reward_costs_an_adapter_one_task(engine, tied_model, folder):
+def test_an_end_that_is_no_reward_costs_an_adapter_one_task(
+    engine, tied_model, folder, monkeypatch
+):
     rewards = iter([float("nan"), {"not", "in JSON"}, 0.5])
     with (
         ThreadPoolExecutor(1) as thread,
@@ -125,9 +129,11 @@ def test_an_end_that_is_no_reward_costs_an_adapter_one_task(engine, tied_model, 
             return {"reward": next(rewards)}
 
         [file] = folder.rglob("agents.json")
+        set_proxies(monkeypatch, http_proxy=DEAD)
         thread.submit(asyncio.run, serve(file, act, 1))
         found = samples.result(SECONDS)
     assert [sample.finish_reason == "failed" for sample in found] == [True, True, False]
+    assert "127.0.0.1" in os.environ["no_proxy"].split(",")  # for clients of libraries
 
 
 def test_only_who_may_read_the_file_is_given_tasks(engine, tied_model, folder):

@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+import socket
+import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from helpers.agents import MCP_SERVER
+from helpers.engines import wait_until
+from helpers.proxies import DEAD, set_proxies
 from helpers.sandboxes import needs_bubblewrap
 from megatron_grpo.agents.tools import Tools
 from megatron_grpo.workers.sandbox import Sandbox
@@ -49,7 +54,74 @@ def size(text: str) -> int:
     return len(text.encode())
 
 def bare(a): return a
+
+def words(text: str):
+    """Yields words.
+
+    Args:
+        text: What to split.
+    """
+    yield from text.split()
+
+class Untold(Exception):
+    def __str__(self): raise RuntimeError
+
+class Unshown:
+    def __str__(self): raise LookupError("not shown")
+
+def odd(kind: str) -> object:
+    """Returns or raises what a tool had better not.
+
+    Args:
+        kind: What.
+    """
+    import numpy
+    if kind == "awaitable":
+        return odd_later("text")
+    circle = []
+    circle.append(circle)
+    outcome = {
+        "keys": {(1, 2): 3},
+        "circle": circle,
+        "unshown": Unshown(),
+        "generator": words("a b"),
+        "text": "slept",
+        "array": {"a": numpy.arange(2), "b": {1}, "c": b"x", "d": float("nan")},
+        "exit": SystemExit(3),
+        "interrupt": KeyboardInterrupt(),
+        "base": BaseException("base"),
+        "close": GeneratorExit(),
+        "cancel": asyncio.CancelledError(),
+        "stop": StopIteration(),
+        "untold": Untold(),
+    }[kind]
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+async def odd_later(kind: str) -> object:
+    """The same.
+
+    Args:
+        kind: What.
+    """
+    return odd(kind)
 '''
+ODD = {
+    "keys": "Error: TypeError: keys must be str",
+    "circle": "Error: ValueError: Circular reference",
+    "unshown": "Error: LookupError: not shown",
+    "generator": "Error: TypeError: a result with a generator: return a list",
+    "array": '{"a": [0, 1], "b": "{1}", "c": "b\'x\'", "d": NaN}',
+    "exit": "Error: SystemExit: 3",
+    "interrupt": "Error: KeyboardInterrupt: ",
+    "base": "Error: BaseException: base",
+    "close": "Error: GeneratorExit: ",
+    "cancel": "Error: CancelledError: ",
+    "stop": "Error: ",
+    "untold": "Error: Untold: its text cannot be had (RuntimeError)",
+}
+"""What the model is told of each kind."""
 
 
 def test_calls_run_at_once_are_cut_and_tell_their_errors(tmp_path):
@@ -87,6 +159,36 @@ def test_half_of_a_surrogate_pair_is_replaced_on_both_sides_of_a_tool(tmp_path):
     assert asyncio.run(call_all()) == ("caf?", "1")
 
 
+@pytest.mark.parametrize("tool", ["odd", "odd_later"])
+def test_whatever_a_tool_returns_or_raises_the_model_is_told(tool, tmp_path):
+    (file := tmp_path / "tools.py").write_text(TOOLS)
+
+    async def call_all():
+        async with Tools([f"{file}:{tool}"], [], most_characters=100) as tools:
+            told = {kind: await tools.call(tool, json.dumps({"kind": kind})) for kind in ODD}
+            if tool == "odd":
+                assert await tools.call(tool, '{"kind": "awaitable"}') == "slept"
+        return told, tools.metrics[f"tool/{tool}/errors"]
+
+    told, num_errors = asyncio.run(asyncio.wait_for(call_all(), 60))
+    assert all(told[kind].startswith(text) for kind, text in ODD.items()), told
+    assert num_errors == len(ODD) - 1
+
+
+def test_a_call_that_is_cancelled_is_over(tmp_path):
+    (file := tmp_path / "tools.py").write_text(TOOLS)
+
+    async def cancel():
+        async with Tools([f"{file}:repeat"], [], most_characters=10) as tools:
+            call = asyncio.create_task(tools.call("repeat", '{"text": "x", "times": 1}'))
+            await asyncio.sleep(0)  # it waits for seven others
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+
+    asyncio.run(asyncio.wait_for(cancel(), 30))
+
+
 @needs_bubblewrap
 def test_the_tool_python_tells_what_a_program_prints_and_how_it_fails():
     async def call_all():
@@ -105,12 +207,37 @@ def test_the_tool_python_tells_what_a_program_prints_and_how_it_fails():
     assert late == "The program was stopped after 5 seconds."  # what it had in its buffer is lost
 
 
-def test_the_tools_of_an_mcp_server_are_called(tmp_path):
+@pytest.fixture
+def at_an_address(tmp_path) -> Iterator[str]:
+    """The address of an MCP server on loopback, which a proxy does not reach."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    over_http = f'server.run("streamable-http", port={port})'
+    (file := tmp_path / "http_server.py").write_text(MCP_SERVER.replace("server.run()", over_http))
+    with subprocess.Popen([sys.executable, file], stderr=subprocess.DEVNULL) as server:
+        try:
+            assert wait_until(lambda: is_open(port), 60)
+            yield f"http://127.0.0.1:{port}/mcp"
+        finally:
+            server.kill()
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("kind", ["command", "address"])
+def test_the_tools_of_an_mcp_server_are_called(kind, tmp_path, request, monkeypatch):
+    set_proxies(monkeypatch, http_proxy=DEAD, ALL_PROXY="socks5://127.0.0.1:9")
     file = tmp_path / "server.py"
     file.write_text(MCP_SERVER)
+    is_command = kind == "command"
+    server = f"{sys.executable} {file}" if is_command else request.getfixturevalue("at_an_address")
 
     async def call_all():
-        async with Tools([], [f"{sys.executable} {file}"], most_characters=100) as tools:
+        async with Tools([], [server], most_characters=100) as tools:
             told = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
             assert told["double"]["description"] == "Doubles a number."
             assert [*told["double"]["parameters"]["properties"]] == ["number"]
@@ -121,12 +248,38 @@ def test_the_tools_of_an_mcp_server_are_called(tmp_path):
     asyncio.run(asyncio.wait_for(call_all(), 60))
 
 
-def test_a_function_that_the_model_cannot_be_told_of_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [("bare", "it needs type hints, and a docstring"), ("words", "words is a generator")],
+)
+def test_a_function_that_the_model_cannot_be_told_of_is_refused(function, told, tmp_path):
     (file := tmp_path / "tools.py").write_text(TOOLS)
 
     async def enter():
-        async with Tools([f"{file}:bare"], [], most_characters=10):
+        async with Tools([f"{file}:{function}"], [], most_characters=10):
             pass
 
-    with pytest.raises(ValueError, match="it needs type hints, and a docstring"):
+    with pytest.raises(ValueError, match=told):
         asyncio.run(enter())
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        ("nowhere --x", "FileNotFoundError.*nowhere"),
+        ("false", "Connection closed"),
+        ("http://127.0.0.1:9/mcp", "ConnectError"),
+    ],
+)
+def test_a_server_of_tools_that_is_not_there_is_named_in_one_line(server, told, tmp_path):
+    (file := tmp_path / "server.py").write_text(MCP_SERVER)
+    there = f"{sys.executable} {file}"
+
+    async def enter():
+        async with Tools([], [there, server], most_characters=10):
+            pass
+
+    with pytest.raises(ValueError, match=told) as refused:
+        asyncio.run(asyncio.wait_for(enter(), 60))
+    assert str(refused.value).startswith(f"agent.mcp_servers: {server!r} cannot be used: ")
+    assert "\n" not in str(refused.value)

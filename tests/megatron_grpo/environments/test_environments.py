@@ -96,7 +96,7 @@ def test_random_numbers_follow_the_seed(tmp_path):
     ("deed", "told"),
     [
         ("fail", "ZeroDivisionError"),
-        ("refuse", "^cannot do this$"),
+        ("refuse", r"mine.py\", line \d+, in (.|\n)*ValueError: cannot do this$"),
         ("die", "signal SIGKILL"),
         ("leave_politely", "SystemExit: enough"),
         ("hang_up", "closed the connection"),
@@ -115,6 +115,16 @@ def test_call_of_an_instance_that_fails_raises_and_the_others_go_on(odd_pool, de
     assert other.step("x").result(SECONDS) == ["go on", 0.0, False]
     other.end()
     assert is_alone(odd_pool)
+
+
+def test_a_reset_that_fails_is_told_once_and_nothing_of_the_worker(tmp_path, capfd):
+    with environment_pool(tmp_path, "Odd") as pool:
+        row = {"deed": "fail", "turn": 0}  # of many at once, some would live to print
+        for call in [pool.new_instance().reset("prompt", row, SEED) for _ in range(16)]:
+            with pytest.raises(EnvironmentFailed, match=r"^Traceback .*\n  File \".*mine.py"):
+                call.result(SECONDS)
+        assert is_alone(pool)
+    assert capfd.readouterr().err == ""
 
 
 def test_step_gets_the_values_of_a_turn_that_its_parameters_name(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.proxies import set_proxies
 from helpers.rewards import sample_of
 from megatron_grpo.config.reward import RewardConfig, RewardFunction
 from megatron_grpo.data.samples import Sample
@@ -50,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
             server.keys.append(self.headers["Authorization"])
             times = sum(request["messages"] == body["messages"] for request in server.requests)
             server.at_once += 1
-        assert self.path == "/v1/chat/completions"
+        assert self.path.endswith("/v1/chat/completions")  # after the host, for a proxy
         reply = server.reply(server, text, times)
         with server.lock:
             server.at_once -= 1
@@ -119,6 +120,17 @@ def pool_scores(function: RewardFunction, batch: list[Sample], timeout: float) -
     with closing(RewardPool(cfg)) as pool:
         pool.wait_ready([sample.prompt.row for sample in batch])
         return [score["judge"] for score in pool.score(batch, num_completions=len(batch))]
+
+
+def test_a_proxy_is_asked_for_addresses_outside_of_this_host_alone(serve, monkeypatch):
+    proxy = serve(lambda *_: (403, b"<html>not through here"))
+    set_proxies(monkeypatch, http_proxy=proxy.url.removesuffix("/v1"))
+    assert scores(judge(serve(lambda *_: (200, "7"))), ["a"]) == [0.7]
+    assert proxy.requests == []
+    there = judge(proxy, base_url="http://judge.example/v1")
+    told = answer_to(there, ["a"]).error
+    assert "not through here (the environment has http_proxy: " in told
+    assert "add judge.example to NO_PROXY" in told
 
 
 def test_score_is_the_last_number_in_the_answer(serve):

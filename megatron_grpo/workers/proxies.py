@@ -1,0 +1,93 @@
+"""HTTP proxies of the environment (`http_proxy` and the like): for addresses outside of the run.
+
+This file imports nothing but the standard library, as adapters of environment libraries use it.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from functools import cache
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+EXCEPTIONS = ("no_proxy", "NO_PROXY")
+"""Clients read either, and where both are set, most of them the first."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def direct(environ: Mapping[str, str], *hosts: str) -> dict[str, str]:
+    """The variables with which clients reach loopback, this host and `hosts` without a proxy.
+
+    What the user has excepted stays so. Empty where `environ` has no proxy.
+
+    >>> direct({"http_proxy": "http://proxy:3128", "NO_PROXY": ".corp"})["no_proxy"]
+    '.corp,localhost,127.0.0.1,::1,node-7'
+    """
+    if not proxy_variables(environ):
+        return {}
+    own = [*LOOPBACK, socket.gethostname(), *hosts]
+    set_before = [environ[name] for name in EXCEPTIONS if name in environ]
+    return {
+        name: _with_hosts(environ.get(name, set_before[0] if set_before else ""), own)
+        for name in EXCEPTIONS
+    }
+
+
+def proxy_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` that name a proxy."""
+    names = [*PROXIES, *map(str.upper, PROXIES)]
+    return {name: environ[name] for name in names if environ.get(name)}
+
+
+def is_here(url: str) -> bool:
+    """Whether an address is loopback or of this host, which no proxy can reach for it."""
+    host = (urlsplit(url).hostname or "").lower()
+    names = {"localhost", socket.gethostname().lower()}
+    return host in names or host.endswith(".localhost") or _is_own_number(host)
+
+
+def proxy_hint(url: str) -> str:
+    """What to look at if a request for `url` has failed and may have met a proxy; else empty.
+
+    The proxy itself is not told, as its address may hold a password.
+    """
+    parts, named = urlsplit(url), proxy_variables(os.environ)
+    if not (host := parts.hostname or ""):
+        return ""
+    excepted = {"no": next((os.environ[name] for name in EXCEPTIONS if name in os.environ), "")}
+    if proxy_bypass(host, excepted):
+        return ""
+    for kind in (parts.scheme, "all"):
+        for variable in (f"{kind}_proxy", f"{kind}_proxy".upper()):
+            if variable in named:
+                return (
+                    f" (the environment has {variable}: if that proxy answers in the place of "
+                    f"{host}, add {host} to NO_PROXY)"
+                )
+    return ""
+
+
+def _with_hosts(excepted: str, hosts: list[str]) -> str:
+    names = [name.strip() for name in excepted.split(",") if name.strip()]
+    if names == ["*"]:  # everything, but only while it stands alone
+        return "*"
+    return ",".join(dict.fromkeys([*names, *hosts]))
+
+
+@cache
+def _is_own_number(host: str) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    if address.is_loopback or address.is_unspecified:
+        return True
+    kind = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))  # only a host's own addresses can be bound
+        except OSError:
+            return False
+    return True

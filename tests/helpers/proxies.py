@@ -1,0 +1,16 @@
+"""Proxies in the environment of a test."""
+
+import pytest
+
+DEAD = "http://127.0.0.1:9"
+"""Nothing listens there: what is sent through it is lost."""
+KINDS = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+def set_proxies(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    """Have these variables, and no others that concern proxies."""
+    for name in (*KINDS, *map(str.upper, KINDS)):
+        monkeypatch.setenv(name, "")  # so that what the test sets there is undone, too
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
