@@ -1,7 +1,8 @@
 """Low-rank adapters as PEFT stores them: names and shapes of their tensors, and their folders."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
     """The adapter in a folder of PEFT's; reads the header of its weights.
 
     Raises ValueError that lists what is wrong if it is not a plain low-rank adapter of the linear
-    layers of a model with these `weights`.
+    layers of a model with these `weights`, or not of exactly those that its config names.
     """
     check_folder(folder)
     for name in (ADAPTER_FILE, ADAPTER_WEIGHTS):
@@ -86,7 +87,7 @@ def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
     rank, alpha = config["r"], config.get("lora_alpha", 8)
     header = read_header(folder / ADAPTER_WEIGHTS)
     places = {_tensor_of_text(name): place for name, place in header.items()}
-    modules = dict.fromkeys(weight_of(name).removesuffix(WEIGHT) for name in places)
+    modules = [*dict.fromkeys(weight_of(name).removesuffix(WEIGHT) for name in places)]
     unknown = [module for module in modules if module + WEIGHT not in weights]
     if unknown:
         raise ValueError(
@@ -101,6 +102,7 @@ def read_adapter(folder: Path, weights: Mapping[str, Shape]) -> StoredAdapter:
             faults.append(f"{name} has shape {[*place.shape]} instead of {[*wanted[name]]}")
         elif place.dtype not in ITEM_SIZES:
             faults.append(f"{name} has dtype {place.dtype}, supported: {sorted(ITEM_SIZES)}")
+    faults += _faults_of_modules(config, modules, weights)
     if faults:
         raise ValueError(
             f"the adapter in {folder} does not fit the model:\n  " + "\n  ".join(faults)
@@ -119,6 +121,14 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
     "trainable_token_indices": (None, []),
     "target_parameters": (None, []),
+    "lora_bias": (False, None),
+    "layer_replication": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
 """The values of PEFT's fields with which W + s B A is all that an adapter is."""
 
@@ -129,3 +139,75 @@ def _faults_of_config(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {config[key]}, and only {values[0]} is supported"
     if not isinstance(config.get("r"), int) or config["r"] < 1:
         yield f"r is {config.get('r')}, and must be 1 or more"
+    targets = config.get("target_modules")
+    for key in ("target_modules", "exclude_modules"):
+        if fault := _fault_of_names(config.get(key)):
+            yield f"{key} is {config.get(key)!r}, {fault}"
+    if not targets:
+        yield f"target_modules is {targets!r}, and must name the layers with adapters"
+
+
+def _fault_of_names(value: Any) -> str:
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
+            return f"no regular expression: {error}"
+    elif value is not None and not (
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+    ):
+        return "and must be names of layers or a regular expression"
+    return ""
+
+
+_ALL_LINEAR = "all-linear"
+_LAYER = re.compile(r".*?\.layers\.(\d+)\.")
+_OPTIONAL = re.compile(r"\.experts\.|\.(gate|router)$")
+"""No linear layers in transformers 5, and such in earlier ones: some of them may have adapters."""
+
+
+def _faults_of_modules(
+    config: Mapping[str, Any], modules: Collection[str], weights: Mapping[str, Shape]
+) -> Iterator[str]:
+    """Where the modules that a config names, as PEFT reads it, are not those with adapters."""
+    linears = [n.removesuffix(WEIGHT) for n, s in weights.items() if len(s) == 2 if WEIGHT in n]
+    named = {module for module in linears if _is_named(config, module)}
+    optional = {module for module in named if _OPTIONAL.search(module)}
+    if optional.isdisjoint(modules):
+        named -= optional
+    if absent := [module for module in linears if module in named and module not in modules]:
+        more = f" (nor have {len(absent) - 1} more)" if len(absent) > 1 else ""
+        yield f"{absent[0]} has no adapter{more}, and target_modules in {ADAPTER_FILE} names it"
+    if further := [module for module in modules if module not in named]:
+        yield f"{further[0]} has an adapter, and target_modules in {ADAPTER_FILE} does not name it"
+    layers = {int(found[1]) for module in linears if (found := _LAYER.match(module))}
+    if beyond := [layer for layer in _chosen_layers(config) if layer not in layers]:
+        yield f"layers_to_transform names layer {beyond[0]}, and the model has {len(layers)} layers"
+
+
+def _is_named(config: Mapping[str, Any], module: str) -> bool:
+    """By any of the names that the module has in a model of text and in one with more towers."""
+    names = {module, name_in_whole(module), f"language_model.{module}"}
+    targets, excluded = config["target_modules"], config.get("exclude_modules") or []
+    if _fits(excluded, names):
+        return False
+    if targets == _ALL_LINEAR:
+        return _LAYER.match(module) is not None
+    if not _fits(targets, names):
+        return False
+    chosen, layer = _chosen_layers(config), _LAYER.match(module)
+    if isinstance(targets, str) or not chosen:
+        return True
+    return layer is not None and int(layer[1]) in chosen
+
+
+def _chosen_layers(config: Mapping[str, Any]) -> list[int]:
+    chosen = config.get("layers_to_transform")
+    return [chosen] if isinstance(chosen, int) else chosen or []
+
+
+def _fits(targets: str | list[str], names: Iterable[str]) -> bool:
+    """A text is a regular expression of the whole name, a list has names and their ends."""
+    if isinstance(targets, str):
+        return any(re.fullmatch(targets, name) for name in names)
+    return any(name == end or name.endswith(f".{end}") for name in names for end in targets)

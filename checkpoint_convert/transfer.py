@@ -22,7 +22,12 @@ from torch import Tensor
 
 from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES, TensorPlace
-from checkpoint_convert.formats.tensor_io import read_box, start_syncing, write_box
+from checkpoint_convert.formats.tensor_io import (
+    NotFiniteError,
+    read_box,
+    start_syncing,
+    write_box,
+)
 from checkpoint_convert.formats.torch_dtypes import DTYPE_NAMES, DTYPES, STORED_DTYPES
 from checkpoint_convert.quantized_place import QuantizedPlace
 from checkpoint_convert.quantizer import (
@@ -154,7 +159,7 @@ def transfer(
             for part in share:
                 values = memory[: size_of(part)].view(DTYPES[dtypes[part.tensor]])
                 values = values.view(part.box.size)
-                loader.fill(part.local, values)
+                _fill(loader, part, values, weights)
                 _check_range(part.tensor, values, loader.dtypes(part.local))
                 for place, box, stored in _as_stored(part, places[part.tensor], values, files):
                     with errors_named(place.file):
@@ -203,7 +208,7 @@ def write_whole_scales(
         found = []
         for part in share:
             values = torch.empty(part.box.size, dtype=DTYPES[_unquantized(places[part.tensor])])
-            loader.fill(part.local, values)
+            _fill(loader, part, values, weights)
             found.append((part.tensor, float(values.abs().amax())))
             add_bytes(values.nbytes)
         return found
@@ -265,8 +270,6 @@ def _as_stored(
         return
     dtype, block = STORED_DTYPES[place.dtype], place.block
     maxima = block_maxima(values, block)
-    if not maxima.isfinite().all():
-        raise ValueError(f"{part.tensor} has values that are not finite: it cannot be quantised")
     if place.whole is None:
         stored = scales = scales_of(maxima, dtype)
     else:
@@ -291,6 +294,17 @@ def _in_reading_order(
         return number[name], start
 
     return sorted(parts, key=key)
+
+
+def _fill(loader: ShardLoader, part: ShardMapping, values: Tensor, weights: Weights) -> None:
+    """Read a part; where a source is not finite, a checkpoint's key alone would not say which
+    layer."""
+    try:
+        loader.fill(part.local, values)
+    except NotFiniteError as error:
+        if weights.format != "torch_dist":
+            raise
+        raise ValueError(f"{part.tensor} has values that are not finite: {error}") from error
 
 
 def _check_range(tensor: str, values: Tensor, stored: Iterable[str]) -> None:

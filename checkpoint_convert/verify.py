@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpoint_convert.formats.dequantized import DequantizedTensors
 from checkpoint_convert.formats.safetensors_file import ITEM_SIZES
+from checkpoint_convert.formats.tensor_io import is_finite
 from checkpoint_convert.formats.torch_dtypes import DTYPES
 from checkpoint_convert.hf_config import read_shape
 from checkpoint_convert.megatron import hf_tensors
@@ -32,12 +33,16 @@ class Difference:
     tensor: str
     dtypes: tuple[torch.dtype, torch.dtype]
     num_different: int
+    are_finite: bool
+    """Whether no value of either is NaN or infinite."""
     num_elements: int
     largest: float
     """Largest absolute difference; NaN if any difference is undefined."""
 
     def __str__(self) -> str:
         both = " and ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        if self.num_different == 0 and not self.are_finite:
+            return f"{self.tensor}: {both}, equal, with values that are not finite"
         if self.num_different == 0:
             return f"{self.tensor}: {both}, equal in value"
         return (
@@ -61,10 +66,10 @@ def verify_weights(
 
     Without `tolerance`, tensors are the same if their bytes and dtypes are; with it, if no element
     differs by more. Without, a matrix that only one side has quantised is the same if the values of
-    the other, divided by its scales and rounded, are its numbers. Each side is read by its
-    own config; a side without one uses `hf_config`, or else the config of the other side. Raises
-    ValueError when a side is not a complete set of weights, or when the two models have different
-    tensors.
+    the other, divided by its scales and rounded, are its numbers. A tensor with values that are not
+    finite is told, also if both sides have the same. Each side is read by its own config; a side
+    without one uses `hf_config`, or else the config of the other side. Raises ValueError when a
+    side is not a complete set of weights, or when the two models have different tensors.
     """
     with ExitStack() as stack:
         sides = _open_both(stack, a, b, hf_config)
@@ -137,6 +142,7 @@ def compare(name: str, a: Tensor, b: Tensor, tolerance: float | None) -> Differe
         tensor=name,
         dtypes=(a.dtype, b.dtype),
         num_different=num_different,
+        are_finite=is_finite(a) and is_finite(b),
         num_elements=a.numel(),
         largest=largest,
     )
@@ -151,13 +157,16 @@ def _merged(parts: Iterable[Difference], tolerance: float | None) -> list[Differ
             tensors[part.tensor] = replace(
                 whole,
                 num_different=whole.num_different + part.num_different,
+                are_finite=whole.are_finite and part.are_finite,
                 num_elements=whole.num_elements + part.num_elements,
                 largest=max(whole.largest, part.largest, key=lambda gap: (isnan(gap), gap)),
             )
     return [
         tensor
         for tensor in tensors.values()
-        if tensor.num_different or (tolerance is None and tensor.dtypes[0] != tensor.dtypes[1])
+        if tensor.num_different
+        or not tensor.are_finite
+        or (tolerance is None and tensor.dtypes[0] != tensor.dtypes[1])
     ]
 
 
@@ -191,4 +200,6 @@ def _open_both(
                 f"{a} and {b} are different models: only one was trained with its "
                 + ("vision tower" if vision else "layer for multi-token prediction")
             )
+    for side in opened:
+        side.tensors.must_be_finite = False  # such values are compared, and told
     return opened[0], opened[1]

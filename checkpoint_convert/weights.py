@@ -83,12 +83,13 @@ def open_weights(path: Path, shape: ModelShape, names: Collection[str] | None = 
     """
     if is_torch_dist(path):
         return _open_torch_dist(path, shape)
-    layout = file_layout(shape)
+    layout, stored = file_layout(shape), None
     if names is not None:
         wanted = {*names}
         pieces = tuple(piece for piece in layout.pieces if piece.tensor in wanted)
         layout = Layout({p.local: layout.shapes[p.local] for p in pieces}, pieces)
-    places = as_laid_out(check_weights(path, shape, layout.shapes), layout)
+        stored = layout.shapes
+    places = as_laid_out(check_weights(path, shape, stored), layout)
     formats = {place.file.suffix.lstrip(".") for place in places.values()}
     return Weights(shape, layout, DequantizedTensors(places), " and ".join(sorted(formats)))
 

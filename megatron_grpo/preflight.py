@@ -148,14 +148,17 @@ def _check_megatron(cfg: Config, shape: ModelShape) -> None:
     from parallel.megatron_import import import_megatron
 
     import_megatron()
+    from checkpoint_convert.formats.tensor_io import check_values
     from megatron_grpo.policy.lora_targets import check_lora, starting_adapter
     from megatron_grpo.policy.optimizer import check_optimizer
     from megatron_grpo.policy.transformer import transformer_config
 
     check_optimizer(cfg.optimizer)
     check_lora(cfg.lora, shape, cfg.dims.tensor)
-    if not latest_step(cfg.train.run_dir / "checkpoints"):
-        starting_adapter(cfg.lora, shape)
+    if not latest_step(cfg.train.run_dir / "checkpoints") and (
+        stored := starting_adapter(cfg.lora, shape)
+    ):
+        check_values(stored.places)
     transformer_config(
         shape,
         cfg.dims,

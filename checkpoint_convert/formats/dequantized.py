@@ -35,9 +35,10 @@ class DequantizedTensors(StoredTensors):
         self.dtypes = {**self.dtypes, **read_as}
 
     def read_into(self, name: str, box: Box, target: Tensor) -> None:
-        """See `TensorSource`; raises ValueError for a scale that cannot be."""
+        """See `TensorSource`; raises ValueError for a scale or a value that cannot be."""
         if name in self._blocks:
             self._read_blocks(self._blocks[name], box, target)
+            self.check_finite(name, self._blocks[name], target)
             return
         place = self._quantized.get(name)
         if place is None:
@@ -48,6 +49,7 @@ class DequantizedTensors(StoredTensors):
             first, scales = self._scales(place, part)
             product = dequantized(values, scales, place.block, part.moved(first, (0, 0)).start)
             target[part.moved(box.start, (0, 0)).slices] = product
+        self.check_finite(name, place, target)
 
     def _read_numbers(self, place: QuantizedPlace, box: Box) -> Tensor:
         """The numbers of a box, which may begin or end inside a byte."""

@@ -6,6 +6,7 @@ from os.path import isfile  # false also for names that no file can have
 from pathlib import Path
 from typing import TypeVar
 
+from checkpoint_convert.families import FAMILIES
 from checkpoint_convert.folder import check_folder, read_json
 from checkpoint_convert.formats.safetensors_file import (
     INDEX_FILE,
@@ -26,10 +27,12 @@ from parallel import Shape
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
 ADAPTER_FILE = "adapter_config.json"
+_NO_WEIGHTS = ("training_args.bin", "optimizer.bin")
+"""How the names of `.bin` files end that vLLM and SGLang do not read."""
 # Buffers in old checkpoints; their values follow from config.json.
 _RECOMPUTED = ".rotary_emb.inv_freq"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head.weight"
 
 T = TypeVar("T")
 
@@ -90,10 +93,7 @@ def _locate_indexed(
     is_wanted: Callable[[str], bool],
     rename: Callable[[str], str],
 ) -> dict[str, TensorPlace]:
-    index = read_json(path).get("weight_map")
-    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-        raise ValueError(f"{path} has no weight_map from tensor to file names")
-    index = _chosen(_renamed(index, rename), is_wanted)
+    index = _chosen(_renamed(_weight_map(path), rename), is_wanted)
     files = sorted(set(index.values()))
     outside = [file for file in files if file != Path(file).name or file == ".."]
     if outside:
@@ -105,7 +105,77 @@ def _locate_indexed(
     lost = [f"{name} in {file}" for name, file in index.items() if name not in places[file]]
     if lost:
         raise ValueError(f"{path} names tensors that are not there: {lost}")
-    return {name: places[file][name] for name, file in index.items()}
+    found = {name: places[file][name] for name, file in index.items()}
+    if is_wanted is _any:
+        _check_read_alike(path, found, places)
+    return found
+
+
+def _check_read_alike(
+    path: Path, found: dict[str, TensorPlace], places: dict[str, dict[str, TensorPlace]]
+) -> None:
+    """Raise ValueError for what readers of whole shards, which engines and transformers are, read
+    differently: a tensor that two shards hold, with other values, or an unnamed head."""
+    for file, held in places.items():
+        for name, place in held.items():
+            if name in found and not (place == found[name] or _same_values(place, found[name])):
+                raise ValueError(
+                    f"{path} says that {name} is in {found[name].file.name}, and {file} holds "
+                    "another of that name: take it out of one of them"
+                )
+            if name == _HEAD and name not in found:
+                raise ValueError(
+                    f"{file} holds {name}, which {path} does not name: add it there, or take it "
+                    "out of the file"
+                )
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    index = read_json(path).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise ValueError(f"{path} has no weight_map from tensor to file names")
+    return index
+
+
+def _check_one_set(folder: Path) -> None:
+    """Raise ValueError if vLLM and SGLang read other weight files in `folder` than are read here.
+
+    Here, as by transformers, one file goes before those of an index. Engines read all files, or
+    those of an index of safetensors. A set that all pass over, such as Mistral's
+    consolidated.safetensors beside an index, is none.
+    """
+    ours, told = _files_read(folder)
+    theirs = _files_of_engines(folder)
+    if theirs != ours:
+        more = sorted(theirs - ours)
+        raise ValueError(
+            f"{folder} has two sets of weights: {told} is read here and by transformers, "
+            f"{_some(more or sorted(theirs))} by vLLM and SGLang: take one of them out"
+        )
+
+
+def _files_read(folder: Path) -> tuple[set[str], str]:
+    """The weight files that are read here, and what to call them; `folder` has some."""
+    singles = [name for name in (SINGLE_FILE, BIN_FILE) if (folder / name).is_file()]
+    indexes = [name for name in (INDEX_FILE, BIN_INDEX_FILE) if (folder / name).is_file()]
+    if SINGLE_FILE in singles or (singles and INDEX_FILE not in indexes):
+        return {singles[0]}, singles[0]
+    files = {*_weight_map(folder / indexes[0]).values()}
+    return files, f"{_some(sorted(files))} of {indexes[0]}"
+
+
+def _files_of_engines(folder: Path) -> set[str]:
+    """Those that vLLM and SGLang read."""
+    files = {file.name for file in folder.iterdir() if not file.name.startswith(".")}
+    if safetensors := {name for name in files if name.endswith(".safetensors")}:
+        index = folder / INDEX_FILE
+        return {*_weight_map(index).values()} if index.is_file() else safetensors
+    return {name for name in files if name.endswith(".bin") and not name.endswith(_NO_WEIGHTS)}
+
+
+def _some(names: list[str]) -> str:
+    """A few of the names."""
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def other_towers(folder: Path) -> tuple[dict[str, str], dict[str, TensorPlace]]:
@@ -171,8 +241,8 @@ def check_weights(
     Quantised weights are `QuantizedPlace` or `Mxfp4Place`, and tensors that only they need are left
     out. `names` limits the check and the result to those tensors. Raises ValueError that lists all
     tensors that are missing or unexpected or have the wrong shape or an unsupported dtype, and for
-    a folder with an adapter, which would change the weights. Other towers than that of text are not
-    checked.
+    a folder with an adapter, which would change the weights, or, without `names`, with two sets of
+    weights. Other towers than that of text are not checked.
     """
     folder = Path(folder)
     if (folder / ADAPTER_FILE).is_file():
@@ -185,6 +255,8 @@ def check_weights(
         wanted = _chosen(wanted, names.__contains__)
     scheme, has_others = read_scheme(folder), has_other_towers(folder)
     places, faults = _with_scales(folder, names, scheme)
+    if names is None:
+        _check_one_set(folder)
     readable = {*ITEM_SIZES, scheme.dtype} if isinstance(scheme, Scheme) else {*ITEM_SIZES}
     faults += [f"{name} {list(wanted[name])} is missing" for name in wanted if name not in places]
     for name, place in places.items():
@@ -233,15 +305,16 @@ def _with_scales(
 def _faults_of_extra(name: str, places: dict[str, TensorPlace], shape: ModelShape) -> Iterator[str]:
     """What is wrong with a tensor that `shape` does not include.
 
-    A head that equals the embedding it is tied to, byte for byte, is fine. If the two differ,
-    transformers unties them, so the head is not a mere copy. If only the head is stored, vLLM
-    unties the model and silently serves it with an embedding that was never loaded.
+    A head that equals the embedding it is tied to is fine. If the two differ, transformers unties
+    them, so the head is not a mere copy. If only the head is stored, vLLM unties the model and
+    silently serves it with an embedding that was never loaded.
     """
     if name == _HEAD and shape.tie_word_embeddings:
-        table = places.get(_EMBEDDING)
+        embedding = FAMILIES[shape.family].file_names.get(_EMBEDDING, _EMBEDDING) + ".weight"
+        table = places.get(embedding)
         if table is None:
-            yield f"{_HEAD} is stored without the embedding it is tied to: save it as {_EMBEDDING}"
-        elif not _same_bytes(places[name], table):
+            yield f"{_HEAD} is stored without the embedding it is tied to: save it as {embedding}"
+        elif not _same_values(places[name], table):
             yield (
                 f"{_HEAD} differs from the embedding that config.json ties it to: set "
                 "tie_word_embeddings to false"
@@ -260,9 +333,22 @@ def _is_of_mtp_layer(name: str, shape: ModelShape) -> bool:
     return layer is not None and int(layer[1]) in further
 
 
-def _same_bytes(a: TensorPlace, b: TensorPlace, chunk: int = 1 << 24) -> bool:
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
+def _same_values(a: TensorPlace, b: TensorPlace) -> bool:
+    if a.shape != b.shape:
         return False
+    if a == b:  # torch.save stores a tied table once
+        return True
+    if a.dtype == b.dtype and _same_bytes(a, b):
+        return True
+    if not {a.dtype, b.dtype} <= ITEM_SIZES.keys():
+        return False
+    # Imported only here, as above: two dtypes may hold the same values, and zero has two signs.
+    from checkpoint_convert.formats.tensor_io import same_values  # noqa: PLC0415
+
+    return same_values(a, b)
+
+
+def _same_bytes(a: TensorPlace, b: TensorPlace, chunk: int = 1 << 24) -> bool:
     with a.file.open("rb") as file_a, b.file.open("rb") as file_b:
         file_a.seek(a.offset)
         file_b.seek(b.offset)

@@ -8,8 +8,9 @@ hosts.
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from itertools import product
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from checkpoint_convert.formats import errors_named
 from checkpoint_convert.formats.safetensors_file import TensorPlace
+from checkpoint_convert.formats.torch_dtypes import DTYPES
 from parallel import Box, Shape
 
 # Linux allocates one large piece of page cache per call; finding 1 MiB of contiguous memory can
@@ -28,6 +30,10 @@ _WRITE_BYTES = 1 << 16
 _MAX_OPEN_FILES = 256
 _SYNC_FILE_RANGE_WRITE = 2  # of sync_file_range(2)
 _libc = ctypes.CDLL(None)
+
+
+class NotFiniteError(ValueError):
+    """A stored tensor has NaN or infinite values."""
 
 
 class TensorSource(Protocol):
@@ -47,6 +53,9 @@ class StoredTensors:
     forked workers may share the descriptors.
     """
 
+    must_be_finite = True
+    """Whether a NaN or infinite value is a ValueError that names its tensor."""
+
     def __init__(self, places: Mapping[str, TensorPlace]) -> None:
         self.dtypes: Mapping[str, str] = {name: place.dtype for name, place in places.items()}
         self._places = places
@@ -56,6 +65,16 @@ class StoredTensors:
         """See `TensorSource`."""
         place = self._place(name)
         read_box(self._descriptor(place.file), place, box, target)
+        self.check_finite(name, place, target)
+
+    def check_finite(self, name: str, place: TensorPlace, values: Tensor) -> None:
+        """Raise ValueError, unless they may be anything, for values read that are not finite."""
+        if self.must_be_finite and not is_finite(values):
+            kind = "NaN" if values.isnan().any() else "infinite"
+            raise NotFiniteError(
+                f"{name} has values that are not finite ({kind}), in {place.file}: the weights are "
+                "damaged, or were saved after training diverged; take an earlier or another copy"
+            )
 
     def close(self) -> None:
         """Close all files; they are reopened when used again."""
@@ -72,6 +91,36 @@ class StoredTensors:
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
             self._descriptors[path] = os.open(path, os.O_RDONLY)
         return self._descriptors[path]
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether none of the values is NaN or infinite.
+
+    By their extremes, which a NaN takes over: many times as fast as `isfinite`.
+    """
+    return not values.numel() or all(isfinite(each) for each in torch.aminmax(values))
+
+
+def check_values(places: Mapping[str, TensorPlace]) -> None:
+    """Read some tensors, one at a time; ValueError for the first that is not finite."""
+    with closing(StoredTensors(places)) as stored:
+        for name, place in places.items():
+            values = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+            stored.read_into(name, Box.whole(place.shape), values)
+
+
+def same_values(a: TensorPlace, b: TensorPlace, max_elements: int = 1 << 20) -> bool:
+    """Whether two stored tensors of one shape have the same values, in whichever dtypes."""
+
+    def read(name: str, box: Box) -> Tensor:
+        values = torch.empty(box.size, dtype=DTYPES[stored.dtypes[name]])
+        stored.read_into(name, box, values)
+        return values.double()
+
+    with closing(StoredTensors({"a": a, "b": b})) as stored:
+        stored.must_be_finite = False
+        boxes = Box.whole(a.shape).cut(max_elements)
+        return all(torch.equal(read("a", box), read("b", box)) for box in boxes)
 
 
 _SHORT_ROW_BYTES = 16

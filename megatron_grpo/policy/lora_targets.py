@@ -136,12 +136,28 @@ def starting_adapter(cfg: LoraConfig, shape: ModelShape) -> StoredAdapter | None
         )
     wanted = targets_of(cfg, shape)
     if differing := sorted({*wanted} ^ {*stored.modules}):
-        ends = dict.fromkeys(name.rpartition(".")[2] for name in stored.modules)
         raise ValueError(
-            f"{told} on other layers than lora.target_modules says, such as {differing[0]}: set "
-            f"lora.target_modules=[{','.join(ends)}]"
+            f"{told} on other layers than lora.target_modules says, such as {differing[0]}: "
+            + _advice(cfg, shape, stored.modules)
         )
     return stored
+
+
+def _advice(cfg: LoraConfig, shape: ModelShape, modules: Sequence[str]) -> str:
+    """What describes exactly these modules, if the names of layers can."""
+    ends = tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules))
+    told = cfg.model_copy(update={"target_modules": ends, "exclude_modules": ()})
+    try:
+        can_describe = {*targets_of(told, shape)} == {*modules}
+    except ValueError:  # experts, or a table
+        can_describe = False
+    if can_describe:
+        unset = " lora.exclude_modules=[]" * bool(cfg.exclude_modules)
+        return f"set lora.target_modules=[{','.join(ends)}]{unset}"
+    return (
+        "no lora.target_modules says exactly its layers; merge them into the model "
+        "(checkpoint-convert merge), and leave lora.adapter_path out"
+    )
 
 
 def targets_of(cfg: LoraConfig, shape: ModelShape) -> list[str]:

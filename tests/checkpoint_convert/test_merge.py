@@ -1,6 +1,7 @@
 """Adapters of PEFT's, merged into the weights of their base."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,56 @@ def test_an_adapter_of_another_model_is_refused(base, adapter, tmp_path):
         read_adapter(adapter, shapes)
     with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
         read_adapter(base, shapes)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"target_modules": [*MODULES, "v_proj"]}, "layers.0.self_attn.v_proj has no adapter (nor"),
+        ({"target_modules": r".*\.(q|k|o|down|up)_proj"}, "layers.0.mlp.up_proj has no adapter"),
+        ({"target_modules": "all-linear"}, "layers.0.self_attn.v_proj has no adapter"),
+        ({"target_modules": MODULES[1:]}, "q_proj has an adapter, and target_modules in"),
+        ({"exclude_modules": ["q_proj"]}, "layers.0.self_attn.q_proj has an adapter"),
+        ({"exclude_modules": r".*\.q_proj"}, "layers.0.self_attn.q_proj has an adapter"),
+        ({"layers_to_transform": [0]}, "model.layers.1.mlp.down_proj has an adapter"),
+        ({"layers_to_transform": [0, 1, 2]}, "names layer 2, and the model has 2 layers"),
+        ({"target_modules": None}, "target_modules is None, and must name"),
+        ({"target_modules": "("}, "target_modules is '(', no regular expression"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"target_modules": r".*\.(q|k|o|down)_proj"}, None),
+        ({"target_modules": [*MODULES, "of_other_models"]}, None),
+        ({"layers_to_transform": [0, 1]}, None),
+    ],
+)
+def test_an_adapter_has_what_its_config_names(base, adapter, config, told):
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    if told is None:
+        read_adapter(adapter, hf_tensors(read_shape(base)))
+        return
+    with pytest.raises(ValueError, match=re.escape(told)):
+        read_adapter(adapter, hf_tensors(read_shape(base)))
+
+
+def test_an_adapter_that_lacks_a_layer_is_refused(base, adapter, tmp_path):
+    file = adapter / "adapter_model.safetensors"
+    save_file({n: each for n, each in load_file(file).items() if ".layers.1." not in n}, file)
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.1\..* has no adapter \(nor have 3 more\)"
+    ):
+        merge_adapter(base, adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_an_adapter_with_values_that_are_not_finite_is_refused(base, adapter, tmp_path, value):
+    file = adapter / "adapter_model.safetensors"
+    values = load_file(file)
+    name = [*values][-1]
+    values[name][-1, -1] = value
+    save_file(values, file)
+    with pytest.raises(ValueError, match=f"{name} has values that are not finite"):
+        merge_adapter(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_of_one_of_the_experts_that_files_stack_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkpoint_convert import megatron_layout, read_shape
 from checkpoint_convert.formats.safetensors_file import read_header
+from checkpoint_convert.formats.tensor_io import StoredTensors
 from checkpoint_convert.hf_config import read_scheme
 from checkpoint_convert.hf_export import create_export, write_weights
 from checkpoint_convert.hf_to_megatron import import_checkpoint
@@ -352,7 +353,9 @@ def test_weights_that_do_not_divide_into_blocks_are_named(tmp_path):
         assert quantized_model(scheme, read_shape(model), "BF16")
 
 
-def test_a_weight_that_is_not_finite_is_refused_and_leaves_nothing(checkpoints, tmp_path):
+def test_a_weight_that_is_not_finite_is_refused_and_leaves_nothing(
+    checkpoints, tmp_path, monkeypatch
+):
     model, _, _ = checkpoints["qwen3"]
     (tmp_path / "model").mkdir()
     for file in model.iterdir():
@@ -360,7 +363,14 @@ def test_a_weight_that_is_not_finite_is_refused_and_leaves_nothing(checkpoints, 
     weights = load_file(model / "model.safetensors")
     weights[DOWN][7, 9] = torch.nan
     save_file(weights, tmp_path / "model" / "model.safetensors")
-    import_checkpoint(tmp_path / "model", tmp_path / "in", ParallelDims())
-    with pytest.raises(ValueError, match=f"{DOWN} has values that are not finite"):
-        export_checkpoint(tmp_path / "in", tmp_path / "out", quantization="int8")
-    assert not (tmp_path / "out").exists()
+    told = f"{DOWN} has values that are not finite"
+    with pytest.raises(ValueError, match=rf"{told} \(NaN\), in .*model\.safetensors: "):
+        import_checkpoint(tmp_path / "model", tmp_path / "in", ParallelDims())
+    assert not (tmp_path / "in").exists()
+    with monkeypatch.context() as patch:  # as it was saved
+        patch.setattr(StoredTensors, "must_be_finite", False)
+        import_checkpoint(tmp_path / "model", tmp_path / "in", ParallelDims())
+    for quantization in ("none", "int8", "nvfp4"):
+        with pytest.raises(ValueError, match=told):
+            export_checkpoint(tmp_path / "in", tmp_path / "out", quantization=quantization)
+        assert not (tmp_path / "out").exists()

@@ -164,6 +164,28 @@ def test_the_largest_difference_is_that_of_all_parts(model, tmp_path, monkeypatc
     assert math.isnan(difference.largest)
 
 
+def test_values_that_are_not_finite_are_told_where_both_have_them(model, tmp_path):
+    for value in (math.nan, -math.inf):
+        folder = edited(model, tmp_path / str(value), norm=value)
+        (difference,) = told(folder, folder)
+        assert difference == f"{NORM}: float32 and float32, equal, with values that are not finite"
+
+
+def test_a_tied_head_with_other_values_is_no_part_that_can_be_left_out(tmp_path):
+    tied = tiny_model(tmp_path / "tied", "llama", tied=True)
+
+    def save_head(weights):
+        weights["lm_head.weight"] = weights[TABLE] + 1
+
+    other = variant(tied, tmp_path / "other", save_head)
+    told = "lm_head.weight differs from the embedding .* set tie_word_embeddings to false"
+    for a, b in ((tied, other), (other, tied)):
+        with pytest.raises(ValueError, match=told):
+            verify_weights(a, b)
+    with pytest.raises(ValueError, match=told):
+        import_checkpoint(other, tmp_path / "out", ParallelDims())
+
+
 # The command.
 
 

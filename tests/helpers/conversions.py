@@ -72,11 +72,12 @@ def variant(
 
 
 def random_weights(folder: Path) -> Path:
-    """Write a config.json and bfloat16 weights of random bits, including NaN and infinities."""
+    """Write a config.json and bfloat16 weights of random bits, but finite."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, shape in file_tensors(read_shape(folder)).items():
         values = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, generator=generator)
+        values = torch.where(values & 0x7F80 == 0x7F80, values ^ 0x4000, values)
         weights[name] = values.view(torch.bfloat16)
     save_file(weights, folder / "model.safetensors")
     return folder

@@ -16,7 +16,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import hf_tensors, read_shape
+from checkpoint_convert.peft import adapter_tensors, b_name
 from checkpoint_convert.quantized_model import quantized_model
 from helpers.environments import write_environments
 from helpers.models import add_mtp_layer, character_tokenizer, servable_model, tiny_model
@@ -541,6 +542,26 @@ def test_a_model_that_is_not_whole_is_refused(damage, told, config, model, tmp_p
     folder = copy_of(model, tmp_path / "copy")
     damage(folder)
     assert told in refusal(config(f"model.path={folder}"))
+
+
+def test_an_adapter_that_is_not_finite_is_refused_before_the_run(config, model, tmp_path):
+    shape = read_shape(model)
+    modules = [f"model.layers.{i}.self_attn.q_proj" for i in range(shape.num_layers)]
+    tensors = adapter_tensors(modules, 2, hf_tensors(shape))
+    values = {name: torch.ones(size) for name, size in tensors.items()}
+    (folder := tmp_path / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    cfg = config(
+        f"lora.adapter_path={folder}",
+        *("lora.r=2", "lora.lora_alpha=4", "lora.target_modules=[q_proj]"),
+    )
+    save_file(values, folder / "adapter_model.safetensors")
+    preflight(cfg, TOKEN)
+    values[b_name(modules[1])][3, 1] = torch.inf
+    save_file(values, folder / "adapter_model.safetensors")
+    told = f"{b_name(modules[1])} has values that are not finite (infinite), in {folder}"
+    assert told in refusal(cfg)
 
 
 def test_tokenizer_of_another_model_is_refused(config, model, tmp_path):

@@ -19,6 +19,7 @@ from parallel import Box
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
 SAVE = {"safetensors": save_file, "bin": torch.save}
+TORCH = torch.load, torch.save
 INDEXES = {"safetensors": "model.safetensors.index.json", "bin": "pytorch_model.bin.index.json"}
 SHARDS = "model-00001-of-00002", "model-00002-of-00002"
 
@@ -113,6 +114,8 @@ def test_a_tied_head_saved_as_well_is_accepted_only_when_it_equals_the_embedding
 
     edit_weights(model, save_head)
     assert HEAD not in check_weights(model, read_shape(model))
+    edit_weights(model, lambda weights: weights.update({HEAD: weights[HEAD].double()}))
+    assert HEAD not in check_weights(model, read_shape(model))
     edit_weights(model, lambda weights: weights[HEAD][249, 63].add_(1.0))
     told = f"{HEAD} differs from the embedding that config.json ties it to: set tie_word_emb"
     assert told in refusal(model)
@@ -173,6 +176,59 @@ def test_a_tensor_that_the_index_names_in_the_wrong_shard_is_named(sharded):
     (first,) = sharded.glob(f"{SHARDS[0]}.*")
     place_norm_in(sharded, first.name)
     assert f"tensors that are not there: ['{NORM} in {first.name}']" in refusal(sharded)
+
+
+def test_what_readers_of_whole_shards_would_read_differently_is_refused(sharded):
+    read, save = (load_file, save_file) if (sharded / INDEXES["safetensors"]).exists() else TORCH
+    first, second = (next(sharded.glob(f"{shard}.*")) for shard in SHARDS)
+    weights = read(first)
+    name, values = next(iter(read(second).items()))
+    save({**weights, name: values.clone()}, first)
+    check_weights(sharded, read_shape(sharded))
+    save({**weights, name: values + 1}, first)
+    told = f"says that {name} is in {second.name}, and {first.name} holds another of that name"
+    assert told in refusal(sharded)
+    save({**weights, HEAD: torch.ones(250, 64)}, first)
+    assert f"{first.name} holds {HEAD}, which " in refusal(sharded)
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "told"),
+    [
+        # vLLM and SGLang read the files of an index, or all; transformers takes one file first.
+        ("model a b", ["a", "b"], "model.safetensors is read here and by transformers, a.saf"),
+        ("model a b c", ["a", "b", "c"], "a.safetensors, b.safetensors and 1 more by vLLM"),
+        ("model a", ["model", "a"], "a.safetensors by vLLM"),
+        ("model consolidated", None, "consolidated.safetensors by vLLM"),
+        ("model model-00001-of-00002", None, "model-00001-of-00002.safetensors by vLLM"),
+        ("a pytorch_model.bin", None, "pytorch_model.bin is read here"),
+        ("pytorch_model.bin a.bin", None, "a.bin by vLLM"),
+        ("model pytorch_model.bin", None, None),
+        ("model", ["model"], None),
+        ("a b consolidated stray", ["a", "b"], None),
+        ("pytorch_model.bin training_args.bin", None, None),
+    ],
+)
+def test_two_sets_of_weights_are_refused_where_engines_would_read_the_other(
+    model, files, index, told
+):
+    (model / "model.safetensors").rename(model / "whole")
+    weights = load_file(model / "whole")
+    for file in files.split():
+        if file.endswith(".bin"):
+            torch.save(weights, model / file)
+        else:
+            save_file(weights, model / f"{file}.safetensors")
+    if index:
+        weight_map = {
+            name: f"{index[i % len(index)]}.safetensors" for i, name in enumerate(weights)
+        }
+        (model / INDEXES["safetensors"]).write_text(json.dumps({"weight_map": weight_map}))
+    if told is None:
+        check_weights(model, read_shape(model))
+    else:
+        message = refusal(model)
+        assert f"{model} has two sets of weights: " in message and told in message
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": ["x"]}, {"weight_map": {"x": 1}}])

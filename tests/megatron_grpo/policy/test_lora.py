@@ -1,5 +1,6 @@
 """Adapters against a plain formulation in float64: W + s B A on a model of transformers."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -7,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from checkpoint_convert import read_shape
+from checkpoint_convert import hf_tensors, read_shape
 from checkpoint_convert.formats.torch_dist import read_chunks
 from checkpoint_convert.merge import merge_adapter
-from checkpoint_convert.peft import tensor_in_whole
+from checkpoint_convert.peft import adapter_tensors, tensor_in_whole
 from checkpoint_convert.verify import verify_weights
 from helpers.adapters import (
     TARGETS,
@@ -247,11 +248,32 @@ def test_a_run_starts_from_a_folder_of_another_at_any_layout(folders, tmp_path):
     for given, told in (
         ({"r": 4}, "of rank 3, and lora.r is 4: set lora.r=3"),
         ({"lora_alpha": 9.0}, "that of lora.lora_alpha 9 is 3: set lora.lora_alpha=6"),
-        ({"exclude_modules": ("k_proj",)}, r"such as model.layers.0.self_attn.k_proj: set lora"),
+        (
+            {"exclude_modules": ("k_proj",)},
+            r"such as model.layers.0.self_attn.k_proj: set lora.*exclude_modules=\[\]",
+        ),
+        (
+            {"target_modules": ("q_proj",)},
+            r"mlp.down_proj: set lora.target_modules=\[.*down_proj\]$",
+        ),
     ):
         lora = LoraConfig(**{"r": 3, "lora_alpha": 6.0, "adapter_path": path} | given)
         with pytest.raises(ValueError, match=told):
             starting_adapter(lora, read_shape(folder))
+
+
+def test_what_target_modules_cannot_say_of_an_adapter_is_not_advised(folders, tmp_path):
+    shape = read_shape(folders["llama"])
+    module = "model.layers.0.self_attn.q_proj"  # and no other layer, as its config says
+    tensors = adapter_tensors([module], 3, hf_tensors(shape))
+    values = {name: torch.ones(size) for name, size in tensors.items()}
+    save_file(values, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": [module]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    lora = LoraConfig(r=3, lora_alpha=6.0, adapter_path=tmp_path, target_modules=("q_proj",))
+    told = r"such as model\.layers\.1\.self_attn\.q_proj: no lora.target_modules .* merge them into the model"
+    with pytest.raises(ValueError, match=told):
+        starting_adapter(lora, shape)
 
 
 def test_peft_loads_the_folder(folders, tmp_path):
