@@ -2,7 +2,6 @@
 
 import json
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -40,6 +39,7 @@ from megatron_grpo.environments.pool import (
 )
 from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.proxies import proxy_hint
+from parallel.clock import running_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,8 +93,8 @@ def try_agent(pool: EnvironmentPool, agent: AgentConfig, prompt: Prompt) -> None
 def _is_asked(endpoint: socket.socket, acting: "Future[str | None]") -> bool:
     """Whether a request comes before the agent ends, or `TRIAL_SECONDS` are over."""
     endpoint.settimeout(POLL_SECONDS)
-    deadline, has_ended = time.monotonic() + TRIAL_SECONDS, False
-    while not has_ended and time.monotonic() < deadline:
+    deadline, has_ended = running_time() + TRIAL_SECONDS, False
+    while not has_ended and running_time() < deadline:
         has_ended = acting.done()  # before the look: it may ask and end meanwhile
         with suppress(TimeoutError):
             endpoint.accept()[0].close()
