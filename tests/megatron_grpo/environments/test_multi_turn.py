@@ -292,6 +292,7 @@ def test_first_observation_is_part_of_the_prompt(transformers, tmp_path):
     too_long = prompts_with(1, first="x" * 1000)
     samples, generation = converse(transformers, tmp_path, "Echo", too_long)
     assert {s.finish_reason for s in samples} == {"failed"}
+    assert ", reset: its first observation is " in generation.failures[0]
     assert "tokens too long" in generation.failures[0]
     # As it is packed, too, it may not keep what does not fit.
     assert all(s.prompt.token_ids == too_long[0].token_ids for s in samples)
