@@ -159,11 +159,9 @@ def _preflight(cfg: Config, token: str | None, starts_here: bool = True) -> tupl
 def check(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check that CONFIG can start, without starting it.
 
-    Runs the checks that train runs before it starts a rank: of the model's folder and headers of
-    weights, the layout, and an earlier run in train.run_dir. It encodes every row of the data,
-    which takes minutes for a large data set, calls the reward functions for the first row, starts
-    the agent on it, and prints its prompt. It needs no GPU; use plan and doctor for those. Exit
-    code 2 is for a mistake.
+    Runs the checks of train: of model, layout, and an earlier run in train.run_dir. It encodes all
+    rows, which takes minutes for a large data set, calls the reward functions and starts the agent
+    for the first, and prints its prompt. It needs no GPU. Exit code 2 is for a mistake.
 
     \b
     Example:
@@ -172,17 +170,9 @@ def check(config: ConfigFile, overrides: Overrides = None) -> None:
     allow_open_files()
     cfg = load_config(config, overrides or [])
     print(_preflight(cfg, take_token(os.environ), starts_here=False)[1])
-    print(f"{config} can start: no mistakes in settings, model, folders, data{_tried(cfg)}")
+    from megatron_grpo.prompt_checks import what_was_tried  # after Megatron-Core, as there
 
-
-def _tried(cfg: Config) -> str:
-    """What the checks have called, beside reading the config's files."""
-    rewards = [each for reward in cfg.rewards.values() for each in reward.functions]
-    tried = "; rewards were tried" if any(not each.is_served_here for each in rewards) else ""
-    agents = [view.agent for view in cfg.by_source.values()]
-    if any(agent.is_used and not agent.listen for agent in agents):
-        tried += "; the agent was started"
-    return tried
+    print(f"{config} can start: no mistakes in settings, model, folders, data{what_was_tried(cfg)}")
 
 
 @app.command("eval")

@@ -65,6 +65,16 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
         return cfg, _described(prompts[0], tokenizer, ends, cfg)
 
 
+def what_was_tried(cfg: Config) -> str:
+    """What the checks have called, beside reading the config's files."""
+    rewards = [each for reward in cfg.rewards.values() for each in reward.functions]
+    tried = "; rewards were tried" if any(not each.is_served_here for each in rewards) else ""
+    agents = [view.agent for view in cfg.by_source.values()]
+    if any(agent.is_used and not agent.listen for agent in agents):
+        tried += "; the agent was started"
+    return tried
+
+
 def check_reward_models(cfg: Config) -> None:
     """Raise ValueError for reward models that cannot be served or asked as the config says."""
     for view in cfg.by_source.values():

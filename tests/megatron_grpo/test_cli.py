@@ -20,13 +20,14 @@ from helpers.cpu_time import seconds_of_a_million_numbers
 from helpers.engines import SGLANG_PYTHON, random_prompts, sampling_params, wait_until
 from helpers.pushes import client_of, push_folder
 from helpers.runs import RUN_MARK, TINY_CONFIG, finish_run, marked_processes
-from megatron_grpo.cli import _tried, app
+from megatron_grpo.cli import app
 from megatron_grpo.config.file import load_config
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.http import is_healthy
 from megatron_grpo.engines.processes import reserve_port
 from megatron_grpo.launch.run_dir import TOKEN_VARIABLE
+from megatron_grpo.prompt_checks import what_was_tried
 from megatron_grpo.workers.child_process import log_tail
 
 TOKEN = "0123456789abcdef"
@@ -143,7 +144,7 @@ def run_check(*overrides: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_check_tells_what_it_has_tried(settings: list[str], told: str) -> None:
-    assert _tried(load_config(TINY_CONFIG, ["data.max_prompt_length=9", *settings])) == told
+    assert what_was_tried(load_config(TINY_CONFIG, ["data.max_prompt_length=9", *settings])) == told
 
 
 @pytest.mark.long

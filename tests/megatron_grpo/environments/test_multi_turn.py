@@ -292,6 +292,7 @@ def test_first_observation_is_part_of_the_prompt(transformers, tmp_path):
     too_long = prompts_with(1, first="x" * 1000)
     samples, generation = converse(transformers, tmp_path, "Echo", too_long)
     assert {s.finish_reason for s in samples} == {"failed"}
+    assert ", reset: its first observation is " in generation.failures[0]
     assert "tokens too long" in generation.failures[0]
     # As it is packed, too, it may not keep what does not fit.
     assert all(s.prompt.token_ids == too_long[0].token_ids for s in samples)
@@ -307,7 +308,9 @@ def test_failing_environment_fails_its_sample_and_no_other(transformers, tmp_pat
     assert all(math.isnan(s.dialogue_reward) for s in failed)
     assert all(math.isfinite(s.dialogue_reward) for s in samples if s not in failed)
     assert len(generation.failures) == len(failed)
-    assert generation.failures[0].startswith(f"prompt 1, sample {failed[0].sample_index}, turn ")
+    assert generation.failures[0].startswith(
+        f"prompt 1, sample {failed[0].sample_index}, {f'turn {turn}' if turn else 'reset'}: "
+    )
     if turn == 0:
         assert len(failed) == 3 and not any(s.completion_ids for s in failed)
 
