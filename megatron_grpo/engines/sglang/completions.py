@@ -224,7 +224,10 @@ async def derender(request: Request) -> Json:
     """The assistant's message that a turn of an agent is, by SGLang's own parsers."""
     body = await request.json()
     [turn] = body["generate_response"]["choices"]
-    asked = ChatCompletionRequest(model="any", **body["chat_request"])
+    try:
+        asked = ChatCompletionRequest(model="any", **body["chat_request"])
+    except ValueError as error:  # what the agent has sent
+        raise HTTPException(400, str(error)) from None
     chat = request.app.state.openai_serving_chat
     ids = turn["token_ids"]
     # Marks of calls and of reasoning may be special tokens.
