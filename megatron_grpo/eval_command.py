@@ -17,7 +17,7 @@ from megatron_grpo.agents.agents import open_dialogues
 from megatron_grpo.bars import progress_bar, waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import served_here
-from megatron_grpo.data.prompts import end_tokens
+from megatron_grpo.data.prompts import end_tokens, with_date
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineDown, NoServingEngine
 from megatron_grpo.engines.kernels import check_kernels
@@ -53,9 +53,11 @@ class FolderEvaluation:
         # Nothing is trained on these completions.
         rollout = cfg.rollout.model_copy(update={"router_replay": False, "indexer_replay": False})
         cfg = cfg.model_copy(update={"rollout": rollout})
-        self.cfg, self.out = cfg, out
         shape = _check(cfg)
         tokenizer = load_tokenizer(cfg.model.path)
+        cfg = with_date(cfg, tokenizer)
+        check_evaluation(cfg, shape)
+        self.cfg, self.out = cfg, out
         with ExitStack() as stack:
             # The engines load while the reward functions do, and the data is encoded.
             self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
@@ -160,5 +162,4 @@ def _check(cfg: Config) -> ModelShape:
     check_engines(cfg, shape, None)
     check_kernels(cfg.rollout, shape, cfg.model.dtype)
     check_reward_models(cfg)
-    check_evaluation(cfg, shape)
     return shape

@@ -14,7 +14,7 @@ from megatron_grpo.config.eval import section_of
 from megatron_grpo.config.file import with_num_steps
 from megatron_grpo.config.reward import REWARD_MODEL, served_here
 from megatron_grpo.data.images import check_images
-from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
+from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts, with_date
 from megatron_grpo.data.rows import Row
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.arguments import PLANNED, engine_number
@@ -34,14 +34,15 @@ if TYPE_CHECKING:
 def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
     """Raise ValueError if the prompts of `data` cannot be read, sampled, scored or trained on.
 
-    Returns `cfg` with the number of steps that `train.num_epochs` are, and the first prompt for
-    people, as the model will see it.
+    Returns `cfg` with the number of steps that `train.num_epochs` are and the time that the chat
+    template writes, and the first prompt for people, as the model will see it.
     """
     check_images(cfg)
     with ExitStack() as stack:
         pools = stack.enter_context(closing(RewardPools()))
         rewards = RewardsBySource(_without_served(cfg), pools)
         tokenizer = load_tokenizer(cfg.model.path)
+        cfg = with_date(cfg, tokenizer)
         ends = end_tokens(shape, tokenizer, cfg.rollout)
         rewards.wait_loaded()  # a mistake in them should not wait for a large data set
         prompts = load_prompts(

@@ -40,7 +40,7 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
     if place.rank == 0:
         timeout = timedelta(seconds=cfg.rollout.startup_timeout)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-    cfg = with_steps_of_rank_0(cfg, place.rank, store)
+    cfg = as_rank_0_has_it(cfg, place.rank, store)
     limits = Limits.from_config(cfg, on_gpu=torch.cuda.is_available())
     watchdog = Watchdog(place, store, limits, cfg.train.run_dir)
     if place.rank == 0 and latest_step(cfg.train.run_dir / "checkpoints") < cfg.num_steps:
@@ -54,10 +54,14 @@ def run_rank(cfg: Config, place: RankPlace, token: str | None) -> None:
             train(Run(cfg, groups, device, place.num_hosts, token, watchdog))
 
 
-def with_steps_of_rank_0(cfg: Config, rank: int, store: dist.Store) -> Config:
-    """`cfg` with the number of steps that `train.num_epochs` are: rank 0 has read the data."""
+def as_rank_0_has_it(cfg: Config, rank: int, store: dist.Store) -> Config:
+    """`cfg` with the number of steps that `train.num_epochs` are, and the time of the first start:
+    rank 0 has read the data and the tokenizer."""
     if rank == 0:
         store.set("num_steps", str(cfg.num_steps))
+        store.set("date", cfg.data.date or "")
+    date = store.get("date").decode() or None
+    cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"date": date})})
     return with_num_steps(cfg, int(store.get("num_steps")))
 
 

@@ -79,6 +79,7 @@ CHANGEABLE = (
 OF_SOURCE = re.compile(r"^sources\.by_name\..+?\.(?=(reward|environment)\.)")
 """What keys of a source have before those of the run."""
 
+DATE = "data.date"
 FROM_EXPORT = "model.path=<export of that run>"
 """From where a run starts with other `KINDS_OF_STATE` than another, or with adapters."""
 FROM_ADAPTERS = "lora.adapter_path=<export of that run>"
@@ -109,6 +110,8 @@ def check_same_run(cfg: Config) -> None:
         return  # nothing has been learnt that a different config could spoil
     before = dict(_flatten(yaml.safe_load(dump_config(_saved_config(cfg.train.run_dir)))))
     now = dict(_flatten(yaml.safe_load(dump_config(cfg))))
+    if None in (before[DATE], now[DATE]):  # a run from before this key, or the run's own
+        now[DATE] = before[DATE]
     differing = [
         f"{key}: {before.get(key, 'not set')} before, {now.get(key, 'not set')} now"
         for key in sorted(before.keys() | now.keys())

@@ -110,7 +110,7 @@ class ChatTemplate:
         others = [token for token in end_tokens if token not in cfg.rollout.stop_token_ids]
         return cls(
             tokenizer,
-            cfg.data.chat_template_kwargs,
+            cfg.data.template_variables,
             tokenizer.decode(written),
             frozenset([*written, *others]),
             frozenset(end_tokens),

@@ -74,7 +74,8 @@ class TrainerState:
             raise ValueError(
                 f"the checkpoint of step {self.step} was made with {self.prompts}, but data.path "
                 f"and the tokenizer now give {now}: put back the file and the tokenizer, or choose "
-                "another train.run_dir"
+                "another train.run_dir; a run without data.date in its config.yaml, whose chat "
+                "template writes the date, needs data.date=YYYY-MM-DD, the day of that checkpoint"
             )
 
 

@@ -1,10 +1,18 @@
 """Prompts: the keys of `data`, and of `eval.data`."""
 
 import re
+from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PositiveInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from megatron_grpo.config.section import Section
 
@@ -22,6 +30,7 @@ OWN_TEMPLATE_ARGUMENTS = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "strftime_now",
         "tokenize",
         "tokenizer_kwargs",
         "tools",
@@ -76,6 +85,10 @@ class DataConfig(Section):
     """Whether prompts go through the tokenizer's chat template; false: the raw text is sent."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables of the chat template, such as `enable_thinking: false` for Qwen3."""
+    date: str | None = None
+    """The time that a chat template writes as today's (`strftime_now`), such as
+    `2026-11-29T08:30:00+00:00`; null: that of the run's first start, which its config.yaml then
+    has, or null for a template that writes none."""
     max_prompt_length: PositiveInt | None = None
     """Leave out rows with longer prompts (in tokens); null: a prompt that does not fit is an
     error."""
@@ -83,6 +96,15 @@ class DataConfig(Section):
     """Rows that cannot be used: `error` lists them and stops, `skip` leaves them out."""
     shuffle: bool = True
     """Whether each epoch has its own random order, derived from train.seed; false: row order."""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """`chat_template_kwargs`, and `date` in the place of the clock."""
+        if self.date is None:
+            return self.chat_template_kwargs
+        # Without its offset, as transformers' own `strftime_now` has none.
+        start = datetime.fromisoformat(self.date).replace(tzinfo=None)
+        return {**self.chat_template_kwargs, "strftime_now": start.strftime}
 
     @property
     def paths(self) -> tuple[WeightedPath, ...]:
@@ -102,6 +124,24 @@ class DataConfig(Section):
                 raise ValueError(
                     f"data.path {name} is neither {' nor '.join(FILE_SUFFIXES)}: {CONVERSION}"
                 )
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _date_is_a_text(cls, value: Any) -> Any:
+        """YAML reads a time without quotes as one."""
+        return value.isoformat() if isinstance(value, date) else value
+
+    @field_validator("date", mode="after")
+    @classmethod
+    def _date_is_a_time(cls, value: str | None) -> str | None:
+        try:
+            datetime.fromisoformat(value or "2026-11-29")
+        except ValueError:
+            raise ValueError(
+                f"data.date {value!r} is no time in ISO 8601: use one such as "
+                "2026-11-29T08:30:00+00:00, or 2026-11-29"
+            ) from None
+        return value
 
     @model_validator(mode="after")
     def _there_is_a_path(self) -> Self:

@@ -193,8 +193,13 @@ def _messages(column: str, prompt: Any) -> list[dict[str, Any]] | Fault:
 def render_chats(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", chats: Any) -> Any:
     """The text of a chat, or of each chat in a list, up to the beginning of the model's turn."""
     return tokenizer.apply_chat_template(
-        chats, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
+        chats, tokenize=False, add_generation_prompt=True, **data.template_variables
     )
+
+
+def writes_date(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether the chat template asks transformers for the time."""
+    return re.search(r"\bstrftime_now\b", str(tokenizer.chat_template)) is not None
 
 
 def _render(

@@ -4,14 +4,17 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING
+
+import yaml
 
 from checkpoint_convert import ModelShape
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.sources import ALONE, SourcesConfig
-from megatron_grpo.data.encoding import Chat, Encoded, chat_of, encode_rows
+from megatron_grpo.data.encoding import Chat, Encoded, chat_of, encode_rows, writes_date
 from megatron_grpo.data.images import ImageReader, PromptSources
 from megatron_grpo.data.rows import Fault, InvalidRows, Record, Row, read_rows
 
@@ -79,6 +82,18 @@ def end_tokens(
             "an eos_token_id, or set rollout.stop_token_ids"
         )
     return tuple(sorted(tokens))
+
+
+def with_date(cfg: Config, tokenizer: "PreTrainedTokenizerBase") -> Config:
+    """`cfg` with the time that the chat template writes: that of the first start of the run in
+    `train.run_dir`, or of the one that is replayed; now, if there is none."""
+    if cfg.data.date is not None or not writes_date(tokenizer):
+        return cfg
+    saved, date = (cfg.train.replay or cfg.train.run_dir) / "config.yaml", None
+    if saved.exists():  # as text: keys of that run may have other names by now
+        date = yaml.safe_load(saved.read_text(encoding="utf-8"))["data"].get("date")
+    date = date or datetime.now().astimezone().isoformat(timespec="seconds")
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"date": date})})
 
 
 def load_prompts(

@@ -112,7 +112,7 @@ def end_of_turn(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> list[
     if data.system_prompt is not None:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **data.chat_template_kwargs)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **data.template_variables)
     except TEMPLATE_ERRORS:
         return []
     _, _, rest = text.partition(SAID)

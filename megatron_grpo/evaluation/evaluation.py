@@ -71,6 +71,7 @@ def as_evaluated(cfg: Config, name: str = "") -> Config:
     Its `eval` describes that set alone.
     """
     own, rollout = cfg.eval.named_sets[name], cfg.rollout
+    assert own.data is not None, "it has prompts"
     sampling: dict[str, Any] = {"top_p": own.top_p, "top_k": own.top_k}
     if own.temperature is not None:
         sampling["temperature"] = own.temperature
@@ -78,7 +79,7 @@ def as_evaluated(cfg: Config, name: str = "") -> Config:
         sampling["max_completion_length"] = own.max_completion_length
     return cfg.model_copy(
         update={
-            "data": own.data,
+            "data": own.data.model_copy(update={"date": own.data.date or cfg.data.date}),
             "reward": own.reward or cfg.reward,
             "sources": cfg.sources.scored_by(own.reward),
             "rollout": rollout.model_copy(update=sampling),

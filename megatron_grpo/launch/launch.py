@@ -3,6 +3,7 @@
 Without torch, which takes seconds.
 """
 
+import json
 import os
 import signal
 import sys
@@ -149,8 +150,8 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     """Replace this process by a torchrun that runs `megatron-grpo ARGUMENTS` on every rank here.
 
     So signals reach torchrun directly, and its exit code is ours. Rank 0 keeps the terminal, the
-    others write to `logs/` in the run directory. All take the number of steps from `cfg`. Each
-    receives `token` in its environment and removes it from there.
+    others write to `logs/` in the run directory. All take the number of steps and the date from
+    `cfg`. Each receives `token` in its environment and removes it from there.
     """
     num_ranks = cfg.dims.world_size
     logs = Path(cfg.train.run_dir) / "logs"
@@ -167,8 +168,10 @@ def start_ranks(cfg: Config, arguments: list[str], token: str | None) -> NoRetur
     if num_ranks > 1:
         to_files = ",".join(f"{rank}:3" for rank in range(1, num_ranks))
         torchrun += [f"--redirects={to_files}"]
-    length = [f"train.num_steps={cfg.num_steps}", "train.num_epochs=null"]
-    command = [*torchrun, "-m", "megatron_grpo", *arguments, *length]
+    found = [f"train.num_steps={cfg.num_steps}", "train.num_epochs=null"]
+    if cfg.data.date is not None:
+        found += [f"data.date={json.dumps(cfg.data.date)}"]
+    command = [*torchrun, "-m", "megatron_grpo", *arguments, *found]
     # exec keeps the process id
     for_ranks = {LAUNCHER_VARIABLE: str(os.getpid()), OWN_LOGS_VARIABLE: "1"}
     if token is not None:

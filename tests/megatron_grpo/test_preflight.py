@@ -684,6 +684,18 @@ def test_another_config_is_refused_key_by_key_once_there_is_a_checkpoint(
     check_same_run(config(change))
 
 
+def test_the_date_of_a_run_may_be_left_out_or_told_to_one_that_has_none_and_no_more(
+    config, tmp_path
+):
+    date = "data.date=2024-05-06"
+    started_run(tmp_path / "old", config())
+    check_same_run(config(date, f"train.run_dir={tmp_path / 'old'}"))
+    started_run(tmp_path / "run", config(date))
+    check_same_run(config())
+    with pytest.raises(ValueError, match=r"data\.date: 2024-05-06 before, 2024-05-07 now"):
+        check_same_run(config("data.date=2024-05-07"))
+
+
 def test_records_of_a_run_whose_checkpoints_are_gone_are_not_dropped(config, tmp_path):
     run = tmp_path / "run"
     started_run(run, config("train.save_interval=5"))

@@ -4,12 +4,19 @@ import torch.distributed as dist
 
 from helpers.runs import TINY_CONFIG
 from megatron_grpo.config.file import load_config, with_num_steps
-from megatron_grpo.rank import with_steps_of_rank_0
+from megatron_grpo.rank import as_rank_0_has_it
 
 
 def test_all_ranks_take_as_many_steps_as_rank_0_has_found_the_epochs_to_be() -> None:
     store = dist.HashStore()
     cfg = load_config(TINY_CONFIG, ["train.num_steps=null", "train.num_epochs=3"])
-    first = with_steps_of_rank_0(with_num_steps(cfg, 15), 0, store)
-    assert with_steps_of_rank_0(cfg, 1, store) == first
+    first = as_rank_0_has_it(with_num_steps(cfg, 15), 0, store)
+    assert as_rank_0_has_it(cfg, 1, store) == first
     assert (first.num_steps, first.train.num_epochs) == (15, None)
+
+
+def test_all_ranks_have_the_date_of_rank_0() -> None:
+    store, cfg = dist.HashStore(), load_config(TINY_CONFIG)
+    dated = load_config(TINY_CONFIG, ["data.date=2024-05-06T07:08:09+02:00"])
+    assert as_rank_0_has_it(dated, 0, store) == dated
+    assert as_rank_0_has_it(cfg, 1, store) == dated

@@ -607,6 +607,8 @@ REFUSED = [
     ),
     ("data.apply_chat_template=false + data.system_prompt=x", "system_prompt"),
     ("data.chat_template_kwargs.tools=[]", "kwargs.tools is reserved"),
+    ("data.chat_template_kwargs.strftime_now=x", "kwargs.strftime_now is reserved"),
+    ("data.date=yesterday", "data.date 'yesterday' is no time in ISO 8601"),
     ("eval.k=[1,4,8]", "eval: k 4"),
     ("eval.temperature=0 + eval.num_generations=4", "use num_generations 1"),
     ("eval.temperature=0.001", "use 0, or at least 0.01"),

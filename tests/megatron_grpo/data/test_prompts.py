@@ -3,6 +3,7 @@ import re
 import socket
 import tempfile
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from time import monotonic
 
@@ -13,13 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase
 
 from helpers.models import EOS_ID, character_tokenizer
 from helpers.shapes import LLAMA_70B
+from megatron_grpo.agents.chat import ChatTemplate
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import WeightedPath
-from megatron_grpo.config.file import load_config
-from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
+from megatron_grpo.config.file import dump_config, load_config
+from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts, with_date
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.rewards.by_source import reference_faults
@@ -73,6 +76,43 @@ def test_variables_of_the_config_reach_the_chat_template(tmp_path):
         assert all(p.text.endswith(end) for p in load_prompts(cfg, tokenizer, CONTEXT))
     evaluated = as_evaluated(config(path, given, "eval.data={}"))
     assert load_prompts(evaluated, tokenizer, CONTEXT)[0].text.endswith("<no thoughts>")
+
+
+DATE = "2024-05-06T07:08:09+02:00"
+
+
+def dated_tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = character_tokenizer(250)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y %H:%M') }}\n" + tokenizer.chat_template
+    return tokenizer
+
+
+def test_the_date_of_the_config_is_what_the_chat_template_writes(tmp_path):
+    cfg, tokenizer = config(jsonl(tmp_path, ROWS), f"data.date={DATE}"), dated_tokenizer()
+    assert cfg.data.date == DATE  # YAML has read a time
+    assert load_prompts(cfg, tokenizer, CONTEXT)[0].text.startswith("06 May 2024 07:08\n")
+    template = ChatTemplate.of(tokenizer, cfg, [EOS_ID])
+    asked = template.render([{"role": "user", "content": "a"}], None, is_asked=True)
+    assert asked.startswith("06 May 2024 07:08\n")
+
+
+def test_a_run_keeps_the_time_of_its_first_start(tmp_path):
+    run = tmp_path / "run"
+    cfg = config(jsonl(tmp_path, ROWS), f"train.run_dir={run}", "eval.data={}")
+    assert with_date(cfg, character_tokenizer(250)) == cfg  # its template writes no date
+    before = datetime.now().astimezone().replace(microsecond=0)
+    first = with_date(cfg, dated_tokenizer())
+    assert before <= datetime.fromisoformat(first.data.date) <= datetime.now().astimezone()
+    run.mkdir()
+    dated = first.model_copy(update={"data": first.data.model_copy(update={"date": DATE})})
+    (run / "config.yaml").write_text(dump_config(dated))
+    assert with_date(cfg, dated_tokenizer()) == dated == load_config(run / "config.yaml")
+    assert as_evaluated(dated).data.date == DATE
+    replay = cfg.train.model_copy(update={"replay": run, "run_dir": tmp_path})
+    replayed = with_date(cfg.model_copy(update={"train": replay}), dated_tokenizer())
+    assert replayed.data.date == DATE
+    given = config(tmp_path / "rows.jsonl", f"train.run_dir={run}", "data.date=2023-01-01")
+    assert with_date(given, dated_tokenizer()) == given
 
 
 def test_a_variable_that_the_chat_template_does_not_know_is_refused(tmp_path):
