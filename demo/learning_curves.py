@@ -53,7 +53,7 @@ STALENESS = {
 
 def rewards(run_dir: Path) -> list[float]:
     """The mean reward of every step."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["reward"] for line in lines]
 
 

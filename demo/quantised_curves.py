@@ -41,7 +41,10 @@ CAUSES = {
 
 def records(run_dir: Path) -> list[dict[str, float]]:
     """The metrics of every step."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def draw(runs: dict[str, list[dict[str, float]]], out: Path) -> None:

@@ -120,7 +120,7 @@ class FolderEvaluation:
             "metrics": metrics,
             "config": self.cfg.model_dump(mode="json"),
         }
-        (self.out / RESULT_FILE).write_text(json.dumps(result, indent=1) + "\n")
+        (self.out / RESULT_FILE).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def result_table(metrics: Mapping[str, float], names: Iterable[str]) -> Table:

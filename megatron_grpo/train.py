@@ -320,7 +320,7 @@ class Trainer:
         state = TrainerState(
             step=self.step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
-            wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
+            wandb_id=wandb_id.read_text(encoding="utf-8") if wandb_id.exists() else None,
             prompts=self.zero.stream.fingerprint if self.zero else None,
             beta=self.beta,
             base=self.policy.adapters.base if self.policy.adapters else None,

@@ -151,7 +151,7 @@ def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> st
     has_rank_0 = first == failures[first].local_rank
     logs = {rank: _log(failure, log_dir) for rank, failure in failures.items()}
     if not has_rank_0 and any(
-        VERDICT.search(log.read_text(errors="replace")) for log in logs.values()
+        VERDICT.search(log.read_text(errors="replace", encoding="utf-8")) for log in logs.values()
     ):
         return ""
     if 0 in failures and failures[0].exitcode > 0:
@@ -165,7 +165,7 @@ def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> st
 
 
 def _log_tail(rank: int, log: Path) -> str:
-    text = log.read_text(errors="replace").rstrip()
+    text = log.read_text(errors="replace", encoding="utf-8").rstrip()
     if verdict := VERDICT.search(text):
         return verdict.group()
     first = f"rank {rank} failed first on {socket.gethostname()}; {log} ends with"

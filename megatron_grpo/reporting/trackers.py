@@ -216,7 +216,7 @@ def _run_id(run_dir: Path) -> str:
     file = run_dir / WANDB_ID_FILE
     if not file.exists():
         write_whole(file, secrets.token_hex(4))
-    return file.read_text()
+    return file.read_text(encoding="utf-8")
 
 
 def _table(completions: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:

@@ -40,7 +40,7 @@ def write_generation(cfg: Config, generation: int, batch: RolloutBatch, prompts:
     (folder / FACTS_FILE).unlink(missing_ok=True)  # of a run that is resumed before it
     write_experience(folder, batch.experience, READY)
     facts = {"prompts": prompts, "sizes": _sizes(cfg), "metrics": batch.metrics}
-    (folder / FACTS_FILE).write_text(json.dumps(facts))
+    (folder / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def check_replay(cfg: Config) -> None:
@@ -61,7 +61,7 @@ def check_replay(cfg: Config) -> None:
                 f"train.replay {run_dir} has {number} generations, and {cfg.num_steps} steps need "
                 f"{num_needed}: set train.num_steps to at most {number * updates}"
             )
-        if (found := json.loads(file.read_text())["sizes"]) != _sizes(cfg):
+        if (found := json.loads(file.read_text(encoding="utf-8"))["sizes"]) != _sizes(cfg):
             raise ValueError(
                 f"train.replay {run_dir} has generations of {found}, and this config has "
                 f"{_sizes(cfg)}: set them as they were"
@@ -77,7 +77,7 @@ def _sizes(cfg: Config) -> dict[str, int]:
 
 def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
     """What is known of a generation; raises ValueError if it was drawn from other prompts."""
-    facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text())
+    facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
     if facts["prompts"] != (now := stream.fingerprint):
         raise ValueError(
             f"{folder} was drawn from {facts['prompts']}, but data and tokenizer now give {now}: "

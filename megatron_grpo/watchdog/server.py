@@ -181,7 +181,7 @@ class WatchdogServer:
             return
         with suppress(OSError):  # the verdict must reach the ranks all the same
             self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
-            self._stacks_file.write_text(stacks)
+            self._stacks_file.write_text(stacks, encoding="utf-8")
 
 
 CLOCK_MONOTONIC = 1
