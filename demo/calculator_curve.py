@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from demo.calculator import write_data, write_model
 from demo.learning_curves import steps_to
+from megatron_grpo.reporting.report import save_picture
 
 CONFIG = Path(__file__).parents[1] / "configs" / "learn_tool.yaml"
 
@@ -39,7 +40,7 @@ def draw(found: dict[str, list[float]], out: Path) -> None:
     axes.set(xlabel="optimizer step", ylabel="share of completions", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out, dpi=120)
+    save_picture(figure, out, dpi=120)
 
 
 def main() -> None:

@@ -61,11 +61,16 @@ POINTER = "LATEST"
 
 def interrupted_text(run_dir: Path) -> str:
     """What an interrupted run says: where the same command resumes it."""
+    return f"interrupted: {resume_text(run_dir)}"
+
+
+def resume_text(run_dir: Path) -> str:
+    """From which step the same command goes on: that of the newest checkpoint."""
     pointer = run_dir / "checkpoints" / POINTER
     if not pointer.is_file():
-        return "interrupted: run the same command to begin from the start"
+        return "run the same command to begin from the start"
     step = pointer.read_text(encoding="utf-8").strip().removeprefix("step_")
-    return f"interrupted: run the same command to resume from step {step}"
+    return f"run the same command to resume from step {step}"
 
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)

@@ -23,6 +23,7 @@ from torch.distributed import DistError, TCPStore, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from checkpoint_convert.utf8_mode import enter_utf8_mode
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE
 from megatron_grpo.launch.parent_death import children
 from megatron_grpo.launch.process import (
@@ -45,6 +46,7 @@ VERDICT = re.compile(r"^megatron-grpo: .*", re.MULTILINE | re.DOTALL)
 
 def main() -> None:
     """Run torchrun with the command line; exits with the code of the ranks, 1 if killed."""
+    enter_utf8_mode()
     allow_open_files()
     arguments = run.parse_args(sys.argv[1:])
     # Not those that this process was started to ignore, as by `nohup`: a handler would undo that.

@@ -291,6 +291,15 @@ def test_reward_metrics():
     )
 
 
+def test_functions_are_in_the_order_of_the_config_whichever_prompt_comes_first():
+    for rewards in ([{"a": 1.0}, {"b": 2.0}], [{"b": 2.0}, {"a": 1.0}]):
+        metrics = reward_metrics(
+            rewards, torch.ones(2), torch.tensor([0, 1]), torch.zeros(2), ["b", "a", "unused"]
+        )
+        means = [name for name in metrics if name.endswith("/mean")]
+        assert means == ["reward/b/mean", "reward/a/mean"]
+
+
 def test_a_score_that_is_nan_is_in_no_mean():
     nan = math.nan
     metrics = reward_metrics(

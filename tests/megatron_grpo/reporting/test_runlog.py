@@ -1,5 +1,4 @@
 import json
-import os
 import signal
 from contextlib import closing
 from dataclasses import replace
@@ -27,16 +26,21 @@ def run_log(cfg: Config, first_step: int) -> RunLog:
     return RunLog(cfg, first_step, load_tokenizer(cfg.model.path))
 
 
+class BrokenTracker:
+    def close(self) -> None:
+        raise RuntimeError("lost")
+
+
 def test_what_fails_in_closing_the_log_is_told_and_does_not_hide_why_the_run_ends(
     tied_model: Path, tmp_path: Path, capfd
 ):
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
     with pytest.raises(Preempted), closing(run_log(cfg, 0)) as log:
         log.tracking.log(1, {"reward": 1.0}, [])  # too little to draw
-        os.close(log.tracking._metrics.fileno())
+        log.tracking._trackers = [BrokenTracker()]
         raise Preempted("step 1 saved")
     told = capfd.readouterr().err
-    assert "the records of the run could not be finished: OSError(9, " in told
+    assert "the records of the run could not be finished: RuntimeError('lost')" in told
     assert "curves.png could not be drawn: " in told
 
 
