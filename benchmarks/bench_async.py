@@ -121,7 +121,7 @@ class Measured:
 
 
 def json_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.open()]
+    return [json.loads(line) for line in path.open(encoding="utf-8")]
 
 
 def measured(run_dir: Path, steps: int, watch: Watch) -> Measured:
@@ -152,7 +152,7 @@ def measured(run_dir: Path, steps: int, watch: Watch) -> Measured:
 
 def window(run_dir: Path, steps: int) -> tuple[float, float]:
     """From the end of training in step `FIRST` to that in step `steps`, as `time.time()`."""
-    lines = (run_dir / "timeline.json").read_text().splitlines()[1:]
+    lines = (run_dir / "timeline.json").read_text(encoding="utf-8").splitlines()[1:]
     events = [json.loads(line.rstrip(",")) for line in lines if line.startswith("{")]
     ends = [each["ts"] + each["dur"] for each in events if each["name"] == "train"]
     return ends[FIRST - 1] / 1e6, ends[steps - 1] / 1e6
@@ -231,7 +231,7 @@ def slowdown(engine: TestEngine, arguments: argparse.Namespace, folder: Path) ->
     records, beside = folder / "replayed" / "metrics.jsonl", list[float]()
     with job(folder, "replayed", engine, arguments, *keys) as training:
         training.wait_for(records.exists, 600)
-        while training.is_running and records.read_text().count("\n") < steps:
+        while training.is_running and records.read_text(encoding="utf-8").count("\n") < steps:
             beside.append(of_passes())
     assert len(beside) > 1, "training was over before a generation: it needs more --steps"
     return median(beside[:-1]) / median(alone)  # in the last, training has ended

@@ -59,7 +59,7 @@ def show_size(files: list[Path]) -> None:
     lines, lengths = [], []
     num_prose: dict[str, int] = defaultdict(int)
     for file in files:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         lines.append(len(text.splitlines()))
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -81,7 +81,7 @@ def trace_step(checkout: Path) -> dict[str, set[tuple[str, str]]]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "traces").mkdir()
-        (folder / "sitecustomize.py").write_text(TRACER)
+        (folder / "sitecustomize.py").write_text(TRACER, encoding="utf-8")
         environ = os.environ | {
             "PYTHONPATH": f"{folder}{os.pathsep}{checkout}",
             "TRACES": str(folder / "traces"),
@@ -101,7 +101,7 @@ def trace_step(checkout: Path) -> dict[str, set[tuple[str, str]]]:
             *(f"train.run_dir={folder / 'run'}", "parallel.tensor_parallel_size=1"),
         )
         return {
-            file.name: {tuple(each) for each in json.loads(file.read_text())}
+            file.name: {tuple(each) for each in json.loads(file.read_text(encoding="utf-8"))}
             for file in (folder / "traces").iterdir()
         }
 

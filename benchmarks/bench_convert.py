@@ -85,7 +85,7 @@ def main() -> None:
 def print_plan() -> None:
     """Print what an import of a 70B model needs, from its config.json."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_70B))
+        (Path(folder) / "config.json").write_text(json.dumps(LLAMA_70B), encoding="utf-8")
         shape = read_shape(folder)
         start = time.perf_counter()
         dims = ParallelDims(tensor=8, pipeline=4)
@@ -134,7 +134,7 @@ def measure(folder: Path, num_pairs: int) -> None:
 def write_model(folder: Path) -> None:
     """Write a random model in files of about `SHARD_BYTES`."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(QWEN_1_5B))
+    (folder / "config.json").write_text(json.dumps(QWEN_1_5B), encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
     weight_map, shard, number = {}, {}, 0
     shapes = hf_tensors(read_shape(folder))
@@ -145,7 +145,7 @@ def write_model(folder: Path) -> None:
             save_file(shard, folder / weight_map[name])
             shard, number = {}, number + 1
     index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def settle(folder: Path, cache: str) -> None:
@@ -163,7 +163,7 @@ def settle(folder: Path, cache: str) -> None:
 def timed(command: list[str], folder: Path) -> Run:
     """Run a command until its output is on the disk."""
     start = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, encoding="utf-8")
     subprocess.run(["sync", "-f", str(folder)], check=True)
     seconds = time.perf_counter() - start
     said = re.search(r"after ([\d.]+) s", done.stdout)

@@ -26,7 +26,7 @@ def main() -> None:
         command += [f"train.num_steps={NUM_STEPS}", f"train.run_dir={run_dir}", *sys.argv[1:]]
         subprocess.run(command, check=True)
         total = time.monotonic() - start
-        lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+        lines = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     steady = records[NUM_WARMUP_STEPS:]
     in_steps = sum(record["time/step"] for record in records)

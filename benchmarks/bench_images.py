@@ -55,7 +55,9 @@ def image_reader(folder: Path, family: str) -> ImageReader:
     file = tiny_vision_model(folder, family) / "preprocessor_config.json"
     size = {"shortest_edge": LEAST, "longest_edge": MOST}
     sizes = {"min_pixels": LEAST, "max_pixels": MOST, "size": size}  # by either name
-    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+    file.write_text(
+        json.dumps(json.loads(file.read_text(encoding="utf-8")) | sizes), encoding="utf-8"
+    )
     limits = f"rollout.vllm={json.dumps(IMAGE_LIMITS)}"
     return ImageReader(tiny_config(folder, ParallelDims(), "rollout.engine=vllm", limits))
 

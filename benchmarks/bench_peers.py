@@ -70,7 +70,7 @@ def main() -> None:
         )
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"no comparison is called {', '.join(unknown)}: there are {', '.join(NAMES)}")
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     load = os.getloadavg()[0]
     if load > MOST_LOAD:
         print(f"load {load:.1f}: no factor of seconds will be given, the machine must be idle")
@@ -84,14 +84,14 @@ def main() -> None:
         } | this_machine()
         results[name] = machine | measured
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        PAGE.write_text(render(json.loads(RESULTS.read_text())))
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(render(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
 
 
 def this_machine() -> dict[str, Any]:
     """The date, the processor and the versions that all sides of a measurement share."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
     return {
         "date": date.today().isoformat(),
@@ -173,7 +173,7 @@ def timed_side(
     command = [sys.executable, str(Path(__file__)), "--run", name, side, str(folder)]
     subprocess.run(command, env=environ, check=True, timeout=TIMEOUT)
     seconds = time.perf_counter() - start
-    found = json.loads((folder / "figures.json").read_text())
+    found = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     own = own_cpu_seconds() - before + found["left_cpu_seconds"]
     others = (busy_cpu_seconds() - busy_before) - own
     return found["figures"], max(0.0, others / seconds)
@@ -188,7 +188,7 @@ def run_side(name: str, side: str, folder: str) -> None:
     # are not.
     left = sum(sum(child.cpu_times()[:4]) for child in psutil.Process().children(recursive=True))
     found = {"figures": figures, "left_cpu_seconds": left}
-    (Path(folder) / "figures.json").write_text(json.dumps(found))
+    (Path(folder) / "figures.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def own_cpu_seconds() -> float:
@@ -199,7 +199,10 @@ def own_cpu_seconds() -> float:
 
 def busy_cpu_seconds() -> float:
     """CPU seconds of all processes on the machine."""
-    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    fields = [
+        int(word)
+        for word in Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:]
+    ]
     user, nice, system, _, _, irq, softirq = fields[:7]
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 

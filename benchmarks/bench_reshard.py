@@ -105,7 +105,7 @@ def main() -> None:
 def write_model(folder: Path) -> ModelShape:
     """Write a random model of Qwen2.5-0.5B's shape."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(QWEN_0_5B))
+    (folder / "config.json").write_text(json.dumps(QWEN_0_5B), encoding="utf-8")
     shape = read_shape(folder)
     generator = torch.Generator().manual_seed(0)
     weights = {
@@ -243,7 +243,7 @@ def watched(rank: int, engines: WorkerEngines, figures: Figures, name: str) -> I
 
 def forget_peak(process: WorkerProcess | None) -> int:
     """Reset the peak of this process's memory; returns its current bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return resident_bytes(peak=False)
 
 
@@ -256,7 +256,7 @@ def peak_of(process: WorkerProcess) -> int:
 def resident_bytes(*, peak: bool) -> int:
     """Memory of this process, including shared memory: now, or the peak since `forget_peak`."""
     field = "VmHWM" if peak else "VmRSS"
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 

@@ -24,10 +24,10 @@ def write_run(run_dir: Path) -> int:
     """A run whose completions have 200 to 1000 characters; returns the bytes of them."""
     chance = random.Random(0)
     text = " ".join(str(chance.randrange(1000)) for _ in range(5000))
-    with (run_dir / "completions.jsonl").open("w") as file:
+    with (run_dir / "completions.jsonl").open("w", encoding="utf-8") as file:
         for step in range(1, STEPS + 1):
             file.writelines(row(step, k, text, chance) for k in range(PER_STEP))
-    with (run_dir / "metrics.jsonl").open("w") as file:
+    with (run_dir / "metrics.jsonl").open("w", encoding="utf-8") as file:
         for step in range(1, STEPS + 1):
             values = {f"metric/{k}": chance.random() for k in range(60)}
             file.write(json.dumps({"step": step, "reward": chance.random(), **values}) + "\n")

@@ -27,7 +27,9 @@ def measure_ceilings(num_threads: int) -> dict[str, float]:
     """The best rates, measured in a separate process: in GB/s, or GFLOP/s for matrix products."""
     environ = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
     command = [sys.executable, __file__]
-    done = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environ, check=True, capture_output=True, text=True, encoding="utf-8"
+    )
     found: dict[str, float] = json.loads(done.stdout)
     return found
 

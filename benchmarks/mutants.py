@@ -124,7 +124,7 @@ def main() -> None:
 
 def mutants_of(module: str) -> Iterator[Mutant]:
     """Each operator and index of the module exchanged, but for those in annotations."""
-    text = (ROOT / module).read_text()
+    text = (ROOT / module).read_text(encoding="utf-8")
     for number, place in enumerate(operators(ast.parse(text))):
         tree = ast.parse(text)
         node, index = list(operators(tree))[number]
@@ -172,7 +172,12 @@ def exchange(operator: ast.AST) -> ast.AST:
 def copy_of_checkout(folder: Path) -> Path:
     """The files that git knows, and compiled kernels, below `folder`."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        encoding="utf-8",
     )
     kernels = [str(path.relative_to(ROOT)) for path in (ROOT / "parallel").glob("*.so")]
     for name in [*listed.stdout.split("\0")[:-1], *kernels]:
@@ -193,12 +198,12 @@ def unchanged_seconds(copy: Path, module: str) -> float:
 def survives(copy: Path, mutant: Mutant, limit: float) -> bool:
     """Whether the tests of its module pass with the mutant in place."""
     file = copy / mutant.module
-    original = file.read_text()
-    file.write_text(mutant.source)
+    original = file.read_text(encoding="utf-8")
+    file.write_text(mutant.source, encoding="utf-8")
     try:
         return run_tests(copy, mutant.module, limit) == 0
     finally:
-        file.write_text(original)
+        file.write_text(original, encoding="utf-8")
 
 
 def run_tests(copy: Path, module: str, limit: float) -> int:

@@ -64,7 +64,7 @@ def print_peers() -> None:
     print(f"\n{'GB per worker, TP8':24}{'own shard':>12}{'vLLM nccl':>12}{'nccl_m2n':>12}")
     for name, config in {"Llama-3.1-8B": LLAMA_8B, "Llama-3.1-70B": LLAMA_70B}.items():
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(config))
+            (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
             shape = read_shape(folder)
         worker = engine_layouts(shape, EngineDims(tensor=8))[0]
         elements = [

@@ -28,6 +28,7 @@ from checkpoint_convert.inspection import print_inspection
 from checkpoint_convert.megatron_to_hf import export_checkpoint
 from checkpoint_convert.merge import merge_adapter
 from checkpoint_convert.quantization import Quantization
+from checkpoint_convert.utf8_mode import enter_utf8_mode
 from checkpoint_convert.verify import verify_weights
 from parallel import ParallelDims
 
@@ -335,6 +336,7 @@ def main() -> None:
     An internal error prints a traceback and exits with CRASHED rather than Python's usual 1, which
     `verify` uses for "they differ".
     """
+    enter_utf8_mode()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, _stop)

@@ -66,7 +66,10 @@ def _table(fields: Iterator[tuple[str, Any]]) -> Table:
 
 def _fields_of_run(path: Path) -> Iterator[tuple[str, Any]]:
     """What the checkpoint of a training run says of it, by the keys of the run's config."""
-    record, cfg = read_json(path / RUN_STATE), yaml.safe_load((path / RUN_CONFIG).read_text())
+    record, cfg = (
+        read_json(path / RUN_STATE),
+        yaml.safe_load((path / RUN_CONFIG).read_text(encoding="utf-8")),
+    )
     step, grpo, sizes = record["state"]["step"], cfg["grpo"], cfg["parallel"]
     yield "optimizer steps", f"{step:,} of train.num_steps {cfg['train']['num_steps']:,}"
     yield "trained on", _samples(record["cursor"], step, grpo)

@@ -102,7 +102,7 @@ def create_folder(
             for name in shard
         }
         index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     copy_tensors(others, locate_tensors(folder, others))
     config = {} if quantized is None else {"quantization_config": quantized.config}
     num_mtp_layers = shape.num_mtp_layers if mtp or shape.trains_mtp else 0

@@ -144,7 +144,9 @@ def copy_sidecar_files(
     family = FAMILIES[text_config(source / "config.json", config)["model_type"]]
     if family.num_mtp_layers is not None:
         config.get("text_config", config)[family.num_mtp_layers] = num_mtp_layers
-    (folder / "config.json").write_text(json.dumps({**config, **further}, indent=2) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps({**config, **further}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:

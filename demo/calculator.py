@@ -65,7 +65,7 @@ def write_data(out: Path) -> None:
     """Write one row for each pair of numbers; a run of minutes sees no pair twice."""
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": f"{a}*{b}", "answer": a * b} for a in NUMBERS for b in NUMBERS]
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def write_model(folder: Path) -> None:

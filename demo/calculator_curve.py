@@ -14,13 +14,14 @@ from matplotlib.figure import Figure
 
 from demo.calculator import write_data, write_model
 from demo.learning_curves import steps_to
+from megatron_grpo.reporting.report import save_picture
 
 CONFIG = Path(__file__).parents[1] / "configs" / "learn_tool.yaml"
 
 
 def curves(run_dir: Path) -> dict[str, list[float]]:
     """Of every step, the mean reward and the share of completions with a call."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return {
         "right products (the reward)": [record["reward"] for record in records],
@@ -39,7 +40,7 @@ def draw(found: dict[str, list[float]], out: Path) -> None:
     axes.set(xlabel="optimizer step", ylabel="share of completions", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out, dpi=120)
+    save_picture(figure, out, dpi=120)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from demo.make_kinds import write
+from megatron_grpo.reporting.report import save_picture
 
 CONFIG = Path(__file__).parents[1] / "configs" / "learn_tiny.yaml"
 RECIPES = {
@@ -53,7 +54,7 @@ STALENESS = {
 
 def rewards(run_dir: Path) -> list[float]:
     """The mean reward of every step."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["reward"] for line in lines]
 
 
@@ -73,7 +74,7 @@ def draw(panels: dict[str, dict[str, list[float]]], out: Path) -> None:
         axes.set(title=title, xlabel="optimizer step", ylabel="mean reward", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(out, dpi=120)
+    save_picture(figure, out, dpi=120)
 
 
 def train(model: Path, data: Path, run_dir: Path, recipe: list[str]) -> None:

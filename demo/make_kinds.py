@@ -20,7 +20,7 @@ def rows() -> list[dict[str, str]]:
 def write(out: Path) -> None:
     """Write the rows as JSON lines."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows()), encoding="utf-8")
 
 
 def main() -> None:

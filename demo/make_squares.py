@@ -31,7 +31,7 @@ def write(folder: Path) -> Path:
             image.save(folder / file)
             rows.append({"prompt": "Which colour?", "image": file, "answer": name})
     path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="file to write")
     out = parser.parse_args().out
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    out.write_text("".join(json.dumps(row) + "\n" for row in sums()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from demo.learning_curves import train
 from demo.make_kinds import write
+from megatron_grpo.reporting.report import log_scale, save_picture
 
 AWARE = "rollout.quantization_aware=true"
 RECIPES = {
@@ -41,7 +42,10 @@ CAUSES = {
 
 def records(run_dir: Path) -> list[dict[str, float]]:
     """The metrics of every step."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def draw(runs: dict[str, list[dict[str, float]]], out: Path) -> None:
@@ -54,7 +58,8 @@ def draw(runs: dict[str, list[dict[str, float]]], out: Path) -> None:
         reward.plot(numbers, [step["reward"] for step in steps], label=name)
         gap.plot(numbers, [step[f"rollout/{GAP}"] for step in steps], label=name)
     reward.set(xlabel="optimizer step", ylabel="mean reward", ylim=(0, 1.02))
-    gap.set(xlabel="optimizer step", ylabel=f"rollout/{GAP}", yscale="log")
+    gap.set(xlabel="optimizer step", ylabel=f"rollout/{GAP}")
+    log_scale(gap)
     for shift, (label, key) in zip((-0.2, 0.2), CAUSES.items(), strict=True):
         heights = [steps[0].get(key, 0.0) for steps in runs.values()]
         causes.barh([row + shift for row in range(len(runs))], heights, 0.4, label=label)
@@ -64,7 +69,7 @@ def draw(runs: dict[str, list[dict[str, float]]], out: Path) -> None:
         axes.grid(alpha=0.3)
     reward.legend()
     causes.legend(loc="center right")
-    figure.savefig(out, dpi=120)
+    save_picture(figure, out, dpi=120)
 
 
 def main() -> None:

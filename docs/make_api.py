@@ -197,5 +197,5 @@ def _printed(example: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(), encoding="utf-8")
     print(os.path.relpath(PAGE))

@@ -139,8 +139,8 @@ def table() -> str:
 
 def page() -> str:
     """The text of docs/compatibility.md, with the table as the checks are now."""
-    return PAGE.read_text().partition(BEGIN)[0] + table()
+    return PAGE.read_text(encoding="utf-8").partition(BEGIN)[0] + table()
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(page(), encoding="utf-8")

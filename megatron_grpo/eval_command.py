@@ -33,6 +33,7 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     metrics_of,
 )
+from megatron_grpo.launch.disk import write_whole
 from megatron_grpo.preflight import check_engines
 from megatron_grpo.prompt_checks import check_evaluation, check_reward_models
 from megatron_grpo.reporting.progress import EvaluationBar
@@ -112,17 +113,19 @@ class FolderEvaluation:
                 continue  # `await_engines` waits until one of the lost engines is back
 
     def _write(self, evaluated: dict[str, Evaluated], metrics: dict[str, float]) -> None:
-        with (self.out / EVAL_COMPLETIONS_FILE).open("w", encoding="utf-8") as file:
-            for name, held_out in self.cfg.eval.named_sets.items():
-                for row in eval_rows(evaluated[name], held_out, name):
-                    print(json.dumps(row, ensure_ascii=False), file=file)
+        rows = (
+            json.dumps(row, ensure_ascii=False) + "\n"
+            for name, held_out in self.cfg.eval.named_sets.items()
+            for row in eval_rows(evaluated[name], held_out, name)
+        )
+        write_whole(self.out / EVAL_COMPLETIONS_FILE, "".join(rows))
         result: dict[str, Any] = {
             "model": str(self.cfg.model.path),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "metrics": metrics,
             "config": self.cfg.model_dump(mode="json"),
         }
-        (self.out / RESULT_FILE).write_text(json.dumps(result, indent=1) + "\n")
+        write_whole(self.out / RESULT_FILE, json.dumps(result, indent=1) + "\n")
 
 
 def result_table(metrics: Mapping[str, float], names: Iterable[str]) -> Table:

@@ -153,7 +153,7 @@ def check_start(cfg: Config) -> None:
     # An export has the end tokens with which its run trained.
     _check_same_model(kept, cfg.model.path, but_for=("eos_token_ids",))
     # As text: keys of that run may have other names by now.
-    saved = dict(_flatten(yaml.safe_load((checkpoint / "config.yaml").read_text())))
+    saved = dict(_flatten(yaml.safe_load((checkpoint / "config.yaml").read_text(encoding="utf-8"))))
     now = dict(_flatten(cfg.model_dump()))
     if saved.get("lora.r"):
         raise ValueError(

@@ -90,9 +90,9 @@ class Timeline:
         """The trainer's current step, counted from 1; before the first, the number already done."""
         self._lock, self._is_broken = threading.Lock(), False
         is_new = not path.exists() or _cut(path) == 0
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)  # a full disk leaves nothing to write at the end
         if is_new:
-            self._file.write("[\n")
+            self._append("[\n")
             more = (f"rollout {number}" for number in range(2, num_rollouts + 1))
             for row, name in enumerate(["trainer", "rollout", *more]):
                 self._write(name="thread_name", ph="M", tid=row, args={"name": name})
@@ -119,12 +119,16 @@ class Timeline:
         self._file.close()
 
     def _write(self, **event: Any) -> None:
+        self._append(json.dumps({**event, "pid": 0}) + ",\n")
+
+    def _append(self, text: str) -> None:
+        data = text.encode()
         with self._lock:
             if self._is_broken:
                 return
             try:
-                self._file.write(json.dumps({**event, "pid": 0}) + ",\n")
-                self._file.flush()
+                while data:
+                    data = data[self._file.write(data) :]
             except OSError as error:  # a run must not fail because of its timeline
                 self._is_broken = True
                 print(f"{TIMELINE_FILE} is not written any further: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from megatron_grpo.config.trained_shape import trained_shape
 from megatron_grpo.engines.http import RolloutAborted
 from megatron_grpo.engines.pushed import pushed_weights
 from megatron_grpo.evaluation.evaluation import is_due
+from megatron_grpo.launch.disk import resumable
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.policy.export import export_model
 from megatron_grpo.policy.residency import build_residency
@@ -58,12 +59,13 @@ def train(run: Run) -> None:
             trainer.start()
             stack.callback(run.watchdog.enter, "close")
             stack.push(run.watchdog.report)  # runs before the stack stops the engines: seconds
-            while trainer.step < num_steps:
-                trainer.stop_if_preempted()
-                report = trainer.update(trainer.next_minibatch())
-                trainer.log(report)
-                trainer.boundary()
-                trainer.save()
+            with resumable(run_dir):
+                while trainer.step < num_steps:
+                    trainer.stop_if_preempted()
+                    report = trainer.update(trainer.next_minibatch())
+                    trainer.log(report)
+                    trainer.boundary()
+                    trainer.save()
         except (Preempted, RolloutAborted) as reason:
             trainer.save_and_stop(reason)
 
@@ -320,7 +322,7 @@ class Trainer:
         state = TrainerState(
             step=self.step,
             num_skipped_in_a_row=self.skipped.num_in_a_row,
-            wandb_id=wandb_id.read_text() if wandb_id.exists() else None,
+            wandb_id=wandb_id.read_text(encoding="utf-8") if wandb_id.exists() else None,
             prompts=self.zero.stream.fingerprint if self.zero else None,
             beta=self.beta,
             base=self.policy.adapters.base if self.policy.adapters else None,

@@ -64,7 +64,9 @@ def cores_at(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[
     if not file.exists():
         return set()
     cores: set[int] = set()
-    for part in filter(None, file.read_text().strip().split(",")):  # such as 0-3,8-11
+    for part in filter(
+        None, file.read_text(encoding="utf-8").strip().split(",")
+    ):  # such as 0-3,8-11
         first, _, last = part.partition("-")
         cores.update(range(int(first), int(last or first) + 1))
     return cores

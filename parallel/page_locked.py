@@ -22,5 +22,5 @@ def page_locked_bytes(num_bytes: int) -> Tensor:
 
 def available_bytes() -> int:
     """Bytes of memory that processes of this host can still take without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])

@@ -137,7 +137,7 @@ def finish_checkpoint(folder: Path, index: bytes) -> None:
     (folder / _EMPTY_FILE).write_bytes(_saved([None]))  # all empty objects are stored once
     (folder / METADATA_FILE).write_bytes(index)
     (folder / _COMMON_FILE).write_bytes(_saved({}))
-    (folder / BACKENDS_FILE).write_text(json.dumps(_BACKEND_VERSIONS))
+    (folder / BACKENDS_FILE).write_text(json.dumps(_BACKEND_VERSIONS), encoding="utf-8")
 
 
 def _metadata(created: Sequence[CreatedChunk], empty_objects: Sequence[str]) -> Metadata:

@@ -31,7 +31,7 @@ NO_SESSION = f"no task has this metadata.{SESSION}: the agent must send on what 
 
 def rows_of(dataset: Path) -> Iterable[Json]:
     """One row for each of a dataset of Gym; its prompt is for logs and limits."""
-    with dataset.open() as lines:
+    with dataset.open(encoding="utf-8") as lines:
         for line in lines:
             asked = json.loads(line)[PARAMS]["input"]
             text = asked if isinstance(asked, str) else json.dumps(asked)

@@ -102,7 +102,7 @@ class TaskQueue:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         part = self._file.with_suffix(".part")
         part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+        with open(os.open(part, os.O_CREAT | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
             json.dump({"url": url, "token": self._token}, file)
         part.replace(self._file)
         print(

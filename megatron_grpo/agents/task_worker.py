@@ -61,7 +61,7 @@ def reach_directly(*urls: str) -> None:
 
 def write_rows(file: Path, rows: Iterable[Json], most: int | None) -> None:
     """Write rows of the data, `most` of them or all."""
-    with file.open("w") as opened:
+    with file.open("w", encoding="utf-8") as opened:
         opened.writelines(json.dumps(row) + "\n" for row in islice(rows, most))
 
 
@@ -97,7 +97,7 @@ async def _end_of(task: Json, act: Act) -> str:
 def run_at(file: Path) -> Json | None:
     """The address and the token of the run; None when it is over."""
     try:
-        told: Json = json.loads(file.read_text())
+        told: Json = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     return told

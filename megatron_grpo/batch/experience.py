@@ -152,7 +152,7 @@ def dialogue_metrics(
             metrics[f"{term}/failed_ratio"] = fmean(failed)
     if acted := by_term[AGENT_TERM]:
         metrics |= branch_metrics(acted)
-        for name in {name for sample in acted for name in sample.metrics}:
+        for name in sorted({name for sample in acted for name in sample.metrics}):
             values = [sample.metrics[name] for sample in acted if name in sample.metrics]
             metrics[f"agent/{name}"] = fmean(values)
     return metrics

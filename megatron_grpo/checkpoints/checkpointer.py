@@ -71,7 +71,7 @@ def write_shared_files(
     sidecar.mkdir()
     model = cfg.model
     copy_sidecar_files(model.path, sidecar, NAMES[model.dtype], num_mtp_layers=model.mtp_num_layers)
-    (folder / "config.yaml").write_text(dump_config(cfg))
+    (folder / "config.yaml").write_text(dump_config(cfg), encoding="utf-8")
     write_record(folder, record)
     write_random_states(folder, random_states)
     for prefix, experience in experiences.items():

@@ -63,7 +63,9 @@ def write_experience(folder: Path, experience: Experience, prefix: str = CURRENT
         }
         for sample, rewards in zip(samples, experience.rewards, strict=True)
     ]
-    (folder / f"{prefix}{SAMPLES_FILE}").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{prefix}{SAMPLES_FILE}").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     tensors = {
         "lengths": torch.tensor([len(sample.completion_ids) for sample in samples]),
         "completion_ids": _joined([sample.completion_ids for sample in samples], np.int32),
@@ -93,7 +95,7 @@ def read_experience(
     samples_file = folder / f"{prefix}{SAMPLES_FILE}"
     if not samples_file.exists():
         return None
-    rows = [json.loads(line) for line in samples_file.read_text().splitlines()]
+    rows = [json.loads(line) for line in samples_file.read_text(encoding="utf-8").splitlines()]
     tensors = load_file(folder / f"{prefix}{TOKENS_FILE}")
     by_index = {prompt.index: prompt for prompt in prompts}
     missing = {row["prompt"] for row in rows} - by_index.keys()

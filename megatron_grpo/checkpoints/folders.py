@@ -111,7 +111,7 @@ def publish(partial: Path, step: int, keep: int, keep_every: int | None = None) 
     if final.exists():  # from work that was discarded when the run went back
         final.rename(replaced)
     pointer = folder / (POINTER + PARTIAL)  # only now: it must not refer to the replaced folder
-    pointer.write_text(final.name + "\n")
+    pointer.write_text(final.name + "\n", encoding="utf-8")
     sync(pointer)
     sync(folder)
     partial.rename(final)
@@ -156,7 +156,11 @@ def _steps(folder: Path) -> set[int]:
 
 def _named_in(pointer: Path) -> int:
     """The step that a pointer names; 0 for none."""
-    return _step_of(pointer.read_text(errors="replace").strip()) if pointer.exists() else 0
+    return (
+        _step_of(pointer.read_text(errors="replace", encoding="utf-8").strip())
+        if pointer.exists()
+        else 0
+    )
 
 
 def _step_of(name: str) -> int:

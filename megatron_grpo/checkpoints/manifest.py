@@ -68,7 +68,9 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileHash]:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of `folder`, sorted by name."""
     files = {name: asdict(manifest[name]) for name in sorted(manifest)}
-    (folder / MANIFEST_FILE).write_text(json.dumps({"files": files}, indent=1) + "\n")
+    (folder / MANIFEST_FILE).write_text(
+        json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -79,7 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_FILE
     try:
         with errors_named(path):
-            files = json.loads(path.read_text())["files"]
+            files = json.loads(path.read_text(encoding="utf-8"))["files"]
         manifest = {name: FileHash(**entry) for name, entry in files.items()}
     except FileNotFoundError:
         raise ValueError(f"it has no {MANIFEST_FILE}: its save was not finished") from None

@@ -95,7 +95,7 @@ def write_record(folder: Path, record: Record) -> None:
     """Write `trainer.json`."""
     versions = {name: version(name) for name in ("megatron-core", "torch")}
     text = json.dumps({**asdict(record), "versions": versions}, indent=1)
-    (folder / STATE_FILE).write_text(text + "\n")
+    (folder / STATE_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_record(folder: Path, step: int) -> Record:
@@ -106,7 +106,7 @@ def read_record(folder: Path, step: int) -> Record:
     path = folder / STATE_FILE
     try:
         with errors_named(path):
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
         found.pop("versions")
         said, layout = found.pop("state"), ParallelDims(**found.pop("layout"))
         ready = said.pop("ready") or []  # one by itself, or null, in older checkpoints

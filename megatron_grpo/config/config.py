@@ -296,6 +296,12 @@ class Config(Section):
         return self._terms_of(self.reward)
 
     @property
+    def reward_labels(self) -> list[str]:
+        """Labels of the terms of all sources, each once, in the order of the config."""
+        terms = (term for view in self.by_source.values() for term in view.reward_terms)
+        return [*dict.fromkeys(term.label for term in terms)]
+
+    @property
     def has_dialogues(self) -> bool:
         """Whether any row is answered by an environment or an agent."""
         return any(view.dialogue_term for view in self.by_source.values())

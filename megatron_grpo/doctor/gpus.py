@@ -70,7 +70,7 @@ def driver_version(proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> str 
     """Version of NVIDIA's driver; "unknown" if only its device exists, None without a driver."""
     version = proc / "driver" / "nvidia" / "version"
     if version.exists():
-        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", version.read_text())
+        found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", version.read_text(encoding="utf-8"))
         return found[1] if found else "unknown"
     return "unknown" if (dev / "nvidiactl").exists() else None
 
@@ -113,7 +113,9 @@ def check_gpus(found: Gpus | None) -> Iterator[Check]:
 
 def check_transformer_engine() -> Iterator[Check]:
     """Whether Transformer Engine imports, and whether a CUDA library is then loaded twice."""
-    loaded = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True)
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOAD], capture_output=True, text=True, encoding="utf-8"
+    )
     if loaded.returncode:
         last = (loaded.stderr.splitlines() or [f"exit code {loaded.returncode}"])[-1]
         value = re.sub(r"\S*/", "", last)  # the names of files, without paths

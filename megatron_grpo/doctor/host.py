@@ -265,7 +265,7 @@ def _interfaces(sys: Path) -> Iterator[str]:
 
 
 def _text(file: Path) -> str:
-    return file.read_text().strip()
+    return file.read_text(encoding="utf-8").strip()
 
 
 def check_own_name(environ: Mapping[str, str], address: str, on_gpu: bool) -> Check:

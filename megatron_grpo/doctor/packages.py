@@ -159,7 +159,7 @@ def _check_sglang(python: Path, install: str) -> Check:
     tell = "from importlib.metadata import version; print(version('sglang'))"
     try:
         found = subprocess.run(
-            [python, "-P", "-c", tell], capture_output=True, text=True, timeout=60
+            [python, "-P", "-c", tell], capture_output=True, text=True, timeout=60, encoding="utf-8"
         )
     except OSError as error:
         value = f"rollout.python {python} cannot be started: {error.strerror}"

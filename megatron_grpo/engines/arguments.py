@@ -49,7 +49,7 @@ def fields_of(source: Path, classes: Collection[str] | None = None) -> frozenset
     """
     found = [
         node
-        for node in ast.parse(source.read_text()).body
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and (classes is None or node.name in classes)
     ]
     names = {

@@ -81,14 +81,14 @@ def children(pid: int) -> list[int]:
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             path = Path(f"/proc/{pid}/task/{task}/children")
-            found += map(int, path.read_text().split())
+            found += map(int, path.read_text(encoding="utf-8").split())
     return found
 
 
 def _is_living(pid: int) -> bool:
     """Whether a process runs or is stopped; false of zombies too."""
     with suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
         return stat.rpartition(")")[2].split()[0] not in "ZX"
     return False
 
@@ -108,7 +108,9 @@ def kill_group(group: int) -> bool:
 def _living_members(group: int) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
-            state, _, of_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            state, _, of_group = (
+                (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
+            )
             is_tracker = RESOURCE_TRACKER in (folder / "cmdline").read_bytes()
             pid = int(folder.name)
             if int(of_group) == group and state != "Z" and not is_tracker and pid != os.getpid():

@@ -35,7 +35,7 @@ class Mount:
     @classmethod
     def holding(cls, folder: Path, mounts: str | None = None) -> "Mount":
         """The mount that holds `folder`, an absolute path without symbolic links."""
-        lines = (mounts or MOUNTS.read_text()).splitlines()
+        lines = (mounts or MOUNTS.read_text(encoding="utf-8")).splitlines()
         rows = [[_decoded(field) for field in line.split()[1:4]] for line in lines]
         holding = [row for row in rows if folder.is_relative_to(row[0])]
         if not holding:  # inside a chroot
@@ -61,11 +61,16 @@ POINTER = "LATEST"
 
 def interrupted_text(run_dir: Path) -> str:
     """What an interrupted run says: where the same command resumes it."""
+    return f"interrupted: {resume_text(run_dir)}"
+
+
+def resume_text(run_dir: Path) -> str:
+    """From which step the same command goes on: that of the newest checkpoint."""
     pointer = run_dir / "checkpoints" / POINTER
     if not pointer.is_file():
-        return "interrupted: run the same command to begin from the start"
-    step = pointer.read_text().strip().removeprefix("step_")
-    return f"interrupted: run the same command to resume from step {step}"
+        return "run the same command to begin from the start"
+    step = pointer.read_text(encoding="utf-8").strip().removeprefix("step_")
+    return f"run the same command to resume from step {step}"
 
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -116,7 +121,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         raise ValueError(
             f"{run_dir} cannot be locked: other hosts do not see locks with {option}; {REMEDY}"
         )
-    with (run_dir / "lock").open("a+") as file:
+    with (run_dir / "lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -23,6 +23,7 @@ from torch.distributed import DistError, TCPStore, run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from checkpoint_convert.utf8_mode import enter_utf8_mode
 from megatron_grpo.launch.launch import LAUNCHER_VARIABLE
 from megatron_grpo.launch.parent_death import children
 from megatron_grpo.launch.process import (
@@ -46,6 +47,7 @@ VERDICT = re.compile(r"^megatron-grpo: .*", re.MULTILINE | re.DOTALL)
 
 def main() -> None:
     """Run torchrun with the command line; exits with the code of the ranks, 1 if killed."""
+    enter_utf8_mode()
     allow_open_files()
     arguments = run.parse_args(sys.argv[1:])
     # Not those that this process was started to ignore, as by `nohup`: a handler would undo that.
@@ -152,7 +154,7 @@ def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> st
     has_rank_0 = first == failures[first].local_rank
     logs = {rank: _log(failure, log_dir) for rank, failure in failures.items()}
     if not has_rank_0 and any(
-        VERDICT.search(log.read_text(errors="replace")) for log in logs.values()
+        VERDICT.search(log.read_text(errors="replace", encoding="utf-8")) for log in logs.values()
     ):
         return ""
     if 0 in failures and failures[0].exitcode > 0:
@@ -166,7 +168,7 @@ def _failure_report(failures: Mapping[int, ProcessFailure], log_dir: Path) -> st
 
 
 def _log_tail(rank: int, log: Path) -> str:
-    text = log.read_text(errors="replace").rstrip()
+    text = log.read_text(errors="replace", encoding="utf-8").rstrip()
     if verdict := VERDICT.search(text):
         return verdict.group()
     first = f"rank {rank} failed first on {socket.gethostname()}; {log} ends with"

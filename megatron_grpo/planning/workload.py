@@ -85,7 +85,7 @@ def read_lengths(path: Path) -> list[int]:
     if not path.is_file():
         raise ValueError(f"{path} is no file: give one with one number of tokens per line")
     lengths = []
-    for number, line in enumerate(path.read_text().split("\n"), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         if not line.strip().isdigit() or int(line) == 0:

@@ -121,7 +121,7 @@ def _add_end_tokens(folder: Path, shape: ModelShape, stop_token_ids: Sequence[in
     file = folder / "generation_config.json"
     values = read_json(file) if file.is_file() else {}
     values["eos_token_id"] = sorted({*shape.eos_token_ids, *stop_token_ids})
-    file.write_text(json.dumps(values, indent=2) + "\n")
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor | SplitFloats]], what: str) -> None:
@@ -157,7 +157,7 @@ def _write_adapters(partial: Path, policy: Policy, cfg: Config) -> None:
         partial.mkdir()
         dtype = NAMES[cfg.model.dtype]
         create_file(partial / WRITTEN, {name: (dtype, size) for name, size in tensors.items()})
-        (partial / ADAPTER_FILE).write_text(_adapter_config(cfg, modules))
+        (partial / ADAPTER_FILE).write_text(_adapter_config(cfg, modules), encoding="utf-8")
     dist.barrier()
     written = torch.tensor(write_weights(partial, layout, policy.adapters.parameters()))
     dist.all_reduce(written)  # also waits until all ranks have written

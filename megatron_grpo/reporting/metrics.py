@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
@@ -253,11 +252,15 @@ def _or_zero(values: Tensor) -> Tensor:
 
 
 def reward_metrics(
-    rewards: Sequence[Mapping[str, float]], totals: Tensor, group_ids: Tensor, advantages: Tensor
+    rewards: Sequence[Mapping[str, float]],
+    totals: Tensor,
+    group_ids: Tensor,
+    advantages: Tensor,
+    labels: Sequence[str],
 ) -> dict[str, float]:
     """Reward metrics of one generation of N completions, with sample standard deviations.
 
-    `rewards` holds the score of each reward function for each completion, `totals` [N] their
+    `rewards` holds the score of each reward function (in the order of `labels`), `totals` [N] their
     weighted sums; `group_ids` [N] and `advantages` [N] are those of `group_advantages`.
     `reward_std` is the standard deviation over all completions, `reward_group_std` that within a
     group, averaged over groups. A NaN score means that the reward failed; it is excluded.
@@ -278,7 +281,7 @@ def reward_metrics(
             "reward_group_std": float(groups.std().mean()),
             "frac_reward_zero_std": float((~groups.has_reward_variance).double().mean()),
         }
-    for name in dict.fromkeys(chain(*rewards)):
+    for name in labels:
         known = [scores[name] for scores in rewards if name in scores]
         values = torch.tensor(known, dtype=torch.float64)
         values = values[~values.isnan()]

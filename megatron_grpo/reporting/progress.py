@@ -112,7 +112,9 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     return "  ".join(
         [
             f"step {step:>{len(str(num_steps))}}/{num_steps}",
-            f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}",
+            f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}"
+            if "reward" in metrics
+            else "no reward: all failed",
             *([f"({shares})"] if len(parts) > 1 else []),
             *([f"{equal:.0%} of groups equal"] if equal else []),
             *([f"kl {metrics['kl']:.4f}"] if "kl" in metrics else []),

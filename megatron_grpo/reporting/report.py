@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import cycle
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
+from megatron_grpo.launch.disk import write_whole
 from megatron_grpo.reporting.tracking import METRICS_FILE
 from megatron_grpo.timing import is_beside
 
@@ -76,8 +78,15 @@ def draw_curves(run_dir: Path) -> Path:
         panels[name](axis, records)
     figure.suptitle(_title(run_dir, records), x=0.012, ha="left", fontsize=14, color=INK)
     path = run_dir / CURVES_FILE
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path, dpi=130)
     return path
+
+
+def save_picture(figure: Figure, path: Path, dpi: int) -> None:
+    """Write `figure` to a PNG file, which stays as it was if the disk is full."""
+    picture = BytesIO()
+    figure.savefig(picture, dpi=dpi)
+    write_whole(path, picture.getvalue())
 
 
 def _read_records(path: Path) -> list[Record]:
@@ -102,7 +111,8 @@ def draw_reward(axis: Axes, records: Sequence[Record]) -> None:
     _name(axis, "Reward")
     _line(axis, *_curve(records, "reward"), BLUE, "mean")
     _line(axis, *_curve(records, "reward_group_std"), FAINT, "std within groups")
-    names = [n for n in _of_steps(records)[-1] if n.startswith("reward/") and n.endswith("/mean")]
+    found = dict.fromkeys(name for record in _of_steps(records) for name in record)
+    names = [n for n in found if n.startswith("reward/") and n.endswith("/mean")]
     if len(names) > 1:
         for name, color in zip(names, cycle(PALETTE[1:]), strict=False):
             label = name.removeprefix("reward/").removesuffix("/mean")
@@ -162,11 +172,23 @@ def draw_gap(axis: Axes, records: Sequence[Record]) -> None:
     if len(steps):
         _line(axis, steps, largest, FAINT, "largest")
     _line(axis, *_curve(records, "rollout/logprob_gap_mean"), RED, "mean")
+    log_scale(axis)
+    _legend(axis)
+
+
+def log_scale(axis: Axes) -> None:
+    """Make the vertical axis logarithmic, if any of its values is above 0.
+
+    A logarithmic axis leaves out values that are not, and has no range without any others.
+    """
+    values = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axis.get_lines()])
+    if not (values > 0).any():
+        axis.set_ylim(bottom=0)
+        return
     axis.set_yscale("log")
     axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
-    _legend(axis)
 
 
 def draw_grad_norm(axis: Axes, records: Sequence[Record]) -> None:
@@ -267,7 +289,5 @@ def _legend(axis: Axes, num_columns: int = 1) -> None:
 
 def _title(run_dir: Path, records: Sequence[Record]) -> str:
     rewards = _curve(records, "reward")[1]
-    return (
-        f"{run_dir.resolve().name}   step {records[-1]['step']:.0f}   "
-        f"reward {rewards[0]:.2f} → {rewards[-1]:.2f}"
-    )
+    reward = f"reward {rewards[0]:.2f} → {rewards[-1]:.2f}" if len(rewards) else "no reward"
+    return f"{run_dir.resolve().name}   step {records[-1]['step']:.0f}   {reward}"

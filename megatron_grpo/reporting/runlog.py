@@ -27,6 +27,7 @@ from megatron_grpo.evaluation.evaluation import (
     eval_rows,
     metric_prefix,
 )
+from megatron_grpo.launch.disk import write_whole
 from megatron_grpo.reporting.completions import completion_rows, sample_row, token_rows
 from megatron_grpo.reporting.metrics import (
     StepReport,
@@ -36,7 +37,7 @@ from megatron_grpo.reporting.metrics import (
 )
 from megatron_grpo.reporting.progress import ProgressBar
 from megatron_grpo.reporting.trackers import open_trackers
-from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking, write_whole
+from megatron_grpo.reporting.tracking import METRICS_FILE, Tracking
 from megatron_grpo.timing import TIMELINE_FILE, PhaseTimer, Timeline
 
 if TYPE_CHECKING:
@@ -84,7 +85,11 @@ class RunLog:
             **metrics,
             **report.metrics,
             **reward_metrics(
-                experience.rewards, experience.totals, experience.group_ids, experience.advantages
+                experience.rewards,
+                experience.totals,
+                experience.group_ids,
+                experience.advantages,
+                cfg.reward_labels,
             ),
             **completion_metrics(
                 [sample.num_sampled for sample in samples],
@@ -197,7 +202,8 @@ def print_failure(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        print(f"{what}: {error!r}", file=sys.stderr)
+        told = error if isinstance(error, OSError) else repr(error)
+        print(f"{what}: {told}", file=sys.stderr)
 
 
 WINDOW = 3

@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.trackers import SwanlabConfig, TrackioConfig, WandbConfig
-from megatron_grpo.reporting.tracking import Tracker, write_whole
+from megatron_grpo.launch.disk import write_whole
+from megatron_grpo.reporting.tracking import Tracker
 
 WANDB_ID_FILE = "wandb_id"
 """Holds the id of the run at wandb and SwanLab."""
@@ -216,7 +217,7 @@ def _run_id(run_dir: Path) -> str:
     file = run_dir / WANDB_ID_FILE
     if not file.exists():
         write_whole(file, secrets.token_hex(4))
-    return file.read_text()
+    return file.read_text(encoding="utf-8")
 
 
 def _table(completions: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from megatron_grpo.launch.disk import append_lines, write_whole
+
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 TOKENS_FILE = "tokens.jsonl"
@@ -40,10 +42,9 @@ class Tracking:
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in RECORDS:
             drop_records_after(run_dir / name, first_step or -1)
+        for name in (METRICS_FILE, COMPLETIONS_FILE, TOKENS_FILE):
+            (run_dir / name).touch()  # for those who look into a run before its first step
         self._run_dir = run_dir
-        self._metrics = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
-        self._completions = (run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8")
-        self._tokens = (run_dir / TOKENS_FILE).open("a", encoding="utf-8")
         self._trackers = trackers
 
     def log(
@@ -59,11 +60,9 @@ class Tracking:
         `tokens` are rows of `token_rows`. Raises ValueError naming the metrics that are not finite.
         """
         _check_finite(step, metrics)
-        for rows, file in ((completions, self._completions), (tokens, self._tokens)):
-            for row in rows:
-                print(json.dumps(row, ensure_ascii=False), file=file)
-            file.flush()
-        print(json.dumps({**_record(step), **metrics}), file=self._metrics, flush=True)
+        self._append(COMPLETIONS_FILE, completions)
+        self._append(TOKENS_FILE, tokens)
+        self._append(METRICS_FILE, [{**_record(step), **metrics}])
         for tracker in self._trackers:
             tracker.log(step, metrics, completions)
 
@@ -73,9 +72,7 @@ class Tracking:
             self._append(REPLACED_FILE, rows)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        with (self._run_dir / name).open("a", encoding="utf-8") as file:
-            for row in rows:
-                print(json.dumps(row, ensure_ascii=False), file=file)
+        append_lines(self._run_dir / name, (json.dumps(row, ensure_ascii=False) for row in rows))
 
     def log_evaluated(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record the completions of the evaluation after `step`, replacing earlier ones of it."""
@@ -97,16 +94,11 @@ class Tracking:
         record = json.loads(lines.pop()) if is_there else _record(step)
         lines.append(json.dumps({**record, **metrics}))
         write_whole(path, "".join(f"{line}\n" for line in lines))
-        self._metrics.close()
-        self._metrics = path.open("a", encoding="utf-8")
         for tracker in self._trackers:
             tracker.log(step, metrics, [])
 
     def close(self) -> None:
-        """Close the files and the trackers."""
-        self._metrics.close()
-        self._completions.close()
-        self._tokens.close()
+        """Close the trackers."""
         for tracker in self._trackers:
             tracker.close()
 
@@ -121,18 +113,6 @@ def _check_finite(step: int, metrics: Mapping[str, float]) -> None:
     broken = {name: value for name, value in metrics.items() if not math.isfinite(value)}
     if broken:
         raise ValueError(f"step {step}: metrics are not finite: {broken}")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to a file atomically: after a kill or with a full disk, it stays as it was."""
-    if path.exists() and path.read_bytes() == text.encode():
-        return
-    whole = path.with_name(f"{path.name}.tmp")
-    with whole.open("wb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())  # else a host's crash could leave the new name without the text
-    whole.replace(path)
 
 
 def last_step(run_dir: Path) -> int:

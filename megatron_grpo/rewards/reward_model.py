@@ -120,7 +120,7 @@ def _check_server(
 def check_folder(path: Path, *, of_steps: bool) -> None:
     """Raise ValueError unless `path` holds a model that scores texts, or the steps in them."""
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"path {path} is no folder of a model: config.json: {error}") from None
     architecture = (config.get("architectures") or ["model without architectures"])[0]

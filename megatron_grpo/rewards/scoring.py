@@ -94,7 +94,8 @@ class Scoring:
         self._reported = reported
         self._failed: set[int] = set()
         self._first_error = ""
-        self.scores = [Scores() for _ in samples]
+        # In the order of the config, and not of the answers.
+        self.scores = [Scores({each.label: nan for each in cfg.functions}) for _ in samples]
         groups = groupby(range(len(samples)), key=lambda place: samples[place].prompt.index)
         self.calls = [
             Call(function, places, samples)

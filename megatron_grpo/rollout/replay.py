@@ -10,11 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from checkpoint_convert import ModelShape
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.checkpoints.experience_file import READY, read_experience, write_experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
+from megatron_grpo.launch.disk import write_whole
 from megatron_grpo.launch.process import preempted_instead
 from megatron_grpo.rollout.generate import RolloutBatch
 from megatron_grpo.rollout.rollouter import load_stream
@@ -38,9 +41,12 @@ def write_generation(cfg: Config, generation: int, batch: RolloutBatch, prompts:
     folder = generation_folder(cfg.train.run_dir, generation)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FACTS_FILE).unlink(missing_ok=True)  # of a run that is resumed before it
-    write_experience(folder, batch.experience, READY)
+    try:
+        write_experience(folder, batch.experience, READY)
+    except SafetensorError as error:  # as which safetensors tells of a full disk
+        raise OSError(f"{folder} cannot be written: {error}") from error
     facts = {"prompts": prompts, "sizes": _sizes(cfg), "metrics": batch.metrics}
-    (folder / FACTS_FILE).write_text(json.dumps(facts))
+    write_whole(folder / FACTS_FILE, json.dumps(facts))
 
 
 def check_replay(cfg: Config) -> None:
@@ -61,7 +67,7 @@ def check_replay(cfg: Config) -> None:
                 f"train.replay {run_dir} has {number} generations, and {cfg.num_steps} steps need "
                 f"{num_needed}: set train.num_steps to at most {number * updates}"
             )
-        if (found := json.loads(file.read_text())["sizes"]) != _sizes(cfg):
+        if (found := json.loads(file.read_text(encoding="utf-8"))["sizes"]) != _sizes(cfg):
             raise ValueError(
                 f"train.replay {run_dir} has generations of {found}, and this config has "
                 f"{_sizes(cfg)}: set them as they were"
@@ -77,7 +83,7 @@ def _sizes(cfg: Config) -> dict[str, int]:
 
 def _facts(folder: Path, stream: PromptStream) -> dict[str, Any]:
     """What is known of a generation; raises ValueError if it was drawn from other prompts."""
-    facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text())
+    facts: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
     if facts["prompts"] != (now := stream.fingerprint):
         raise ValueError(
             f"{folder} was drawn from {facts['prompts']}, but data and tokenizer now give {now}: "

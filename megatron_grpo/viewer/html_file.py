@@ -5,6 +5,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_grpo.launch.disk import write_whole
 from megatron_grpo.reporting.rows import NO_LIMIT, newest_rows, rows_of
 from megatron_grpo.reporting.tracking import (
     COMPLETIONS_FILE,
@@ -52,7 +53,7 @@ def write_html(runs: dict[str, RunFiles], path: Path) -> None:
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     embedded = f'<script type="application/json" id="embedded">{data}</script>'
     page = page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{policy}', 1)
-    path.write_text(page.replace("<body>", f"<body>\n{embedded}", 1), encoding="utf-8")
+    write_whole(path, page.replace("<body>", f"<body>\n{embedded}", 1))
 
 
 def _embedded(name: str, run: RunFiles, num_bytes: int) -> bytes:

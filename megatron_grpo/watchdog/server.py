@@ -168,4 +168,4 @@ class WatchdogServer:
             return
         with suppress(OSError):  # the verdict must reach the ranks all the same
             self._stacks_file.parent.mkdir(parents=True, exist_ok=True)
-            self._stacks_file.write_text(stacks)
+            self._stacks_file.write_text(stacks, encoding="utf-8")

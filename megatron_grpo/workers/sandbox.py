@@ -203,7 +203,7 @@ def _read_only(paths: Sequence[str]) -> list[str]:
 
 def _is_root() -> bool:
     """Whether this is the host's root, not somebody who is called root in a container."""
-    mapped = Path("/proc/self/uid_map").read_text().split()
+    mapped = Path("/proc/self/uid_map").read_text(encoding="utf-8").split()
     return os.geteuid() == 0 and mapped == ["0", "0", str((1 << 32) - 1)]
 
 

@@ -42,7 +42,7 @@ def main() -> None:
 
 def kill_all() -> None:
     """Kill the children of this process, and those it inherits thereby, until there are none."""
-    while children := Path("/proc/thread-self/children").read_text().split():
+    while children := Path("/proc/thread-self/children").read_text(encoding="utf-8").split():
         for pid in map(int, children):
             os.kill(pid, signal.SIGKILL)  # only we reap it, so the id is still its own
         for pid in map(int, children):

@@ -170,7 +170,7 @@ def memory_domain(device: torch.device) -> str:
     each other; for CUDA, also on the same GPU and in one IPC and one PID namespace, without which
     the driver opens no handle of another process.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     host = f"{boot} {_namespace('net')}"
     if device.type == "cpu":
         return f"{host} cpu"

@@ -67,7 +67,7 @@ def machine() -> dict[str, Any]:
 
 
 def read(name: str) -> dict[str, Any]:
-    return json.loads(Path(__file__).with_name(f"{name}.json").read_text())
+    return json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
 
 
 def differences(name: str, values: Values, *, rel: float = 0.0, abs: float = 0.0) -> list[str]:
@@ -297,7 +297,7 @@ def main(*names: str) -> None:
             values = (ROUNDED | EXACT)[name](Path(folder))
         recorded = {"machine": machine() if name in ROUNDED else None, "values": values}
         file = Path(__file__).with_name(f"{name}.json")
-        file.write_text(json.dumps(recorded, indent=1) + "\n")
+        file.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

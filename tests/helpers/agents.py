@@ -118,7 +118,7 @@ def running_agents(engine, model: Path, folder: Path, **agent: Any) -> Iterator[
     """Agents of an engine with this `parser`; `function` is one of `FUNCTIONS`."""
     parser = agent.pop("parser", "null")
     if function := agent.pop("function", None):
-        (folder / "agent.py").write_text(FUNCTIONS.replace("SECONDS", LONG_SLEEP))
+        (folder / "agent.py").write_text(FUNCTIONS.replace("SECONDS", LONG_SLEEP), encoding="utf-8")
         agent["function"] = f"{folder / 'agent.py'}:{function}"
     settings = [f"agent.{name}={value}" for name, value in agent.items()]
     cfg = load_config(

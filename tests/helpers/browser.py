@@ -140,7 +140,7 @@ def _page_address(profile: Path) -> str:
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         with suppress(OSError, IndexError, StopIteration):
-            port = int((profile / "DevToolsActivePort").read_text().splitlines()[0])
+            port = int((profile / "DevToolsActivePort").read_text(encoding="utf-8").splitlines()[0])
             connection = HTTPConnection("127.0.0.1", port, timeout=SECONDS)
             connection.request("GET", "/json/list")
             targets = json.load(connection.getresponse())

@@ -200,7 +200,7 @@ class Command:
         logs.mkdir(exist_ok=True)
         self._files = logs / "stdout", logs / "stderr"
         for file in self._files:
-            file.write_text("")
+            file.write_text("", encoding="utf-8")
         words = [str(argument) for argument in arguments]
         self._process = CONTEXT.Process(
             target=run, args=("checkpoint_convert.cli", words, *self._files)
@@ -228,7 +228,9 @@ class Command:
         self._process.join(seconds)
         is_late = self._process.exitcode is None
         self.kill()
-        finished = Finished(self._process.exitcode, *(file.read_text() for file in self._files))
+        finished = Finished(
+            self._process.exitcode, *(file.read_text(encoding="utf-8") for file in self._files)
+        )
         assert not is_late, f"still running after {seconds} s: {finished}"
         return finished
 

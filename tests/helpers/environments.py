@@ -131,7 +131,7 @@ def sleepers() -> list[psutil.Process]:
 def write_environments(folder: Path) -> Path:
     """Write the classes above to a file."""
     path = folder / "mine.py"
-    path.write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP))
+    path.write_text(MINE.replace("LONG_SLEEP", LONG_SLEEP), encoding="utf-8")
     return path
 
 

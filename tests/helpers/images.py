@@ -62,16 +62,16 @@ def tiny_vision_model(
     """Save a random model whose tokenizer has one token per character, and those of images, with
     other fields of its `text_config`."""
     tiny_multimodal(folder, family, tied=True, seed=seed, **overrides)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {"vision_start_token_id": START, "vision_end_token_id": END}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer = character_tokenizer(START)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", *TOKENS]})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     sizes = {"patch_size": PATCH_SIZES[family], "temporal_patch_size": 2, "merge_size": MERGE}
     processor = json.dumps(PROCESSORS[family] | sizes)
-    (folder / "preprocessor_config.json").write_text(processor)
+    (folder / "preprocessor_config.json").write_text(processor, encoding="utf-8")
     return folder
 
 
@@ -150,7 +150,9 @@ def prompts_with_images(
 ) -> list[Prompt]:
     """The prompts of rows with these values in their column of images, written to `folder`."""
     rows = [{"prompt": "Which?", "answer": "a", "image": each} for each in images]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     return load_prompts(image_config(model, folder, *overrides), load_tokenizer(model), 512)
 
 

@@ -61,7 +61,9 @@ class InFlightRuns:
 
 
 def make_in_flight_runs(model: Path, engine: TestEngine, folder: Path) -> InFlightRuns:
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    (folder / "sums.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in sums()), encoding="utf-8"
+    )
     return InFlightRuns(folder, model, engine)
 
 

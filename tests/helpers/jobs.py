@@ -104,7 +104,7 @@ class Job:
     @property
     def output(self) -> str:
         """The output of the ranks so far."""
-        return "\n".join(log.read_text() for log in self.logs if log.exists())
+        return "\n".join(log.read_text(encoding="utf-8") for log in self.logs if log.exists())
 
     @property
     def is_running(self) -> bool:
@@ -149,7 +149,7 @@ class Job:
         took = time.monotonic() - start
         left = [" ".join(process.cmdline()) for process in marked_processes(self.mark)]
         codes = [process.exitcode for process in self.ranks]
-        return Ended(codes, [log.read_text() for log in self.logs], took, left)
+        return Ended(codes, [log.read_text(encoding="utf-8") for log in self.logs], took, left)
 
 
 def _is_connected(pid: int, port: int) -> bool:
@@ -174,7 +174,9 @@ def _be_rank(
     os.dup2(output, 1)
     os.dup2(output, 2)
     # A fork has the server's buffers. Line-buffered, so that the file is complete if a rank dies.
-    sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(fd, "w", buffering=1, closefd=False, encoding="utf-8") for fd in (1, 2)
+    )
     for name in [name for name in os.environ if name.startswith(("WANDB_", "SLURM_"))]:
         del os.environ[name]
     os.environ |= dict(environment)
@@ -220,7 +222,7 @@ class Runs:
 def make_runs(model: Path, engine: TestEngine, folder: Path) -> Runs:
     """Two generations of two optimizer steps each, with a checkpoint after every step."""
     data = folder / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
+    data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()), encoding="utf-8")
     arguments = [
         f"model.path={model}",
         f"data.path={data}",

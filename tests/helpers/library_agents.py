@@ -38,7 +38,7 @@ class Adapter:
         data, run_dir = folder / "data.jsonl", folder / "run"
         rows = self.start("rows", data, "--most", str(num_rows), source=dataset)
         assert rows.wait(120) == 0
-        assert len(data.read_text().splitlines()) == num_rows
+        assert len(data.read_text(encoding="utf-8").splitlines()) == num_rows
         model = talkative(folder / "model", served_model(folder, "qwen3", tied=True))
         run = start_run(
             f"model.path={model}",

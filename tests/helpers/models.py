@@ -304,9 +304,9 @@ def talkative(folder: Path, model: Path) -> Path:
     """A copy of a model with so many end tokens that a random turn is short."""
     shutil.copytree(model, folder)
     for name in ("config.json", "generation_config.json"):
-        config = json.loads((folder / name).read_text())
+        config = json.loads((folder / name).read_text(encoding="utf-8"))
         config["eos_token_id"] = [EOS_ID, *range(40, 100)]
-        (folder / name).write_text(json.dumps(config))
+        (folder / name).write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -330,7 +330,10 @@ def make_random(model: torch.nn.Module, scale: float, generator: torch.Generator
 def renamed(folder: Path, family: str) -> Path:
     """Give the model in `folder` another `model_type`, of which transformers knows no class."""
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": family}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"model_type": family}),
+        encoding="utf-8",
+    )
     return folder
 
 
@@ -399,7 +402,7 @@ def add_mtp_layer(folder: Path, seed: int = 7, norm: float = 0.0) -> Path:
     """Put a layer for multi-token prediction behind the last one, or apart in a hybrid, with the
     tensors that published models have there; weights of its norms are near `norm`, or near zero in
     a hybrid, which adds one. Returns the folder."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config", config)
     text["mtp_num_hidden_layers" if "qwen3_5" in text["model_type"] else NUM_MTP_LAYERS] = 1
     size, is_apart = text["hidden_size"], text["model_type"] in HYBRIDS
@@ -424,7 +427,7 @@ def add_mtp_layer(folder: Path, seed: int = 7, norm: float = 0.0) -> Path:
         near = norm * (name.endswith("norm.weight") and not is_apart)
         weights[name] = 0.02 * torch.randn(shape, generator=own) + near
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -440,7 +443,7 @@ if __name__ == "__main__":
 CORPUS = [
     line
     for file in sorted(Path(__file__).parents[2].joinpath("checkpoint_convert").rglob("*.py"))
-    for line in file.read_text().splitlines()
+    for line in file.read_text(encoding="utf-8").splitlines()
     if line
 ]
 TEXTS = [

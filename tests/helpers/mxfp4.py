@@ -35,6 +35,9 @@ def mxfp4_copies(
         save_file(tensors, folder / name / "model.safetensors")
     file = folder / "quantized" / "config.json"
     table = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    config = json.loads(file.read_text()) | {"quantization_config": table, "dtype": "bfloat16"}
-    file.write_text(json.dumps(config))
+    config = json.loads(file.read_text(encoding="utf-8")) | {
+        "quantization_config": table,
+        "dtype": "bfloat16",
+    }
+    file.write_text(json.dumps(config), encoding="utf-8")
     return folder / "quantized", folder / "plain"

@@ -774,5 +774,7 @@ def write_config(folder: Path, name: str, **differing: Any) -> Path:
     `differing` overrides keys.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(PUBLISHED_MODELS[name] | differing))
+    (folder / "config.json").write_text(
+        json.dumps(PUBLISHED_MODELS[name] | differing), encoding="utf-8"
+    )
     return folder

@@ -105,12 +105,12 @@ def quantized_copy(model: Path, folder: Path, form: Format, dtype: str = "bfloat
                 weights[name.removesuffix("weight") + form.activations] = torch.tensor(0.1)
     save_file(weights, folder / "model.safetensors")
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    config = json.loads((model / "config.json").read_text()) | {"dtype": dtype}
+    config = json.loads((model / "config.json").read_text(encoding="utf-8")) | {"dtype": dtype}
     if form.in_own_file:
-        (folder / "hf_quant_config.json").write_text(json.dumps(form.config))
+        (folder / "hf_quant_config.json").write_text(json.dumps(form.config), encoding="utf-8")
     else:
         config["quantization_config"] = form.config
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -173,10 +173,10 @@ def dequantized_copy(folder: Path, out: Path, form: Format, dtype: str = "bfloat
         weights[name] = product.to(getattr(torch, dtype))
         weights.pop(name.removesuffix("weight") + form.activations, None)
     save_file(weights, out / "model.safetensors")
-    config = json.loads((out / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     (out / "hf_quant_config.json").unlink(missing_ok=True)
-    (out / "config.json").write_text(json.dumps(config))
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return out
 
 

@@ -132,7 +132,7 @@ def _rank_main(
 def is_alive(pid: int) -> bool:
     """Whether a process is running; a zombie is not."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
@@ -140,7 +140,7 @@ def is_alive(pid: int) -> bool:
 
 def shared_memory(pids: list[int]) -> set[Path]:
     """The named shared memory that processes have mapped."""
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text(encoding="utf-8") for pid in pids)
     return {file for file in map(Path, re.findall(r"/dev/shm/\S+", maps)) if file.exists()}
 
 

@@ -62,9 +62,9 @@ def process_model_folder(folder: Path) -> Path:
     weights = {f"score.{name}": torch.randn(shape) * 0.1 for name, shape in shapes.items()}
     weights |= {f"model.{k}": v for k, v in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = ["Qwen2ForProcessRewardModel"]
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

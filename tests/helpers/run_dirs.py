@@ -27,19 +27,21 @@ def write_run(run_dir: Path, num_steps: int = 12, lr: float = 1e-6, seed: int = 
     evaluated = [row for step in steps if step % 4 == 0 for row in evaluation(step, chance)]
     write_rows(run_dir / "eval_completions.jsonl", evaluated)
     events = [json.dumps(event) + ",\n" for event in timeline(steps)]
-    (run_dir / "timeline.json").write_text("[\n" + "".join(events))
+    (run_dir / "timeline.json").write_text("[\n" + "".join(events), encoding="utf-8")
     config = {
         "model": {"path": "models/tiny"},
         "grpo": {"beta": 0.0, "num_iterations": 1, "steps_per_generation": 1},
         "optimizer": {"lr": lr, "weight_decay": 0.0},
         "train": {"num_steps": num_steps, "run_dir": str(run_dir)},
     }
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     return run_dir
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 def completions(step: int, chance: random.Random) -> list[dict]:

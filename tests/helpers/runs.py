@@ -52,6 +52,7 @@ def start_run(
         text=True,
         start_new_session=True,
         preexec_fn=_as_from_a_terminal,
+        encoding="utf-8",
     )
 
 
@@ -125,4 +126,4 @@ def read_completions(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

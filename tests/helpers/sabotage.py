@@ -193,7 +193,7 @@ class ListForwards:
         tick = watchdog.tick
 
         def write(word: str) -> None:
-            with self.file.open("a") as file:
+            with self.file.open("a", encoding="utf-8") as file:
                 file.write(f"{word}\n")
 
         def ticking(self: Any) -> None:

@@ -197,7 +197,7 @@ def scripted_rollouter(model: Path, folder: Path, *overrides: str) -> Iterator[R
     """Its engines are scripted, and hold their requests; its rewards are `Scores`. Weights are
     pushed in flight; a generation has 4 completions of each of 4 prompts."""
     data = folder / "sums.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums()), encoding="utf-8")
     cfg = tiny_config(
         model,
         ParallelDims(),

@@ -58,7 +58,7 @@ def main() -> None:
     cases, out = map(Path, sys.argv[1:])
     attend_by_torch()
     told = []
-    for flags, num_workers in json.loads(cases.read_text()):
+    for flags, num_workers in json.loads(cases.read_text(encoding="utf-8")):
         for rank in range(num_workers):
             part = out.with_suffix(f".{len(told)}")
             if not (child := os.fork()):
@@ -66,12 +66,12 @@ def main() -> None:
                 sums = {
                     name: (each.shape, int(whole_checksum(each))) for name, each in held.items()
                 }
-                part.write_text(json.dumps(sums))
+                part.write_text(json.dumps(sums), encoding="utf-8")
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             assert status == 0, f"worker {rank} of {num_workers} ended: {flags}"
-            told.append(json.loads(part.read_text()))
-    out.write_text(json.dumps(told))
+            told.append(json.loads(part.read_text(encoding="utf-8")))
+    out.write_text(json.dumps(told), encoding="utf-8")
 
 
 if __name__ == "__main__":

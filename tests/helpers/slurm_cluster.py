@@ -47,6 +47,7 @@ class Cluster:
             capture_output=True,
             text=True,
             timeout=30,
+            encoding="utf-8",
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -102,7 +103,7 @@ class Job:
         return fields
 
     def output(self) -> str:
-        return self.log.read_text() if self.log.exists() else ""
+        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
     def signal(self, name: str) -> None:
         """Send a signal to the batch script, as Slurm does before the time limit."""
@@ -120,10 +121,10 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
     folder.chmod(0o755)
-    (folder / "slurm.conf").write_text(_configuration(folder))
+    (folder / "slurm.conf").write_text(_configuration(folder), encoding="utf-8")
     for number in range(8):  # Slurm counts devices by their files
         (folder / f"gpu{number}").touch()
-    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n", encoding="utf-8")
     cluster = Cluster(folder, {})
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     # Clean up on SIGTERM too, or the daemons outlive `make test`, whose background jobs (`&`)
@@ -227,7 +228,7 @@ def _idle_nodes(cluster: Cluster) -> int:
 def _wait_for(is_so, log: Path, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < deadline, log.read_text()
+        assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
         time.sleep(0.1)
 
 

@@ -53,7 +53,7 @@ class Submitted:
     ) -> None:
         self.folder, self.venv, self._cluster = folder, venv, cluster
         data = folder / "sums.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()))
+        data.write_text("".join(json.dumps(row) + "\n" for row in all_sums()), encoding="utf-8")
         self.run_dir, self.mark = folder / "run", uuid.uuid4().hex
         self._variables = {
             # For the ranks and engines of a node; Slurm itself is configured with eight.
@@ -126,7 +126,9 @@ class Submitted:
 
     def logs(self) -> str:
         files = sorted(self.run_dir.glob("logs/slurm_*/*.log"))
-        return "\n".join([self.job.output(), *(f"{f.name}: {f.read_text()}" for f in files)])
+        return "\n".join(
+            [self.job.output(), *(f"{f.name}: {f.read_text(encoding='utf-8')}" for f in files)]
+        )
 
     def restarts(self) -> int:
         return int(self.job.fields()["Restarts"])

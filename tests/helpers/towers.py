@@ -199,10 +199,10 @@ def tiny_multimodal(
     character_tokenizer(TEXT["vocab_size"]).save_pretrained(folder)
     if model_type == "kimi_k25":
         processor = json.dumps({"media_proc_cfg": OF_KIMI_IMAGES})
-        (folder / "preprocessor_config.json").write_text(processor)
+        (folder / "preprocessor_config.json").write_text(processor, encoding="utf-8")
         published = {"architectures": ["KimiK25ForConditionalGeneration"]}
-        values = json.loads((folder / "config.json").read_text()) | published
-        (folder / "config.json").write_text(json.dumps(values))
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8")) | published
+        (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return Path(folder)
 
 

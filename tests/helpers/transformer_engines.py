@@ -15,5 +15,5 @@ def write_transformer_engine(folder: Path, pytorch: str) -> None:
     """Write the package to `folder`; its part for torch is the code `pytorch`."""
     package = folder / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
-    (package / "__init__.py").write_text(PACKAGE)
-    (package / "pytorch" / "__init__.py").write_text(pytorch)
+    (package / "__init__.py").write_text(PACKAGE, encoding="utf-8")
+    (package / "pytorch" / "__init__.py").write_text(pytorch, encoding="utf-8")

@@ -48,11 +48,11 @@ class World:
         return [process.exitcode for process in self.processes]
 
     def output(self, rank: int) -> str:
-        return (self.folder / f"rank_{rank}.log").read_text()
+        return (self.folder / f"rank_{rank}.log").read_text(encoding="utf-8")
 
     @property
     def stacks(self) -> str:
-        return (self.folder / "logs" / "stacks.txt").read_text()
+        return (self.folder / "logs" / "stacks.txt").read_text(encoding="utf-8")
 
 
 @contextmanager

@@ -266,7 +266,7 @@ def sglang_argument_names(python: str) -> frozenset[str]:
 
 def tool_call_parsers(python: str) -> frozenset[str]:
     """The names of its parsers of calls of tools, read from its source."""
-    source = (_installed(python) / PARSERS).read_text()
+    source = (_installed(python) / PARSERS).read_text(encoding="utf-8")
     return frozenset(re.findall(r'^        "(\S+)": \w+Detector,', source, re.MULTILINE))
 
 
@@ -281,7 +281,7 @@ def _installed(python: str) -> Path:
     )
     try:
         found = subprocess.run(
-            [python, "-P", "-c", find], capture_output=True, text=True, timeout=60
+            [python, "-P", "-c", find], capture_output=True, text=True, timeout=60, encoding="utf-8"
         )
     except OSError as error:
         raise ValueError(f"rollout.python {python} is not a Python interpreter: {error}") from None

@@ -62,7 +62,7 @@ def plain_folder(model: Path, own: Path) -> Path:
             rope = plain[key] or {}
             plain[key] = {name: rope[name] for name in rope if not name.startswith("mrope_")}
     own.mkdir()
-    (own / "config.json").write_text(json.dumps(plain, indent=2))
+    (own / "config.json").write_text(json.dumps(plain, indent=2), encoding="utf-8")
     for each in model.iterdir():
         if each.name not in LEFT_OUT and not each.name.endswith(WEIGHTS):
             (own / each.name).symlink_to(each.absolute())

@@ -300,7 +300,7 @@ def engine_argument_names() -> frozenset[str]:
 
 def tool_call_parsers() -> frozenset[str]:
     """The names of the installed vLLM's parsers of calls of tools, read from its source."""
-    source = (_installed() / "tool_parsers" / "__init__.py").read_text()
+    source = (_installed() / "tool_parsers" / "__init__.py").read_text(encoding="utf-8")
     return frozenset(re.findall(r'^    "(\w+)": \(', source, re.MULTILINE))
 
 

@@ -270,7 +270,7 @@ def test_reward_metrics():
     rewards = [{"exact": e, "format": f} for e, f in [(1, 0.5), (0, 0.5), (1, 0.0), (1, 0.0)]]
     totals = torch.tensor([1.5, 0.5, 1.0, 1.0])
     advantages = torch.tensor([0.7, -0.7, 0.0, 0.0])
-    metrics = reward_metrics(rewards, totals, torch.tensor([0, 0, 1, 1]), advantages)
+    metrics = reward_metrics(rewards, totals, torch.tensor([0, 0, 1, 1]), advantages, [*rewards[0]])
     assert metrics == pytest.approx(
         {
             "reward": 1.0,
@@ -291,6 +291,15 @@ def test_reward_metrics():
     )
 
 
+def test_functions_are_in_the_order_of_the_config_whichever_prompt_comes_first():
+    for rewards in ([{"a": 1.0}, {"b": 2.0}], [{"b": 2.0}, {"a": 1.0}]):
+        metrics = reward_metrics(
+            rewards, torch.ones(2), torch.tensor([0, 1]), torch.zeros(2), ["b", "a", "unused"]
+        )
+        means = [name for name in metrics if name.endswith("/mean")]
+        assert means == ["reward/b/mean", "reward/a/mean"]
+
+
 def test_a_score_that_is_nan_is_in_no_mean():
     nan = math.nan
     metrics = reward_metrics(
@@ -298,6 +307,7 @@ def test_a_score_that_is_nan_is_in_no_mean():
         torch.tensor([nan, 0.0, 1.5]),
         torch.tensor([0, 0, 0]),
         torch.zeros(3),
+        ["exact", "judge"],
     )
     assert metrics == pytest.approx(
         {

@@ -45,6 +45,13 @@ def test_the_line_of_a_step_names_what_it_shows() -> None:
     assert step_line(3, 15, METRICS | {"skipped_steps": 1.0}).endswith("18.4 s  skipped")
 
 
+def test_the_line_of_a_step_without_any_score_says_so() -> None:
+    unscored = {name: value for name, value in METRICS.items() if not name.startswith("reward")}
+    assert step_line(3, 15, unscored) == (
+        "step  3/15  no reward: all failed  length 12.3 (4-16)  1312 tokens/s  18.4 s"
+    )
+
+
 def test_the_line_of_a_step_says_what_a_sum_and_a_mean_would_hide() -> None:
     line = step_line(
         3,

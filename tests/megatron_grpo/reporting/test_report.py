@@ -1,4 +1,5 @@
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -6,8 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from helpers.conversions import file_size_limit
 from megatron_grpo.reporting.report import (
     draw_curves,
+    draw_gap,
     draw_grad_norm,
     draw_kl,
     draw_reward,
@@ -75,6 +78,44 @@ def test_a_run_without_a_step_or_with_a_damaged_line_is_refused(
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(ValueError, match=told):
         draw_curves(tmp_path)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("gaps", "scale"),
+    [([0.0], "linear"), ([0.0] * 70, "linear"), ([0.0, 0.01], "log"), ([0.01], "log")],
+    ids=["a zero", "zeros", "one above 0", "one point"],
+)
+def test_the_gap_has_a_logarithmic_axis_where_it_has_values(gaps: list[float], scale: str) -> None:
+    panel = axis()
+    draw_gap(panel, [record(i, **{"rollout/logprob_gap_mean": gap}) for i, gap in enumerate(gaps)])
+    panel.figure.canvas.draw()
+    assert panel.get_yscale() == scale
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_run_without_reward_and_gradient_is_drawn(tmp_path: Path, num_steps: int) -> None:
+    zeros = {"rollout/logprob_gap_mean": 0.0, "grad_norm": 0.0, "entropy": 0.0, "kl": 0.0}
+    records = [record(step, **zeros) for step in range(1, num_steps + 1)]
+    for each in records:
+        for name in ("reward", "reward_group_std", "reward/exact/mean", "frac_reward_zero_std"):
+            del each[name]
+    write_metrics(tmp_path, records)
+    assert imread(draw_curves(tmp_path)).shape == (936, 2080, 4)
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [record(1)])
+    (tmp_path / "curves.png").write_bytes(b"the last one")
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with file_size_limit(100), pytest.raises(OSError, match=r"too large: '.*/curves\.png'"):
+            draw_curves(tmp_path)
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+    assert (tmp_path / "curves.png").read_bytes() == b"the last one"
+    assert not (tmp_path / "curves.png.tmp").exists()
 
 
 @pytest.mark.parametrize("first", [0.01, -0.02])  # k1 may be negative

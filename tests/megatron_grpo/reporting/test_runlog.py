@@ -33,10 +33,10 @@ def test_what_fails_in_closing_the_log_is_told_and_does_not_hide_why_the_run_end
     cfg = tiny_config(tied_model, ParallelDims(), f"train.run_dir={tmp_path / 'run'}")
     with pytest.raises(Preempted), closing(run_log(cfg, 0)) as log:
         log.tracking.log(1, {"reward": 1.0}, [])  # too little to draw
-        os.close(log.tracking._metrics.fileno())
+        os.close(log.timeline._file.fileno())
         raise Preempted("step 1 saved")
     told = capfd.readouterr().err
-    assert "the records of the run could not be finished: OSError(9, " in told
+    assert "timeline.json could not be finished: [Errno 9] " in told
     assert "curves.png could not be drawn: " in told
 
 

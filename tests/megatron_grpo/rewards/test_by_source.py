@@ -69,7 +69,8 @@ def test_each_source_has_its_own_functions_weights_bounds_and_metrics():
         "source/game/num_turns/mean": 1.5,
         "source/game/reward": 2.25,
     }
-    found = reward_metrics(scores, experience.totals, experience.group_ids, torch.zeros(6))
+    of_groups = (experience.totals, experience.group_ids, torch.zeros(6))
+    found = reward_metrics(scores, *of_groups, CONFIG.reward_labels)
     assert (found["reward/exact/mean"], found["reward/environment/mean"]) == (0.5, 0.75)
     # Of a completion of one turn nothing is counted here.
     found = dialogue_metrics(made, scores)

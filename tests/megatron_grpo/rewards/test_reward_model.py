@@ -264,7 +264,7 @@ def test_the_last_step_has_the_end_token() -> None:
     assert with_steps(samples, [Scores(), Scores(), Scores()], str) is samples
 
 
-def test_steps_are_kept_beside_the_score() -> None:
+def test_steps_are_kept_beside_the_score_and_functions_in_the_order_of_the_config() -> None:
     functions = (
         RewardFunction(name="reward_model", arguments={"base_url": "http://h", "step_tag": "§"}),
         RewardFunction(name="exact"),
@@ -272,8 +272,9 @@ def test_steps_are_kept_beside_the_score() -> None:
     samples = [sample_of("A", {}, 0, number) for number in range(2)]
     scoring = Scoring(samples, RewardConfig(functions=functions), set(), 2)
     steps_call, exact_call = scoring.calls
-    scoring.record(steps_call, Answer([0.5, 0.75], steps=[[(1, 0.5)], [(1, 0.75)]]))
     scoring.record(exact_call, Answer([1.0, 0.0]))
+    scoring.record(steps_call, Answer([0.5, 0.75], steps=[[(1, 0.5)], [(1, 0.75)]]))
+    assert [[*score] for score in scoring.scores] == [["reward_model", "exact"]] * 2
     assert scoring.scores == [
         {"reward_model": 0.5, "exact": 1.0},
         {"reward_model": 0.75, "exact": 0.0},
