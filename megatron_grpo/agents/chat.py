@@ -271,11 +271,13 @@ def arguments_of(text: str) -> Arguments:
 
 
 def _parsed(text: str) -> Any:
-    """The value that a text is in JSON, or the text."""
+    """The value that a text is in JSON, which has no NaN and no infinity; else the text."""
     try:
-        return as_unicode(json.loads(text))
+        value = as_unicode(json.loads(text))
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 def _as_written(arguments: Arguments) -> Arguments:
