@@ -48,7 +48,7 @@ Json = dict[str, Any]
 ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters", "python_arguments")
 """Keys of `agent` that say who acts."""
 TRIAL_SECONDS = 60.0
-"""In which an agent may get to its first request when it is tried; servers of tools have to."""
+"""Until the first request of an agent that is tried; one with tools that is later is refused."""
 POLL_SECONDS = 0.05
 DERENDER = "/v1/chat/completions/derender"
 """The engines' route from the tokens of a turn to an assistant's message."""
