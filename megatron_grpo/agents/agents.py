@@ -48,7 +48,7 @@ Json = dict[str, Any]
 ACTORS = ("command", "function", "tools", "mcp_servers", "max_tool_characters", "python_arguments")
 """Keys of `agent` that say who acts."""
 TRIAL_SECONDS = 60.0
-"""In which an agent may get to its first request when it is tried; servers of tools have to."""
+"""Until the first request of an agent that is tried; one with tools that is later is refused."""
 POLL_SECONDS = 0.05
 DERENDER = "/v1/chat/completions/derender"
 """The engines' route from the tokens of a turn to an assistant's message."""
@@ -87,7 +87,7 @@ def try_agent(pool: EnvironmentPool, agent: AgentConfig, prompt: Prompt) -> None
             raise ValueError(f"{who}: not ready after {TRIAL_SECONDS:g} s: correct or leave it out")
         return
     why = acting.exception() or "it ended without asking for a turn"
-    raise ValueError(f"{who} cannot act on row {prompt.index}: {why}{proxy_hint(url)}")
+    raise ValueError(f"{who} cannot act on row {prompt.index}: {why}")
 
 
 def _is_asked(endpoint: socket.socket, acting: "Future[str | None]") -> bool:
@@ -199,7 +199,9 @@ class Agents:
             told = json.loads(acting.result())
             session.end(told["reward"], told["metrics"])
         except EnvironmentFailed as failure:
-            hint = "" if session.turns else proxy_hint(self._endpoint.url)
+            # Processes of the run have the endpoint in NO_PROXY.
+            may_be_proxy = self._cfg.agent.listen is not None and not session.turns
+            hint = proxy_hint(self._endpoint.url) if may_be_proxy else ""
             session.end(None, failure=f"{failure}{hint}")
         except EnvironmentsLost as lost:
             self._lost = lost

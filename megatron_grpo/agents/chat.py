@@ -120,7 +120,7 @@ class ChatTemplate:
         """The messages as text; with `is_asked`, up to where the model's turn begins.
 
         Templates that go through the arguments of a call take objects alone, and some (DeepSeek's)
-        texts alone. Each argument has one form for a template, whatever the other messages are.
+        texts alone: the first form that the template takes is used for all calls.
         """
         if self.tokenizer.chat_template is None:
             raise BadRequest("the model's tokenizer has no chat template: use /v1/completions")
@@ -271,11 +271,13 @@ def arguments_of(text: str) -> Arguments:
 
 
 def _parsed(text: str) -> Any:
-    """The value that a text is in JSON, or the text."""
+    """The value that a text is in JSON, which has no NaN and no infinity; else the text."""
     try:
-        return as_unicode(json.loads(text))
+        value = as_unicode(json.loads(text))
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 def _as_written(arguments: Arguments) -> Arguments:
@@ -283,7 +285,7 @@ def _as_written(arguments: Arguments) -> Arguments:
 
 
 def as_object(arguments: Arguments) -> dict[str, Any]:
-    """Arguments for what takes only objects: what the model wrote is the only one of them.
+    """Arguments as an object, with the field `arguments` for what the model wrote that is none.
 
     >>> as_object("[1, 2]"), as_object("{'a': 1}")
     ({'arguments': [1, 2]}, {'arguments': "{'a': 1}"})
@@ -299,8 +301,7 @@ def as_text(arguments: Arguments) -> str:
 def as_openai(
     messages: Sequence[Message], form: Callable[[Arguments], Arguments] = as_text
 ) -> list[Message]:
-    """Messages of `messages_of` in OpenAI's form, with arguments of calls in another one for
-    templates."""
+    """Messages of `messages_of` in OpenAI's form; `form` is applied to the arguments of calls."""
     return [
         {
             **message,

@@ -244,7 +244,7 @@ def _plain(value: Any) -> Any:
 def _said(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as other:  # an exception of the tool's file may do anything
+    except BaseException as other:  # an exception of the tool's file may do anything
         return f"its text cannot be had ({type(other).__name__})"
 
 

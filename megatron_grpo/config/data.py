@@ -1,7 +1,7 @@
 """Prompts: the keys of `data`, and of `eval.data`."""
 
 import re
-from datetime import date, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -125,17 +125,13 @@ class DataConfig(Section):
                     f"data.path {name} is neither {' nor '.join(FILE_SUFFIXES)}: {CONVERSION}"
                 )
 
-    @field_validator("date", mode="before")
-    @classmethod
-    def _date_is_a_text(cls, value: Any) -> Any:
-        """YAML reads a time without quotes as one."""
-        return value.isoformat() if isinstance(value, date) else value
-
-    @field_validator("date", mode="after")
+    @field_validator("date")
     @classmethod
     def _date_is_a_time(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         try:
-            datetime.fromisoformat(value or "2026-11-29")
+            datetime.fromisoformat(value)
         except ValueError:
             raise ValueError(
                 f"data.date {value!r} is no time in ISO 8601: use one such as "

@@ -1,6 +1,7 @@
 """Configs as YAML: a file plus `key.sub=value` overrides, checked strictly; and back."""
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -16,6 +17,7 @@ from megatron_grpo.config.eval import EvalSet, section_of
 from megatron_grpo.config.overrides import apply_override
 from megatron_grpo.config.sources import Source
 from megatron_grpo.config.yaml_text import Loader, dump
+from megatron_grpo.unicode import is_unicode
 
 # Options of other libraries, chat templates and user code, which check the names themselves;
 # held-out sets have some of them, too.
@@ -166,11 +168,18 @@ def parse_config(table: dict[str, Any]) -> Config:
     sections |= {f"eval.sets.{name}.": EvalSet for name in _names(table, "eval", "sets")}
     sections |= {f"sources.by_name.{name}.": Source for name in _names(table, "sources", "by_name")}
     known = [key for start, section in sections.items() for key, _ in _known_keys(section, start)]
-    unknown = [key for key in _leaves(table) if not _is_known(key, known)]
+    leaves = dict(_leaves(table))
+    unknown = [key for key in leaves if not _is_known(key, known)]
     if unknown:
         raise ValueError(
             "\n".join(f"unknown config key {key!r}: {_instead_of(key, known)}" for key in unknown)
         )
+    for key, value in leaves.items():
+        if not is_unicode(json.dumps({key: value}, ensure_ascii=False, default=str, skipkeys=True)):
+            raise ValueError(
+                f"config key {key!r} = {value!r}: half of a surrogate pair is no text; correct it, "
+                "or leave it out"
+            )
     try:
         return Config.model_validate(table)
     except ValidationError as error:
@@ -250,13 +259,13 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", " ".join((field.description or "").split())
 
 
-def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted names of the values in nested tables; an empty table is a value."""
+def _leaves(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values in nested tables, by dotted names; an empty table is a value."""
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", value
 
 
 def _names(table: Mapping[str, Any], section: str, key: str) -> list[Any]:

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from megatron_grpo.config.yaml_text import Loader
+from megatron_grpo.unicode import is_unicode
 
 STR, NULL, BOOL = (f"tag:yaml.org,2002:{name}" for name in ("str", "null", "bool"))
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -46,7 +47,7 @@ def apply_override(table: dict[Any, Any], override: str, section: type[BaseModel
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ValueError(f"override {override!r} is not of the form key.sub=value")
-    if override != override.encode(errors="replace").decode():
+    if not is_unicode(override):
         raise ValueError(f"override {override!r} is not in UTF-8")
     kind: Any = section
     first, rest = _first_of(table, key)

@@ -14,6 +14,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.sources import ALONE, SourcesConfig
+from megatron_grpo.config.yaml_text import Loader
 from megatron_grpo.data.encoding import Chat, Encoded, chat_of, encode_rows, writes_date
 from megatron_grpo.data.images import ImageReader, PromptSources
 from megatron_grpo.data.rows import Fault, InvalidRows, Record, Row, read_rows
@@ -91,7 +92,7 @@ def with_date(cfg: Config, tokenizer: "PreTrainedTokenizerBase") -> Config:
         return cfg
     saved, date = (cfg.train.replay or cfg.train.run_dir) / "config.yaml", None
     if saved.exists():  # as text: keys of that run may have other names by now
-        date = yaml.safe_load(saved.read_text(encoding="utf-8"))["data"].get("date")
+        date = yaml.load(saved.read_text(encoding="utf-8"), Loader)["data"].get("date")
     date = date or datetime.now().astimezone().isoformat(timespec="seconds")
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"date": date})})
 

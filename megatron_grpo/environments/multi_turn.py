@@ -109,7 +109,7 @@ class Dialogue:
 
     @property
     def failed_in(self) -> str:
-        """The turn whose step is the last that the environment was asked for, or `reset`."""
+        """The environment's last call: `reset`, or the step of a turn."""
         return f"turn {len(self.step_rewards) + 1}" if self.completion_ids else "reset"
 
     def fail(self, failure: str) -> None:
@@ -169,7 +169,7 @@ class DialogueGeneration(DialogueRequests[Dialogue]):
 
     @property
     def failures(self) -> list[str]:
-        """Of each dialogue whose environment failed: prompt, sample, turn (or `reset`) and why."""
+        """One line per failed environment: prompt, sample, `reset` or turn, and why."""
         return [
             f"prompt {dialogue.prompt.index}, sample {dialogue.sample_index}, "
             f"{dialogue.failed_in}: {dialogue.failure}"

@@ -109,12 +109,16 @@ TOOLS = ["agent.weight=0", "rollout.tool_call_parser=hermes"]
         ([*TOOLS, "agent.mcp_servers=[nowhere --x]"], "agent.mcp_servers: 'nowhere --x' cannot be"),
     ],
 )
-def test_an_agent_that_cannot_start_is_refused_with_the_reason(settings, told, tmp_path):
+def test_an_agent_that_cannot_start_is_refused_with_the_reason(
+    settings, told, tmp_path, monkeypatch
+):
+    set_proxies(monkeypatch, http_proxy=DEAD)  # which is not the reason
     (tmp_path / "agent.py").write_text(FUNCTIONS)
     (tmp_path / "broken.py").write_text('import json\njson.loads("")\n')
     (tmp_path / "plain").write_text("#!/bin/sh\n")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=told) as raised:
         tried(*(setting.replace("FOLDER", str(tmp_path)) for setting in settings))
+    assert "NO_PROXY" not in str(raised.value)
 
 
 def test_what_has_not_asked_in_time_is_refused_if_it_is_no_program_of_the_user(

@@ -34,8 +34,9 @@ CALLS = {
     "deepseek_v3": "{{ '<call>' + c.function.name + '\\n' + c.function.arguments }}",
 }
 """How families write a call: from an object, from a text, or from either."""
-GOOD = ('{"a": 1, "b": 2}', "", '{"a": NaN}', '{"text": "\\ud83d"}')
+GOOD = ('{"a": 1, "b": 2}', "", '{"text": "\\ud83d"}')
 BROKEN = ('{"a": 1, "b": ', "[1, 2]", '"{}"', "null", "{'a': 1}", " ", "[" * 100_000)
+BROKEN += ('{"a": NaN}', '{"a": 1e999}')  # numbers that JSON has not
 ASKED = [{"role": "user", "content": "1+2?"}]
 RESULT = {"role": "tool", "tool_call_id": "1", "content": "Error"}
 
@@ -71,7 +72,12 @@ def test_a_session_goes_on_from_a_call_whatever_its_arguments_are(family, argume
     [block] = anthropic_api.answer(Answered(message, "tool_calls", 1, 1, ()), "m", "n")["content"]
     assert isinstance(block["input"], dict)
     as_anthropic = anthropic_api.as_chat(
-        {"messages": [*ASKED, {"role": "assistant", "content": json.loads(json.dumps([block]))}]}
+        {
+            "messages": [
+                *ASKED,
+                {"role": "assistant", "content": json.loads(json.dumps([block], allow_nan=False))},
+            ]
+        }
     )["messages"]
     again = {**call_of('{"b": 3}'), "content": "again"}
     for history in ([*ASKED, message], as_anthropic):

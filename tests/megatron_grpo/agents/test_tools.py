@@ -64,7 +64,7 @@ def words(text: str):
     yield from text.split()
 
 class Untold(Exception):
-    def __str__(self): raise RuntimeError
+    def __str__(self): raise SystemExit
 
 class Unshown:
     def __str__(self): raise LookupError("not shown")
@@ -119,7 +119,7 @@ ODD = {
     "close": "Error: GeneratorExit: ",
     "cancel": "Error: CancelledError: ",
     "stop": "Error: ",
-    "untold": "Error: Untold: its text cannot be had (RuntimeError)",
+    "untold": "Error: Untold: its text cannot be had (SystemExit)",
 }
 """What the model is told of each kind."""
 

@@ -609,6 +609,13 @@ REFUSED = [
     ("data.chat_template_kwargs.tools=[]", "kwargs.tools is reserved"),
     ("data.chat_template_kwargs.strftime_now=x", "kwargs.strftime_now is reserved"),
     ("data.date=yesterday", "data.date 'yesterday' is no time in ISO 8601"),
+    ("data.date=''", "data.date '' is no time in ISO 8601"),
+    (
+        r'rollout.stop=["\ud83d"]',
+        "config key 'rollout.stop' = ['\\ud83d']: half of a surrogate pair",
+    ),
+    (r'data.system_prompt="a\udce9"', "config key 'data.system_prompt' = 'a\\udce9': half"),
+    (r'rollout.vllm={"\ud83d": .nan}', "half of a surrogate pair"),
     ("eval.k=[1,4,8]", "eval: k 4"),
     ("eval.temperature=0 + eval.num_generations=4", "use num_generations 1"),
     ("eval.temperature=0.001", "use 0, or at least 0.01"),

@@ -89,7 +89,7 @@ def dated_tokenizer() -> PreTrainedTokenizerBase:
 
 def test_the_date_of_the_config_is_what_the_chat_template_writes(tmp_path):
     cfg, tokenizer = config(jsonl(tmp_path, ROWS), f"data.date={DATE}"), dated_tokenizer()
-    assert cfg.data.date == DATE  # YAML has read a time
+    assert cfg.data.date == DATE
     assert load_prompts(cfg, tokenizer, CONTEXT)[0].text.startswith("06 May 2024 07:08\n")
     template = ChatTemplate.of(tokenizer, cfg, [EOS_ID])
     asked = template.render([{"role": "user", "content": "a"}], None, is_asked=True)
@@ -107,6 +107,8 @@ def test_a_run_keeps_the_time_of_its_first_start(tmp_path):
     dated = first.model_copy(update={"data": first.data.model_copy(update={"date": DATE})})
     (run / "config.yaml").write_text(dump_config(dated))
     assert with_date(cfg, dated_tokenizer()) == dated == load_config(run / "config.yaml")
+    (run / "config.yaml").write_text(f"data: {{date: {DATE}}}")  # without quotes, as people write
+    assert with_date(cfg, dated_tokenizer()) == dated
     assert as_evaluated(dated).data.date == DATE
     replay = cfg.train.model_copy(update={"replay": run, "run_dir": tmp_path})
     replayed = with_date(cfg.model_copy(update={"train": replay}), dated_tokenizer())
