@@ -67,7 +67,8 @@ def train(run: Run) -> None:
                     trainer.boundary()
                     trainer.save()
         except (Preempted, RolloutAborted) as reason:
-            trainer.save_and_stop(reason)
+            with resumable(run_dir):
+                trainer.save_and_stop(reason)
 
 
 class Trainer:

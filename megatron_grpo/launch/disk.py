@@ -1,11 +1,14 @@
 """Files of a run directory, written so that a full disk leaves no half of a picture or record."""
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_grpo.launch.run_dir import resume_text
+
+OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -51,5 +54,7 @@ def resumable(run_dir: Path) -> Iterator[None]:
     except (ConnectionError, TimeoutError):
         raise
     except OSError as error:
+        if error.errno not in (None, *OF_DISKS) and not error.filename:
+            raise  # only the traceback says what it is about
         told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         raise OSError(f"{told}; {resume_text(run_dir)}") from error

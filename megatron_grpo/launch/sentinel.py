@@ -60,6 +60,8 @@ class Sentinel:
     def end(self) -> None:
         """End it, as nothing more is to be watched."""
         self._pipe.close()
+        # A process that was forked while this one was made would keep the pipe open.
+        self._process.kill()
         self._process.wait()
 
 

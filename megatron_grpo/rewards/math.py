@@ -2,13 +2,16 @@
 
 import math
 import re
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from latex2sympy2_extended.math_normalization import extract_boxed_content
 from math_verify import parse, verify
 
 from parallel.clock import running_time, stopped_time
 
+T = TypeVar("T")
 # Per expression. math-verify enforces it by SIGALRM, which works only in the main thread, where the
 # reward worker calls functions.
 TIMEOUT_SECONDS = 1
@@ -65,10 +68,7 @@ def math_answer(
             return 0.0
         if running_time() >= deadline:
             return LATE
-        stopped, is_right = stopped_time(), is_equal(completion, wanted)
-        if stopped_time() > stopped:  # the kernel's timer has counted that, too
-            is_right = is_equal(completion, wanted)
-        return float(is_right)
+        return float(_undisturbed(lambda: is_equal(completion, wanted)))
 
     given = zip(completions, map(str, answer), finish_reasons, strict=True)
     return [score(*each) for each in given]
@@ -92,10 +92,16 @@ def _found(completion: str, *, boxed: bool) -> list[Any]:
 
 
 def _reference(answer: str) -> list[Any]:
-    for parsed in map(parse, _readings(answer)):
-        if parsed:
+    for text in _readings(answer):
+        if parsed := _undisturbed(partial(parse, text)):
             return [*parsed]
     raise ValueError(f"no mathematical answer in the reference {answer!r}")
+
+
+def _undisturbed(call: Callable[[], T]) -> T:
+    """The result of `call`, which has a time-out of the kernel: the second, if stopped in it."""
+    stopped, result = stopped_time(), call()
+    return call() if stopped_time() > stopped else result
 
 
 def _readings(answer: str) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ class Intervals:
     silence: float = 20.0
     """Without a heartbeat, until a rank counts as stopped."""
     kill: float = 30.0
-    """Without a heartbeat of its own, until the kernel kills the process."""
+    """Without a heartbeat of its own, until its sentinel kills the process."""
     grace: float = 0.5
     """From the first fault reported to the verdict: effects may be reported before the cause."""
     stacks: float = 2.0
@@ -149,7 +149,7 @@ class Member:
     cpu: float = 0.0
     """CPU seconds of its main thread."""
     cpu_before: float = 0.0
-    """The same when there was progress, or it was last looked at."""
+    """The same when there was progress, or main threads were last looked at."""
     stack: str | None = None
     """Stack of its main thread, once it has answered the last request for it."""
     dump: list[str] = field(default_factory=list)
@@ -224,6 +224,8 @@ class Job:
     def on_heartbeat(self, rank: int, position: Position, now: float, cpu: float = 0.0) -> None:
         """A rank has sent a heartbeat with its `position` and its main thread's CPU seconds."""
         member = self.members[rank]
+        if member.heard <= self._looked:
+            member.cpu_before = member.cpu
         member.heard = now
         member.cpu = max(member.cpu, cpu)
         if position != member.position:
@@ -304,9 +306,8 @@ class Job:
         self._look(now)
 
     def _look(self, now: float) -> None:
+        # Not over all members: each of 1,024 ranks makes progress every second.
         self._looked, self._asked = now, None
-        for member in self.members.values():
-            member.cpu_before = member.cpu
 
     def _is_computing(self, now: float) -> bool:
         """Whether a rank that waits for no other has used the CPU since the last look."""
@@ -316,6 +317,7 @@ class Job:
         return any(
             member.cpu - member.cpu_before >= least and not WAITS.search(member.stack or "")
             for member in self.members.values()
+            if member.heard > self._looked
         )
 
     def _limit(self) -> Limit | None:
@@ -332,7 +334,7 @@ class Job:
         assert limit is not None
         seconds = self._num_limits * limit.seconds
         lines = [
-            f"megatron-grpo: no rank has made progress for {seconds:.3g} s ({limit.key}); "
+            f"megatron-grpo: no rank has made progress for {round(seconds, 1):g} s ({limit.key}); "
             f"rank 0 is in {self.position}; if that is only slow, set "
             f"{limit.key}={math.ceil(SLACK * seconds)}"
         ]

@@ -8,7 +8,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 FRAME = re.compile(r'File "(.*)", line (\d+), in (.*)')
-LIBRARIES = "/site-packages/", "/torch/", "<frozen "
+LIBRARY = re.compile(
+    r"/torch/|<frozen |/lib/python3(\.\d+)?/(?!(site|dist)-packages/(megatron_grpo|parallel)/)"
+)
+"""A file that is not of this project: of Python itself, too."""
 WAITS = re.compile(r"/torch/(distributed|cuda)/|/pipeline_parallel/p2p_communication\.py")
 """Where a rank waits for others: in torch.distributed, in Megatron-Core's own waits for pipeline
 sends and receives, or, with NCCL, where the host next synchronizes with the device."""
@@ -23,7 +26,7 @@ def main_stack() -> str:
 def place_of(stack: str) -> str:
     """The innermost line of a stack that is not in a library, or else the innermost one."""
     places: list[tuple[str, str, str]] = FRAME.findall(stack)
-    own = [place for place in places if not any(part in place[0] for part in LIBRARIES)]
+    own = [place for place in places if not LIBRARY.search(place[0])]
     file, line, function = (own or places)[-1]
     return f"{file}:{line} in {function}"
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.clock import running_time
 from parallel.nccl import error_text, library
 from parallel.weight_transfer.channels import NUM_SLOTS, finish_copies
 from parallel.weight_transfer.control_socket import ChannelError, ControlSocket
@@ -134,13 +135,13 @@ class NcclTransport:
             )
             done = torch.cuda.Event()
             done.record(stream)
-            deadline = time.monotonic() + self._control.seconds
+            deadline = running_time() + self._control.seconds
             while not done.query():
                 self._pause(deadline)
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Call a non-blocking function and wait until it is done."""
-        deadline = time.monotonic() + self._control.seconds
+        deadline = running_time() + self._control.seconds
         code = getattr(self._nccl, name)(*arguments)
         while code == IN_PROGRESS:
             self._pause(deadline)
@@ -152,7 +153,7 @@ class NcclTransport:
     def _pause(self, deadline: float) -> None:
         if not self._control.is_open():
             raise self._control.closed()
-        if time.monotonic() > deadline:
+        if running_time() > deadline:
             raise self._control.timed_out()
         time.sleep(POLL_SECONDS)
 

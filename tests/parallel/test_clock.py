@@ -4,8 +4,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
+from hashlib import sha256
+from threading import Thread
 
 import pytest
+
+from parallel.clock import MOST, RunningClock, result_within
 
 STOPPED_SECONDS = 3.0
 
@@ -72,3 +77,25 @@ def test_computing_counts_though_no_other_thread_can_look_at_the_time() -> None:
 
 def test_time_counts_in_a_forked_process() -> None:
     assert times_of(CHILD, stop=False)
+
+
+def test_other_threads_that_computed_before_a_stop_do_not_make_it_count() -> None:
+    def compute() -> None:
+        while time.thread_time() < MOST + 1:
+            sha256(bytes(1 << 20))
+
+    clock, thread = RunningClock(), Thread(target=compute)
+    thread.start()
+    thread.join()  # nobody looks meanwhile, as if all were stopped
+    assert clock.now() < MOST + 0.5
+
+
+def test_a_result_that_is_a_time_out_comes_at_once() -> None:
+    future: Future[None] = Future()
+    future.set_exception(TimeoutError("its own"))
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match="its own"):
+        result_within(future, 30)
+    assert time.monotonic() - begun < 15
+    with pytest.raises(TimeoutError):
+        result_within(Future[None](), 0.01)

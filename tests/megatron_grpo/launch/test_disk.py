@@ -1,5 +1,6 @@
 import errno
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,19 @@ def test_lines_that_cannot_be_written_are_told_by_file_and_the_step_to_resume_fr
         raise OSError("step_6: full")
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError(), TimeoutError()])
-def test_a_peer_that_is_gone_is_no_matter_of_files(error: OSError, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError(),
+        TimeoutError(),
+        OSError(errno.EMFILE, "Too many open files"),
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+    ],
+    ids=repr,
+)
+def test_what_names_no_file_and_is_not_of_a_disk_keeps_its_traceback(
+    error: OSError, tmp_path: Path
+) -> None:
     with pytest.raises(type(error)) as found, resumable(tmp_path):
         raise error
     assert found.value is error

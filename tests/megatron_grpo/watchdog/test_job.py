@@ -158,7 +158,7 @@ def test_rank_that_reports_no_stack_is_the_straggler():
 
 def computing_until_told(found: Job, busy: int, stack: str) -> tuple[float, str]:
     """When a job ends, and with which text, of which rank `busy` uses a CPU at that stack."""
-    for now in range(1, 500):
+    for now in range(1, 2000):
         for rank, member in found.members.items():
             found.on_heartbeat(rank, member.position, now, cpu=float(now) if rank == busy else 1.0)
         if found.wants_stacks(now):
@@ -209,6 +209,27 @@ def test_phase_may_take_twice_as_long_as_the_longest_of_this_run(slow, seconds):
     all_at(found, Position(2, "train"), begun)
     assert not found.wants_stacks(begun + seconds - 0.1)
     assert found.wants_stacks(begun + seconds)
+
+
+def test_seconds_of_a_long_limit_are_told_as_digits():
+    found = job(step=2, phase="train")
+    found._limits = replace(LIMITS, step=Limit(1800, "train.hang_timeout"))
+    ended, text = computing_until_told(found, 2, WAITING)
+    assert ended == 1800
+    assert "progress for 1800 s (train.hang_timeout)" in text and "hang_timeout=3600" in text
+
+
+LINE = '  File "{}", line 9, in f'
+PACKAGES = "/opt/venv/lib/python3.13/site-packages"
+
+
+@pytest.mark.parametrize(
+    "library",
+    ["/usr/lib/python3.12/threading.py", f"{PACKAGES}/a.py", "/usr/lib/python3/dist-packages/a.py"],
+)
+@pytest.mark.parametrize("own", ["/home/x/loss.py", f"{PACKAGES}/megatron_grpo/loss.py"])
+def test_place_of_a_stack_is_in_this_project(own: str, library: str):
+    assert place_of("\n".join(map(LINE.format, [library, own, library]))) == f"{own}:9 in f"
 
 
 def test_place_of_a_stack_is_the_innermost_line_outside_of_libraries():
