@@ -4,6 +4,7 @@ The process of a sample is an instance of the environments' pool, which forks, l
 Its only call is `reset`, which lasts as long as the agent acts and returns the reward, in JSON.
 """
 
+import asyncio
 import inspect
 import json
 import os
@@ -70,13 +71,13 @@ class Actor:
                 why = "is not executable" if Path(program).exists() else "does not exist"
                 raise ValueError(f"agent.command {command!r}: the program {program} {why}")
             return
-        run(_ask_nobody())
+        asyncio.run(_ask_nobody())  # `run` starts a thread, and this process forks
         if function is not None:
             load_function(function)
         for name in tools:
             if name == PYTHON:
                 python_schema()
-                run(Sandbox(**python_arguments).check())
+                asyncio.run(Sandbox(**python_arguments).check())
             else:
                 load_tool(name)
         if mcp_servers:

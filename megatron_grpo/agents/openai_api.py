@@ -12,6 +12,8 @@ from megatron_grpo.unicode import is_unicode
 Json = dict[str, Any]
 CHANGES_SAMPLING = ("logit_bias", "presence_penalty", "frequency_penalty", "min_p", "top_logprobs")
 """Fields that change what a model samples, or show more of it than is kept; they must be 0."""
+MOST_CHOICES = 128
+"""As OpenAI's own limit of `n`: each choice is a task on the endpoint's thread."""
 FIELDS: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
     "a whole number": ((int,), ("n", "max_tokens", "max_completion_tokens", "seed", "top_k")),
     "a number": ((int, float), ("temperature", "top_p")),
@@ -63,6 +65,8 @@ class Asked:
             has_usage=bool((body.get("stream_options") or {}).get("include_usage")),
             has_logprobs=body.get("logprobs") not in (None, False),
         )
+        if asked.num > MOST_CHOICES:
+            raise BadRequest(f"n {asked.num} must be at most {MOST_CHOICES}")
         if not all(isinstance(each, str) and each for each in asked.stop):
             raise BadRequest("stop strings must be texts that are not empty")
         if not all(map(is_unicode, asked.stop)):

@@ -16,10 +16,12 @@ from megatron_grpo.agents.agents import actor_pool, try_agent
 from megatron_grpo.config.file import load_config
 
 LIGHT = """
-import sys
+import sys, threading
 import megatron_grpo.agents.actors, megatron_grpo.environments.worker
 heavy = {"torch", "numpy", "transformers", "aiohttp", "openai"}
 print(sorted(heavy & sys.modules.keys()))
+megatron_grpo.agents.actors.Actor.load(None, None, ["python"], [], {"sandbox": "none"})
+print([thread.name for thread in threading.enumerate()])
 """
 
 FIRST_REQUEST = """
@@ -131,8 +133,8 @@ def test_what_has_not_asked_in_time_is_refused_if_it_is_no_program_of_the_user(
         tried(*TOOLS, "agent.mcp_servers=[sleep 60]")
 
 
-def test_the_process_that_agents_are_forked_from_imports_nothing_heavy():
-    assert subprocess.check_output([sys.executable, "-c", LIGHT]) == b"[]\n"
+def test_the_process_that_agents_are_forked_from_imports_nothing_heavy_and_has_one_thread():
+    assert subprocess.check_output([sys.executable, "-c", LIGHT]) == b"[]\n['MainThread']\n"
 
 
 def imported_by_an_agent(*mcp_servers: str) -> list[str]:

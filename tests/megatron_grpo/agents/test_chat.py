@@ -16,7 +16,7 @@ from megatron_grpo.agents.chat import (
     digests,
     messages_of,
 )
-from megatron_grpo.agents.openai_api import Answered
+from megatron_grpo.agents.openai_api import MOST_CHOICES, Answered, Asked
 from megatron_grpo.agents.token_tree import Place
 
 HEAD = (
@@ -127,3 +127,9 @@ def test_a_session_goes_on_from_a_turn_without_a_text(text):
             found = template.find([turn], told, None, template.render(told, None, is_asked=True))
             assert found.place == turn.end
             assert found.rest == "<start>user\nand?<eos><start>assistant\n"
+
+
+def test_a_request_for_more_choices_than_the_endpoint_has_room_for_is_refused():
+    assert Asked.of({"n": MOST_CHOICES}).num == MOST_CHOICES
+    with pytest.raises(BadRequest, match="n 1000000000 must be at most 128"):
+        Asked.of({"n": 1_000_000_000})
