@@ -236,7 +236,7 @@ def measure_rank(rank: int, side: str, source: Path, folder: Path) -> None:
             shutil.rmtree(folder / "exported", ignore_errors=True)  # only ours has made it
         figures |= measured("save", lambda: steps.save(folder / "saved"))
     digests = {name: digest(each.detach()) for name, each in parameters.items()}
-    (folder / f"rank{rank}.json").write_text(json.dumps([figures, digests]), encoding="utf-8")
+    (folder / f"rank{rank}.json").write_text(json.dumps([figures, digests]))
     dist.barrier()  # nobody closes a connection that another still needs
     dist.destroy_process_group()
 
@@ -246,7 +246,7 @@ def measured(name: str, step: Callable[[], object]) -> dict[str, float]:
     gc.collect()
     if dist.get_rank() == 0:
         warm_memory(WARM_BYTES)
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the most begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
     memory = resident("VmRSS")
     dist.barrier()
     received, start = bytes_received(), time.perf_counter()
@@ -286,21 +286,17 @@ def measured_side(side: str, folder: Path) -> dict[str, float]:
         # Not tests/helpers/ranks.py, whose ranks the frame would take for processes of others.
         torch.multiprocessing.spawn(measure_rank, (side, source, Path(memory)), nprocs=2)
         files = (Path(memory) / f"rank{rank}.json" for rank in range(2))
-        figures, digests = zip(
-            *(json.loads(file.read_text(encoding="utf-8")) for file in files), strict=True
-        )
+        figures, digests = zip(*(json.loads(file.read_text()) for file in files), strict=True)
         saved = digests_of(Path(memory) / "saved")
         check_equal(saved, digests_of(source), f"{side} did not save what it has loaded")
-    (folder / "digests.json").write_text(
-        json.dumps({"ranks": digests, "saved": saved}), encoding="utf-8"
-    )
+    (folder / "digests.json").write_text(json.dumps({"ranks": digests, "saved": saved}))
     return {name: max(each[name] for each in figures) for name in figures[0]}
 
 
 def write_model(folder: Path) -> None:
     """A random model, in files of some `FILE_BYTES`."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     values = torch.randn(RANDOM, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight_map, tensors, file, start = {}, {}, 0, 0
     shapes = hf_tensors(read_shape(folder))
@@ -314,7 +310,7 @@ def write_model(folder: Path) -> None:
             save_file(tensors, folder / weight_map[name])
             tensors, file = {}, file + 1
     index_file = folder / "model.safetensors.index.json"
-    index_file.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+    index_file.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def digests_of(folder: Path) -> dict[str, str]:
@@ -348,9 +344,7 @@ SIDES = {side: partial(measured_side, side) for side in MAKERS}
 
 def compare(ours: Path, peer: Path) -> str:
     """Every parameter of both ranks, and every tensor that was saved, bit for bit."""
-    mine, theirs = (
-        json.loads((folder / "digests.json").read_text(encoding="utf-8")) for folder in (ours, peer)
-    )
+    mine, theirs = (json.loads((folder / "digests.json").read_text()) for folder in (ours, peer))
     for own, other in zip(mine["ranks"], theirs["ranks"], strict=True):
         check_equal(own, other, "parameters")
     check_equal(mine["saved"], theirs["saved"], "saved tensors")

@@ -100,7 +100,7 @@ def measured(
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
     libc.malloc_trim(0)  # what the first has left may be used again, and would not be seen
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the most begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
     before = resident("VmRSS")
     logprobs, of_hidden, of_head = run(NUM_TOKENS)
     peak = resident("VmHWM") - before
@@ -111,7 +111,7 @@ def measured(
 
 def resident(key: str) -> int:
     """Bytes of this process's memory, now (VmRSS) or at most (VmHWM)."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
 

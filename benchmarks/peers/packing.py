@@ -98,7 +98,7 @@ def measured(plan: Callable[[list[int], int, int], tuple[Plan, float]], out: Pat
     lengths = TIMED.sample(0)
     timed = [plan(lengths, TIMED.longest, TIMED.data) for _ in range(NUM_TIMES)]
     plans["timed/0"], figures["seconds"] = min(timed, key=lambda found: found[1])
-    out.joinpath("plans.json").write_text(json.dumps(plans), encoding="utf-8")
+    out.joinpath("plans.json").write_text(json.dumps(plans))
     return figures
 
 
@@ -128,7 +128,7 @@ def compare(ours: Path, peer: Path) -> str:
     cases["timed/0"] = (TIMED, 0)
     over = {}
     for side in (ours, peer):
-        plans = json.loads(side.joinpath("plans.json").read_text(encoding="utf-8"))
+        plans = json.loads(side.joinpath("plans.json").read_text())
         assert plans.keys() == cases.keys()
         over[side] = 0
         for name, (case, seed) in cases.items():

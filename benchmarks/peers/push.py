@@ -91,7 +91,7 @@ def measured(
 ) -> dict[str, float]:
     """The figures of all processes, and the digest of what has arrived."""
     found = run_ranks(RECEIVER + 1, rank_of, *options, timeout=900)
-    (folder / "digest.json").write_text(json.dumps(found[RECEIVER]["digest"]), encoding="utf-8")
+    (folder / "digest.json").write_text(json.dumps(found[RECEIVER]["digest"]))
     held = layout_of(ENGINE, 0).num_elements * 2
     extra = max(each["extra"] for each in found)
     return {
@@ -241,13 +241,13 @@ def run(rank: int, weights: Mapping[str, Tensor], push: Push) -> dict[str, Any]:
 
 def watch_peak() -> int:
     """Have the peak of this process's memory begin now; its present bytes."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 
 
 def resident(field: str) -> int:
     """Bytes by /proc."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
@@ -264,8 +264,6 @@ SIDES = {"ours": ours, "ours, by network": ours_by_network, "megatron-core": meg
 
 def compare(ours: Path, peer: Path) -> str:
     """Bit for bit."""
-    own, other = (
-        json.loads((folder / "digest.json").read_text(encoding="utf-8")) for folder in (ours, peer)
-    )
+    own, other = (json.loads((folder / "digest.json").read_text()) for folder in (ours, peer))
     assert own == other, (own, other)
     return "what has arrived is the same bit for bit"

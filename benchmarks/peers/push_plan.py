@@ -187,7 +187,7 @@ def rule(received: Callable[[Layout], int], folder: Path) -> dict[str, float]:
     """What a worker receives, from the elements of its layout."""
     workers = engine_layouts(LLAMA_70B, ENGINE)
     by_rank = [ITEMSIZE * received(worker) for worker in workers] * (64 // ENGINE.tensor)
-    (folder / "received.json").write_text(json.dumps(by_rank), encoding="utf-8")
+    (folder / "received.json").write_text(json.dumps(by_rank))
     return {"received_gigabytes": max(by_rank) / 1e9}
 
 
@@ -212,7 +212,7 @@ def figures(
     folder: Path, received: list[int], sent: list[int], seconds: dict[int, float]
 ) -> dict[str, float]:
     """The figures of a side that has a planner, and by engine rank what it receives."""
-    (folder / "received.json").write_text(json.dumps(received), encoding="utf-8")
+    (folder / "received.json").write_text(json.dumps(received))
     return {
         **{f"plan_of_{count}_seconds": each for count, each in seconds.items()},
         "received_gigabytes": max(received) / 1e9,
@@ -232,10 +232,7 @@ SIDES = {
 
 def compare(ours: Path, peer: Path) -> str:
     """Ours receive what their parameters have; Awex's the same, by the rules none receive less."""
-    own, other = (
-        json.loads((folder / "received.json").read_text(encoding="utf-8"))
-        for folder in (ours, peer)
-    )
+    own, other = (json.loads((folder / "received.json").read_text()) for folder in (ours, peer))
     held = [
         ITEMSIZE * sum(piece.box.num_elements for piece in worker.pieces)
         for worker in engine_layouts(LLAMA_70B, ENGINE)

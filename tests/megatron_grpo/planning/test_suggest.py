@@ -109,7 +109,8 @@ def test_beside_training_there_are_as_many_engines_as_make_a_simulated_step_shor
     first = suggest(Job(cfg, shape, CARD, lengths, 8))[0]
     seconds = {}
     for number in range(1, 8):
-        rollout = cfg.rollout.model_copy(update={"num_engines": number, "max_staleness": 0})
+        waiting = {"max_staleness": 0, "in_flight_updates": False}
+        rollout = cfg.rollout.model_copy(update={"num_engines": number, **waiting})
         others = suggest(Job(cfg.model_copy(update={"rollout": rollout}), shape, CARD, lengths, 8))
         if others:  # seven engines leave one GPU, on which nothing fits
             each = replace(others[0], cfg=_as_in(cfg, others[0].cfg))
@@ -120,7 +121,7 @@ def test_beside_training_there_are_as_many_engines_as_make_a_simulated_step_shor
 
 def _as_in(cfg: Config, other: Config) -> Config:
     """`other`, as asynchronous as `cfg`."""
-    update = {"max_staleness": cfg.rollout.max_staleness}
+    update = {name: getattr(cfg.rollout, name) for name in ("max_staleness", "in_flight_updates")}
     return other.model_copy(update={"rollout": other.rollout.model_copy(update=update)})
 
 
