@@ -67,7 +67,7 @@ def check_prompts(cfg: Config, shape: ModelShape) -> tuple[Config, str]:
 
 
 def what_was_tried(cfg: Config) -> str:
-    """What the checks have called, beside reading the config's files."""
+    """Say whether rewards were tried and the agent was started."""
     rewards = [each for reward in cfg.rewards.values() for each in reward.functions]
     tried = "; rewards were tried" if any(not each.is_served_here for each in rewards) else ""
     agents = [view.agent for view in cfg.by_source.values()]

@@ -165,7 +165,7 @@ def _files_read(folder: Path) -> tuple[set[str], str]:
 
 
 def _files_of_engines(folder: Path) -> set[str]:
-    """Those that vLLM and SGLang read."""
+    """Names of the weight files that vLLM and SGLang read."""
     files = {file.name for file in folder.iterdir() if not file.name.startswith(".")}
     if safetensors := {name for name in files if name.endswith(".safetensors")}:
         index = folder / INDEX_FILE

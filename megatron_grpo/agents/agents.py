@@ -263,7 +263,7 @@ def _described(agent: AgentConfig) -> str:
 
 
 def _columns(prompt: Prompt, url: str, key: str) -> Json:
-    """What an `Actor` gets."""
+    """Arguments of `Actor.reset`."""
     chat = prompt.messages
     messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     return as_unicode({"url": url, "key": key, "row": dict(prompt.row), "messages": messages})

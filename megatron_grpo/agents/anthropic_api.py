@@ -5,8 +5,10 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_grpo.agents.chat import BadRequest, arguments_of, as_object
+from megatron_grpo.agents.chat import BadRequest, as_object
 from megatron_grpo.agents.openai_api import Answered, Json
+from megatron_grpo.data.messages import arguments_of
+from megatron_grpo.unicode import as_unicode
 
 SAME = ("max_tokens", "stream", "temperature", "top_p", "top_k", "model", "metadata")
 """Fields that OpenAI's requests have, too."""
@@ -129,7 +131,7 @@ def _blocks(turn: Answered) -> list[Json]:
         blocks.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls") or ():
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        given = as_object(arguments_of(arguments))
+        given = as_object(as_unicode(arguments_of(arguments)))
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
     return blocks
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_grpo.agents.token_tree import Place
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.encoding import TEMPLATE_ERRORS
-from megatron_grpo.data.messages import text_of
+from megatron_grpo.data.messages import arguments_of, json_value, text_of
 from megatron_grpo.environments.turns import end_of_turn
 from megatron_grpo.unicode import as_unicode
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Arguments = dict[str, Any] | str
-"""Of a call: an object, or the text that the model wrote in its place."""
+"""Arguments of a call: an object, or the text that the model wrote in its place."""
 
 
 NO_CALL = "each of tool_calls must have a function with a name, and arguments in JSON"
@@ -260,24 +260,8 @@ def _call(given: Any) -> dict[str, Any]:
     if not isinstance(name, str) or not isinstance(arguments, str | dict | None):
         raise BadRequest(NO_CALL)
     if isinstance(arguments, str):
-        arguments = arguments_of(arguments)
+        arguments = as_unicode(arguments_of(arguments))
     return {"id": given.get("id"), "name": name, "arguments": arguments or {}}
-
-
-def arguments_of(text: str) -> Arguments:
-    """The object that a text is in JSON, or the text."""
-    parsed = _parsed(text or "{}")
-    return parsed if isinstance(parsed, dict) else text
-
-
-def _parsed(text: str) -> Any:
-    """The value that a text is in JSON, which has no NaN and no infinity; else the text."""
-    try:
-        value = as_unicode(json.loads(text))
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return text
-    return value
 
 
 def _as_written(arguments: Arguments) -> Arguments:
@@ -290,7 +274,9 @@ def as_object(arguments: Arguments) -> dict[str, Any]:
     >>> as_object("[1, 2]"), as_object("{'a': 1}")
     ({'arguments': [1, 2]}, {'arguments': "{'a': 1}"})
     """
-    return arguments if isinstance(arguments, dict) else {"arguments": _parsed(arguments)}
+    if isinstance(arguments, dict):
+        return arguments
+    return as_unicode({"arguments": json_value(arguments)})
 
 
 def as_text(arguments: Arguments) -> str:

@@ -24,7 +24,7 @@ FIELDS: Mapping[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
     "a list": ((list,), ("tools",)),
     "an object": ((dict,), ("stream_options", "response_format", "metadata")),
 }
-"""What fields must be, also where they have no effect; null is as if they were left out."""
+"""Types of the request's fields, of ignored ones too; null counts as absent."""
 
 
 @dataclass(frozen=True)

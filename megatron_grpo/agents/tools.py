@@ -206,7 +206,7 @@ async def _client_of(server: str, stack: AsyncExitStack) -> Any:
 
 
 def _first_cause(error: BaseException) -> str:
-    """What went wrong first, without the groups in which tasks raise."""
+    """Name the first error inside the exception groups of tasks."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
@@ -230,12 +230,12 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def _as_text(result: Any) -> str:
-    """What the model is told of a result; raises what is wrong with one that has no JSON form."""
+    """Write a tool's result as text or JSON; raises TypeError or ValueError if it has neither."""
     return result if isinstance(result, str) else json.dumps(result, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """What a value without a JSON form is in it: an array's numbers, or the value as a text."""
+    """Replace a value that JSON lacks: an array by its numbers, others by their text."""
     if isinstance(value, Iterator | AsyncIterator):
         raise TypeError(f"a result with a {type(value).__name__}: return a list")
     return value.tolist() if hasattr(value, "tolist") else str(value)

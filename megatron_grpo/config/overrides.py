@@ -35,7 +35,7 @@ SYNTAX = (
     yaml.DocumentStartToken,
     yaml.DocumentEndToken,
 )
-"""What YAML takes away from a value without a word."""
+"""Tokens that YAML silently removes from a value."""
 
 
 def apply_override(table: dict[Any, Any], override: str, section: type[BaseModel]) -> None:

@@ -61,16 +61,29 @@ def _with_table(call: Any) -> Any:
     Text that is no table in JSON stays: a model may have called a tool like that.
     """
     function = call.get("function") if isinstance(call, dict) else None
-    text = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(text, str):
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
+    return {**call, "function": {**function, "arguments": arguments_of(text)}}
+
+
+def arguments_of(text: str) -> dict[str, Any] | str:
+    """Parse the arguments of a call; text that is no object in JSON comes back as it is.
+
+    >>> arguments_of('{"a": 1}'), arguments_of("[1]"), arguments_of("")
+    ({'a': 1}, '[1]', {})
+    """
+    parsed = json_value(text or "{}")
+    return parsed if isinstance(parsed, dict) else text
+
+
+def json_value(text: str) -> Any:
+    """Parse JSON, which has no NaN and no infinity; any other text comes back as it is."""
     try:
-        arguments = json.loads(text or "{}")
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+        return text
+    return value
 
 
 def without_nulls(value: Any) -> Any:

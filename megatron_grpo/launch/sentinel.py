@@ -27,7 +27,7 @@ DUMP = signal.SIGRTMIN + 1
 """Makes a rank write its stacks. It goes to the heartbeat thread, which only waits: elsewhere it
 would interrupt a call of the system."""
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, *PREEMPTION_SIGNALS)
-"""What terminals and schedulers send to all processes, and only the rank acts on. Not what stops
+"""Signals of terminals and schedulers to all processes, which only the rank acts on. Not what stops
 them: `scontrol suspend` begins with SIGTSTP."""
 
 

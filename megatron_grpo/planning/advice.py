@@ -1,4 +1,4 @@
-"""What a plan advises: nothing that the same config would then be refused for."""
+"""Advice of a plan, checked: the changed config must itself be accepted."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +28,7 @@ Changes = Mapping[str, Mapping[str, Any]]
 
 
 def overrides(changes: Changes) -> list[str]:
-    """What to write after the config's name."""
+    """The changes as overrides, to paste after the config's name."""
     return [
         f"{section}.{name}={as_yaml(value)}"
         for section, fields in changes.items()
@@ -77,7 +77,7 @@ def check_job(job: Job) -> None:
 
 
 def flash_lines(job: Job, gpu: str) -> list[str]:
-    """That a package is needed, and what to set to do without, if that is legal."""
+    """A line if flash-attn is needed, with the setting that avoids it where that is legal."""
     if card_named(gpu).packs_sequences or _has_own_attention(job.cfg, job.shape):
         return []
     local = legal(job, with_megatron(job.cfg, transformer_impl="local"))

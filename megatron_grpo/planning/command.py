@@ -381,8 +381,8 @@ def _too_large(job: Job, plan: JobPlan) -> str:
 
 
 def _offloads(job: Job, plan: JobPlan) -> tuple[str, int] | None:
-    """What takes most of the state off the fullest GPU, and how many bytes; None if nothing
-    does that is legal and fits the hosts."""
+    """The `train.offload` that frees most bytes of the fullest GPU, and their number; None if
+    none is legal and fits the hosts."""
     stage = plan.fullest
     for offload in OFFLOADS:
         freed = part_bytes(stage.state, parts_away(offload, stage.worst)) - stage.away[stage.worst]

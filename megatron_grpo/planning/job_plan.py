@@ -215,7 +215,7 @@ def _overlaps(
 
 
 def _ways(cfg: Config, card: GpuSpec) -> dict[str, Changes]:
-    """What may hide traffic, by the words that say so."""
+    """Changes that may hide traffic, by their overrides."""
     switches: Changes = {"parallel": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
     ways = {" ".join(overrides(switches)): switches}
     fields: dict[str, object] = {"moe_shared_expert_overlap": True}

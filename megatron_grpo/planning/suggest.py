@@ -60,7 +60,7 @@ class Suggestion:
 
     @property
     def changes(self) -> dict[str, dict[str, Any]]:
-        """What to change in the config."""
+        """Changes to the config."""
         given = self.cfg.parallel.model_dump(exclude_unset=True)
         rollout: dict[str, Any] = {"num_engines": n} if (n := self.cfg.num_engines) else {}
         if "base_urls" in self.cfg.rollout.model_fields_set and not self.cfg.rollout.base_urls:

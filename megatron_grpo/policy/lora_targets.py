@@ -144,7 +144,7 @@ def starting_adapter(cfg: LoraConfig, shape: ModelShape) -> StoredAdapter | None
 
 
 def _advice(cfg: LoraConfig, shape: ModelShape, modules: Sequence[str]) -> str:
-    """What describes exactly these modules, if the names of layers can."""
+    """Suggest the `lora.target_modules` that match exactly these modules, or a merge."""
     ends = tuple(dict.fromkeys(name.rpartition(".")[2] for name in modules))
     told = cfg.model_copy(update={"target_modules": ends, "exclude_modules": ()})
     try:

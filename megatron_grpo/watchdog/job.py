@@ -149,7 +149,7 @@ class Member:
     cpu: float = 0.0
     """CPU seconds of its main thread."""
     cpu_before: float = 0.0
-    """The same when there was progress, or main threads were last looked at."""
+    """CPU seconds at the last progress, or when main threads were last looked at."""
     stack: str | None = None
     """Stack of its main thread, once it has answered the last request for it."""
     dump: list[str] = field(default_factory=list)
@@ -206,7 +206,7 @@ class Job:
         self._stood = 0.0
         """The longest time without progress in the current phase of rank 0."""
         self._longest: dict[str, float] = {}
-        """The same for each phase that is over."""
+        """The longest time without progress in each finished phase."""
         self._causes: list[_Cause] = []
         self._first_step = 0
         self._finished: dict[int, End] = {}

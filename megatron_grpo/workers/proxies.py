@@ -49,7 +49,7 @@ def is_here(url: str) -> bool:
 
 
 def proxy_hint(url: str) -> str:
-    """What to look at if a request for `url` has failed and may have met a proxy; else empty.
+    """Advice on `NO_PROXY` after a failed request for `url`; empty if no proxy applies.
 
     The proxy itself is not told, as its address may hold a password.
     """

@@ -101,4 +101,4 @@ OF_SERVER = {
     "port": "the run chooses a free one; see `megatron-grpo serve --help`",
     "api_key": "every route requires MEGATRON_GRPO_TOKEN",
 }
-"""The same of arguments of vLLM's API server, which has others than its engine."""
+"""Arguments of vLLM's API server, in the same form."""
