@@ -1,9 +1,10 @@
 """How much code a newcomer reads: its size, and what one training step enters.
 
-Prints lines, files, functions and prose of the packages in a checkout (default: this one), and
-traces a run of configs/tiny_cpu.yaml there: which files and functions each rank enters from one
-call of `train_step` to the next, engines aside. Any checkout can be measured, so that a
-refactor can be compared with what it changes. Takes a minute, for the run.
+Prints lines, files, functions and prose of the packages in a checkout (default: this one), the
+lines of each room, and traces two runs of configs/tiny_cpu.yaml there, one with agents: which files
+and functions each rank enters from one call of `train_step` to the next, engines aside. Any
+checkout can be measured, so that a refactor can be compared with what it changes. Takes two
+minutes, for the runs. tests/test_ceilings.py holds these figures down.
 """
 
 import ast
@@ -19,6 +20,12 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 
 PACKAGES = ("megatron_grpo", "checkpoint_convert", "parallel")
+AGENT = '''
+async def act(client, row):
+    """Ask for one turn of plain text."""
+    answer = await client.completions.create(model="policy", prompt="1 + 1 =", max_tokens=8)
+    return float("2" in answer.choices[0].text)
+'''
 TRACER = """
 import json, os, sys, threading
 packages = json.loads(os.environ["TRACED"])
@@ -45,13 +52,26 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("checkout", nargs="?", default=".", type=Path)
     checkout = parser.parse_args().checkout.resolve()
-    files = [file for package in PACKAGES for file in sorted((checkout / package).rglob("*.py"))]
-    show_size(files)
-    by_rank = trace_step(checkout)
-    everything = set().union(*by_rank.values())
-    for name, entered in [*sorted(by_rank.items()), ("all", everything)]:
-        num_files = len({file for file, _ in entered})
-        print(f"rank {name}: {num_files} files, {len(entered)} functions in one step")
+    show_size([file for package in PACKAGES for file in sorted((checkout / package).rglob("*.py"))])
+    for room, lines in lines_of_rooms(checkout).items():
+        print(f"{lines:7,} lines in {room}")
+    for title, has_agents in (("synchronous", False), ("agents", True)):
+        by_rank = trace_step(checkout, has_agents=has_agents)
+        by_rank["all"] = set().union(*by_rank.values())
+        for name, entered in sorted(by_rank.items()):
+            num_files = len({file for file, _ in entered})
+            print(f"{title}, rank {name}: {num_files} files, {len(entered)} functions in one step")
+
+
+def lines_of_rooms(checkout: Path) -> dict[str, int]:
+    """Lines of Python by room: a folder of the packages with its subfolders, and a package's own
+    files."""
+    lines: dict[str, int] = defaultdict(int)
+    for package in PACKAGES:
+        for file in sorted((checkout / package).rglob("*.py")):
+            room = file.relative_to(checkout).parent.parts[:2]
+            lines["/".join(room)] += len(file.read_text(encoding="utf-8").splitlines())
+    return dict(lines)
 
 
 def show_size(files: list[Path]) -> None:
@@ -76,8 +96,11 @@ def show_size(files: list[Path]) -> None:
     print({name: f"{count / sum(lines):.1%}" for name, count in num_prose.items()})
 
 
-def trace_step(checkout: Path) -> dict[str, set[tuple[str, str]]]:
-    """By rank: the files and functions that the second step of a tiny run enters."""
+def trace_step(checkout: Path, *, has_agents: bool = False) -> dict[str, set[tuple[str, str]]]:
+    """By rank: the files and functions that the second step of a tiny run enters.
+
+    Its completions are of one turn, 16 a step; agents ask for them with `has_agents`.
+    """
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "traces").mkdir()
@@ -95,10 +118,14 @@ def trace_step(checkout: Path) -> dict[str, set[tuple[str, str]]]:
         [make_model] = checkout.glob("tests/**/models.py")  # its place has changed
         run(str(make_model), str(folder / "model"))
         run("-m", "demo.make_sums", str(folder / "sums.jsonl"))
+        agents: list[str] = []
+        if has_agents:
+            (folder / "agent.py").write_text(AGENT, encoding="utf-8")
+            agents = [f"agent.function={folder / 'agent.py'}:act", "data.max_prompt_length=64"]
         run(
             *("-m", "megatron_grpo", "train", "configs/tiny_cpu.yaml", "train.num_steps=4"),
             *(f"model.path={folder / 'model'}", f"data.path={folder / 'sums.jsonl'}"),
-            *(f"train.run_dir={folder / 'run'}", "parallel.tensor_parallel_size=1"),
+            *(f"train.run_dir={folder / 'run'}", "parallel.tensor_parallel_size=1", *agents),
         )
         return {
             file.name: {tuple(each) for each in json.loads(file.read_text(encoding="utf-8"))}

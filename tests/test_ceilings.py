@@ -1,0 +1,61 @@
+"""The product does not grow unseen: sizes of rooms, and what one training step enters.
+
+Every figure is a ceiling that may only fall. A change that raises one says so in the CHANGELOG, and
+why; one that lowers a figure by more than a few lines lowers its ceiling.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from bench_code import lines_of_rooms, trace_step
+
+ROOT = Path(__file__).parents[1]
+LINES = {
+    "megatron_grpo": 2951,
+    "megatron_grpo/agents": 3283,
+    "megatron_grpo/algorithm": 669,
+    "megatron_grpo/batch": 1176,
+    "megatron_grpo/checkpoints": 1481,
+    "megatron_grpo/config": 3497,
+    "megatron_grpo/data": 1634,
+    "megatron_grpo/doctor": 944,
+    "megatron_grpo/engines": 8586,
+    "megatron_grpo/environments": 1057,
+    "megatron_grpo/evaluation": 343,
+    "megatron_grpo/launch": 1224,
+    "megatron_grpo/planning": 5418,
+    "megatron_grpo/policy": 5660,
+    "megatron_grpo/reporting": 2011,
+    "megatron_grpo/rewards": 1970,
+    "megatron_grpo/rollout": 1653,
+    "megatron_grpo/viewer": 355,
+    "megatron_grpo/watchdog": 1003,
+    "megatron_grpo/workers": 879,
+    "checkpoint_convert": 5989,
+    "checkpoint_convert/families": 1931,
+    "checkpoint_convert/formats": 1488,
+    "parallel": 5450,
+    "parallel/weight_transfer": 1716,
+}
+
+
+def test_no_room_is_larger_than_its_ceiling() -> None:
+    found = lines_of_rooms(ROOT)
+    assert found.keys() == LINES.keys(), "a new room needs a ceiling, and one that is gone has none"
+    too_large = {room: (found[room], most) for room, most in LINES.items() if found[room] > most}
+    assert not too_large, "(lines, ceiling) by room: fold, or raise it and say why in the CHANGELOG"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("has_agents", "most_files", "most_functions"), [(False, 118, 590), (True, 132, 715)]
+)
+def test_a_step_enters_no_more_code_than_its_ceiling(
+    has_agents: bool, most_files: int, most_functions: int
+) -> None:
+    by_rank = trace_step(ROOT, has_agents=has_agents)
+    entered = set().union(*by_rank.values())
+    assert len({file for file, _ in entered}) <= most_files
+    assert len(entered) <= most_functions
