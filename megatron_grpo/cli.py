@@ -212,7 +212,7 @@ def evaluate(
     silence_libraries()
     from rich.console import Console
 
-    from megatron_grpo.environments import EnvironmentsLost
+    from megatron_grpo.agents.fork_pool import EnvironmentsLost
     from megatron_grpo.eval_command import FolderEvaluation, result_table  # torch: see above
     from megatron_grpo.rewards.scoring import RewardError
 

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from checkpoint_convert import ModelShape, check_weights, read_shape
 from checkpoint_convert.tokenizer import load_tokenizer
-from megatron_grpo.agents.agents import open_dialogues
+from megatron_grpo.agents.partners import Partners
 from megatron_grpo.bars import progress_bar, waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import served_here
@@ -24,6 +25,7 @@ from megatron_grpo.engines.kernels import check_kernels
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import LOADED_VERSION
 from megatron_grpo.engines.reward_models import RewardModels
+from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.evaluation.evaluation import (
     Evaluated,
@@ -40,6 +42,7 @@ from megatron_grpo.reporting.progress import EvaluationBar
 from megatron_grpo.reporting.tracking import EVAL_COMPLETIONS_FILE
 from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.timing import PhaseTimer
+from megatron_grpo.workers.event_loop import EventLoop
 
 RESULT_FILE = "eval.json"
 
@@ -63,17 +66,20 @@ class FolderEvaluation:
             # The engines load while the reward functions do, and the data is encoded.
             self.servers = EngineServers(cfg.model, cfg.rollout, out / "logs", None)
             stack.enter_context(closing(self.servers))
-            self._client = RolloutClient(EnginePool(self.servers, cfg.rollout), cfg.rollout)
+            loop = stack.enter_context(closing(EventLoop()))
+            pool = EnginePool(self.servers, cfg.rollout)
+            self._client = stack.enter_context(closing(RolloutClient(pool, cfg.rollout, loop)))
             sets = [as_evaluated(cfg, name) for name in cfg.eval.named_sets]
             rewards = [view.reward for each in sets for view in each.by_source.values()]
             models = served_here(rewards)
             servers = RewardModels(models, cfg.rollout, out / "logs", engines=self.servers)
             pools = stack.enter_context(closing(RewardPools(servers)))
             ends = end_tokens(shape, tokenizer, cfg.rollout)
-            dialogues = open_dialogues(cfg, tokenizer, ends, self._client, None)
-            if dialogues:
-                stack.callback(dialogues.close)
-            self._evaluations = Evaluations(cfg, shape, tokenizer, self._client, pools, dialogues)
+            partners = stack.enter_context(closing(Partners(cfg, tokenizer, ends, self._client)))
+            decode = partial(tokenizer.decode, skip_special_tokens=True)
+            router = RequestRouter(self._client, decode, streams=False)
+            stack.callback(lambda: loop.call(router.close()))
+            self._evaluations = Evaluations(cfg, shape, tokenizer, router, pools, partners)
             with waiting(self.servers.awaited, "answer") as show:
                 self.servers.wait_ready(cfg.rollout.startup_timeout, show)
             if pools.awaited:

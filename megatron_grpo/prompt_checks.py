@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from checkpoint_convert import ModelShape
 from checkpoint_convert.tokenizer import load_tokenizer
 from megatron_grpo.agents.agents import actor_pool, try_agent
+from megatron_grpo.agents.fork_pool import EnvironmentPool
+from megatron_grpo.agents.turns import Turns, end_of_turn
 from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import section_of
@@ -19,8 +21,6 @@ from megatron_grpo.data.rows import Row
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.arguments import PLANNED, engine_number
 from megatron_grpo.engines.reward_models import check_served
-from megatron_grpo.environments import EnvironmentPool
-from megatron_grpo.environments.turns import Turns, end_of_turn
 from megatron_grpo.evaluation.evaluation import as_evaluated, load_eval_prompts
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.functions import load_function

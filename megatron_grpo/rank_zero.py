@@ -15,11 +15,10 @@ from megatron_grpo.policy.export import keep_export
 from megatron_grpo.reporting.metrics import StepReport
 from megatron_grpo.reporting.runlog import RunLog
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
-from megatron_grpo.rollout.generate import RolloutBatch
-from megatron_grpo.rollout.group_runner import GroupRunner
+from megatron_grpo.rollout.generation import RolloutBatch, Runner, as_rollout_aborted
 from megatron_grpo.rollout.replay import Replay, write_generation
-from megatron_grpo.rollout.rollouter import Rollouter
-from megatron_grpo.rollout.runner import RolloutRunner, Runner, as_rollout_aborted
+from megatron_grpo.rollout.runner import GenerationRunner
+from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.watchdog import Watchdog
 
@@ -30,7 +29,7 @@ class RankZero:
 
     cfg: Config
     watchdog: Watchdog
-    rollouter: Rollouter | None
+    services: RolloutServices | None
     """Has the engines; None with `train.replay`."""
     stream: PromptStream
     log: RunLog
@@ -42,7 +41,7 @@ class RankZero:
         cls,
         cfg: Config,
         watchdog: Watchdog,
-        source: Rollouter | Replay,
+        source: RolloutServices | Replay,
         state: TrainerState,
         stack: ExitStack,
     ) -> "RankZero":
@@ -59,24 +58,21 @@ class RankZero:
         log = stack.enter_context(closing(RunLog(cfg, state.step, source.tokenizer)))
         log.begin(len(stream.prompts))
         runner: Runner
-        rollouter = None if isinstance(source, Replay) else source
+        services = drafts = None
         if isinstance(source, Replay):
             runner = source
-        elif cfg.rollout.over_sampling > 1:
-            runner = GroupRunner(source, watchdog, log.timeline, state)
         else:
-            runner = RolloutRunner(source, watchdog, log.timeline)
+            services, runner = source, GenerationRunner(source, watchdog, log.timeline, state)
         stack.enter_context(closing(runner))
-        drafts = None
-        if rollouter and cfg.rollout.vllm.get("speculative_config"):
-            drafts = DraftMeter(rollouter.engines, are_new=not cfg.rollout.base_urls)
-        return cls(cfg, watchdog, rollouter, stream, log, runner, drafts)
+        if services and cfg.rollout.vllm.get("speculative_config"):
+            drafts = DraftMeter(services.engines, are_new=not cfg.rollout.base_urls)
+        return cls(cfg, watchdog, services, stream, log, runner, drafts)
 
     @property
-    def with_engines(self) -> Rollouter:
-        """The rollouter of a run that makes its generations."""
-        assert self.rollouter is not None, "train.replay starts no engines"
-        return self.rollouter
+    def with_engines(self) -> RolloutServices:
+        """The services of a run that makes its generations."""
+        assert self.services is not None, "train.replay starts no engines"
+        return self.services
 
     def wait_ready(self) -> None:
         """Return when all engines and reward models answer.

@@ -16,7 +16,7 @@ from megatron_grpo.policy.quantized import policy_of
 from megatron_grpo.policy.reference import Reference, reference_of
 from megatron_grpo.policy.residency import Residency
 from megatron_grpo.rollout.replay import Replay
-from megatron_grpo.rollout.rollouter import Rollouter
+from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.watchdog import Watchdog
 from megatron_grpo.weight_sync import WeightSync
 from parallel.collectives import wait_for_rank_0
@@ -41,20 +41,20 @@ class Run:
         return self.cfg.dims.world_size // self.num_hosts
 
 
-def open_rollouts(run: Run, shape: ModelShape, stack: ExitStack) -> Rollouter | Replay | None:
+def open_rollouts(run: Run, shape: ModelShape, stack: ExitStack) -> RolloutServices | Replay | None:
     """Start the engines, or open the generations that are replayed; None but on rank 0.
 
     On return the ranks may take memory: engines that share GPUs have measured what is free, or
     given theirs back.
     """
     cfg = run.cfg
-    source: Rollouter | Replay | None = None
+    source: RolloutServices | Replay | None = None
     if run.groups.rank == 0 and cfg.train.replay is not None:
         source = Replay(cfg, shape, lambda: run.watchdog.is_preempted)
     elif run.groups.rank == 0:
-        rollouter = Rollouter(cfg, shape, run.token, run.ranks_per_host)
-        source = stack.enter_context(closing(rollouter))
-        rollouter.wait_for_memory()
+        services = RolloutServices(cfg, shape, run.token, run.ranks_per_host)
+        source = stack.enter_context(closing(services))
+        services.wait_for_memory()
     if cfg.rollout.enable_sleep_mode or not cfg.rollout.base_urls:
         wait_for_rank_0()
     return source

@@ -27,10 +27,10 @@ from megatron_grpo.rank_zero import RankZero
 from megatron_grpo.reporting.metrics import StepReport, peak_memory
 from megatron_grpo.reporting.profiler import profiled_step
 from megatron_grpo.reporting.trackers import WANDB_ID_FILE
-from megatron_grpo.rollout.generate import RolloutBatch
+from megatron_grpo.rollout.generation import RolloutBatch
 from megatron_grpo.rollout.probe import probe_logprobs, sample_probe
-from megatron_grpo.rollout.rollouter import Rollouter
-from megatron_grpo.rollout.rollouts import RolloutScheduler, ask_engines
+from megatron_grpo.rollout.schedule import RolloutScheduler, ask_engines
+from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.run import Run, build_models, open_rollouts, open_weight_sync
 from megatron_grpo.timing import PhaseTimer
 from megatron_grpo.train_step import train_step
@@ -99,7 +99,7 @@ class Trainer:
         self.beta = cfg.grpo.beta
         if cfg.grpo.kl_target is not None and self.state.beta is not None:
             self.beta = self.state.beta
-        engines = source.engines if isinstance(source, Rollouter) else None
+        engines = source.engines if isinstance(source, RolloutServices) else None
         sync = open_weight_sync(run, self.policy, self.residency, engines)
         self.weight_sync = stack.enter_context(closing(sync))
         self.zero: RankZero | None = None
@@ -260,7 +260,7 @@ class Trainer:
         """Between two steps: push the weights that the step has made, and evaluate if due."""
         if not self._is_boundary():
             return
-        self.rollouts.before_push(self.step, self.timer, cuts=is_due(self.cfg, self.step))
+        self.rollouts.before_push(self.step, self.timer, aborts=is_due(self.cfg, self.step))
         self.push(self.step)
         self._evaluate()
         self.rollouts.after_push(self.step)

@@ -1,7 +1,7 @@
 """Who acts in a session: an `agent.command` or an `agent.function`, in a process of its own.
 
-The process of a sample is an instance of the environments' pool, which forks, limits and kills it.
-Its only call is `reset`, which lasts as long as the agent acts and returns the reward, in JSON.
+The process of a sample is an instance of an `EnvironmentPool`, which forks, limits and kills it.
+Its only call is `run_episode`, which lasts as long as the agent acts.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ MAX_LINE = 1 << 16
 
 
 class Actor:
-    """An environment that acts by itself; `reset` gets the address and the key of its session."""
+    """Acts in one session, whose address and key `run_episode` gets."""
 
     def __init__(
         self,
@@ -83,22 +83,17 @@ class Actor:
         if mcp_servers:
             import mcp  # noqa: F401, PLC0415
 
-    def reset(
+    def run_episode(
         self,
         url: str = "",
         key: str = "",
         row: Mapping[str, Any] = NOTHING,
         messages: Sequence[Message] = (),
-    ) -> str:
-        """Act on a row, or answer its messages with tools; returns reward and metrics in JSON."""
+    ) -> dict[str, Any]:
+        """Act on a row, or answer its messages with tools; returns reward and metrics."""
         if self._command is not None:
-            told = run_command(shlex.split(self._command), variables_of(url, key), row)
-        else:
-            told = run(self._act(url, key, row, messages))
-        return json.dumps(checked(told))
-
-    def step(self, text: str) -> None:
-        """Never called."""
+            return checked(run_command(shlex.split(self._command), variables_of(url, key), row))
+        return checked(run(self._act(url, key, row, messages)))
 
     async def _act(
         self, url: str, key: str, row: Mapping[str, Any], messages: Sequence[Message]

@@ -1,8 +1,8 @@
-"""All agents of a run: the endpoint that they ask, and the processes in which they act."""
+"""Agents: the endpoint that they ask, the processes in which they act, and their groups."""
 
-import json
+import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -12,33 +12,24 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.agents import actors
 from megatron_grpo.agents.chat import BadRequest, ChatTemplate
 from megatron_grpo.agents.endpoint import LOOPBACK, Endpoint
-from megatron_grpo.agents.generation import AgentGeneration
-from megatron_grpo.agents.mixture import MixedDialogues
+from megatron_grpo.agents.fork_pool import EnvironmentFailed, EnvironmentPool
 from megatron_grpo.agents.session import Session, SessionOver
-from megatron_grpo.agents.task_queue import OutsideTask, TaskQueue
+from megatron_grpo.agents.task_queue import TaskQueue
 from megatron_grpo.config.agent import AgentConfig
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.data import DataConfig
 from megatron_grpo.config.reward import EnvironmentConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.arguments import engine_table
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import SampleRequests
+from megatron_grpo.engines.group import Group
 from megatron_grpo.engines.http import EngineDown, EngineError
-from megatron_grpo.engines.in_flight import InFlight
+from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.engines.sampling_params import SamplingParams
-from megatron_grpo.environments.dialogues import Dialogues
-from megatron_grpo.environments.multi_turn import EnvironmentDialogues
-from megatron_grpo.environments.pool import (
-    EnvironmentFailed,
-    EnvironmentPool,
-    EnvironmentsLost,
-    Instance,
-)
 from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.proxies import proxy_hint
+from megatron_grpo.workers.tasks import gather_all
 from parallel.clock import running_time
 
 if TYPE_CHECKING:
@@ -79,7 +70,7 @@ def try_agent(pool: EnvironmentPool, agent: AgentConfig, prompt: Prompt) -> None
         url = f"http://{LOOPBACK}:{endpoint.getsockname()[1]}"
         instance = pool.new_instance()
         stack.callback(instance.end)
-        acting = instance.reset(prompt.text, _columns(prompt, url, "trial"), seed=0)
+        acting = instance.run_episode(prompt.text, _columns(prompt, url, "trial"), seed=0)
         if _is_asked(endpoint, acting):
             return
     if not acting.done():  # a program of the user's may have much to prepare
@@ -90,7 +81,7 @@ def try_agent(pool: EnvironmentPool, agent: AgentConfig, prompt: Prompt) -> None
     raise ValueError(f"{who} cannot act on row {prompt.index}: {why}")
 
 
-def _is_asked(endpoint: socket.socket, acting: "Future[str | None]") -> bool:
+def _is_asked(endpoint: socket.socket, acting: "Future[Any]") -> bool:
     """Whether a request comes before the agent ends, or `TRIAL_SECONDS` are over."""
     endpoint.settimeout(POLL_SECONDS)
     deadline, has_ended = running_time() + TRIAL_SECONDS, False
@@ -111,108 +102,63 @@ class Agents:
         tokenizer: "PreTrainedTokenizerBase",
         end_tokens: Sequence[int],
         client: RolloutClient,
-        in_flight: InFlight | None,
     ) -> None:
         self._cfg, self._client, self._tokenizer = cfg, client, tokenizer
         self._end_tokens = end_tokens
         # Stop tokens may be what a call ends with, which parsers look for.
         self._unparsed = {*end_tokens} - {*cfg.rollout.stop_token_ids}
-        self._is_own = in_flight is None
-        self._in_flight = in_flight or InFlight(client, self.decode, streams=False)
         tasks = None
         if cfg.agent.listen is not None:  # agents outside of this run
             tasks = TaskQueue(cfg.train.run_dir, cfg.agent.timeout)
         self._pool = tasks or actor_pool(cfg)
-        self._endpoint = Endpoint(self._parse, cfg.model.path.name, tasks, cfg.agent.address)
-        self._keys: dict[Session, str] = {}
-        self._instances: dict[Session, Instance | OutsideTask] = {}
-        self._lost: EnvironmentsLost | None = None
+        self._endpoint = Endpoint(self._parse, cfg.model.path.name, tasks)
+        client.loop.call(self._endpoint.start(*cfg.agent.address))
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Wait until agents can be started; raises ValueError if they cannot."""
         self._pool.wait_ready(())  # an agent gets all columns
 
-    def generation(
-        self, prompts: Sequence[Prompt], params: SamplingParams, cfg: Config
-    ) -> AgentGeneration:
-        """Sessions for each prompt; they begin at once."""
+    def groups(self, cfg: Config) -> "Callable[[Prompt, SamplingParams, int], AgentGroup]":
+        """Makes groups of sessions."""
         template = ChatTemplate.of(self._tokenizer, cfg, self._end_tokens)
-        return AgentGeneration(prompts, params, self, partial(self._begin, template, cfg.data))
+        longest = cfg.data.max_prompt_length
+        assert longest is not None
+        return partial(AgentGroup, agents=self, template=template, max_prompt_length=longest)
 
-    def generate(self, requests: SampleRequests) -> list[Sample]:
-        """All samples of `requests`. Turns come one by one, as in flight, but no push does."""
-        return self._in_flight.generate_alone(requests)
+    async def run(self, group: "AgentGroup", sample_index: int, router: RequestRouter) -> Sample:
+        """Open a session, and let an agent of its own act in it to its end.
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled tokens, without special ones."""
-        text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
-
-    def _begin(
-        self,
-        template: ChatTemplate,
-        data: DataConfig,
-        prompt: Prompt,
-        sample_index: int,
-        params: SamplingParams,
-        seed: int,
-    ) -> Session:
-        """Open a session, and start its agent."""
-        assert data.max_prompt_length is not None
+        Raises EnvironmentsLost if no agent can be started any more.
+        """
+        agent_cfg = self._cfg.agent
         session = Session(
-            prompt,
-            sample_index,
-            template,
-            self._cfg.agent,
-            longest=data.max_prompt_length + params.max_completion_length,
-            policy_version=params.policy_version,
-            has_routes=params.has_routes,
+            group, sample_index, router, group.template, agent_cfg, group.max_prompt_length
         )
-        key = self._keys[session] = self._endpoint.admit(session)
-        instance = self._instances[session] = self._pool.new_instance()
-        acting = instance.reset(prompt.text, _columns(prompt, self._endpoint.url, key), seed)
-        acting.add_done_callback(partial(self._take_reward, session))
-        return session
-
-    def end(self, session: Session) -> None:
-        """End a session whose agent has not ended."""
-        if not session.is_over:
+        prompt, url = group.prompt, self._endpoint.url
+        key, agent = self._endpoint.admit(session), self._pool.new_instance()
+        try:
+            seed = group.params.turn_seed(sample_index, turn=-1)
+            acting = agent.run_episode(prompt.text, _columns(prompt, url, key), seed)
+            ending = await asyncio.wrap_future(acting)
+            session.end(ending["reward"], ending["metrics"])
+        except EnvironmentFailed as failure:
+            # Processes of the run have the endpoint in NO_PROXY.
+            may_be_proxy = agent_cfg.listen is not None and not session.turns
+            hint = proxy_hint(url) if may_be_proxy else ""
+            session.end(None, failure=f"{failure}{hint}")
+        finally:
             session.end(None, failure="it was given up")
-            self._forget(session)
-
-    def raise_if_lost(self) -> None:
-        """Raise EnvironmentsLost if no agent can be started any more."""
-        if self._lost:
-            raise self._lost
+            self._endpoint.forget(key)
+            agent.end()
+        if session.failure:
+            where = f"prompt {prompt.index}, sample {sample_index}"
+            group.failures.append(f"{where}: {session.failure}")
+        return session.to_sample()
 
     def close(self) -> None:
         """Kill all agents, and stop the endpoint."""
         self._pool.close()
-        self._endpoint.close()
-        if self._is_own:
-            self._in_flight.end()
-            self._in_flight.close()
-
-    def _take_reward(self, session: Session, acting: "Future[str]") -> None:
-        try:
-            told = json.loads(acting.result())
-            session.end(told["reward"], told["metrics"])
-        except EnvironmentFailed as failure:
-            # Processes of the run have the endpoint in NO_PROXY.
-            may_be_proxy = self._cfg.agent.listen is not None and not session.turns
-            hint = proxy_hint(self._endpoint.url) if may_be_proxy else ""
-            session.end(None, failure=f"{failure}{hint}")
-        except EnvironmentsLost as lost:
-            self._lost = lost
-            session.end(None, failure=str(lost))
-        self._forget(session)
-
-    def _forget(self, session: Session) -> None:
-        if key := self._keys.pop(session, None):
-            self._endpoint.forget(key)
-        if instance := self._instances.pop(session, None):
-            instance.end()
+        self._client.loop.call(self._endpoint.close())
 
     async def _parse(self, choice: Choice, request: Mapping[str, Any], url: str) -> Json:
         """The message that a turn is, by the engine's parsers, if it has any."""
@@ -244,13 +190,38 @@ class Agents:
         """
         for address in (url, *(each for each in self._client.pool.serving if each != url)):
             try:
-                async with self._client.connect(address) as engine:
-                    return await engine.post(route, body)
+                return await self._client.engine(address).post(route, body)
             except (EngineDown, TimeoutError) as error:
                 lost = error
             except EngineError as error:
                 raise BadRequest(f"the turn cannot be parsed: {error}") from None
         raise SessionOver(f"the turn could not be parsed: {lost}")
+
+
+class AgentGroup(Group):
+    """Agents that act on one prompt."""
+
+    partner = "agent"
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        *,
+        agents: Agents,
+        template: ChatTemplate,
+        max_prompt_length: int,
+    ) -> None:
+        super().__init__(prompt, params, priority)
+        self._agents, self.template = agents, template
+        self.max_prompt_length = max_prompt_length
+
+    async def sample(self, router: RequestRouter) -> list[Sample]:
+        """Let all agents act at the same time."""
+        return await gather_all(
+            self._agents.run(self, index, router) for index in range(self.params.num_generations)
+        )
 
 
 def _described(agent: AgentConfig) -> str:
@@ -263,30 +234,7 @@ def _described(agent: AgentConfig) -> str:
 
 
 def _columns(prompt: Prompt, url: str, key: str) -> Json:
-    """Arguments of `Actor.reset`."""
+    """Arguments of `Actor.run_episode`."""
     chat = prompt.messages
     messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     return as_unicode({"url": url, "key": key, "row": dict(prompt.row), "messages": messages})
-
-
-def open_dialogues(
-    cfg: Config,
-    tokenizer: "PreTrainedTokenizerBase",
-    end_tokens: Sequence[int],
-    client: RolloutClient,
-    in_flight: InFlight | None,
-) -> Dialogues | None:
-    """What the config's samples are made by, if they are dialogues."""
-    if cfg.sources.by_name and cfg.has_dialogues:
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        shared = in_flight or InFlight(client, decode, streams=False)
-
-        def opened(view: Config) -> Dialogues | None:
-            return open_dialogues(view, tokenizer, end_tokens, client, shared)
-
-        return MixedDialogues(cfg, opened, shared, is_own=in_flight is None)
-    if cfg.agent.is_used:
-        return Agents(cfg, tokenizer, end_tokens, client, in_flight)
-    if cfg.environment.name is not None:
-        return EnvironmentDialogues(cfg, tokenizer, end_tokens, client)
-    return None

@@ -16,10 +16,10 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_grpo.agents.token_tree import Place
+from megatron_grpo.agents.turns import end_of_turn
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.encoding import TEMPLATE_ERRORS
 from megatron_grpo.data.messages import arguments_of, json_value, text_of
-from megatron_grpo.environments.turns import end_of_turn
 from megatron_grpo.unicode import as_unicode
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
     GET /v1/models
 
 A session has a key, which is its API key (`Authorization: Bearer`, `x-api-key`). A program that
-cannot be given one finds the same routes below `/KEY`. The server is a thread of the trainer's.
+cannot be given one finds the same routes below `/KEY`. The server runs in rank 0's event loop.
 """
 
 import asyncio
@@ -12,10 +12,8 @@ import json
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -39,7 +37,6 @@ from megatron_grpo.agents.session import Session, SessionOver
 from megatron_grpo.agents.task_queue import TaskQueue
 from megatron_grpo.engines.choice import Choice
 from megatron_grpo.unicode import as_unicode
-from parallel.clock import run
 
 LOOPBACK, ANY_HOST = "127.0.0.1", ("0.0.0.0", "::")
 MAX_BODY = 64 << 20
@@ -73,17 +70,11 @@ class Endpoint:
         parse: Parse,
         model: str,
         tasks: TaskQueue | None = None,
-        listen: tuple[str, int] = (LOOPBACK, 0),
     ) -> None:
-        self._parse, self._model = parse, model
-        self._tasks, self._listen = tasks, listen
+        self._parse, self._model, self._tasks = parse, model, tasks
         self._sessions: dict[str, Session] = {}
-        self._ready: Future[str] = Future()
-        self._stopping = asyncio.Event()
-        self._thread = Thread(target=lambda: run(self._run()), name="agents' endpoint", daemon=True)
-        self._thread.start()
-        self.url = self._ready.result()
-        """Its address, without /v1."""
+        self.url = ""
+        """Its address, without /v1, once it is started."""
 
     def admit(self, session: Session) -> str:
         """The key with which the requests of this session come."""
@@ -95,13 +86,8 @@ class Endpoint:
         """Know the key no more."""
         self._sessions.pop(key, None)
 
-    def close(self) -> None:
-        """Stop the server; requests that are open are not answered."""
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
-
-    async def _run(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    async def start(self, host: str = LOOPBACK, port: int = 0) -> None:
+        """Listen; raises ValueError for an address that another run has."""
         application = web.Application(client_max_size=MAX_BODY)
         routes: dict[str, Handler] = {
             "/v1/chat/completions": partial(self._openai, CHAT, self._chat_turns),
@@ -117,27 +103,23 @@ class Endpoint:
         application.router.add_get("/v1/models", self._models)
         application.router.add_get("/{key}/v1/models", self._models)
         # A client that goes away ends the wait for its answer.
-        runner = web.AppRunner(
+        self._runner = web.AppRunner(
             application, handler_cancellation=True, shutdown_timeout=STOP_SECONDS, access_log=None
         )
+        await self._runner.setup()
         try:
-            await runner.setup()
-            try:
-                await web.TCPSite(runner, *self._listen).start()
-            except OSError as error:  # such as an address that another run has
-                host, port = self._listen
-                raise ValueError(f"agent.listen {host}:{port}: {error}") from None
-            host, port = runner.addresses[0][:2]
-            url = f"http://{host}:{port}"
-            if self._tasks:
-                name = socket.getfqdn() if host in ANY_HOST else host
-                self._tasks.tell(f"http://{name}:{port}")
-            self._ready.set_result(url)
-        except Exception as error:  # of any kind: who waits must learn of it
-            self._ready.set_exception(error)
-            return
-        await self._stopping.wait()
-        await runner.cleanup()
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            raise ValueError(f"agent.listen {host}:{port}: {error}") from None
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        if self._tasks:
+            name = socket.getfqdn() if host in ANY_HOST else host
+            self._tasks.publish_address(f"http://{name}:{port}")
+
+    async def close(self) -> None:
+        """Stop the server; requests that are open are not answered."""
+        await self._runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._session_of(request) is None:

@@ -1,44 +1,24 @@
-"""One sample of a prompt while its agent acts: its tokens so far, and the turns it waits for.
-
-Two threads meet here: that of the endpoint, where the agent's requests arrive, and that of the
-engines, which asks for what to generate next.
-"""
+"""One sample of a prompt while its agent acts: its tokens so far, and the turns it waits for."""
 
 import asyncio
-import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_grpo.agents.chat import BadRequest, ChatTemplate, Found, Turn
 from megatron_grpo.agents.token_tree import Place, TokenTree
 from megatron_grpo.config.agent import AgentConfig
-from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Heard, Sample
 from megatron_grpo.engines.choice import Choice
-from megatron_grpo.workers.tasks import lasting_future
+from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.group import Group
+from megatron_grpo.engines.request import Request
+from megatron_grpo.engines.router import RequestRouter
 
 NOTHING: Mapping[str, float] = {}
 MOST_AT_ONCE = 8
 """Turns of one session at the engines at a time; further requests wait."""
-
-
-@dataclass(frozen=True)
-class TurnRequest:
-    """What an engine is to sample next for a session."""
-
-    number: int
-    """Counted from 0 in the session, for its seed."""
-    token_ids: Sequence[int]
-    max_tokens: int
-    stop: Sequence[str]
-    num_routed: int
-    """Tokens whose experts are known."""
-    answer: "Future[tuple[Choice, str]]" = field(default_factory=Future)
-    """What was sampled, and the address of the engine."""
 
 
 class SessionOver(Exception):
@@ -46,39 +26,34 @@ class SessionOver(Exception):
 
 
 class Session:
-    """The endpoint's and the engines' view of one sample."""
+    """The endpoint's view of one sample of a group; it asks the engines by a router."""
 
     def __init__(
         self,
-        prompt: Prompt,
+        group: Group,
         sample_index: int,
+        router: RequestRouter,
         template: ChatTemplate,
         cfg: AgentConfig,
-        *,
-        longest: int,
-        policy_version: int,
-        has_routes: bool,
+        max_prompt_length: int,
     ) -> None:
-        """`longest` is the most tokens that a prompt with its answer may have."""
-        self.prompt, self.sample_index, self.template = prompt, sample_index, template
+        self.prompt, self.sample_index, self.template = group.prompt, sample_index, template
         self.tree, self.turns = TokenTree(), list[Turn]()
         self.finish_reason = "stop"
         self.failure = ""
         """Why it has failed; empty if it has not."""
         self.reward: float | None = None
         self.metrics: Mapping[str, float] = {}
-        self._cfg, self._longest, self._version = cfg, longest, policy_version
-        self._has_routes = has_routes
-        self._lock = threading.Lock()
-        self._num_requests = 0
-        self._pending: deque[TurnRequest] = deque()
-        self._at_engines: dict[int, TurnRequest] = {}
-        """By place, of `MOST_AT_ONCE`."""
         self.is_over = False
         """Whether there is nothing more to ask engines for."""
-        self._changed = lasting_future()
-
-    # The endpoint's side
+        self._group, self._router, self._cfg, self._params = group, router, cfg, group.params
+        self._longest = max_prompt_length + self._params.max_completion_length
+        """The most tokens that a prompt with its answer may have."""
+        self._num_requests = 0
+        self._url = ""
+        """The engine that had the last turn."""
+        self._free = asyncio.Semaphore(MOST_AT_ONCE)
+        self._open: set[Request] = set()
 
     async def sample(
         self, found: Found, max_tokens: int | None, stop: Sequence[str]
@@ -89,23 +64,31 @@ class Session:
         BadRequest if a limit is reached, and SessionOver.
         """
         place, context = self._prompt_of(found)
-        request = self._request(place, context, max_tokens, stop)
-        with self._lock:
+        body = self._request(place, context, max_tokens, stop)
+        choice, self._url = await self._ask(body, stop)
+        return choice, self._url, *self._keep(place, context, found.rest, choice)
+
+    async def _ask(self, body: Json, stop: Sequence[str]) -> tuple[Choice, str]:
+        """The engines' answer, unless the session ends before: then SessionOver."""
+        async with self._free:
             if self.is_over:
                 raise SessionOver("this session is over")
-            self._pending.append(request)
-            self._notify()
-        try:
-            choice, url = await asyncio.wrap_future(request.answer)
-        except asyncio.CancelledError:  # the agent does not wait any more: it will never see it
-            with self._lock:
-                if request in self._pending:
-                    self._pending.remove(request)
-            raise
-        with self._lock:
-            if self.is_over:
-                raise SessionOver("this session is over")
-            return choice, url, *self._keep(place, context, found.rest, choice)
+            priority = self._group.priority + self.sample_index
+            request = Request(body, priority, [*self._params.stop, *stop], self._url)
+            self._open.add(request)
+            self._router.submit([request])
+            try:
+                answer = await request.answer
+            except asyncio.CancelledError:
+                if self.is_over:
+                    raise SessionOver("this session is over") from None
+                raise  # the agent does not wait any more
+            finally:
+                self._open.discard(request)
+        if self.is_over:
+            raise SessionOver("this session is over")
+        self._group.engines.add(answer[1])
+        return answer
 
     def num_tokens(self, found: Found) -> int:
         """Number of tokens of a prompt that goes on from `found`."""
@@ -115,56 +98,19 @@ class Session:
         self, reward: float | None, metrics: Mapping[str, float] = NOTHING, failure: str = ""
     ) -> None:
         """The agent has ended, with the reward and the metrics that it gave."""
-        with self._lock:
-            if self.is_over:
-                return
-            failure = failure or self.failure
-            if not (failure or self.tree.branches):
-                failure = "it ended without asking for a turn"
-            if reward is None and self._cfg.weight and not failure:
-                failure = "it gave no reward: set agent.weight=0 if reward functions alone judge"
-            self.reward, self.metrics, self.failure = reward, metrics, failure
-            if failure:
-                self.finish_reason = "failed"
-            waiting = [*self._pending, *self._at_engines.values()]
-            self._pending.clear()
-            self.is_over = True  # last: then others read the above, without the lock
-            self._notify()
-        for request in waiting:
-            if request.answer.set_running_or_notify_cancel():
-                request.answer.set_exception(SessionOver("this session is over"))
-
-    # The engines' side
-
-    async def next_request(self, place: int) -> TurnRequest | None:
-        """Wait for a request to be answered next at one of `MOST_AT_ONCE` places; None at the
-        session's end. If this is cancelled, nothing is lost."""
-        while True:
-            with self._lock:
-                if self.is_over:
-                    return None
-                if place in self._at_engines:
-                    return self._at_engines[place]
-                if self._pending:
-                    request = self._at_engines[place] = self._pending.popleft()
-                    return request
-                changed = self._changed
-            await asyncio.wrap_future(changed)
-
-    @property
-    def open(self) -> dict[int, TurnRequest]:
-        """The requests at engines, by place."""
-        with self._lock:
-            return {} if self.is_over else dict(self._at_engines)
-
-    def answer(self, place: int, choice: Choice, url: str) -> None:
-        """An engine has answered the request at a place."""
-        with self._lock:
-            request = self._at_engines.pop(place, None)
-            if request is None or self.is_over:
-                return
-        if request.answer.set_running_or_notify_cancel():  # else nobody waits any more
-            request.answer.set_result((choice, url))
+        if self.is_over:
+            return
+        failure = failure or self.failure
+        if not (failure or self.tree.branches):
+            failure = "it ended without asking for a turn"
+        if reward is None and self._cfg.weight and not failure:
+            failure = "it gave no reward: set agent.weight=0 if reward functions alone judge"
+        self.reward, self.metrics, self.failure = reward, metrics, failure
+        if failure:
+            self.finish_reason = "failed"
+        self.is_over = True
+        for request in self._open:
+            request.answer.cancel()
 
     def to_sample(self) -> Sample:
         """The sample, once the session is over."""
@@ -194,7 +140,7 @@ class Session:
             logprobs=[p for each in branches for p in each.logprobs],
             finish_reason=self.finish_reason,
             text="".join(each.text for each in branches),
-            policy_version=spans[0][0] if spans else self._version,
+            policy_version=spans[0][0] if spans else self._params.policy_version,
             versions=tuple(spans) if len(spans) > 1 else (),
             loss_mask=[m for each in branches for m in each.loss_mask],
             routes=self._routes(),
@@ -223,8 +169,9 @@ class Session:
 
     def _request(
         self, place: Place | None, context: list[int], max_tokens: int | None, stop: Sequence[str]
-    ) -> TurnRequest:
-        cfg, tree = self._cfg, self.tree
+    ) -> Json:
+        """The body of a request; the agent is told if it may not have the turn."""
+        cfg, tree, params = self._cfg, self.tree, self._params
         if self._num_requests >= cfg.max_turns:
             self._refuse("max_turns", f"agent.max_turns {cfg.max_turns} is reached")
         if cfg.max_tokens is not None and tree.num_sampled >= cfg.max_tokens:
@@ -238,9 +185,17 @@ class Session:
             )
         if max_tokens is None or max_tokens > room:
             max_tokens = room
-        number, self._num_requests = self._num_requests, self._num_requests + 1
-        num_routed = tree.num_routed(place) if place else 0
-        return TurnRequest(number, token_ids, max_tokens, stop, num_routed)
+        turn, self._num_requests = self._num_requests, self._num_requests + 1
+        body = params.request(
+            token_ids,
+            seed=params.turn_seed(self.sample_index, turn),
+            max_tokens=max_tokens,
+            routes_start=tree.num_routed(place) if place else 0,
+        )
+        if stop:
+            both = {"stop": [*params.stop, *stop], "include_stop_str_in_output": True}
+            body["sampling_params"] |= both
+        return body
 
     def _keep(
         self,
@@ -254,7 +209,7 @@ class Session:
             place = self.tree.shared(context)
             context = context[place.length if place else 0 :]
         end = self.tree.add(place, context, text, choice)
-        if self._has_routes:
+        if self._params.has_routes:
             num_new = end.length - 1 - self.tree.num_routed(end)
             self.tree.add_routes(end, choice.routes[len(choice.routes) - num_new :])
         if choice.finish_reason == "length" and end.length == self._longest:
@@ -269,7 +224,7 @@ class Session:
         raise BadRequest(text, codes.get(finish_reason))
 
     def _routes(self) -> np.ndarray | None:
-        if not (self._has_routes and self.tree.branches):
+        if not (self._params.has_routes and self.tree.branches):
             return None
         found = []
         for branch in self.tree.branches:
@@ -278,10 +233,6 @@ class Session:
             own = routes if branch.root is None else routes[branch.first :]
             found += [own, last]
         return np.concatenate(found[:-1])
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, lasting_future()
-        changed.set_result(None)
 
 
 def _heard(turn: Turn | None) -> Heard:

@@ -15,15 +15,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from aiohttp import web
 
 from megatron_grpo.agents.actors import checked
-from megatron_grpo.environments.pool import EnvironmentFailed, EnvironmentsLost
+from megatron_grpo.agents.fork_pool import EnvironmentFailed, EnvironmentsLost
 from megatron_grpo.launch.run_dir import bearer, new_token
 from megatron_grpo.unicode import as_unicode
+from megatron_grpo.workers.tasks import lasting_future
 from parallel.clock import running_time
 
 FILE = "agents.json"
@@ -32,25 +32,27 @@ WAIT_SECONDS = 30.0
 POLL_SECONDS, WATCH_SECONDS = 0.05, 0.5
 
 
-class OutsideTask:
+class ExternalTask:
     """One sample that waits for an agent, or has one."""
 
     def __init__(self, queue: "TaskQueue") -> None:
         self._queue = queue
         self.columns: Mapping[str, Any] = {}
-        self.done: Future[str] = Future()
-        """Reward and metrics in JSON."""
+        self.done: Future[dict[str, Any]] = lasting_future()
+        """Reward and metrics (`actors.checked`)."""
         self.deadline = 0.0
 
-    def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> "Future[str]":
+    def run_episode(
+        self, prompt: str, columns: Mapping[str, Any], seed: int
+    ) -> "Future[dict[str, Any]]":
         """Have an agent take it; the future may raise EnvironmentFailed or EnvironmentsLost."""
         self.columns = columns
-        self._queue.offer(self)
+        self._queue.enqueue(self)
         return self.done
 
     def end(self) -> None:
         """Have nobody take it any more."""
-        self._queue.withdraw(self)
+        self._queue.cancel(self)
 
 
 class TaskQueue:
@@ -60,36 +62,33 @@ class TaskQueue:
         """An agent has `timeout` seconds for a task; so long a task waits while nobody asks."""
         self._file, self._timeout = run_dir / FILE, timeout
         self._token = new_token()
-        self._lock = Lock()
-        self._waiting: deque[OutsideTask] = deque()
-        self._taken: dict[str, OutsideTask] = {}
+        self._waiting: deque[ExternalTask] = deque()
+        self._taken: dict[str, ExternalTask] = {}
         self._last_asked = 0.0
         """When an agent last asked for a task or had one, or the first of the waiting ones came."""
 
     def wait_ready(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Nothing to wait for: agents come when they like."""
 
-    def new_instance(self) -> OutsideTask:
+    def new_instance(self) -> ExternalTask:
         """A sample's task."""
-        return OutsideTask(self)
+        return ExternalTask(self)
 
     def close(self) -> None:
         """Remove the file that tells agents where to ask."""
         self._file.unlink(missing_ok=True)
 
-    def offer(self, task: OutsideTask) -> None:
+    def enqueue(self, task: ExternalTask) -> None:
         """Append it to the tasks that wait."""
-        with self._lock:
-            if not self._waiting:
-                self._last_asked = running_time()
-            self._waiting.append(task)
+        if not self._waiting:
+            self._last_asked = running_time()
+        self._waiting.append(task)
 
-    def withdraw(self, task: OutsideTask) -> None:
+    def cancel(self, task: ExternalTask) -> None:
         """Forget it."""
-        with self._lock:
-            if task in self._waiting:
-                self._waiting.remove(task)
-            self._taken.pop(task.columns["key"], None)
+        if task in self._waiting:
+            self._waiting.remove(task)
+        self._taken.pop(task.columns["key"], None)
 
     def serve(self, application: web.Application) -> None:
         """Add the routes."""
@@ -97,7 +96,7 @@ class TaskQueue:
         application.router.add_post("/tasks/{key}", self._finish)
         application.cleanup_ctx.append(self._watching)
 
-    def tell(self, url: str) -> None:
+    def publish_address(self, url: str) -> None:
         """Write the address and the token for agents of this user, and say where."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         part = self._file.with_suffix(".part")
@@ -122,15 +121,14 @@ class TaskQueue:
             await asyncio.sleep(POLL_SECONDS)
         return web.Response(status=204)
 
-    def _next(self) -> OutsideTask | None:
-        with self._lock:
-            self._last_asked = running_time()
-            if not self._waiting:
-                return None
-            task = self._waiting.popleft()
-            task.deadline = running_time() + self._timeout
-            self._taken[task.columns["key"]] = task
-            return task
+    def _next(self) -> ExternalTask | None:
+        self._last_asked = running_time()
+        if not self._waiting:
+            return None
+        task = self._waiting.popleft()
+        task.deadline = running_time() + self._timeout
+        self._taken[task.columns["key"]] = task
+        return task
 
     async def _finish(self, request: web.Request) -> web.Response:
         if refusal := self._refusal(request):
@@ -138,26 +136,25 @@ class TaskQueue:
         try:
             body = await request.text()  # all of it before the task is: the agent may go away
         except (ValueError, LookupError) as error:  # no text, or in an encoding that is none
-            return _told(400, f"the request cannot be read: {error!r}")
-        with self._lock:
-            task = self._taken.pop(request.match_info["key"], None)
-            self._last_asked = running_time()
+            return _answer(400, f"the request cannot be read: {error!r}")
+        task = self._taken.pop(request.match_info["key"], None)
+        self._last_asked = running_time()
         if task is None:
-            return _told(404, "no agent has this task: it was late, or given up")
+            return _answer(404, "no agent has this task: it was late, or given up")
         try:
             task.done.set_result(_ending(body))
         except EnvironmentFailed as failure:
             task.done.set_exception(failure)
         except (ValueError, RecursionError) as error:
             task.done.set_exception(EnvironmentFailed(str(error)))
-            return _told(400, str(error))
-        return _told(200, "")
+            return _answer(400, str(error))
+        return _answer(200, "")
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         given = as_unicode(request.headers.get("Authorization", "")).encode()
         if hmac.compare_digest(given, bearer(self._token)["Authorization"].encode()):
             return None
-        return _told(401, f"this is not the token of this run, which is in {FILE}")
+        return _answer(401, f"this is not the token of this run, which is in {FILE}")
 
     async def _watching(self, application: web.Application) -> AsyncIterator[None]:
         watch = asyncio.create_task(self._watch())
@@ -169,14 +166,13 @@ class TaskQueue:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = running_time()
-            with self._lock:
-                late = [task for task in self._taken.values() if task.deadline < now]
-                for task in late:
-                    del self._taken[task.columns["key"]]
-                    self._last_asked = now  # its agent could not ask for another
-                lost = []
-                if not self._taken and now - self._last_asked > self._timeout:
-                    lost, self._waiting = [*self._waiting], deque()
+            late = [task for task in self._taken.values() if task.deadline < now]
+            for task in late:
+                del self._taken[task.columns["key"]]
+                self._last_asked = now  # its agent could not ask for another
+            lost = []
+            if not self._taken and now - self._last_asked > self._timeout:
+                lost, self._waiting = [*self._waiting], deque()
             for task in late:
                 text = f"its agent has not ended it within agent.timeout {self._timeout:g} s"
                 task.done.set_exception(EnvironmentFailed(text))
@@ -185,13 +181,13 @@ class TaskQueue:
                 task.done.set_exception(EnvironmentsLost(text))
 
 
-def _ending(body: str) -> str:
-    """Reward and metrics in JSON; raises EnvironmentFailed, or ValueError for what is neither."""
-    told = json.loads(body)
-    if isinstance(told, dict) and told.get("error"):
-        raise EnvironmentFailed(str(told["error"]))
-    return json.dumps(checked(told))
+def _ending(body: str) -> dict[str, Any]:
+    """Reward and metrics; raises EnvironmentFailed, or ValueError for what is neither."""
+    ending = json.loads(body)
+    if isinstance(ending, dict) and ending.get("error"):
+        raise EnvironmentFailed(str(ending["error"]))
+    return checked(ending)
 
 
-def _told(status: int, text: str) -> web.Response:
+def _answer(status: int, text: str) -> web.Response:
     return web.json_response({"error": text} if text else {}, status=status)

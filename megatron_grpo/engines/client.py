@@ -4,25 +4,23 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from checkpoint_convert.vllm import EngineReport
 from megatron_grpo.config.lora import LoraConfig
 from megatron_grpo.config.rollout import RolloutConfig
-from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines.dispatch import RequestDispatcher
 from megatron_grpo.engines.engine import Engine, Json
-from megatron_grpo.engines.generation import SampleRequests
 from megatron_grpo.engines.http import EngineDown, EngineError, http_client
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.push_protocol import PushFailed, WorkerSums, check_reports
 from megatron_grpo.engines.vllm.args import NO_ADAPTERS
 from megatron_grpo.launch.process import Preempted
+from megatron_grpo.workers.event_loop import EventLoop
 from megatron_grpo.workers.tasks import gather_all, run_with
-from parallel.clock import run, running_time
+from parallel.clock import running_time
 
 POLL_SECONDS = 0.1
 
@@ -30,7 +28,9 @@ T = TypeVar("T")
 
 
 class RolloutClient:
-    """Talks to all engines of a pool at once, over vLLM's HTTP routes.
+    """Talks to all engines of a pool at once, over vLLM's HTTP routes: health and pushes.
+
+    Completions are asked for by a `RequestRouter`, in the same `loop`, over the same connections.
 
     When an engine fails, or does not answer within `rollout.request_timeout` what is no request for
     a completion, the pool loses it and the others carry on: a generation continues at once, a push
@@ -45,11 +45,12 @@ class RolloutClient:
         self,
         pool: EnginePool,
         rollout: RolloutConfig,
+        loop: EventLoop,
         lora: LoraConfig = NO_ADAPTERS,
         *,
         keeps_features: bool = True,
     ) -> None:
-        self.pool = pool
+        self.pool, self.loop = pool, loop
         self._rollout, self._lora, self._keeps_features = rollout, lora, keeps_features
         self._is_cancelled = False
         self._chain: list[tuple[str, int]] = []
@@ -58,35 +59,10 @@ class RolloutClient:
         """Addresses of engines to which channels were opened: no earlier run left these asleep."""
         self._failed: dict[str, EngineDown] = {}
         self._channels = ""
-
-    def generate(self, generation: SampleRequests) -> list[Sample]:
-        """Return all samples of `generation` once every request is answered.
-
-        Open requests are queued at the serving engines in contiguous, equal shares, and some move
-        when an engine has room (`RequestDispatcher`); a follow-up request goes to the engine that
-        answered its predecessor. Requests that a lost engine left unanswered are dispatched to the
-        remaining engines when those have finished their own. Raises NoServingEngine when no engine
-        is left; calling again with the same `generation` keeps the answers received so far. Raises
-        Preempted once `cancel` was called. Not for agents: a number of theirs may wait until
-        another one is answered.
-        """
-
-        async def wait_for_environments() -> None:
-            await gather_all(map(generation.next_request, generation.waiting))
-
-        async def until_answered() -> None:
-            async with run_with(self.raise_when_cancelled()):
-                await wait_for_environments()
-                while generation.open:
-                    await RequestDispatcher(self.pool, self.connect, generation).run()
-                    await wait_for_environments()
-
-        run(until_answered())
-        self.pool.finish_generation()
-        return generation.samples()
+        self._engines: dict[str, Engine] = {}
 
     def cancel(self) -> None:
-        """Make a running `generate` or `await_engines` raise Preempted soon; from any thread."""
+        """Soon end what engines do for the routers, and `await_engines`; safe from any thread."""
         self._is_cancelled = True
 
     async def raise_when_cancelled(self) -> NoReturn:
@@ -101,6 +77,7 @@ class RolloutClient:
         An engine is added if `check` accepts the parameters of its workers, that is, does not raise
         ValueError.
         """
+        self.pool.finish_generation()  # engines that have served since the last push
         for url, error in self._failed.items():
             self.pool.mark_dead(url, str(error))
         self._failed = {}
@@ -209,7 +186,7 @@ class RolloutClient:
             lives = [
                 life for url in (*came_back, *up) if (life := self.pool.life(url)) not in asleep
             ]
-            sleeps = run(gather_all(self._put_to_sleep(url) for url, _ in lives))
+            sleeps = self.loop.call(gather_all(self._put_to_sleep(url) for url, _ in lives))
             asleep.update(life for life, is_asleep in zip(lives, sleeps, strict=True) if is_asleep)
             if self._is_cancelled or asleep.issuperset(self.pool.starting):
                 return
@@ -218,7 +195,8 @@ class RolloutClient:
     async def _put_to_sleep(self, url: str) -> bool:
         """Let an engine sleep; returns whether it does."""
         try:
-            async with self.connect(url) as engine, run_with(engine.watch(lambda: None)):
+            engine = self.engine(url)
+            async with run_with(engine.watch(lambda: None)):
                 await engine.sleep()
         except (EngineError, TimeoutError) as error:
             self.pool.mark_dead(url, str(error))
@@ -259,7 +237,8 @@ class RolloutClient:
 
         async def on(url: str) -> T:
             try:
-                async with self.connect(url) as engine, run_with(engine.watch(progress)):
+                engine = self.engine(url)
+                async with run_with(engine.watch(progress)):
                     return await action(engine)
             except TimeoutError as error:
                 failed[url] = EngineDown(str(error))
@@ -268,21 +247,27 @@ class RolloutClient:
                 failed[url] = error
                 raise
 
-        return run(gather_all(map(on, urls)))
+        return self.loop.call(gather_all(map(on, urls)))
 
-    @asynccontextmanager
-    async def connect(self, url: str) -> AsyncIterator[Engine]:
-        """A connection to an engine."""
-        rollout = self._rollout
-        async with http_client(
-            url, self.pool.token, rollout.request_timeout, rollout.health_timeout
-        ) as http:
-            yield Engine(
-                *(url, http, rollout.health_timeout, rollout.stall_timeout),
+    def engine(self, url: str) -> Engine:
+        """The engine at `url`, with its connections; to be called in the loop."""
+        if url not in self._engines:
+            rollout = self._rollout
+            self._engines[url] = Engine(
+                url,
+                http_client(url, self.pool.token, rollout.request_timeout, rollout.health_timeout),
+                rollout.health_timeout,
+                rollout.stall_timeout,
                 serves_adapter=self._lora.is_served,
                 keeps_caches=not rollout.recompute_kv_cache,
                 keeps_features=self._keeps_features,
             )
+        return self._engines[url]
+
+    def close(self) -> None:
+        """Close all connections."""
+        engines, self._engines = [*self._engines.values()], {}
+        self.loop.call(gather_all(engine.http.aclose() for engine in engines))
 
 
 async def _describe(engine: Engine) -> list[EngineReport]:

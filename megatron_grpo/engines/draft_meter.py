@@ -9,7 +9,6 @@ import httpx
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.http import EngineError
 from megatron_grpo.workers.tasks import gather_all
-from parallel.clock import run
 
 _DRAFTS = re.compile(r"^vllm:spec_decode_num_drafts_total(?:{.*})? (\S+)$", re.MULTILINE)
 _ACCEPTED = re.compile(
@@ -43,7 +42,7 @@ class DraftMeter:
         Empty without drafts. Engines that do not answer, or that have joined since, are left out.
         """
         urls = [url for url, _ in self._client.pool.up]
-        pages = run(gather_all(map(self._page, urls)))
+        pages = self._client.loop.call(gather_all(map(self._page, urls)))
         metrics = self.compare(dict(zip(urls, pages, strict=True)))
         self._are_new = False
         return metrics
@@ -67,7 +66,7 @@ class DraftMeter:
 
     async def _page(self, url: str) -> str:
         try:
-            async with self._client.connect(url) as engine:
-                return await engine.metrics(httpx.Timeout(engine.health_timeout))
+            engine = self._client.engine(url)
+            return await engine.metrics(httpx.Timeout(engine.health_timeout))
         except (EngineError, TimeoutError):
             return ""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How many samples each prompt of a generation gets, from which weights, how, and its seeds."""
+    """How many samples a prompt of a generation gets, from which weights, how, and its seeds."""
 
     num_generations: int
     policy_version: int
@@ -40,9 +40,8 @@ class SamplingParams:
     seed: int
     series: int
     """The generation's number: its seeds differ from those of others with the same `seed`."""
-    first_position: int = 0
-    """Position of the first prompt, if the prompts of a generation are requested in several
-    parts."""
+    position: int = 0
+    """Place of the prompt in its generation."""
 
     @property
     def has_routes(self) -> bool:
@@ -53,7 +52,6 @@ class SamplingParams:
         self,
         token_ids: list[int],
         *,
-        number: int,
         seed: int,
         max_tokens: int,
         routes_start: int,
@@ -61,8 +59,7 @@ class SamplingParams:
     ) -> Json:
         """A request to /inference/v1/generate that continues `token_ids`, with `image_features`.
 
-        Its `number` is its priority; the lowest goes first. If samples have routes, those of the
-        tokens from `routes_start` on are returned.
+        If samples have routes, those of the tokens from `routes_start` on are returned.
         """
         sampling: Json = {
             "temperature": self.temperature,
@@ -83,16 +80,13 @@ class SamplingParams:
         return {
             "token_ids": token_ids,
             "output_mode": "text",
-            "priority": number,
             "sampling_params": sampling,
             **({"features": features} if features else {}),
         }
 
-    def turn_seed(self, number: int, turn: int) -> int:
-        """Seed of a turn of sample `number` of this part, counted over all of its prompts."""
-        position, sample_index = divmod(number, self.num_generations)
-        position += self.first_position
-        return turn_seed(self.seed, self.series, position, sample_index, turn)
+    def turn_seed(self, sample_index: int, turn: int) -> int:
+        """Seed of a turn of a sample; -1 is the turn before the first, of its partner."""
+        return turn_seed(self.seed, self.series, self.position, sample_index, turn)
 
 
 def image_features(images: "PromptImages") -> Json:

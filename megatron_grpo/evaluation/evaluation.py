@@ -1,23 +1,24 @@
 """Evaluates held-out sets: sampled with settings of their own, scored, and summarized as pass@k."""
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from checkpoint_convert import ModelShape
+from megatron_grpo.agents.partners import Partners
 from megatron_grpo.batch.experience import completion_metrics, dialogue_metrics
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.eval import EvalSet, section_of
 from megatron_grpo.data.prompts import Prompt, end_tokens, load_prompts
 from megatron_grpo.data.samples import Sample, columns_by_prompt
-from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import CompletionRequests, SampleRequests
+from megatron_grpo.engines.group import Group, features_of, print_failures, sample_alone
+from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.engines.sampling_params import SamplingParams
-from megatron_grpo.environments.dialogues import Dialogues
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults, totals_of
 from megatron_grpo.rewards.pool import RewardPools
 from megatron_grpo.rewards.scoring import RewardError, check_failed
@@ -123,7 +124,7 @@ class Evaluation:
     """Evaluates the held-out prompts, any number of times; `view` is a config after `as_evaluated`.
 
     It requests as many completions at once as a generation of the training has, since time and
-    memory limits were chosen for that. With `dialogues`, these are made instead.
+    memory limits were chosen for that.
     """
 
     def __init__(
@@ -131,19 +132,19 @@ class Evaluation:
         view: Config,
         prompts: Sequence[Prompt],
         end_tokens: Sequence[int],
-        engines: RolloutClient,
+        router: RequestRouter,
         rewards: RewardsBySource,
-        dialogues: Dialogues | None = None,
+        partners: Partners,
     ) -> None:
-        self.prompts = prompts
-        self.rewards = rewards
-        self._dialogues = dialogues
-        self._view, self._end_tokens, self._engines = view, end_tokens, engines
+        self.prompts, self.rewards = prompts, rewards
+        self._view, self._end_tokens = view, end_tokens
+        self._router, self._partners = router, partners
         at_once = view.grpo.generation_batch_size // view.eval.num_generations
         self._num_prompts_at_once = max(1, at_once)
         self._samples: list[Sample] = []
         self._scores: list[dict[str, float]] = []
-        self._open: SampleRequests | None = None
+        self._sampling: list[asyncio.Task[list[Sample]]] = []
+        """Those of the next prompts, once they are asked for."""
 
     def run(
         self, policy_version: int, timer: PhaseTimer, show: Callable[[int, int], None]
@@ -151,15 +152,16 @@ class Evaluation:
         """Sample all prompts from the served weights `policy_version`, and score the samples.
 
         Calls `show` with the numbers of finished prompts and of all prompts. Raises what
-        `RolloutClient.generate` and `RewardPool.score` raise; after NoServingEngine, a call for the
+        `RequestRouter.until` and `RewardPool.score` raise; after NoServingEngine, a call for the
         same version continues where it stopped.
         """
-        num_samples = self._view.eval.num_generations
+        num_samples, loop = self._view.eval.num_generations, self._router.loop
         size = len(self.prompts) * num_samples
+        self._partners.wait_ready(self.prompts)
         show(len(self._samples) // num_samples, len(self.prompts))
         while len(self._samples) < size:
             with timer.phase("eval", "generate"):
-                samples = self._generate(policy_version)
+                samples = loop.call(self._sample(policy_version))
             with timer.phase("eval", "score"):
                 scores = self.rewards.score(samples, num_completions=size)
             self._scores += scores
@@ -172,10 +174,24 @@ class Evaluation:
         self._samples, self._scores = [], []
         return evaluated
 
-    def _generate(self, policy_version: int) -> list[Sample]:
+    async def _sample(self, policy_version: int) -> list[Sample]:
         """The samples of the next prompts."""
+        own, router = self._view.eval, self._router
+        if not self._sampling:
+            first = len(self._samples) // own.num_generations
+            prompts = self.prompts[first : first + self._num_prompts_at_once]
+            self._groups = await self._new_groups(prompts, first, policy_version)
+            self._sampling = [asyncio.create_task(each.sample(router)) for each in self._groups]
+        samples = await sample_alone(router, self._sampling, policy_version)
+        print_failures(self._groups)
+        self._sampling = []
+        return samples
+
+    async def _new_groups(
+        self, prompts: Sequence[Prompt], first: int, policy_version: int
+    ) -> list[Group]:
+        """The groups of prompts, of which the first is at place `first`."""
         rollout, own = self._view.rollout, self._view.eval
-        start = len(self._samples) // own.num_generations
         params = SamplingParams(
             num_generations=own.num_generations,
             policy_version=policy_version,
@@ -187,16 +203,17 @@ class Evaluation:
             stop=rollout.stop,
             seed=self._view.train.seed,
             series=SERIES_OF_EVALUATION,
-            first_position=start,
         )
-        prompts = self.prompts[start : start + self._num_prompts_at_once]
-        if self._open is None and self._dialogues:
-            self._open = self._dialogues.generation(prompts, params, self._view)
-        self._open = requests = self._open or CompletionRequests(prompts, params)
-        samples = (self._dialogues or self._engines).generate(requests)
-        requests.print_failures()
-        self._open = None
-        return samples
+        features, groups = await features_of(prompts), self._partners.groups(self._view)
+        return [
+            groups.new(
+                prompt,
+                replace(params, position=position),
+                position * own.num_generations,
+                features.get(prompt.images),
+            )
+            for position, prompt in enumerate(prompts, first)
+        ]
 
 
 def eval_metrics(evaluated: Evaluated, cfg: EvalSet, name: str = "") -> dict[str, float]:
@@ -306,9 +323,9 @@ class Evaluations:
         cfg: Config,
         shape: ModelShape,
         tokenizer: "PreTrainedTokenizerBase",
-        engines: RolloutClient,
+        router: RequestRouter,
         pools: RewardPools,
-        dialogues: Dialogues | None,
+        partners: Partners,
     ) -> None:
         ends = end_tokens(shape, tokenizer, cfg.rollout)
         context = shape.max_position_embeddings
@@ -318,8 +335,7 @@ class Evaluations:
             # Whoever checked the config has warned already.
             prompts = load_eval_prompts(view, name, tokenizer, context, warns=False)
             rewards = RewardsBySource(view.by_source, pools)
-            self._evaluations[name] = Evaluation(view, prompts, ends, engines, rewards, dialogues)
-        self._dialogues = dialogues
+            self._evaluations[name] = Evaluation(view, prompts, ends, router, rewards, partners)
         self._done: dict[str, Evaluated] = {}
 
     def run(
@@ -332,8 +348,6 @@ class Evaluations:
         """
         for name, evaluation in self._evaluations.items():
             if name not in self._done:
-                if self._dialogues:
-                    self._dialogues.wait_ready([prompt.row for prompt in evaluation.prompts])
                 try:
                     self._done[name] = evaluation.run(policy_version, timer, partial(show, name))
                 except RewardError as error:

@@ -1,107 +1,206 @@
-"""Which prompts are at the engines, and which of them make up a generation, with over-sampling.
+"""Which groups are at the engines, and which of them make up a generation.
 
-With `rollout.over_sampling` more groups are at the engines than a generation needs. A group is all
-completions of one prompt. A generation is made of the first groups that are complete; the others
-continue into the next one, until they would be too old for any. There are no engines, threads or
-clocks here: the queue only counts, so a test can drive it through any order of events.
+In order (without `rollout.over_sampling`), a generation is made of the groups of its own prompts.
+Those that dynamic sampling rejects are replaced in rounds, each as soon as all groups of the last
+one are scored: so the prompts that are tried depend on nothing but the generation's number and the
+rewards.
+
+With over-sampling, more groups are at the engines than a generation needs. A generation is made of
+the first groups that are complete; the others continue into the next one, until they would be too
+old for any. Another group is opened for each one that is rejected, at once.
+
+There are no engines, threads or clocks here: the queue only counts, so a test can drive it through
+any order of events.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class GroupKey(NamedTuple):
+    """Names a group: by its place in a generation, or in a round that replaces prompts of it.
+
+    Keys sort in the order in which groups are opened.
+    """
+
+    generation: int
+    round: int
+    """0: the prompts that the stream has for the generation."""
+    position: int
 
 
 @dataclass
 class GroupQueue:
-    """Groups by the number of their prompt in the stream: open, complete, or to be requested.
+    """Groups by key: open, complete, or to be opened.
 
     `now` is the generation that the engines' weights are about to be trained on. A group that was
-    requested at one generation may be trained on in that one and in the next `max_staleness`.
+    opened at one generation may be trained on in that one and in the next `max_staleness`.
     """
 
     size: int
     """Groups in a generation; no two of them have the same prompt."""
-    num_wanted: int
-    """Groups that are open or complete at a time: `over_sampling` times `size`, at least that."""
     max_staleness: int
-    row_of: Callable[[int], int]
-    """The row of the data that a number's prompt comes from."""
+    row_of: Callable[[GroupKey], int]
+    """The row of the data that a group's prompt comes from."""
+    num_wanted: int | None = None
+    """Groups that are open or complete at a time: `over_sampling` times `size`, at least that.
+    None: generations are made in order."""
+    most_rounds: int = 0
+    """Rounds that replace groups; with over-sampling, so many times `size` groups are replaced."""
+    widening: float = 1.0
+    """Groups that a round opens for each one that is missing."""
     next_number: int = 0
-    requeued: list[int] = field(default_factory=list)
-    """Numbers to request before any new one: dropped as too old, or open when a run was saved."""
+    """The place in the stream of the first group that was never opened."""
+    reopened: list[GroupKey] = field(default_factory=list)
+    """Groups to open before any new one: dropped as too old, or open when a run was saved."""
 
     def __post_init__(self) -> None:
-        self._open: dict[int, int] = {}
-        self._complete: dict[int, int] = {}
-        """By number, the generation at which it was requested."""
+        self._open: dict[GroupKey, int] = {}
+        self._complete: dict[GroupKey, int] = {}
+        """By key, the generation at which it was opened."""
+        self._rejected: dict[int, list[GroupKey]] = defaultdict(list)
+        """By generation, in order: they fill it up if no round finds enough."""
+        self._rounds: dict[int, int] = defaultdict(int)
+
+    def key_of(self, number: int) -> GroupKey:
+        """The group at a place in the stream of prompts."""
+        generation, position = divmod(number, self.size)
+        return GroupKey(generation, 0, position)
+
+    def number_of(self, key: GroupKey) -> int:
+        """The place in the stream of a group of round 0."""
+        assert key.round == 0, "replacements have no place in the stream"
+        return key.generation * self.size + key.position
 
     @property
-    def untaken(self) -> list[int]:
-        """All numbers below `next_number` that no generation has taken."""
-        return sorted([*self._open, *self._complete, *self.requeued])
+    def untaken(self) -> list[GroupKey]:
+        """All groups that were opened, or are to be, and that no generation has taken."""
+        return sorted([*self._open, *self._complete, *self.reopened])
 
-    def open_new(self, now: int, limit: int) -> list[int]:
-        """Open groups until `num_wanted`, at most `limit`, are open or complete; returns the new
-        ones.
+    @property
+    def opened_at(self) -> dict[GroupKey, int]:
+        """The generation at which each open or complete group was opened."""
+        return self._open | self._complete
+
+    def open_generation(self, generation: int, now: int) -> list[GroupKey]:
+        """Open the groups of a generation; in order only."""
+        self.next_number = max(self.next_number, (generation + 1) * self.size)
+        return self._opened(((generation, 0, n) for n in range(self.size)), now)
+
+    def num_missing(self, generation: int) -> int:
+        """How many groups the next round of a generation is to open; 0 while the last one goes on,
+        and when the generation is complete. In order only."""
+        is_over = not any(key.generation == generation for key in self._open)
+        missing = self.size - len(self._complete_of(generation))
+        if not (is_over and missing > 0 and self._rounds[generation] < self.most_rounds):
+            return 0
+        return math.ceil(missing * self.widening)
+
+    def round_of(self, generation: int) -> int:
+        """Number of rounds that a generation has had so far; in order only."""
+        return self._rounds[generation]
+
+    def open_round(self, generation: int, count: int, now: int) -> list[GroupKey]:
+        """Open `count` groups of the next round; 0 if there are no other prompts to try."""
+        self._rounds[generation] = self._rounds[generation] + 1 if count else self.most_rounds
+        number = self._rounds[generation]
+        return self._opened(((generation, number, n) for n in range(count)), now)
+
+    def open_new(self, now: int, limit: int) -> list[GroupKey]:
+        """Open groups until `num_wanted`, at most `limit`, are open or complete; with over-sampling
+        only. Returns the new ones.
 
         More are opened where prompts repeat, so that a generation can always be filled; `limit` is
         a multiple of `size`.
         """
+        assert self.num_wanted is not None
         new = []
-        rows = {self.row_of(number) for number in (*self._open, *self._complete)}
+        rows = {self.row_of(key) for key in self.opened_at}
         most = min(limit, self.num_wanted)
-        while limit and (len(self.requested_at) < most or len(rows) < self.size):
-            if self.requeued:
-                number = self.requeued.pop(0)
+        while limit and (len(self.opened_at) < most or len(rows) < self.size):
+            if self.reopened:
+                key = self.reopened.pop(0)
             else:
-                number, self.next_number = self.next_number, self.next_number + 1
-            self._open[number] = now
-            rows.add(self.row_of(number))
-            new.append(number)
+                key, self.next_number = self.key_of(self.next_number), self.next_number + 1
+            new += self._opened([key], now)
+            rows.add(self.row_of(key))
         return new
 
-    def restore(self, requested_at: Mapping[int, int]) -> None:
-        """Restore the open groups of a checkpoint, with the generation at which each was
-        requested."""
-        self.requeued = [number for number in self.requeued if number not in requested_at]
-        self._open |= requested_at
+    def restore(self, opened_at: Mapping[GroupKey, int]) -> None:
+        """Open the groups of a checkpoint that have samples, each at its generation."""
+        self.reopened = [key for key in self.reopened if key not in opened_at]
+        self._open |= opened_at
 
-    @property
-    def requested_at(self) -> dict[int, int]:
-        """The generation at which each open or complete group was requested."""
-        return self._open | self._complete
-
-    def complete(self, number: int) -> None:
+    def complete(self, key: GroupKey) -> None:
         """An open group is complete, and scored."""
-        self._complete[number] = self._open.pop(number)
+        self._complete[key] = self._open.pop(key)
 
-    def reject(self, number: int) -> None:
-        """An open group is complete and rejected: no generation takes it."""
-        del self._open[number]
+    def reject(self, key: GroupKey) -> bool:
+        """An open group is scored, and is to be replaced; it is `complete` instead, and False
+        returned, if as many were replaced as may be."""
+        generation = key.generation if self.num_wanted is None else -1
+        if self.num_wanted and len(self._rejected[generation]) >= self.most_rounds * self.size:
+            self.complete(key)
+            return False
+        del self._open[key]
+        self._rejected[generation].append(key)
+        return True
 
-    def next_generation(self) -> list[int] | None:
-        """The groups of the next generation, the oldest complete ones; None if there are too
-        few."""
-        taken: dict[int, int] = {}
-        for number in sorted(self._complete, key=lambda each: (self._complete[each], each)):
-            taken.setdefault(self.row_of(number), number)
-        if len(taken) < self.size:
-            return None
-        return sorted([*taken.values()][: self.size])
+    def next_generation(self, generation: int) -> list[GroupKey] | None:
+        """The groups of a generation, which is the next one to be taken; None as long as there are
+        too few."""
+        if self.num_wanted is None:
+            if any(key.generation == generation for key in self._open):
+                return None
+            if self.num_missing(generation):
+                return None
+            found = [*self._complete_of(generation), *sorted(self._rejected[generation])]
+            return found[: self.size] if len(found) >= self.size else None
+        taken: dict[int, GroupKey] = {}
+        for key in sorted(self._complete, key=lambda each: (self._complete[each], each)):
+            taken.setdefault(self.row_of(key), key)
+        return sorted([*taken.values()][: self.size]) if len(taken) >= self.size else None
 
-    def pop_generation(self) -> list[int] | None:
-        """Remove the groups of the `next_generation`, and return them."""
-        numbers = self.next_generation()
-        for number in numbers or ():
-            del self._complete[number]
-        return numbers
+    def pop_generation(self, generation: int) -> tuple[list[GroupKey], list[GroupKey]]:
+        """Remove the groups of the `next_generation`; returns them, and those that were replaced
+        since the last one."""
+        keys = self.next_generation(generation)
+        assert keys is not None, "it was looked at"
+        rejected = self._rejected.pop(generation if self.num_wanted is None else -1, [])
+        spare = self._complete_of(generation) if self.num_wanted is None else []
+        for key in {*keys, *spare} & self._complete.keys():
+            del self._complete[key]
+        self._rounds.pop(generation, None)
+        return keys, sorted({*rejected, *spare} - {*keys})
 
-    def drop_stale(self, now: int) -> list[int]:
-        """Drop groups that are too old for generation `now`; they will be requested again."""
-        dropped = sorted(
-            n for n, then in self.requested_at.items() if then < now - self.max_staleness
-        )
-        for number in dropped:
-            self._open.pop(number, None)
-            self._complete.pop(number, None)
-        self.requeued = sorted([*self.requeued, *dropped])
+    def drop_generation(self, generation: int) -> list[GroupKey]:
+        """Forget a generation that is to be made from other weights; returns its groups."""
+        dropped = [key for key in self.opened_at if key.generation == generation]
+        dropped += self._rejected.pop(generation, [])
+        self._rounds.pop(generation, None)
+        for key in dropped:
+            self._open.pop(key, None)
+            self._complete.pop(key, None)
         return dropped
+
+    def drop_stale(self, now: int) -> list[GroupKey]:
+        """Drop groups that are too old for generation `now`; they will be opened again."""
+        dropped = sorted(
+            key for key, then in self.opened_at.items() if then < now - self.max_staleness
+        )
+        for key in dropped:
+            self._open.pop(key, None)
+            self._complete.pop(key, None)
+        self.reopened = sorted([*self.reopened, *dropped])
+        return dropped
+
+    def _opened(self, keys: Iterable[tuple[int, int, int]], now: int) -> list[GroupKey]:
+        new = [GroupKey(*key) for key in keys]
+        self._open |= dict.fromkeys(new, now)
+        return new
+
+    def _complete_of(self, generation: int) -> list[GroupKey]:
+        return sorted(key for key in self._complete if key.generation == generation)

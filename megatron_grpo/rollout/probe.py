@@ -6,6 +6,7 @@ temperature rule, and a kernel may be wrong on some device. So a few tokens are 
 first prompts of the data, and compared with the trainer's log-probabilities of the same tokens.
 """
 
+import asyncio
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,11 +16,13 @@ from megatron_grpo.batch.distribute import Minibatches
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.batch.prepare import Preparation
 from megatron_grpo.config.config import Config
-from megatron_grpo.engines.generation import CompletionRequests
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.group import CompletionGroup, features_of, sample_alone
 from megatron_grpo.engines.layouts import quantized_engine
 from megatron_grpo.policy.forward import compute_logprobs
 from megatron_grpo.policy.quantized import quantized_weights
-from megatron_grpo.rollout.rollouter import Rollouter
+from megatron_grpo.rollout.group_queue import GroupKey
+from megatron_grpo.rollout.services import RolloutServices
 
 BOUNDS = {"float32": 1e-2, "bfloat16": 0.15}
 """Largest allowed mean absolute difference of log-probabilities, in nats, by `model.dtype`.
@@ -47,18 +50,31 @@ class Gap:
     largest: float
 
 
-def sample_probe(rollouter: Rollouter, policy_version: int) -> Experience:
+def sample_probe(services: RolloutServices, policy_version: int) -> Experience:
     """Short, unscored samples of the first prompts; the same in every run of this config."""
-    length = min(PROBE_LENGTH, rollouter.cfg.rollout.max_completion_length)
-    params = rollouter.sampling_params(0, 0, policy_version)
-    params = replace(params, max_completion_length=length)
-    requests = CompletionRequests(rollouter.stream.batch(0), params)
-    # Cut short on purpose: overlong_filter must not mask them.
-    samples = [
-        replace(sample, finish_reason="stop") for sample in rollouter.engines.generate(requests)
-    ]
+    samples = services.loop.call(_sample(services, policy_version))
     nothing = torch.zeros(len(samples), dtype=torch.float64)
     return Experience(samples, [], nothing, nothing.long(), nothing)
+
+
+async def _sample(services: RolloutServices, policy_version: int) -> list[Sample]:
+    prompts, router = services.stream.batch(0), services.router
+    features = await features_of(prompts)
+    length = min(PROBE_LENGTH, services.cfg.rollout.max_completion_length)
+    groups = []
+    for position, prompt in enumerate(prompts):
+        params = services.params(GroupKey(0, 0, position), policy_version)
+        params = replace(params, max_completion_length=length)
+        priority = position * params.num_generations
+        groups.append(CompletionGroup(prompt, params, priority, features.get(prompt.images)))
+    sampling = [asyncio.create_task(group.sample(router)) for group in groups]
+    try:
+        samples = await sample_alone(router, sampling, policy_version)
+    finally:
+        for task in sampling:
+            task.cancel()
+    # Cut short on purpose: overlong_filter must not mask them.
+    return [replace(sample, finish_reason="stop") for sample in samples]
 
 
 def probe_logprobs(experience: Experience | None, preparation: Preparation) -> dict[str, float]:

@@ -19,9 +19,8 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.launch.disk import write_whole
 from megatron_grpo.launch.process import preempted_instead
-from megatron_grpo.rollout.generate import RolloutBatch
-from megatron_grpo.rollout.rollouter import load_stream
-from megatron_grpo.rollout.runner import Runner, as_rollout_aborted
+from megatron_grpo.rollout.generation import RolloutBatch, Runner, as_rollout_aborted
+from megatron_grpo.rollout.services import load_stream
 from megatron_grpo.timing import PhaseTimer
 
 FACTS_FILE = "generation.json"

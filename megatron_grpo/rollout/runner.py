@@ -1,104 +1,108 @@
-"""Makes generations, each by itself, and gives what a checkpoint holds of them. Rank 0 only."""
+"""Makes generations, of groups that are sampled and scored each by itself. Rank 0 only."""
 
+import asyncio
+import time
 from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import wait
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from random import Random
 
 from megatron_grpo.batch.experience import Experience
-from megatron_grpo.checkpoints.trainer_state import OpenGroups
-from megatron_grpo.data.samples import Sample
-from megatron_grpo.engines.generation import CompletionRequests
-from megatron_grpo.engines.http import EngineError, NoServingEngine, RolloutAborted
-from megatron_grpo.engines.in_flight import InFlight
-from megatron_grpo.environments import EnvironmentsLost
+from megatron_grpo.batch.schedule import BatchSchedule
+from megatron_grpo.checkpoints.trainer_state import OpenGroups, TrainerState
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.engines.group import CompletionGroup, Group, features_of, print_failures
 from megatron_grpo.launch.process import preempted_instead
-from megatron_grpo.rewards.scoring import RewardError
-from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.generate import Rollout, RolloutBatch, RolloutRequest
-from megatron_grpo.rollout.open_samples import (
-    Unscored,
-    experience_of,
-    groups_of,
-    may_be_saved,
+from megatron_grpo.rollout.generation import (
+    Generation,
+    RolloutBatch,
+    RolloutRequest,
+    Runner,
+    as_rollout_aborted,
 )
-from megatron_grpo.rollout.rollouter import Rollouter
-from megatron_grpo.timing import PhaseTimer, Timeline
+from megatron_grpo.rollout.group_queue import GroupKey, GroupQueue
+from megatron_grpo.rollout.saved_groups import Unscored, experience_of, groups_of, may_be_saved
+from megatron_grpo.rollout.scored_group import ScoredGroup, as_experience
+from megatron_grpo.rollout.services import RolloutServices
+from megatron_grpo.timing import IDLE, WAIT, PhaseTimer, Timeline
 from megatron_grpo.watchdog import Watchdog
 
-
-@contextmanager
-def as_rollout_aborted(what: str) -> Iterator[None]:
-    """Turn a failure of `what` in the block into RolloutAborted: all ranks save and stop."""
-    try:
-        yield
-    except (NoServingEngine, RolloutAborted):
-        raise
-    except (RewardError, TimeoutError, EngineError, EnvironmentsLost) as error:
-        raise RolloutAborted(f"{what} failed: {error}") from error
+NUM_READ_AT_ONCE = 64
+"""Number of groups whose images are read together before they are requested, with over-sampling."""
+PRIORITIES = 1 << 32
+"""Priorities of a generation: more than it has samples."""
 
 
-class Runner:
-    """Makes the generations of a run, on rank 0; `RolloutScheduler` knows when.
+@dataclass(eq=False)
+class Attempt:
+    """A group on its way through engines and rewards."""
 
-    A `RolloutRunner` makes each by itself, a `GroupRunner` all from one queue of groups, and a
-    `Replay` reads those of another run.
+    group: Group
+    task: "asyncio.Task[None] | None" = None
+    began: float = field(default_factory=time.time)
+    ended: float = 0.0
+    scored: ScoredGroup | None = None
+
+
+class GenerationRunner(Runner):
+    """Has the engines make the groups that a `GroupQueue` opens.
+
+    Every group is a coroutine, `_make_group`: it asks for its samples, has them scored, and hands
+    them to the queue, which may then open others. Engines that are lost and pushes of weights do
+    not end it: its requests wait at the router meanwhile. All state belongs to the event loop; the
+    public methods are called by the main thread, which waits.
     """
 
-    in_flight: InFlight | None = None
-    """Has the engines work on several generations at a time, through pushes of weights."""
+    def __init__(
+        self,
+        services: RolloutServices,
+        watchdog: Watchdog,
+        timeline: Timeline,
+        state: TrainerState,
+    ) -> None:
+        self._services, self._watchdog, self._timeline = services, watchdog, timeline
+        self._cfg = cfg = services.cfg
+        self._router, self._call = services.router, services.loop.call
+        self._schedule = schedule = BatchSchedule.of(cfg.grpo)
+        self._batch_of = lru_cache(64)(services.stream.batch)
+        self._replacements: dict[GroupKey, Prompt] = {}
+        """The prompts of groups that replace others in rounds."""
+        self._num_generations = -(-cfg.num_steps // schedule.updates_per_generation)
+        # The generation that training is in the middle of, and those that the checkpoint holds
+        # whole, have been taken.
+        self._num_taken = -(-state.step // schedule.updates_per_generation) + len(state.ready)
+        self._over_samples = cfg.rollout.over_sampling > 1
+        self._is_ahead = cfg.rollout.max_staleness > 0
+        size, groups = schedule.num_prompts, state.groups
+        self._queue = queue = GroupQueue(
+            size=size,
+            max_staleness=cfg.rollout.max_staleness,
+            row_of=lambda key: self._prompt(key).index,
+            num_wanted=round(cfg.rollout.over_sampling * size) if self._over_samples else None,
+            most_rounds=cfg.grpo.max_resample_times if cfg.grpo.dynamic_sample else 0,
+            widening=cfg.grpo.dynamic_sample_oversampling,
+            next_number=groups.next_number if groups else self._num_taken * size,
+        )
+        if groups and self._over_samples:
+            queue.reopened = [*map(queue.key_of, groups.untaken)]
+        self._attempts: dict[GroupKey, Attempt] = {}
+        """The attempt at each group that no generation has taken."""
+        self._saved: dict[GroupKey, ScoredGroup | Unscored] = {}
+        self._saved_engines: dict[GroupKey, tuple[str, ...]] = {}
+        """Of a checkpoint, until their groups are opened."""
+        self._generations: dict[int, Generation] = {}
+        """Those in progress, by number; with over-sampling, the next one to be taken."""
+        self._num_opened: dict[int, int] = defaultdict(int)
+        """Groups that a generation has opened; with over-sampling, all are of generation 0."""
+        self._policy_version = state.step
+        if self._over_samples:
+            self._generations[self._num_taken] = self._new_generation(self._num_taken)
 
     def begin(self, request: RolloutRequest) -> None:
         """Begin a generation; one whose engines were lost continues if the request is the same."""
-
-    def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
-        """Wait for a generation and return it.
-
-        Raises NoServingEngine if engines may come back, and RolloutAborted for any other failure,
-        so that the run saves what it has learnt before it ends; Preempted instead of these if the
-        scheduler wants the machine back.
-        """
-        raise NotImplementedError
-
-    def resume(self, policy_version: int) -> None:
-        """Continue with weights of that version."""
-
-    def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """What a checkpoint holds: the groups of unfinished generations, their samples so far, and
-        the finished generations. Empty if the checkpoint waits for generations (`may_be_saved`)."""
-        return None, None, {}
-
-    def restore(self, saved: OpenGroups, samples: Experience) -> None:
-        """Restore the groups of a checkpoint, before anything is begun or resumed."""
-
-    def close(self) -> None:
-        """Cancel the generations in progress, since their rollouter is about to be closed."""
-
-
-class RolloutRunner(Runner):
-    """Makes generations, each by itself; see `Runner`."""
-
-    def __init__(self, rollouter: Rollouter, watchdog: Watchdog, timeline: Timeline) -> None:
-        self._rollouter, self._watchdog, self._timeline = rollouter, watchdog, timeline
-        self.in_flight = rollouter.in_flight
-        self._rollouts: dict[int, Rollout] = {}
-        """The generations in progress, by number."""
-        self._groups: dict[int, list[ScoredGroup | Unscored]] = defaultdict(list)
-        self._engines: dict[int, set[str]] = defaultdict(set)
-        """What a checkpoint holds of generations, until they are begun: their groups, and the
-        addresses of the engines that had answered."""
-
-    def begin(self, request: RolloutRequest) -> None:
-        """Begin a generation; one whose engines were lost continues if the request is the same."""
-        number = request.generation
-        rollout = self._rollouts.get(number)
-        if rollout is None or rollout.request != request:
-            if rollout is not None:
-                rollout.abandon()
-            rollout = self._rollouts[number] = Rollout(self._rollouter, request)
-            if groups := self._groups.pop(number, None):
-                rollout.restore(groups, self._engines[number])
-        rollout.start(self._timeline)
+        if not self._over_samples:
+            self._call(self._begin(request))
 
     def finish(self, generation: int, timer: PhaseTimer) -> RolloutBatch:
         """Wait for a generation and return it."""
@@ -106,64 +110,270 @@ class RolloutRunner(Runner):
             preempted_instead(lambda: self._watchdog.is_preempted),
             as_rollout_aborted(f"generation {generation}"),
         ):
-            batch = self._rollouts[generation].finish(timer)
-        del self._rollouts[generation]
-        return batch
+            self._wait(generation, timer)
+            if not self._cfg.rollout.in_flight_updates:
+                self._call(self._router.abort())
+                if self._router.failure:  # such as other weights than at the beginning
+                    raise self._router.failure
+            return self._call(self._take(generation))
+
+    def pause(self, next_version: int) -> None:
+        """Return when a push of that version may begin."""
+        self._call(self._router.pause(next_version))
+
+    def abort(self) -> None:
+        """Return when no engine has a request."""
+        self._call(self._router.abort())
 
     def resume(self, policy_version: int) -> None:
-        """Continue with weights of that version; generations that failed for lack of an engine are
-        submitted again."""
-        if not self.in_flight:
-            return
-        self.in_flight.resume(policy_version)
-        for rollout in self._rollouts.values():
-            made = rollout.made
-            if made and made.done() and isinstance(made.exception(), NoServingEngine):
-                rollout.start(self._timeline)
+        """Continue with weights of that version, without the groups that are too old for it."""
+        if self._cfg.rollout.in_flight_updates:
+            self._call(self._resume(policy_version))
 
     def open_groups(self) -> tuple[OpenGroups | None, Experience | None, dict[int, RolloutBatch]]:
-        """What a checkpoint holds of the generations in progress."""
-        if not may_be_saved(self._rollouter.cfg):
+        """What a checkpoint holds of the groups that no generation has taken."""
+        if not may_be_saved(self._cfg):
             return super().open_groups()
-        assert self.in_flight is not None
-        with self.in_flight.suspended():
-            return self._open_groups()
-
-    def _open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
-        complete: dict[int, RolloutBatch] = {}
-        groups: dict[int, list[Sample]] = {}
-        scored: dict[int, ScoredGroup] = {}
-        engines: dict[int, tuple[str, ...]] = {}
-        for generation, rollout in self._rollouts.items():
-            made = rollout.made
-            if made and made.done() and not made.exception():
-                complete[generation] = made.result()
-            elif isinstance(requests := rollout.open, CompletionRequests):
-                prompts = self._rollouter.stream.batch(generation)
-                first = generation * len(prompts)
-                places = {prompt.index: first + number for number, prompt in enumerate(prompts)}
-                for sample in requests.so_far():
-                    groups.setdefault(places[sample.prompt.index], []).append(sample)
-                if early := rollout.early:
-                    scored |= {places[index]: group for index, group in early.so_far().items()}
-                engines |= dict.fromkeys(places.values(), tuple(sorted(requests.engines.copy())))
-        saved = OpenGroups(
-            next_number=max(engines, default=-1) + 1,
-            untaken=tuple(sorted(engines)),
-            engines=tuple(sorted(engines.items())),
-        )
-        return saved, experience_of({**groups, **scored}), complete
+        return self._call(self._open_groups())
 
     def restore(self, saved: OpenGroups, samples: Experience) -> None:
-        """Restore the samples of a checkpoint: `begin` continues the generations that have any."""
-        size = self._rollouter.stream.batch_size
-        for place, group in groups_of(samples).items():
-            self._groups[place // size].append(group)
-        for place, urls in saved.engines:
-            self._engines[place // size].update(urls)
+        """Restore the groups of a checkpoint: they continue when they are opened."""
+        key_of = self._queue.key_of
+        self._saved = {key_of(number): group for number, group in groups_of(samples).items()}
+        self._saved_engines = {key_of(number): urls for number, urls in saved.engines}
+        if self._over_samples:
+            opened_at = {key_of(number): then for number, then in saved.asked_at}
+            self._queue.restore(opened_at)
+            keys = sorted(opened_at, key=lambda key: (opened_at[key], key))
+            self._call(self._open(keys))
 
     def close(self) -> None:
-        """Cancel the generations in progress, since their rollouter is about to be closed."""
-        if futures := [rollout.made for rollout in self._rollouts.values() if rollout.made]:
-            self._rollouter.cancel()
-            wait(futures)
+        """Cancel the groups in progress."""
+        self._call(self._close())
+
+    # In the event loop
+
+    async def _begin(self, request: RolloutRequest) -> None:
+        number, version = request.generation, request.policy_version
+        found = self._generations.get(number)
+        if found is None or found.policy_version != version:
+            self._drop(self._queue.drop_generation(number))
+            self._policy_version = version
+            self._generations[number] = self._new_generation(number)
+            await self._open(self._queue.open_generation(number, number))
+        if not self._cfg.rollout.in_flight_updates:
+            await self._router.resume(version)
+
+    async def _resume(self, policy_version: int) -> None:
+        self._policy_version = policy_version
+        if self._over_samples:
+            dropped = self._queue.drop_stale(self._now)
+            self._generations[self._num_taken].num_dropped += len(dropped)
+            self._drop(dropped)
+        await self._router.resume(policy_version)
+        if self._over_samples:
+            await self._open_new()
+
+    async def _take(self, number: int) -> RolloutBatch:
+        generation = self._generations[number]
+        # Before a generation takes them: the checkpoint at the end of the run has the groups.
+        generation.tally.check_failed(self._cfg.reward)
+        keys, replaced = self._queue.pop_generation(number)
+        print_failures(self._attempts[key].group for key in [*keys, *replaced])
+        batch = self._batch(number, keys, replaced)
+        self._drop([*keys, *replaced])
+        del self._generations[number]
+        self._num_taken += 1
+        if self._over_samples:
+            self._generations[self._num_taken] = self._new_generation(self._num_taken)
+            await self._open_new()
+        return batch
+
+    async def _close(self) -> None:
+        tasks = [attempt.task for attempt in self._attempts.values() if attempt.task]
+        self._drop([*self._attempts])
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def _now(self) -> int:
+        """The generation that is trained on with the weights that the engines have."""
+        return self._schedule.cursor(self._policy_version).generation
+
+    def _new_generation(self, number: int) -> Generation:
+        generation = Generation(self._policy_version)
+        if self._is_ahead and not self._over_samples:
+            generation.record = partial(
+                self._timeline.add_rollout,
+                generation=number,
+                policy_version=self._policy_version,
+            )
+        return generation
+
+    def _generation_of(self, key: GroupKey) -> Generation:
+        """The generation that counts a group."""
+        return self._generations[self._num_taken if self._over_samples else key.generation]
+
+    def _prompt(self, key: GroupKey) -> Prompt:
+        if key.round:
+            return self._replacements[key]
+        return self._batch_of(key.generation)[key.position]
+
+    async def _open_new(self) -> None:
+        """Open as many groups as there is room for, with over-sampling."""
+        limit = (self._num_generations - self._num_taken) * self._schedule.num_prompts
+        keys = self._queue.open_new(self._now, limit)
+        # Images are read for a few groups at a time, so that the first need not wait for all.
+        for i in range(0, len(keys), NUM_READ_AT_ONCE):
+            await self._open(keys[i : i + NUM_READ_AT_ONCE])
+
+    async def _open(self, keys: Sequence[GroupKey]) -> None:
+        """Begin groups that the queue has opened, all at the same time."""
+        features = await features_of([self._prompt(key) for key in keys])
+        for key in keys:
+            prompt, params = self._prompt(key), self._services.params(key, self._policy_version)
+            group = self._services.groups.new(
+                prompt, params, self._next_priority(key), features.get(prompt.images)
+            )
+            attempt = self._attempts[key] = Attempt(group)
+            if not self._is_restored(key, attempt):
+                self._generation_of(key).begin_group()
+                attempt.task = asyncio.create_task(self._make_group(key, attempt))
+
+    def _next_priority(self, key: GroupKey) -> int:
+        """Earlier generations go first; with over-sampling, whatever was opened before."""
+        of, size = 0 if self._over_samples else key.generation, self._cfg.grpo.num_generations
+        self._num_opened[of] += 1
+        return of * PRIORITIES + (self._num_opened[of] - 1) * size
+
+    def _is_restored(self, key: GroupKey, attempt: Attempt) -> bool:
+        """Let a group of a checkpoint continue; returns whether it was scored there."""
+        if (saved := self._saved.pop(key, None)) is None:
+            return False
+        group = attempt.group
+        assert isinstance(group, CompletionGroup), "a checkpoint holds no dialogues"
+        group.engines.update(self._saved_engines.pop(key, ()))
+        if not isinstance(saved, ScoredGroup):
+            group.restore(saved)
+            return False
+        attempt.scored, attempt.ended = saved, time.time()
+        if not self._over_samples:  # else the first run has counted it
+            self._generation_of(key).tally.add(saved, self._cfg.grpo)
+        self._queue.complete(key)
+        return True
+
+    async def _make_group(self, key: GroupKey, attempt: Attempt) -> None:
+        """Have a group sampled and scored, and let the queue decide what becomes of it."""
+        group, cfg = attempt.group, self._cfg
+        try:
+            samples = await group.sample(self._router)
+            self._generation_of(key).end_sampling()
+            self._router.changed.give()
+            scored = attempt.scored = await self._services.scorer.score(samples, group.priority)
+            attempt.ended = time.time()
+            generation = self._generation_of(key)
+            generation.end_scoring()
+            if not generation.tally.add(scored, cfg.grpo):
+                self._queue.complete(key)
+            elif self._queue.reject(key) and self._over_samples:
+                await self._open_new()
+            if not (self._over_samples or generation.has_open_groups):
+                await self._end_round(key.generation)
+        except Exception as error:  # of any kind: `finish` must raise it
+            generation = self._generation_of(key)
+            generation.failure = generation.failure or error
+        self._router.changed.give()
+
+    async def _end_round(self, number: int) -> None:
+        """All groups of a round are scored: open the next one, if groups are missing."""
+        generation, stream = self._generations[number], self._services.stream
+        generation.tally.check_failed(self._cfg.reward)
+        if count := self._queue.num_missing(number):
+            tried = {self._prompt(key).index for key in self._attempts if key.generation == number}
+            order = Random(f"resampled {stream.seed} {number} {self._queue.round_of(number) + 1}")
+            prompts = stream.others(tried, count, order)
+            keys = self._queue.open_round(number, len(prompts), number)
+            self._replacements |= zip(keys, prompts, strict=True)
+            await self._open(keys)
+        if not generation.has_open_groups:
+            generation.end()
+
+    def _wait(self, number: int, timer: PhaseTimer) -> None:
+        """Wait until a generation can be taken, in the phases that it is in: the watchdog has a
+        limit for each."""
+        generation = self._generations[number]
+
+        def is_ready() -> bool:
+            has_groups = self._queue.next_generation(number) is not None
+            return has_groups or generation.failure is not None
+
+        def has_changed(phase: str) -> bool:
+            return is_ready() or generation.phase not in (phase, IDLE)
+
+        while not is_ready():
+            phase = "generate" if self._over_samples else generation.phase or "score"
+            name = (WAIT, phase) if self._is_ahead else (phase,)
+            with timer.phase(*name):
+                self._call(self._router.until(partial(has_changed, phase)))
+        if generation.failure:
+            raise generation.failure
+
+    def _drop(self, keys: Sequence[GroupKey]) -> None:
+        """Forget groups; what they have asked for is withdrawn."""
+        for key in keys:
+            self._replacements.pop(key, None)
+            attempt = self._attempts.pop(key, None)
+            if attempt and attempt.task:
+                attempt.task.cancel()
+
+    def _batch(
+        self, number: int, keys: Sequence[GroupKey], replaced: Sequence[GroupKey]
+    ) -> RolloutBatch:
+        cfg, generation = self._cfg, self._generations[number]
+        attempts = [self._attempts[key] for key in keys]
+        experience = as_experience([each.scored for each in attempts if each.scored], cfg)
+        engines = set[str]().union(*(each.group.engines for each in attempts))
+        metrics = generation.tally.metrics(len(replaced), cfg.grpo)
+        metrics["rollout/num_engines"] = len(engines)
+        if self._over_samples:
+            began = min(each.began for each in attempts)
+            seconds = max(each.ended for each in attempts) - began
+            about = {"generation": number, "policy_version": self._policy_version}
+            self._timeline.add_rollout("generate", began, seconds, **about)
+            metrics |= {"rollout/dropped_stale": generation.num_dropped, "time/generate": seconds}
+        elif self._is_ahead:
+            metrics |= {f"time/{phase}": each for phase, each in generation.seconds.items()}
+        of_replaced = [self._attempts[key].scored for key in replaced]
+        return RolloutBatch(experience, metrics, [each for each in of_replaced if each])
+
+    async def _open_groups(self) -> tuple[OpenGroups, Experience | None, dict[int, RolloutBatch]]:
+        was_running = self._router.is_running
+        await self._router.abort()
+        complete = self._complete_generations()
+        queue, attempts = self._queue, self._attempts
+        found: dict[int, ScoredGroup | Unscored] = {}
+        for key in queue.untaken:
+            if key.generation not in complete and (attempt := attempts.get(key)):
+                assert isinstance(attempt.group, CompletionGroup), "it holds no dialogues"
+                found[queue.number_of(key)] = attempt.scored or attempt.group.so_far()
+        saved = OpenGroups(
+            next_number=queue.next_number,
+            untaken=tuple(
+                queue.number_of(k) for k in queue.untaken if k.generation not in complete
+            ),
+            asked_at=tuple((n, queue.opened_at[queue.key_of(n)]) for n in found if found[n]),
+            engines=tuple(
+                (n, tuple(sorted(attempts[queue.key_of(n)].group.engines))) for n in found
+            ),
+        )
+        if was_running:
+            await self._router.resume(self._router.policy_version)
+        return saved, experience_of(found), complete
+
+    def _complete_generations(self) -> dict[int, RolloutBatch]:
+        """The generations that can be taken whole, in order."""
+        complete = {}
+        for number in () if self._over_samples else sorted(self._generations):
+            keys = self._queue.next_generation(number)
+            if keys is not None and not self._generations[number].failure:
+                complete[number] = self._batch(number, keys, ())
+        return complete

@@ -13,7 +13,7 @@ from megatron_grpo.workers.tasks import lasting_future
 from megatron_grpo.workers.user_file import missing_column
 from parallel.clock import result_within
 
-WORKER_MODULE = "megatron_grpo.environments.worker"
+WORKER_MODULE = "megatron_grpo.agents.fork_server"
 LOAD_KEY = -1
 """Key of the answer about loading the class, in place of an instance's key."""
 DEATH_SECONDS = 30.0
@@ -158,6 +158,12 @@ class Instance:
 
     def reset(self, prompt: str, columns: Mapping[str, Any], seed: int) -> Future[str | None]:
         """Its first observation, or None. `seed` seeds the random generators of its process."""
+        return self.pool.call("reset", self.key, seed, prompt, dict(columns))
+
+    def run_episode(
+        self, prompt: str, columns: Mapping[str, Any], seed: int
+    ) -> "Future[dict[str, Any]]":
+        """How an agent's episode has ended (`actors.checked`), when it has."""
         return self.pool.call("reset", self.key, seed, prompt, dict(columns))
 
     def step(self, text: str, **turn: Any) -> "Future[list[Any]]":

@@ -1,13 +1,12 @@
-"""What rank 0 makes generations with: the engines, the prompts and the rewards of a run."""
+"""Engines, prompts, partners and rewards of a run, which rank 0 makes generations with."""
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from checkpoint_convert import ModelShape
 from checkpoint_convert.vllm import check_engine
-from megatron_grpo.agents.agents import open_dialogues
+from megatron_grpo.agents.partners import Groups, Partners
 from megatron_grpo.bars import Show, waiting
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.reward import served_here
@@ -15,18 +14,19 @@ from megatron_grpo.data.prompts import end_tokens, load_prompts
 from megatron_grpo.data.samples import first_seed
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.joining import JoinFolder
 from megatron_grpo.engines.layouts import holdings
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.reward_models import RewardModels
+from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.engines.sampling_params import SamplingParams
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.evaluation.evaluation import Evaluations
 from megatron_grpo.rewards.by_source import RewardsBySource, reference_faults
 from megatron_grpo.rewards.pool import RewardPools
-from megatron_grpo.rollout.group_scorer import GroupScorer
-from megatron_grpo.workers.child_process import COLLECTOR
+from megatron_grpo.rollout.group_queue import GroupKey
+from megatron_grpo.rollout.scorer import GroupScorer
+from megatron_grpo.workers.event_loop import EventLoop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,8 +41,8 @@ def load_stream(
     return PromptStream.of(cfg, prompts)
 
 
-class Rollouter:
-    """The rollout engines, the prompts and the rewards of a run.
+class RolloutServices:
+    """The rollout engines, the prompts, the model's partners and the rewards of a run.
 
     Weights are pushed through its `engines`. Engines that it starts itself leave the first GPUs of
     this host to the host's `num_ranks` trainer ranks.
@@ -53,12 +53,7 @@ class Rollouter:
         from checkpoint_convert.tokenizer import load_tokenizer  # noqa: PLC0415
 
         self.cfg, self.shape = cfg, shape
-        self.threads: ThreadPoolExecutor | None = None
-        """Make generations ahead. They end after the engines: when the thread that started an
-        engine ends, Linux ends the engine."""
-        if num_ahead := cfg.rollout.max_staleness:
-            num_threads = num_ahead + 1 if cfg.rollout.in_flight_updates else 1
-            self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=COLLECTOR)
+        self.loop = EventLoop()
         # The engines load while the trainer builds its model.
         logs = cfg.train.run_dir / "logs"
         self.servers = EngineServers(cfg.model, cfg.rollout, logs, token, num_ranks, cfg.lora)
@@ -70,27 +65,30 @@ class Rollouter:
         pool = EnginePool(self.servers, cfg.rollout, JoinFolder.of_run(cfg))
         # Workers of SGLang drop those of a tower that a push fills.
         keeps_features = cfg.model.freeze_vision or cfg.rollout.engine != "vllm"
-        self.engines = RolloutClient(pool, cfg.rollout, cfg.lora, keeps_features=keeps_features)
-        self.in_flight: InFlight | None = None
-        """Has the engines work on several generations at a time; None if they make one after the
-        other."""
-        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
-        if cfg.rollout.in_flight_updates:
-            # Streamed chunks do not have the experts of tokens.
-            streams = not cfg.rollout.router_replay
-            self.in_flight = InFlight(self.engines, self._decode, streams=streams)
-        self.scorer = GroupScorer(cfg, self.rewards, self._decode)
+        self.engines = RolloutClient(
+            pool, cfg.rollout, self.loop, cfg.lora, keeps_features=keeps_features
+        )
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        # Streamed chunks do not have the experts of tokens.
+        streams = cfg.rollout.in_flight_updates and not cfg.rollout.router_replay
+        self.router = RequestRouter(self.engines, decode, streams=streams)
+        self.scorer = GroupScorer(cfg, self.rewards, decode)
         self._end_tokens = end_tokens(shape, tokenizer, cfg.rollout)
         self.tokenizer = tokenizer
-        self.dialogues = open_dialogues(
-            cfg, tokenizer, self._end_tokens, self.engines, self.in_flight
-        )
+        self.partners = Partners(cfg, tokenizer, self._end_tokens, self.engines)
         replayed = shape.indexer if cfg.rollout.indexer_replay else None
         self._index_topk = replayed.topk if replayed else 0
         self.stream = load_stream(cfg, shape, tokenizer)
-        self.evaluations = Evaluations(
-            cfg, shape, tokenizer, self.engines, self.pools, self.dialogues
-        )
+        # The other one is aborted while held-out sets are sampled.
+        apart = RequestRouter(self.engines, decode, streams=False)
+        self.evaluations = Evaluations(cfg, shape, tokenizer, apart, self.pools, self.partners)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Makes the groups of training, once the model's partners are there; raises ValueError if
+        they cannot be."""
+        self.partners.wait_ready(self.stream.prompts)
+        return self.partners.groups(self.cfg)
 
     def wait_for_memory(self) -> None:
         """Return when engines that share GPUs with trainer ranks have allocated their memory.
@@ -120,10 +118,8 @@ class Rollouter:
             except ValueError as error:
                 raise ValueError(f"rollout engine {url}: {error}") from None
 
-    def sampling_params(
-        self, generation: int, round_number: int, policy_version: int
-    ) -> SamplingParams:
-        """How the samples of one round of a generation are made."""
+    def params(self, key: GroupKey, policy_version: int) -> SamplingParams:
+        """How the samples of a group are made."""
         rollout, seed = self.cfg.rollout, self.cfg.train.seed
         return SamplingParams(
             num_generations=self.cfg.grpo.num_generations,
@@ -135,8 +131,9 @@ class Rollouter:
             router_replay=rollout.router_replay,
             index_topk=self._index_topk,
             # No two rounds of a generation share seeds; no prompt has a position below 0.
-            seed=first_seed(seed, generation, -round_number) if round_number else seed,
-            series=generation,
+            seed=first_seed(seed, key.generation, -key.round) if key.round else seed,
+            series=key.generation,
+            position=key.position,
         )
 
     def cancel(self) -> None:
@@ -145,16 +142,13 @@ class Rollouter:
         self.pools.cancel()
 
     def close(self) -> None:
-        """Stop the reward workers, the environments, and the engines that were started here."""
+        """Stop the reward workers, the model's partners, and the engines that were started here."""
+        self.cancel()
         with ExitStack() as stack:
-            if self.threads:  # last: Linux kills the engines that they started when they end
-                stack.callback(self.threads.shutdown)
-            if self.in_flight:
-                stack.callback(self.in_flight.close)
+            stack.callback(self.loop.close)
             stack.callback(self.servers.close)
-            if self.dialogues:
-                stack.callback(self.dialogues.close)
+            stack.callback(self.engines.close)
             stack.callback(self.pools.close)
-            stack.callback(self.scorer.close)
-            if self.in_flight:  # it would start ended engines again
-                stack.callback(self.in_flight.end)
+            stack.callback(self.partners.close)
+            # First: it would start ended engines again.
+            stack.callback(lambda: self.loop.call(self.router.close()))

@@ -1,6 +1,8 @@
-"""Completions that were cut: the request for the rest, and how both parts are joined."""
+"""One completion that engines are asked for."""
 
+import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from megatron_grpo.data.samples import seed_after
 from megatron_grpo.engines.choice import CUT, Choice
@@ -11,6 +13,55 @@ Decode = Callable[[Sequence[int]], str]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What an incomplete character is decoded to."""
+
+
+def _new_answer() -> "asyncio.Future[tuple[Choice, str]]":
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass(eq=False)
+class Request:
+    """A completion, from the request until some engine has answered all of it.
+
+    Engines may abort it at any token, for a checkpoint or because they are lost: the partial
+    completion is `begun`, and the next engine is asked for the rest. Made in the event loop.
+    Cancelling `answer` withdraws the request.
+    """
+
+    body: Json
+    """For `engine.GENERATE`."""
+    priority: int
+    """Lower numbers go first, in the router's queue and at the engine."""
+    stop: Sequence[str] = ()
+    """Strings that end the completion, also if an engine was lost in the middle of one."""
+    url: str = ""
+    """The engine to ask, if it serves: it has the session's last turn cached."""
+    begun: Choice | None = None
+    answer: "asyncio.Future[tuple[Choice, str]]" = field(default_factory=_new_answer)
+    """The whole completion, and the address of the engine that ended it."""
+    batch: int = 0
+    """Requests of one batch share their prompt, and stay together."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is neither answered nor withdrawn."""
+        return not self.answer.done()
+
+    @property
+    def rest(self) -> Json:
+        """The body of the request for all tokens after those that are `begun`."""
+        body = rest_of(self.body, self.begun) if self.begun else self.body
+        return {**body, "priority": self.priority}
+
+    def take(self, choice: Choice, url: str, decode: Decode) -> None:
+        """Append what the engine at `url` has sampled; the answer is there unless it was cut."""
+        if choice.finish_reason == CUT and not choice.token_ids:
+            return
+        if self.begun:
+            choice = joined(self.begun, choice, decode, self.stop)
+        self.begun = choice
+        if choice.finish_reason != CUT and self.is_open:
+            self.answer.set_result((choice, url))
 
 
 def rest_of(request: Json, begun: Choice) -> Json:

@@ -18,9 +18,8 @@ from megatron_grpo.batch.schedule import BatchSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
 from megatron_grpo.launch.process import Preempted
-from megatron_grpo.rollout.generate import RolloutBatch, RolloutRequest
-from megatron_grpo.rollout.open_samples import may_be_saved
-from megatron_grpo.rollout.runner import Runner
+from megatron_grpo.rollout.generation import RolloutBatch, RolloutRequest, Runner
+from megatron_grpo.rollout.saved_groups import may_be_saved
 from megatron_grpo.timing import PhaseTimer
 from parallel.collectives import on_rank_0
 
@@ -61,14 +60,15 @@ class RolloutScheduler:
         rollout, self._max_staleness = cfg.rollout, cfg.rollout.max_staleness
         self._in_flight, self._saves_open = rollout.in_flight_updates, may_be_saved(cfg)
         # SGLang cannot return the experts of a completion that a push has just interrupted: before
-        # the push of a step that is saved, requests are cut.
-        self._cut_interval = self._saves_open and rollout.router_replay and cfg.train.save_interval
+        # the push of a step that is saved, requests are aborted.
+        replays = self._saves_open and rollout.router_replay
+        self._abort_interval = cfg.train.save_interval if replays else 0
         self._schedule, self._num_steps = BatchSchedule.of(cfg.grpo), cfg.num_steps
         self._runner, self._push, self._is_suspended = runner, push, False
 
     def request_ahead(self, step: int) -> None:
-        """In an asynchronous run, request the generations after that of `step` that training will
-        reach and that were not requested before."""
+        """Request the next `max_staleness` generations that are not pending, ready, or past the
+        end."""
         now = self._schedule.cursor(step).generation
         for generation in range(now + 1, now + 1 + self._max_staleness):
             is_beyond = generation * self._schedule.updates_per_generation >= self._num_steps
@@ -83,19 +83,19 @@ class RolloutScheduler:
             self.request_ahead(step)
         self._finish(generation, step, timer)
 
-    def before_push(self, step: int, timer: PhaseTimer, *, cuts: bool = False) -> None:
-        """Wait until the weights after `step` steps may be pushed; with `cuts`, until the engines
+    def before_push(self, step: int, timer: PhaseTimer, *, aborts: bool = False) -> None:
+        """Wait until the weights after `step` steps may be pushed; with `aborts`, until the engines
         have given up all requests. Raises Preempted or RolloutAborted on all ranks, and drops the
         generation that failed."""
         if not self._in_flight:
             for generation in [*self.pending]:
                 self._finish(generation, step, timer)
-        elif self._runner and self._runner.in_flight:
+        elif self._runner:
             with timer.phase("push"):
-                if cuts or (self._cut_interval and step % self._cut_interval == 0):
-                    self._runner.in_flight.suspend()
+                if aborts or (self._abort_interval and step % self._abort_interval == 0):
+                    self._runner.abort()
                 else:
-                    self._runner.in_flight.hold(step)
+                    self._runner.pause(step)
         self._is_suspended = self._in_flight
 
     def after_push(self, step: int) -> None:

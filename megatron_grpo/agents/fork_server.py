@@ -1,9 +1,11 @@
-"""The process that environments are forked from: `python -m MODULE FD MEGABYTES`.
+"""The process that environments and agents are forked from: `python -m MODULE FD MEGABYTES`.
 
 It reads section, class and limits of the config from the socket FD, loads the class, answers with
-the columns that `reset` requires, and then executes commands, with any number of calls at once:
+the columns that its first method requires, and then executes commands, with any number of calls at
+once:
 
-    ("reset", key, seed, prompt, columns)    fork a process, make the instance `key` in it, reset it
+    ("reset", key, seed, prompt, columns)    fork a process, make the instance `key` in it, and call
+                           its `reset`, or `run_episode` of an agent
     ("step", key, text, turn)    call its `step`
     ("end", key)           kill it
 
@@ -32,7 +34,7 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NoReturn
 
-from megatron_grpo.environments.pool import LOAD_KEY
+from megatron_grpo.agents.fork_pool import LOAD_KEY
 from megatron_grpo.launch.parent_death import adopt_orphans, die_with_parent, kill_tree
 from megatron_grpo.unicode import as_unicode
 from megatron_grpo.workers.supervised import attempt, begin_worker, limit_sends
@@ -57,6 +59,8 @@ class LoadedClass:
 
     make: Callable[..., Any]
     arguments: Mapping[str, Any]
+    first: str
+    """The method that is called first: `reset`, or `run_episode`, which is an agent's only one."""
 
     @classmethod
     def load(cls, name: str, arguments: Mapping[str, Any]) -> "LoadedClass":
@@ -65,7 +69,8 @@ class LoadedClass:
         found = getattr(load_user_file(Path(path), "file of an environment"), class_name, None)
         if not inspect.isclass(found):
             raise ValueError(f"{path} has no class {class_name!r}")
-        for method in ("reset", "step"):
+        methods = ("run_episode",) if hasattr(found, "run_episode") else ("reset", "step")
+        for method in methods:
             if not callable(getattr(found, method, None)):
                 raise ValueError(f"{name} has no method {method}")
         try:
@@ -76,30 +81,32 @@ class LoadedClass:
             ) from None
         if inspect.ismethod(load := getattr(found, "load", None)):  # of the class
             load(**arguments)
-        besides_text = _parameters(found.step, skip=2)  # type: ignore[attr-defined]
+        step = getattr(found, "step", None)
+        besides_text = _parameters(step, skip=2) if step and "step" in methods else {}
         for parameter in required_parameters(besides_text):
             if parameter not in TURN:
                 raise ValueError(
                     f"step of {name} requires {parameter!r}: besides the text it may take "
                     f"{', '.join(TURN)}"
                 )
-        return cls(found, arguments)
+        return cls(found, arguments, methods[0])
 
     @property
     def wanted_columns(self) -> list[str]:
-        """Parameters of `reset` without a default, other than `prompt`."""
-        return [name for name in required_parameters(self._reset_parameters) if name != "prompt"]
+        """Parameters of the first method without a default, other than `prompt`."""
+        return [name for name in required_parameters(self._first_parameters) if name != "prompt"]
 
-    def reset(self, prompt: str, columns: Mapping[str, Any]) -> tuple[Any, str | None]:
-        """A new environment, and its first observation."""
-        given = select_accepted({**columns, "prompt": prompt}, self._reset_parameters)
-        environment = self.make(**self.arguments)
-        observation = environment.reset(**given)
-        return environment, None if observation is None else _text("reset", observation)
+    def begin(self, prompt: str, columns: Mapping[str, Any]) -> tuple[Any, Any]:
+        """A new environment with its first observation, or an agent with the end of its episode."""
+        given = select_accepted({**columns, "prompt": prompt}, self._first_parameters)
+        instance = self.make(**self.arguments)
+        found = getattr(instance, self.first)(**given)
+        is_text = self.first == "reset" and found is not None
+        return instance, _text("reset", found) if is_text else found
 
     @property
-    def _reset_parameters(self) -> dict[str, inspect.Parameter]:
-        return _parameters(self.make.reset, skip=1)  # type: ignore[attr-defined]
+    def _first_parameters(self) -> dict[str, inspect.Parameter]:
+        return _parameters(getattr(self.make, self.first), skip=1)
 
 
 def step(environment: Any, text: str, turn: Mapping[str, Any]) -> tuple[str, float, bool]:
@@ -246,12 +253,12 @@ class EnvironmentWorker:
         limit_sends(connection, SEND_SECONDS)
         return InstanceProcess(pid, connection)
 
-    def _reset(self, seed: int, prompt: str, columns: Any) -> str | None:
-        """Make the environment of this process; return its first observation."""
+    def _reset(self, seed: int, prompt: str, columns: Any) -> Any:
+        """Make the instance of this process; return what its first method does."""
         random.seed(seed)
         if "numpy" in sys.modules:  # all forks would share its state
             sys.modules["numpy"].random.seed(seed % 2**32)
-        self.environment, observation = self.loaded.reset(prompt, columns)
+        self.environment, observation = self.loaded.begin(prompt, columns)
         return observation
 
     def _run_instance(

@@ -1,17 +1,11 @@
-"""Replacing prompts that teach nothing: dynamic sampling (DAPO, arXiv 2503.14476, section 3.2).
+"""Groups with their scores, and what is counted of them.
 
-A group whose rewards are all equal has advantage 0. With ``grpo.dynamic_sample`` such prompts are
-replaced by others in up to ``grpo.max_resample_times`` rounds. Each round lasts as long as its
-longest completion: ``grpo.dynamic_sample_oversampling`` tries more prompts than are missing, so
-that fewer rounds are needed. A generation that is still too small is filled up with groups of equal
-rewards, so that its size is always the same.
-
-DAPO compares accuracies, not total rewards: a length penalty would give most all-wrong groups
-different totals. ``grpo.dynamic_sample_reward`` names the term to compare.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) replaces groups whose rewards are all equal,
+and so have advantage 0. DAPO compares accuracies, not total rewards: a length penalty would give
+most all-wrong groups different totals. ``grpo.dynamic_sample_reward`` names the term to compare.
 """
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -23,9 +17,7 @@ from megatron_grpo.batch.experience import Experience, compute_advantages
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.reward import RewardConfig
-from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
-from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.rewards.scoring import check_failed
 
 
@@ -90,51 +82,3 @@ def as_experience(groups: Sequence[ScoredGroup], cfg: Config) -> Experience:
         [reward for group in groups for reward in group.rewards],
         cfg,
     )
-
-
-class DynamicSampler:
-    """The search for the groups of one generation: the groups found, and the prompts to try next.
-
-    Which prompts are tried depends only on the generation's number and the rewards, so a repeated
-    run tries the same ones.
-    """
-
-    def __init__(self, stream: PromptStream, generation: int, cfg: GRPOConfig) -> None:
-        self.round = 0
-        """Number of replacement rounds so far."""
-        self.prompts: Sequence[Prompt] = stream.batch(generation)
-        """Prompts of this round; empty when the search is over."""
-        self._stream, self._generation, self._cfg = stream, generation, cfg
-        self._found: list[ScoredGroup] = []
-        self._equal: list[ScoredGroup] = []
-        self._tried = {prompt.index for prompt in self.prompts}
-        self.tally = Tally()
-
-    @property
-    def num_replaced(self) -> int:
-        """Number of replacement prompts that were tried."""
-        return len(self._tried) - self._stream.batch_size
-
-    def add_groups(self, groups: Sequence[ScoredGroup]) -> None:
-        """Add the groups of all `prompts` of this round, and choose those of the next one."""
-        for group in groups:
-            (self._equal if self.tally.add(group, self._cfg) else self._found).append(group)
-        missing = self._stream.batch_size - len(self._found)
-        self.prompts = []
-        if missing > 0 and self.round < self._cfg.max_resample_times:
-            self.round += 1
-            self.prompts = self._others(math.ceil(missing * self._cfg.dynamic_sample_oversampling))
-            self._tried |= {prompt.index for prompt in self.prompts}
-
-    def groups(self) -> list[ScoredGroup]:
-        """The groups of the generation, one per prompt; the last ones may have equal rewards."""
-        return [*self._found, *self._equal][: self._stream.batch_size]
-
-    def replaced(self) -> list[ScoredGroup]:
-        """The groups that are not part of the generation."""
-        return [*self._found, *self._equal][self._stream.batch_size :]
-
-    def _others(self, count: int) -> list[Prompt]:
-        """Up to `count` prompts that were not tried yet."""
-        order = random.Random(f"resampled {self._stream.seed} {self._generation} {self.round}")
-        return self._stream.others(self._tried, count, order)

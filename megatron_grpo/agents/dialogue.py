@@ -1,0 +1,224 @@
+"""Dialogues with environments: the model's partner, turn by turn.
+
+An environment is a class in a user's file:
+
+    class Guessing:
+        def reset(self, prompt: str, **columns) -> str | None:
+            ...  # `columns` are those of the data row; a returned text is appended to the prompt
+        def step(self, text: str) -> tuple[str, float, bool]:
+            ...  # the model's turn -> observation, reward, done
+
+`step` may also take `token_ids` and `finish_reason` of the turn (`stop`, or `length` if it was cut
+off), and `tokens_left`, the number of tokens that observations and further turns may have together.
+
+A classmethod `load(**arguments)`, if there is one, is called once, before any instance is made.
+
+Every sample has its own instance, made from `environment.arguments`, in its own process: the file
+is loaded once, and each instance lives in a fork of the process that loaded it. So a call that
+hangs, dies or uses too much memory can be killed without affecting other samples, and a step that
+waits for something blocks no other. Nothing here is a sandbox.
+
+A sample whose environment fails, or is late, has failed: its reward is NaN, never zero.
+
+Observations become tokens between the model's turns, and do not enter the loss.
+
+Elsewhere: TRL's `environment_factory` (`reset` with the columns, whose text is appended to the last
+user message), verl's agent loop with an interaction, ms-swift's `multi_turn_scheduler` with a gym
+environment.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_grpo.agents.fork_pool import EnvironmentFailed, EnvironmentPool, Step
+from megatron_grpo.agents.turns import Turns
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample, extend_spans
+from megatron_grpo.engines.choice import Choice
+from megatron_grpo.engines.group import Group
+from megatron_grpo.engines.request import Request
+from megatron_grpo.engines.router import RequestRouter
+from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.workers.tasks import gather_all
+
+
+@dataclass
+class Dialogue:
+    """One sample in progress: turns of the model with observations between them."""
+
+    prompt: Prompt
+    sample_index: int
+    room: int
+    """Number of tokens that may still be appended, sampled or observed."""
+    # Arrays as in a `Sample`:
+    completion_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    loss_mask: "array[int]" = field(default_factory=lambda: array("b"))
+    text: str = ""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Version of the weights and number of tokens of each part; an observation counts as of the
+    turn before it."""
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Of each turn, those of the tokens that were new to the engine."""
+    step_rewards: list[tuple[int, float]] = field(default_factory=list)
+    finish_reason: str = ""
+    """Empty until the dialogue ends."""
+    _is_cut: bool = False
+    """Whether the last turn has no end token."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return bool(self.finish_reason)
+
+    def add_turn(self, choice: Choice) -> None:
+        """Append a turn of the model."""
+        self._append(choice.token_ids, choice.token_logprobs, True)
+        for version, num_tokens in choice.spans:
+            extend_spans(self.spans, version, num_tokens)
+        self.text += choice.text
+        self._is_cut = choice.finish_reason == "length"
+
+    def add_first_observation(self, observation: str | None, turns: Turns) -> None:
+        """Begin, with the first observation (if any) appended to the prompt."""
+        if observation is None:
+            return
+        longer = turns.with_first_observation(self.prompt, observation)
+        room = self.room - (len(longer.token_ids) - len(self.prompt.token_ids))
+        if room < 1:
+            raise EnvironmentFailed(
+                f"its first observation is {1 - room} tokens too long for "
+                "rollout.max_completion_length, which includes observations: raise it"
+            )
+        self.prompt, self.room = longer, room
+
+    def add_step(self, step: Step, turns: Turns, max_turns: int) -> None:
+        """Append the observation of an environment step, or end the dialogue."""
+        self.step_rewards.append((len(self.completion_ids) - 1, step.reward))
+        if self._is_cut:
+            self.finish_reason = "length"
+        elif step.done:
+            self.finish_reason = "stop"
+        elif len(self.step_rewards) == max_turns:
+            self.finish_reason = "max_turns"
+        else:
+            tokens, text = turns.encode_observation(step.observation, self.completion_ids[-1])
+            if len(tokens) >= self.room:
+                self.finish_reason = "length"
+            else:
+                self._append(tokens, [0.0] * len(tokens), False)
+                extend_spans(self.spans, self.spans[-1][0], len(tokens))
+                self.text += text
+
+    @property
+    def failed_in(self) -> str:
+        """The environment's last call: `reset`, or the step of a turn."""
+        return f"turn {len(self.step_rewards) + 1}" if self.completion_ids else "reset"
+
+    def to_sample(self, policy_version: int) -> Sample:
+        """The sample of a dialogue that has ended; without any turn, it is of `policy_version`."""
+        spans, routes = self.spans, self.routes
+        return Sample(
+            prompt=self.prompt,
+            sample_index=self.sample_index,
+            completion_ids=self.completion_ids,
+            logprobs=self.logprobs,
+            finish_reason=self.finish_reason,
+            text=self.text,
+            policy_version=spans[0][0] if spans else policy_version,
+            versions=tuple(spans) if len(spans) > 1 else (),
+            loss_mask=self.loss_mask,
+            routes=np.concatenate(routes) if routes else None,
+            step_rewards=tuple(self.step_rewards),
+        )
+
+    def _append(self, tokens: Sequence[int], logprobs: Sequence[float], is_sampled: bool) -> None:
+        self.completion_ids.extend(tokens)
+        self.logprobs.extend(logprobs)
+        self.loss_mask.extend([is_sampled] * len(tokens))
+        self.room -= len(tokens)
+
+
+class DialogueGroup(Group):
+    """Dialogues of one prompt, each at its own pace.
+
+    Each turn is a request of its own with all tokens so far; the engine has their prefix cached.
+    Seeds do not depend on timing, but engines batch turns as they arrive, so sums round differently
+    from run to run and some tokens may differ.
+    """
+
+    partner = "environment"
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        *,
+        environments: EnvironmentPool,
+        turns: Turns,
+        max_turns: int,
+    ) -> None:
+        super().__init__(prompt, params, priority)
+        self._environments, self._turns, self._max_turns = environments, turns, max_turns
+
+    async def sample(self, router: RequestRouter) -> list[Sample]:
+        """Make all dialogues at the same time."""
+        return await gather_all(
+            self._sample(index, router) for index in range(self.params.num_generations)
+        )
+
+    async def _sample(self, index: int, router: RequestRouter) -> Sample:
+        params = self.params
+        dialogue = Dialogue(self.prompt, index, params.max_completion_length)
+        try:
+            await self._converse(dialogue, router)
+        except EnvironmentFailed as failure:
+            dialogue.finish_reason = "failed"
+            where = f"prompt {self.prompt.index}, sample {index}, {dialogue.failed_in}"
+            self.failures.append(f"{where}: {failure}")
+        return dialogue.to_sample(params.policy_version)
+
+    async def _converse(self, dialogue: Dialogue, router: RequestRouter) -> None:
+        """Let the model and an environment of its own take turns until the dialogue is over."""
+        url, prompt, params = "", dialogue.prompt, self.params
+        environment = self._environments.new_instance()
+        try:
+            own_seed = params.turn_seed(dialogue.sample_index, turn=-1)
+            first = await asyncio.wrap_future(environment.reset(prompt.text, prompt.row, own_seed))
+            dialogue.add_first_observation(first, self._turns)
+            while not dialogue.is_over:
+                request = self._request(dialogue, url)
+                router.submit([request])
+                choice, url = await request.answer
+                self.engines.add(url)
+                # An engine of a training run returns them to evaluations, too.
+                if params.has_routes:
+                    dialogue.routes.append(choice.routes)
+                dialogue.add_turn(choice)
+                step = environment.step(
+                    choice.text,
+                    token_ids=choice.token_ids,
+                    finish_reason=choice.finish_reason,
+                    tokens_left=dialogue.room,
+                )
+                answer = Step(*await asyncio.wrap_future(step))
+                dialogue.add_step(answer, self._turns, self._max_turns)
+        finally:
+            environment.end()
+
+    def _request(self, dialogue: Dialogue, url: str) -> Request:
+        """The next turn, of the engine at `url` if it serves."""
+        params = self.params
+        body = params.request(
+            [*dialogue.prompt.token_ids, *dialogue.completion_ids],
+            seed=params.turn_seed(dialogue.sample_index, turn=len(dialogue.step_rewards)),
+            max_tokens=dialogue.room,
+            # Those of earlier turns are kept: an engine that takes over may choose others.
+            routes_start=sum(map(len, dialogue.routes)),
+        )
+        return Request(body, self.priority + dialogue.sample_index, params.stop, url)

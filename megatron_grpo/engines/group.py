@@ -1,0 +1,184 @@
+"""A group: all samples of one prompt, while they are made."""
+
+import asyncio
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+
+from megatron_grpo.data.images import PromptSources, read_images
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample, first_seed
+from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion, npy_of
+from megatron_grpo.engines.engine import Json
+from megatron_grpo.engines.request import Request
+from megatron_grpo.engines.router import RequestRouter
+from megatron_grpo.engines.sampling_params import SamplingParams, image_features
+
+
+class Group(ABC):
+    """The unit of request, score and save; made and used in the event loop."""
+
+    partner = ""
+    """The model's partner, in messages about failures."""
+
+    def __init__(self, prompt: Prompt, params: SamplingParams, priority: int) -> None:
+        """The requests of its samples have the priorities from `priority` on, one each."""
+        self.prompt, self.params, self.priority = prompt, params, priority
+        self.engines: set[str] = set()
+        """Addresses of the engines that have answered."""
+        self.failures: list[str] = []
+        """One line for each sample whose partner failed."""
+
+    @abstractmethod
+    async def sample(self, router: RequestRouter) -> list[Sample]:
+        """Make all samples; cancelling this withdraws the requests, and ends all partners."""
+
+
+class CompletionGroup(Group):
+    """Completions of a single turn.
+
+    Each is a request of its own, so that a long one does not wait for the others of its prompt, nor
+    is lost with them. Each has its own seed (`first_seed`), independent of when and where it is
+    generated.
+    """
+
+    def __init__(
+        self, prompt: Prompt, params: SamplingParams, priority: int, features: Json | None = None
+    ) -> None:
+        """`features` are the `image_features` of a prompt that has images."""
+        super().__init__(prompt, params, priority)
+        self._samples: dict[int, Sample] = {}
+        first = first_seed(params.seed, params.series, params.position)
+        token_ids = [*prompt.token_ids]
+        self._requests = {
+            index: Request(
+                params.request(
+                    token_ids,
+                    seed=first + index,
+                    max_tokens=params.max_completion_length,
+                    routes_start=0,
+                    features=features,
+                ),
+                priority + index,
+                params.stop,
+            )
+            for index in range(params.num_generations)
+        }
+        """The open requests, by the number of their sample."""
+        self._complete = asyncio.Event()
+
+    @property
+    def num_open(self) -> int:
+        """Number of samples that are not complete."""
+        return len(self._requests)
+
+    async def sample(self, router: RequestRouter) -> list[Sample]:
+        """Have the engines complete the prompt; one engine gets all requests that are open."""
+        if not self._requests:  # a checkpoint had all samples
+            return self.so_far()
+        requests = [*self._requests.items()]
+        for index, request in requests:
+            request.answer.add_done_callback(partial(self._take, index))
+        router.submit([request for _, request in requests])
+        try:
+            await self._complete.wait()
+        finally:
+            for request in self._requests.values():
+                request.answer.cancel()
+        return self.so_far()
+
+    def so_far(self) -> list[Sample]:
+        """The samples received, and of aborted ones what was sampled so far, with the
+        `finish_reason` CUT."""
+        begun = {index: request.begun for index, request in self._requests.items()}
+        parts = {index: self._sample(index, part) for index, part in begun.items() if part}
+        return [sample for _, sample in sorted((parts | self._samples).items())]
+
+    def restore(self, samples: Iterable[Sample]) -> None:
+        """Take over the samples that another run had `so_far`, before any is asked for."""
+        for sample in samples:
+            if sample.finish_reason == CUT:
+                self._requests[sample.sample_index].begun = _choice_of(sample)
+            else:
+                self._samples[sample.sample_index] = sample
+                del self._requests[sample.sample_index]
+
+    def _take(self, index: int, answer: "asyncio.Future[tuple[Choice, str]]") -> None:
+        """Turn an answer into a sample; itself, over a hundred bytes per token, is not kept."""
+        if answer.cancelled():
+            return
+        choice, url = answer.result()
+        self._samples[index] = self._sample(index, choice)
+        del self._requests[index]
+        self.engines.add(url)
+        if not self._requests:
+            self._complete.set()
+
+    def _sample(self, index: int, choice: Choice) -> Sample:
+        spans = choice.spans
+        return Sample(
+            prompt=self.prompt,
+            sample_index=index,
+            completion_ids=choice.token_ids,
+            logprobs=choice.token_logprobs,
+            finish_reason=choice.finish_reason,
+            text=choice.text,
+            policy_version=spans[0][0] if spans else self.params.policy_version,
+            versions=tuple(spans) if len(spans) > 1 else (),
+            routes=choice.routes if self.params.has_routes else None,
+        )
+
+
+def print_failures(groups: Iterable[Group]) -> None:
+    """Print how many environments or agents have failed, and the first failure, if any."""
+    failed = [(group.partner, line) for group in groups for line in group.failures]
+    if failed:
+        partner, first = failed[0]
+        line = f"the {partner} failed in {len(failed)} samples, the first of them: {first}"
+        print(line, file=sys.stderr)
+
+
+async def features_of(prompts: Sequence[Prompt]) -> dict[PromptSources | None, Json]:
+    """The `image_features` of prompts that have images, by their images; several are read at a
+    time."""
+    images = [prompt.images for prompt in prompts if prompt.images]
+    if not images:
+        return {}
+    return await asyncio.to_thread(read_images, images, image_features)
+
+
+async def sample_alone(
+    router: RequestRouter, sampling: "Sequence[asyncio.Task[list[Sample]]]", policy_version: int
+) -> list[Sample]:
+    """All samples of groups, in their order, made while the engines do nothing else.
+
+    Raises the first failure. After NoServingEngine, a call with the same tasks continues.
+    """
+
+    def has_failed() -> bool:
+        return any(task.done() and task.exception() for task in sampling)
+
+    for task in sampling:
+        task.add_done_callback(lambda _: router.changed.give())
+    await router.run_alone(
+        policy_version, lambda: has_failed() or all(task.done() for task in sampling)
+    )
+    return [sample for task in sampling for sample in task.result()]
+
+
+def _choice_of(sample: Sample) -> Choice:
+    """The answer that was made into a sample."""
+    bounds = pairwise([0, *accumulate(count for _, count in sample.spans)])
+    return Choice(
+        token_ids=[*sample.completion_ids],
+        logprobs=Logprobs([Token(logprob) for logprob in sample.logprobs]),
+        finish_reason=sample.finish_reason,
+        text=sample.text,
+        weight_versions=[
+            WeightVersion(str(version), start, end)
+            for (version, _), (start, end) in zip(sample.spans, bounds, strict=True)
+        ],
+        routed_experts=None if sample.routes is None else npy_of(sample.routes),
+    )

@@ -1,0 +1,242 @@
+"""Requests at the engines, through pushes of weights and losses of engines.
+
+Requests wait in one queue, ordered by priority, and every engine takes from it what it has room
+for: so a slow engine gets less, and nothing must be taken back from it. An engine that is alone
+gets all at once, before it starts, so that its batches are the same in every run.
+
+Engines keep their requests through a push. They pause for it, drop all keys and values, and
+recompute what they have sampled with the new weights before they continue: so every token has the
+probability that the weights of its own version give it after all tokens before it, as in a training
+forward.
+
+For a checkpoint or an evaluation, requests are aborted: the engines give them up, the tokens
+sampled so far stay, and the rest of each completion is requested later, with these tokens as its
+prompt. The loss of an engine aborts its requests, too: answers are streamed, and what has arrived
+stays.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count, groupby
+from typing import Any
+
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.engine_queue import EngineQueue
+from megatron_grpo.engines.http import EngineDown, EngineStale, NoServingEngine
+from megatron_grpo.engines.request import Decode, Request
+from megatron_grpo.launch.process import Preempted
+from megatron_grpo.workers.event_loop import Notice
+
+ABORT_SECONDS = 5.0
+"""How long a run that is to stop waits for the tokens that engines have sampled."""
+
+
+class RequestRouter:
+    """Has the engines of a client answer requests; it begins aborted, until `resume`.
+
+    All methods belong to the event loop. Unless it `streams`, a completion whose engine is lost
+    starts anew.
+
+    It stops, with the reason in `failure`, when no engine serves any more (NoServingEngine: abort,
+    push, and resume), when an engine answers nonsense (EngineError), and when the client is
+    cancelled (Preempted, for good). Its requests stay open: who waits by `until` is told.
+    """
+
+    def __init__(self, client: RolloutClient, decode: Decode, *, streams: bool = True) -> None:
+        self.failure: Exception | None = None
+        self.changed = Notice()
+        """Given at every failure; others give it for what they wait for by `until`."""
+        self.policy_version = 0
+        """Version of the weights that the engines hold."""
+        self.loop = client.loop
+        self._client, self._decode, self._streams = client, decode, streams
+        self._batches = count(1)
+        self._waiting: list[tuple[int, int, list[Request]]] = []
+        """A heap of batches, by priority and number."""
+        self._queues: dict[str, EngineQueue] = {}
+        self._lives: dict[str, tuple[str, int]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """Of each engine that is not lost, by address."""
+        self._is_held = self._is_feeding = False
+        self._guard: asyncio.Task[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether engines have its requests."""
+        return bool(self._tasks)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests that share their prompt, or one turn of a session.
+
+        A turn goes to the engine that had the last one, if it serves, as that has its tokens
+        cached.
+        """
+        batch = next(self._batches)
+        for request in requests:
+            request.batch = batch
+            request.answer.add_done_callback(partial(self._withdraw, request))
+        url = requests[0].url if requests else ""
+        if url in self._queues:
+            self._queues[url].send(requests)
+        else:
+            self._enqueue(requests)
+
+    async def until(self, is_reached: Callable[[], object]) -> None:
+        """Return when `is_reached()`, which is looked at after each of the notices `changed`;
+        raises the `failure` if that comes before."""
+        await self.changed.until(lambda: self.failure or is_reached())
+        if self.failure and not is_reached():
+            raise self.failure
+
+    async def resume(self, policy_version: int) -> None:
+        """Have the engines that serve now continue, with weights of that version."""
+        self.policy_version = policy_version
+        if self._guard is None:
+            self._guard = asyncio.create_task(self._stop_when_cancelled())
+        if isinstance(self.failure, NoServingEngine):
+            self.failure = None
+        if self.failure:  # the end of the run
+            return
+        pool = self._client.pool
+        serving = {url: pool.life(url) for url in pool.serving}
+        # Those that were lost in a push, which alone decides about it, or have come back since.
+        await self._end([url for url, life in self._lives.items() if serving.get(url) != life])
+        if serving.keys() - self._queues.keys():  # deal all anew, with the tokens sampled so far
+            await self.abort()
+        self._is_held = False
+        for queue in self._queues.values():
+            queue.resume()
+        for url in serving.keys() - self._queues.keys():
+            queue = EngineQueue(policy_version, self._decode, self._feed, streams=self._streams)
+            self._queues[url], self._lives[url] = queue, serving[url]
+            self._tasks[url] = asyncio.create_task(self._serve(url, queue))
+        self._feed()
+        self._fail_if_alone()
+
+    async def pause(self, next_version: int) -> None:
+        """Return when a push of that version may begin, through which the engines keep their
+        requests. If an engine leaves, all are aborted, so that others continue with its tokens."""
+        if self._client.pool.has_leavers:
+            await self.abort()
+            return
+        self._is_held = True
+        await asyncio.gather(*(queue.hold(next_version) for queue in self._queues.values()))
+
+    async def abort(self) -> None:
+        """Return when no engine has a request; what was sampled of each is kept until `resume`."""
+        for queue in self._queues.values():
+            queue.abort()
+        while self._tasks:
+            await asyncio.wait(self._tasks.values())
+        self._is_held = False
+
+    async def run_alone(self, policy_version: int, is_reached: Callable[[], object]) -> None:
+        """Have the engines work until `is_reached()`, with weights that do not change meanwhile.
+
+        Raises the `failure`, as `until` does; call it again after a push of the same weights.
+        """
+        try:
+            await self.resume(policy_version)
+            await self.until(is_reached)
+        finally:
+            await self.abort()
+        if self.failure:  # an engine held other weights at the end
+            raise self.failure
+
+    async def close(self) -> None:
+        """Stop for good; requests that are open are never answered."""
+        if self._guard:
+            self._guard.cancel()
+        await self._end([*self._tasks])
+
+    def _enqueue(self, requests: Sequence[Request]) -> None:
+        """Queue requests of one batch, and have the engines that have room take them.
+
+        Soon, not now: all that is submitted at the same time is dealt in order of priority.
+        """
+        heappush(self._waiting, (requests[0].priority, requests[0].batch, [*requests]))
+        if not self._is_feeding:
+            self._is_feeding = True
+            asyncio.get_running_loop().call_soon(self._feed)
+
+    def _feed(self) -> None:
+        self._is_feeding = False
+        while self._waiting and (queue := self._next_queue()):
+            _, _, requests = heappop(self._waiting)
+            queue.send([request for request in requests if request.is_open])
+
+    def _next_queue(self) -> EngineQueue | None:
+        """The engine with the most room, if any has some and no push is under way."""
+        queues = [*self._queues.values()]
+        if self._is_held or not queues:
+            return None
+        if len(queues) == 1:
+            return queues[0]
+        best = max(queues, key=lambda queue: queue.room)
+        return best if best.room > 0 else None
+
+    def _withdraw(self, request: Request, answer: "asyncio.Future[Any]") -> None:
+        if answer.cancelled():
+            for queue in self._queues.values():
+                queue.withdraw(request)
+
+    async def _serve(self, url: str, queue: EngineQueue) -> None:
+        """Have an engine answer its queue; mark it stale or dead if it cannot."""
+        failure: Exception | None = None
+        pool = self._client.pool
+        try:
+            await queue.serve(self._client.engine(url))
+        except EngineStale as error:
+            if not self._is_held:
+                pool.mark_stale(url, str(error))
+        except (EngineDown, TimeoutError) as error:  # late with an answer other than completions
+            if not self._is_held:
+                pool.mark_dead(url, str(error))
+        except Exception as error:  # of any kind: who waits must learn of it
+            failure = error
+        finally:
+            queue.has_started_or_failed.set()
+            del self._queues[url], self._lives[url], self._tasks[url]
+            left = sorted(filter(lambda each: each.is_open, queue.open), key=_batch)
+            for _, requests in groupby(left, key=_batch):
+                self._enqueue([*requests])
+        if failure:
+            self._fail(failure)
+        elif not queue.is_aborted:
+            self._fail_if_alone()
+
+    def _fail_if_alone(self) -> None:
+        if not (self._queues or self._is_held):
+            report = self._client.pool.status_report()
+            self._fail(NoServingEngine(f"no rollout engine serves:\n{report}"))
+
+    def _fail(self, failure: Exception) -> None:
+        if self.failure is None or isinstance(failure, Preempted):
+            self.failure = failure
+        for queue in self._queues.values():
+            queue.abort()
+        self.changed.give()
+
+    async def _end(self, urls: Sequence[str]) -> None:
+        """Take no more answers from these engines; their requests are queued again."""
+        tasks = [self._tasks[url] for url in urls]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stop_when_cancelled(self) -> None:
+        try:
+            await self._client.raise_when_cancelled()
+        except Preempted as reason:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await self.abort()
+            self._fail(reason)
+            await self._end([*self._tasks])  # an engine that hangs
+
+
+def _batch(request: Request) -> int:
+    return request.batch

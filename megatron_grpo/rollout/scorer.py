@@ -1,0 +1,106 @@
+"""Scores groups as soon as each is complete, while the engines work on others. Rank 0 only."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.rewards.by_source import RewardsBySource, totals_of
+from megatron_grpo.rewards.scoring import Decode, with_steps
+from megatron_grpo.rollout.scored_group import ScoredGroup
+
+GATHER_SECONDS = 0.01
+"""Groups that end in one step of an engine arrive within this time, and are scored together."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreJob:
+    """A group that waits for its scores."""
+
+    priority: int
+    """Lower numbers go first."""
+    samples: Sequence[Sample]
+    scored: "asyncio.Future[ScoredGroup]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class GroupScorer:
+    """Scores the groups that have become complete by its next turn together, as many as there can
+    be calls at a time.
+
+    Reward functions get one group in each call. After a failure, all later groups fail with the
+    same error.
+    """
+
+    def __init__(self, cfg: Config, rewards: RewardsBySource, decode: Decode) -> None:
+        self._cfg, self._rewards, self._decode = cfg, rewards, decode
+        rewards_of = [view.reward for view in cfg.by_source.values()]
+        self._most = max(max(each.max_concurrent_calls, each.num_workers) for each in rewards_of)
+        """Most groups scored together: few, so that those of an earlier generation soon have their
+        turn."""
+        self._jobs: list[ScoreJob] = []
+        self._failure: Exception | None = None
+        self._scoring: asyncio.Task[None] | None = None
+
+    async def score(self, samples: Sequence[Sample], priority: int) -> ScoredGroup:
+        """Score the samples of a prompt, after those of a lower `priority`.
+
+        A group whose caller is cancelled before its turn is not scored.
+        """
+        job = ScoreJob(priority, samples)
+        self._jobs.append(job)
+        if self._scoring is None or self._scoring.done():
+            self._scoring = asyncio.create_task(self._score_jobs())
+        return await job.scored
+
+    def score_now(self, samples: Sequence[Sample]) -> list[ScoredGroup]:
+        """The groups of these samples, which are ordered by prompt; blocks while they are scored.
+
+        Raises RewardError if too many samples cannot be scored.
+        """
+        # The limit on failures is a share of a whole generation, also in a round that replaces a
+        # few prompts.
+        size = max(self._cfg.grpo.generation_batch_size, len(samples))
+        rewards = self._rewards.score(samples, num_completions=size)
+        samples = with_steps(samples, rewards, self._decode)
+        totals = totals_of(samples, rewards, self._cfg)
+        size = self._cfg.grpo.num_generations
+        return [
+            ScoredGroup(samples[i : i + size], rewards[i : i + size], totals[i : i + size])
+            for i in range(0, len(samples), size)
+        ]
+
+    async def _score_jobs(self) -> None:
+        while self._jobs:
+            await asyncio.sleep(GATHER_SECONDS)
+            jobs = self._next_jobs()
+            samples = [sample for job in jobs for sample in job.samples]
+            try:
+                if self._failure:
+                    raise self._failure
+                groups = await asyncio.to_thread(self.score_now, samples)
+            except Exception as error:  # of any kind: who waits must learn of it
+                self._failure = error
+                for job in jobs:
+                    if not job.scored.done():
+                        job.scored.set_exception(error)
+            else:
+                for job, group in zip(jobs, groups, strict=True):
+                    if not job.scored.done():
+                        job.scored.set_result(group)
+
+    def _next_jobs(self) -> list[ScoreJob]:
+        """The groups to score next, and drop those that nobody waits for any more."""
+        found: dict[int, ScoreJob] = {}
+        left = []
+        for job in sorted(self._jobs, key=lambda job: job.priority):
+            # Two groups of one prompt, from two generations, would be scored as one.
+            index = job.samples[0].prompt.index
+            if index in found or len(found) == self._most:
+                left.append(job)
+            elif not job.scored.done():
+                found[index] = job
+        self._jobs = left
+        return [*found.values()]

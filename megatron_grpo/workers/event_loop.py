@@ -1,0 +1,72 @@
+"""Rank 0's event loop: everything that waits for engines, agents and rewards runs in its thread.
+
+The thread that trains calls it by `call` and waits; coroutines never block it, but hand to
+`asyncio.to_thread` what takes long. State that only coroutines touch needs no lock.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, TypeVar
+
+from megatron_grpo.workers.child_process import COLLECTOR
+from parallel.clock import RunningLoop
+
+T = TypeVar("T")
+
+
+class EventLoop:
+    """A loop in a thread of its own, from the constructor until `close`."""
+
+    def __init__(self) -> None:
+        self._loop = RunningLoop()
+        name = f"{COLLECTOR}: event loop"
+        self._thread = Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `coroutine`; safe from any thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run `coroutine`, and wait for what it returns or raises; not from the loop's own thread.
+
+        Example: `loop.call(router.resume(3))`
+        """
+        return self.start(coroutine).result()
+
+    def close(self) -> None:
+        """Cancel all tasks, and end the thread when they have ended."""
+        self.call(self._cancel_tasks())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    async def _cancel_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Notice:
+    """Wakes all who wait for a state of the loop that others change."""
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def give(self) -> None:
+        """Have all who wait look again."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def until(self, is_reached: Callable[[], object]) -> None:
+        """Return when `is_reached()`, which is looked at now and after each notice."""
+        while not is_reached():
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            await future
