@@ -14,11 +14,11 @@ BIN := $(VENV)/bin
 # TIMED tests measure how long a process takes to end, and run alone. WAITS mostly wait, and run concurrently with the
 # rest. FAST ones start no engine.
 TIMED := $(addprefix tests/megatron_grpo/,test_faults.py test_kills.py watchdog engines/test_pool.py)
-WAITS := $(addprefix tests/megatron_grpo/,rewards environments/test_environments.py environments/test_turns.py)
+WAITS := $(addprefix tests/megatron_grpo/,rewards agents/test_fork_pool.py agents/test_turns.py)
 FAST := $(addprefix tests/,parallel checkpoint_convert/formats test_project.py test_golden.py) \
 	$(addprefix tests/megatron_grpo/,algorithm batch checkpoints config/test_config.py data reporting rollout \
 	policy/test_model.py watchdog/test_job.py test_weight_sync.py)
-FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,environments/test_multi_turn.py policy/test_skipped_steps.py \
+FAULTS := $(TIMED) $(WAITS) $(addprefix tests/megatron_grpo/,agents/test_dialogue.py policy/test_skipped_steps.py \
 	test_number_faults.py test_train_ends.py test_async_runs.py checkpoints)
 # The longest file comes first, so that not one of two workers has it alone.
 MEGATRON := tests/megatron_grpo/checkpoints/test_releases.py \
@@ -32,9 +32,9 @@ MEGATRON := tests/megatron_grpo/checkpoints/test_releases.py \
 # Of these, what is ours and no release changes.
 OURS := float64 or (test_lora and (gpt_oss or deepseek_v32 or qwen3_5_text or phi3 or peft or tower)) or \
 	(test_moe and (recomputed or frozen or indexers))
-ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py engines/test_client.py engines/test_in_flight.py \
+ENGINES := tests/sglang $(addprefix tests/megatron_grpo/,engines/test_access.py engines/test_client.py engines/test_router.py \
 	engines/test_push.py engines/test_joining.py engines/test_pool.py engines/test_sleep.py \
-	environments/test_multi_turn.py \
+	agents/test_dialogue.py \
 	agents/test_agents.py agents/test_agent_runs.py test_weight_sync.py test_learning.py test_environment_runs.py \
 	test_faults.py test_in_flight_runs.py test_cli.py::test_serve_is_an_engine_for_runs_that_name_its_address[sglang])
 APART := tests/sglang tests/slurm tests/viewer_browser

@@ -104,11 +104,11 @@ class RequestRouter:
         serving = {url: pool.life(url) for url in pool.serving}
         # Those that were lost in a push, which alone decides about it, or have come back since.
         await self._end([url for url, life in self._lives.items() if serving.get(url) != life])
-        if serving.keys() - self._queues.keys():  # deal all anew, with the tokens sampled so far
-            await self.abort()
         self._is_held = False
         for queue in self._queues.values():
             queue.resume()
+        if serving.keys() - self._queues.keys():  # deal all anew, with the tokens sampled so far
+            await self.abort()
         for url in serving.keys() - self._queues.keys():
             queue = EngineQueue(policy_version, self._decode, self._feed, streams=self._streams)
             self._queues[url], self._lives[url] = queue, serving[url]

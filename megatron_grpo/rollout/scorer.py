@@ -75,19 +75,21 @@ class GroupScorer:
     async def _score_jobs(self) -> None:
         while self._jobs:
             await asyncio.sleep(GATHER_SECONDS)
-            jobs = self._next_jobs()
+            if not (jobs := self._next_jobs()):
+                continue
             samples = [sample for job in jobs for sample in job.samples]
             try:
                 if self._failure:
                     raise self._failure
                 groups = await asyncio.to_thread(self.score_now, samples)
+                pairs = [*zip(jobs, groups, strict=True)]
             except Exception as error:  # of any kind: who waits must learn of it
                 self._failure = error
                 for job in jobs:
                     if not job.scored.done():
                         job.scored.set_exception(error)
             else:
-                for job, group in zip(jobs, groups, strict=True):
+                for job, group in pairs:
                     if not job.scored.done():
                         job.scored.set_result(group)
 

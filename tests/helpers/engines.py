@@ -24,13 +24,13 @@ from checkpoint_convert.megatron import file_layout
 from helpers.images import logits
 from helpers.models import EOS_ID, tiny_model
 from helpers.pushes import client_of, push_folder
+from helpers.sampling import Completions, generate
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import COUNTS
-from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.layouts import worker_layouts
 from megatron_grpo.engines.push_protocol import WorkerSums
 from megatron_grpo.engines.sampling_params import SamplingParams
@@ -111,7 +111,7 @@ class TestEngine:
     def pause_after(self, count: int, is_done: Callable[[], bool] = lambda: False) -> None:
         """`pause` as soon as it has generated so many more tokens, or `is_done()`.
 
-        Before `InFlight.hold`, which takes time in which the engine would go on.
+        Before `RequestRouter.pause`, which takes time in which the engine would go on.
         """
         enough = self.num_generated() + count
         assert wait_until(lambda: is_done() or self.num_generated() >= enough, 120, 0.005)
@@ -134,7 +134,7 @@ class TestEngine:
             "policy_version": self.version,
         }
         params = sampling_params(**settings | overrides)
-        return self.client().generate(CompletionRequests(prompts, params))
+        return generate(self.client(), Completions(prompts, params))
 
 
 def worker_sums(folder: Path, rollout: RolloutConfig) -> list[WorkerSums]:

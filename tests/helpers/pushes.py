@@ -15,6 +15,7 @@ from checkpoint_convert.quantized_shard import quantized_tensors
 from checkpoint_convert.weights import whole_tensors
 from helpers.policies import start_policy, tiny_config
 from helpers.ranks import run_ranks
+from helpers.sampling import event_loop
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.config.train import ModelConfig
 from megatron_grpo.config.trained_shape import trained_shape
@@ -44,7 +45,7 @@ def client_of(base_urls: Sequence[str], token: str, **rollout: Any) -> RolloutCl
     overrides: dict[str, Any] = {"max_completion_length": 16, "startup_timeout": 3.0} | rollout
     config = RolloutConfig(base_urls=tuple(base_urls), **overrides)
     servers = EngineServers(ModelConfig(path=Path("unused")), config, Path("unused"), token)
-    return RolloutClient(EnginePool(servers, config), config)
+    return RolloutClient(EnginePool(servers, config), config, event_loop())
 
 
 def push_folder(

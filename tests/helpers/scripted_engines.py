@@ -3,8 +3,8 @@
 import asyncio
 import json
 from base64 import b64encode
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,20 +16,21 @@ import numpy as np
 from checkpoint_convert import read_shape
 from demo.make_sums import sums
 from helpers.policies import tiny_config
+from helpers.sampling import event_loop
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.choice import npy_of
 from megatron_grpo.engines.client import RolloutClient
 from megatron_grpo.engines.engine import GENERATE, ROUTES_START, Engine
 from megatron_grpo.engines.http import EVENTS
-from megatron_grpo.engines.in_flight import InFlight
 from megatron_grpo.engines.pool import EnginePool
+from megatron_grpo.engines.router import RequestRouter
 from megatron_grpo.launch.run_dir import new_token
-from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.rollouter import Rollouter
+from megatron_grpo.rollout.scored_group import ScoredGroup
+from megatron_grpo.rollout.services import RolloutServices
 from parallel import ParallelDims
 
 MAX_LENGTH = 8
-"""Of completions of a `scripted_rollouter`."""
+"""Of completions of a `scripted_services`."""
 
 
 @dataclass
@@ -59,6 +60,7 @@ class ScriptedEngine:
     num_read: int = 0
     """Requests of which these tokens have been read."""
     version: int = 7
+    stall_timeout: float = 60.0
     is_paused: bool = False
     num_cuts: int = 0
     num_accepted: int = 0
@@ -156,20 +158,19 @@ class ScriptedClient(RolloutClient):
     """A client of engines by their names, which serve."""
 
     def __init__(self, **engines: ScriptedEngine) -> None:
-        self._engines = {f"http://{name}": engine for name, engine in engines.items()}
-        self.urls = [*self._engines]
+        self._scripts = {f"http://{name}": engine for name, engine in engines.items()}
+        self.urls = [*self._scripts]
         servers = SimpleNamespace(
             base_urls=self.urls, token="", are_ours=False, log_tail=lambda url: ""
         )
         rollout = RolloutConfig(max_completion_length=16)
-        super().__init__(EnginePool(servers, rollout), rollout)
+        super().__init__(EnginePool(servers, rollout), rollout, event_loop())
         self.pool.finish_push(self.urls)
 
-    @asynccontextmanager
-    async def connect(self, url: str) -> AsyncIterator[Engine]:
-        transport = httpx.MockTransport(self._engines[url].respond)
-        async with httpx.AsyncClient(base_url=url, transport=transport) as http:
-            yield Engine(url, http, health_timeout=5.0, stall_timeout=60.0)
+    def engine(self, url: str) -> Engine:
+        transport = httpx.MockTransport(self._scripts[url].respond)
+        http = httpx.AsyncClient(base_url=url, transport=transport)
+        return Engine(url, http, 5.0, self._scripts[url].stall_timeout)
 
 
 class Scores:
@@ -178,6 +179,8 @@ class Scores:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.value = 1.0
+        self.is_equal: Callable[[int], bool] = lambda index: False
+        """Whether all completions of the prompt with an index get the same reward."""
         self.num_scored = 0
 
     def __call__(self, samples) -> list[ScoredGroup]:
@@ -185,7 +188,10 @@ class Scores:
             raise self.error
         self.num_scored += len(samples)
         groups = [samples[i : i + 4] for i in range(0, len(samples), 4)]
-        values = [[self.value * sample.sample_index for sample in group] for group in groups]
+        values = [
+            [0.0 if self.is_equal(s.prompt.index) else self.value * s.sample_index for s in group]
+            for group in groups
+        ]
         return [
             ScoredGroup(group, [{"share_of_digits": value} for value in each], each)
             for group, each in zip(groups, values, strict=True)
@@ -193,7 +199,7 @@ class Scores:
 
 
 @contextmanager
-def scripted_rollouter(model: Path, folder: Path, *overrides: str) -> Iterator[Rollouter]:
+def scripted_services(model: Path, folder: Path, *overrides: str) -> Iterator[RolloutServices]:
     """Its engines are scripted, and hold their requests; its rewards are `Scores`. Weights are
     pushed in flight; a generation has 4 completions of each of 4 prompts."""
     data = folder / "sums.jsonl"
@@ -211,15 +217,14 @@ def scripted_rollouter(model: Path, folder: Path, *overrides: str) -> Iterator[R
         f"rollout.max_completion_length={MAX_LENGTH}",
         *overrides,
     )
-    with closing(Rollouter(cfg, read_shape(model), new_token(), num_ranks=1)) as rollouter:
-        rollouter.score = rollouter.scorer.score = Scores()
-        use(rollouter, ScriptedEngine(version=0))
-        yield rollouter
+    with closing(RolloutServices(cfg, read_shape(model), new_token(), num_ranks=1)) as services:
+        services.score = services.scorer.score_now = Scores()
+        use(services, ScriptedEngine(version=0))
+        yield services
 
 
-def use(rollouter: Rollouter, engine: ScriptedEngine, name: str = "only") -> None:
-    """Give it an engine of that script, and an `InFlight` of its own."""
-    rollouter.in_flight.end()
-    rollouter.in_flight.close()
-    rollouter.engines, rollouter.engine = ScriptedClient(**{name: engine}), engine
-    rollouter.in_flight = InFlight(rollouter.engines, lambda tokens: "")
+def use(services: RolloutServices, engine: ScriptedEngine, name: str = "only") -> None:
+    """Give it an engine of that script, and a router of its own, in its loop."""
+    client = ScriptedClient(**{name: engine})
+    client.loop, services.engines, services.engine = services.loop, client, engine
+    services.router = RequestRouter(client, lambda tokens: "")

@@ -17,11 +17,11 @@ from checkpoint_convert import read_shape
 from helpers.engines import sampling_params, wait_until
 from helpers.policies import tiny_config
 from helpers.pushes import rollout_overrides
+from helpers.sampling import Completions, event_loop, generate
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.client import RolloutClient
-from megatron_grpo.engines.generation import CompletionRequests
 from megatron_grpo.engines.pool import EnginePool
 from megatron_grpo.engines.server import EngineServers
 from megatron_grpo.timing import PhaseTimer
@@ -48,14 +48,12 @@ class Trainer:
     def push_again(self) -> None:
         self._sync.push(self._weights, self.version, PhaseTimer(lambda name: None))
 
-    def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> CompletionRequests:
+    def ask(self, prompts: Sequence[Prompt], **overrides: Any) -> Completions:
         """The request for `generate`."""
-        return CompletionRequests(
-            prompts, sampling_params(**{"policy_version": self.version} | overrides)
-        )
+        return Completions(prompts, sampling_params(**{"policy_version": self.version} | overrides))
 
     def generate(self, prompts: Sequence[Prompt], **overrides: Any) -> list[Sample]:
-        return self.client.generate(self.ask(prompts, **overrides))
+        return generate(self.client, self.ask(prompts, **overrides))
 
     def pid(self, url: str) -> int:
         return self.servers._engine(url).process.pid
@@ -73,7 +71,7 @@ def trainer(folder: Path, servers: EngineServers, rollout: RolloutConfig) -> Ite
     try:
         cfg = tiny_config(folder, ParallelDims(), *overrides)
         sender = Sender(0, layout, dict.fromkeys(weights, range(1)))
-        client = RolloutClient(EnginePool(servers, rollout), rollout)
+        client = RolloutClient(EnginePool(servers, rollout), rollout, event_loop())
         sync = WeightSync(cfg, read_shape(folder), sender, torch.device("cpu"), 1, client)
         with closing(sync):
             yield Trainer(folder, servers, client, sync)

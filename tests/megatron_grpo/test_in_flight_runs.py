@@ -33,7 +33,7 @@ from megatron_grpo.checkpoints.experience_file import OPEN, SAMPLES_FILE
 from megatron_grpo.config.file import load_config
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.joining import FOLDER, JOINED, LEAVING, JoinedEngine, settings_of
-from megatron_grpo.rollout.rollouter import load_stream
+from megatron_grpo.rollout.services import load_stream
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from megatron_grpo.config.file import load_config
 
 LIGHT = """
 import sys, threading
-import megatron_grpo.agents.actors, megatron_grpo.environments.worker
+import megatron_grpo.agents.actors, megatron_grpo.agents.fork_server
 heavy = {"torch", "numpy", "transformers", "aiohttp", "openai"}
 print(sorted(heavy & sys.modules.keys()))
 megatron_grpo.agents.actors.Actor.load(None, None, ["python"], [], {"sandbox": "none"})

@@ -14,9 +14,9 @@ from megatron_grpo.batch.experience import Experience
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.samples import Sample
 from megatron_grpo.engines.http import RolloutAborted
-from megatron_grpo.rollout.generate import RolloutBatch
+from megatron_grpo.rollout.generation import RolloutBatch
 from megatron_grpo.rollout.replay import Replay, check_replay, write_generation
-from megatron_grpo.rollout.rollouter import load_stream
+from megatron_grpo.rollout.services import load_stream
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 

@@ -22,7 +22,7 @@ import pytest
 
 from helpers.engines import wait_until
 from helpers.models import tiny_model
-from helpers.scripted_engines import ScriptedEngine, scripted_rollouter, use
+from helpers.scripted_engines import ScriptedEngine, scripted_services, use
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.experience_file import (
     OPEN,
@@ -38,13 +38,12 @@ from megatron_grpo.checkpoints.trainer_state import (
     write_record,
 )
 from megatron_grpo.engines.choice import CUT
-from megatron_grpo.engines.in_flight import MOST_REQUESTS
-from megatron_grpo.rollout import rollouts
-from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.generate import RolloutBatch
-from megatron_grpo.rollout.rollouter import Rollouter
-from megatron_grpo.rollout.rollouts import RolloutScheduler
-from megatron_grpo.rollout.runner import RolloutRunner
+from megatron_grpo.rollout import schedule
+from megatron_grpo.rollout.generation import RolloutBatch
+from megatron_grpo.rollout.runner import PRIORITIES, GenerationRunner
+from megatron_grpo.rollout.schedule import RolloutScheduler
+from megatron_grpo.rollout.scored_group import ScoredGroup
+from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 
@@ -67,7 +66,7 @@ class SteadyEngine(ScriptedEngine):
     """Tokens so far of the completions in progress, by the number of the request."""
 
     def may_sample(self, number: int) -> bool:
-        ahead = number // MOST_REQUESTS - self.trained
+        ahead = number // PRIORITIES - self.trained
         most = math.inf if ahead <= 0 else NUM_PER_PUSH * (MAX_STALENESS + 1 - ahead)
         return self.lengths[number] < most
 
@@ -121,13 +120,14 @@ def score(samples) -> list[ScoredGroup]:
 class Process:
     """What rank 0 does from a start to a kill."""
 
-    def __init__(self, rollouter: Rollouter, folder: Path) -> None:
-        self.rollouter, self.folder = rollouter, folder
+    def __init__(self, services: RolloutServices, folder: Path) -> None:
+        self.services, self.folder = services, folder
         self.engine = SteadyEngine(version=0)
-        use(rollouter, self.engine)
+        use(services, self.engine)
         timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
-        self.runner = RolloutRunner(rollouter, SimpleNamespace(is_preempted=False), timeline)
-        self.scheduler = RolloutScheduler(rollouter.cfg, self.runner, lambda step: None)
+        watchdog = SimpleNamespace(is_preempted=False)
+        self.runner = GenerationRunner(services, watchdog, timeline, TrainerState(step=0))
+        self.scheduler = RolloutScheduler(services.cfg, self.runner, lambda step: None)
         self.step, self.weights = 0, b"pretrained"
         self.batches: dict[int, RolloutBatch] = {}
         """Those that were trained on."""
@@ -152,17 +152,21 @@ class Process:
             scheduler.request_ahead(self.step)
             if self.step % SAVE_INTERVAL == 0:
                 self._save()
-        self.rollouter.cancel()
+        self.services.cancel()
         self.runner.close()
 
     @property
     def is_at_push(self) -> bool:
         """Whether the engine has sampled all that it may."""
-        numbers = set()
-        for generation in self.scheduler.pending:
-            if (requests := self.runner._rollouts[generation].open) is None:
-                return False
-            numbers |= {generation * MOST_REQUESTS + number for number in requests.open.copy()}
+        numbers = {
+            request.priority
+            for attempt in [*self.runner._attempts.values()]
+            if not attempt.scored
+            for request in [*attempt.group._requests.values()]
+        }
+        begun = {key.generation for key in [*self.runner._attempts]}
+        if not begun >= self.scheduler.pending.keys():
+            return False
         at_engine = self.engine.lengths.copy()
         return numbers == at_engine.keys() and not any(map(self.engine.may_sample, at_engine))
 
@@ -188,7 +192,7 @@ class Process:
             write_experience(folder, samples, OPEN)
 
     def _load(self, step: int) -> None:
-        folder, prompts = self.folder / str(step), self.rollouter.stream.prompts
+        folder, prompts = self.folder / str(step), self.services.stream.prompts
         state, self.weights = read_record(folder, step).state, (folder / "weights").read_bytes()
         self.step = self.engine.trained = step
         if samples := read_experience(folder, prompts, OPEN):
@@ -204,32 +208,32 @@ def row_of(sample) -> tuple:
 
 
 @pytest.fixture
-def rollouter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rollouter]:
-    monkeypatch.setattr(rollouts, "on_rank_0", lambda runner, ask, errors: ask(runner))
+def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutServices]:
+    monkeypatch.setattr(schedule, "on_rank_0", lambda runner, ask, errors: ask(runner))
     options = (
         f"rollout.max_completion_length={LENGTH}",
         f"rollout.max_staleness={MAX_STALENESS}",
         "grpo.steps_per_generation=1",
     )
     model = tiny_model(tmp_path / "model", "qwen3")
-    with scripted_rollouter(model, tmp_path, *options) as rollouter:
-        rollouter.scorer.score = score
-        yield rollouter
+    with scripted_services(model, tmp_path, *options) as services:
+        services.scorer.score_now = score
+        yield services
 
 
-def test_a_run_that_was_killed_is_the_one_that_was_not(rollouter, tmp_path):
+def test_a_run_that_was_killed_is_the_one_that_was_not(services, tmp_path):
     """Killed before its first checkpoint, after it, in the step behind another, and just there."""
     (folder := tmp_path / "whole").mkdir()
-    whole = Process(rollouter, folder)
+    whole = Process(services, folder)
     whole.train(NUM_STEPS)
     samples = [sample for batch in whole.batches.values() for sample in batch.experience.samples]
     assert {len(sample.spans) for sample in samples} == {1, 2, 3}
-    saved = read_experience(folder / "4", rollouter.stream.prompts, OPEN).samples
+    saved = read_experience(folder / "4", services.stream.prompts, OPEN).samples
     assert {CUT, "stop"} == {sample.finish_reason for sample in saved}
 
     (folder := tmp_path / "killed").mkdir()
     for first_step, num_steps in ((0, 1), (0, 3), (2, 5), (4, 6), (6, NUM_STEPS)):
-        resumed = Process(rollouter, folder)
+        resumed = Process(services, folder)
         assert resumed.step == first_step
         resumed.train(num_steps)
         for generation, batch in resumed.batches.items():

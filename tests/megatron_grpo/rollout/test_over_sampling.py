@@ -16,7 +16,7 @@ import torch
 from helpers.engines import wait_until
 from helpers.images import random_images
 from helpers.models import tiny_model
-from helpers.scripted_engines import MAX_LENGTH, ScriptedEngine, scripted_rollouter, use
+from helpers.scripted_engines import MAX_LENGTH, ScriptedEngine, scripted_services, use
 from megatron_grpo.batch.experience import Experience
 from megatron_grpo.checkpoints.experience_file import OPEN, read_experience, write_experience
 from megatron_grpo.checkpoints.trainer_state import (
@@ -29,12 +29,11 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.stream import PromptStream
 from megatron_grpo.engines.choice import CUT
 from megatron_grpo.engines.http import RolloutAborted
-from megatron_grpo.engines.in_flight import MOST_REQUESTS
 from megatron_grpo.rewards.scoring import RewardError
-from megatron_grpo.rollout.dynamic_sampling import ScoredGroup
-from megatron_grpo.rollout.group_runner import GroupRunner
-from megatron_grpo.rollout.open_samples import groups_of
-from megatron_grpo.rollout.rollouter import Rollouter
+from megatron_grpo.rollout.runner import GenerationRunner
+from megatron_grpo.rollout.saved_groups import groups_of
+from megatron_grpo.rollout.scored_group import ScoredGroup
+from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.timing import PhaseTimer
 from parallel import ParallelDims
 from parallel.images import PromptImages
@@ -50,27 +49,27 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def rollouter(tmp_path: Path, model: Path) -> Iterator[Rollouter]:
+def services(tmp_path: Path, model: Path) -> Iterator[RolloutServices]:
     """Its engines are scripted, and hold their requests; its rewards are `Scores`."""
     option = f"rollout.over_sampling={NUM_WANTED / 4}"
-    with scripted_rollouter(model, tmp_path, option) as rollouter:
-        yield rollouter
+    with scripted_services(model, tmp_path, option) as services:
+        yield services
 
 
-def runner_of(rollouter: Rollouter, state: TrainerState) -> GroupRunner:
+def runner_of(services: RolloutServices, state: TrainerState) -> GenerationRunner:
     timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
-    return GroupRunner(rollouter, SimpleNamespace(is_preempted=False), timeline, state)
+    return GenerationRunner(services, SimpleNamespace(is_preempted=False), timeline, state)
 
 
 @pytest.fixture
-def runner(rollouter: Rollouter) -> Iterator[GroupRunner]:
-    with closing(runner_of(rollouter, TrainerState(step=0))) as runner:
+def runner(services: RolloutServices) -> Iterator[GenerationRunner]:
+    with closing(runner_of(services, TrainerState(step=0))) as runner:
         runner.resume(0)
         yield runner
 
 
-def wait_for_requests(rollouter: Rollouter, count: int) -> None:
-    assert wait_until(lambda: len(rollouter.engine.asked) >= count, seconds=30)
+def wait_for_requests(services: RolloutServices, count: int) -> None:
+    assert wait_until(lambda: len(services.engine.asked) >= count, seconds=30)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def stream_of(prompts: list[Prompt]) -> PromptStream:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="a thread for each core")
-def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time(rollouter):
+def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time(services):
     images = random_images([(4, 4)], [1], 8, torch.Generator())
     two = Barrier(2, timeout=30)
 
@@ -98,10 +97,10 @@ def test_images_of_prompts_that_are_asked_for_together_are_read_at_the_same_time
         two.wait()  # until another is read, too; else it raises
         return images
 
-    rollouter.stream = stream_of(with_images(rollouter.stream.prompts, read))
-    with closing(runner_of(rollouter, TrainerState(step=0))) as runner:
+    services.stream = stream_of(with_images(services.stream.prompts, read))
+    with closing(runner_of(services, TrainerState(step=0))) as runner:
         runner.resume(0)
-        wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES)
+        wait_for_requests(services, NUM_WANTED * NUM_SAMPLES)
 
 
 def test_an_unreadable_image_of_a_group_that_replaces_a_rejected_one_is_told(model, tmp_path):
@@ -109,34 +108,34 @@ def test_an_unreadable_image_of_a_group_that_replaces_a_rejected_one_is_told(mod
         raise OSError("gone")
 
     options = f"rollout.over_sampling={NUM_WANTED / 4}", "grpo.dynamic_sample=true"
-    with scripted_rollouter(model, tmp_path, *options) as rollouter:
-        first, others = rollouter.stream.prompts[:NUM_WANTED], rollouter.stream.prompts[NUM_WANTED:]
-        rollouter.stream = stream_of([*first, *with_images(others, read)])
-        rollouter.score.value = 0.0  # no completion is better than another
-        with closing(runner_of(rollouter, TrainerState(step=0))) as runner:
+    with scripted_services(model, tmp_path, *options) as services:
+        first, others = services.stream.prompts[:NUM_WANTED], services.stream.prompts[NUM_WANTED:]
+        services.stream = stream_of([*first, *with_images(others, read)])
+        services.score.value = 0.0  # no completion is better than another
+        with closing(runner_of(services, TrainerState(step=0))) as runner:
             runner.resume(0)
-            rollouter.engine.answers.set()
-            assert wait_until(lambda: runner._failure, seconds=30)
+            services.engine.answers.set()
+            assert wait_until(lambda: runner._generations[0].failure, seconds=30)
             with pytest.raises(OSError, match="gone"):
                 runner.finish(0, TIMER)
 
 
 @pytest.mark.parametrize("error", [RewardError("by fire"), KeyError("by fire")])
-def test_a_failure_is_told_though_weights_were_pushed_since(runner, rollouter, error):
-    rollouter.score.error = error
-    rollouter.engine.answers.set()
-    assert wait_until(lambda: runner._failure, seconds=30)
-    runner.in_flight.suspend()
+def test_a_failure_is_told_though_weights_were_pushed_since(runner, services, error):
+    services.score.error = error
+    services.engine.answers.set()
+    assert wait_until(lambda: runner._generations[0].failure, seconds=30)
+    runner.abort()
     runner.resume(0)
     with pytest.raises(RolloutAborted if isinstance(error, RewardError) else KeyError):
         runner.finish(0, TIMER)
 
 
 def test_groups_with_too_few_scores_stay_in_the_checkpoint_with_which_the_run_ends(
-    runner, rollouter
+    runner, services
 ):
-    rollouter.score.value = math.nan
-    rollouter.engine.answers.set()
+    services.score.value = math.nan
+    services.engine.answers.set()
     with pytest.raises(RolloutAborted, match="have no score"):
         runner.finish(0, TIMER)
     groups, samples, _ = runner.open_groups()
@@ -145,7 +144,7 @@ def test_groups_with_too_few_scores_stay_in_the_checkpoint_with_which_the_run_en
     assert not any(isinstance(group, ScoredGroup) for group in groups_of(samples).values())
 
 
-def read_back(folder: Path, runner: GroupRunner, prompts) -> tuple[TrainerState, Experience]:
+def read_back(folder: Path, runner: GenerationRunner, prompts) -> tuple[TrainerState, Experience]:
     """What a checkpoint of step 1 has of the groups."""
     groups, samples, _ = runner.open_groups()
     record = Record(
@@ -157,31 +156,31 @@ def read_back(folder: Path, runner: GroupRunner, prompts) -> tuple[TrainerState,
 
 
 def test_a_resumed_run_goes_on_with_whole_and_cut_samples_and_asks_for_none_again(
-    runner, rollouter, tmp_path
+    runner, services, tmp_path
 ):
-    wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES)
-    runner.in_flight.suspend()  # each has two tokens
-    rollouter.engine.version = 1
+    wait_for_requests(services, NUM_WANTED * NUM_SAMPLES)
+    runner.abort()  # each has two tokens
+    services.engine.version = 1
     # Two groups are answered, and half of another; the rest goes on without being handed out.
-    rollouter.engine.first_held = 2 * MOST_REQUESTS + NUM_SAMPLES // 2
-    third = runner._attempts[2].requests
+    services.engine.first_held = 2 * NUM_SAMPLES + NUM_SAMPLES // 2
+    third = runner._attempts[runner._queue.key_of(2)].group
     runner.resume(1)
-    assert wait_until(lambda: rollouter.score.num_scored == 2 * NUM_SAMPLES, seconds=30)
-    assert wait_until(lambda: len(third.open) == NUM_SAMPLES // 2, seconds=30)
-    state, samples = read_back(tmp_path, runner, rollouter.stream.prompts)
+    assert wait_until(lambda: services.score.num_scored == 2 * NUM_SAMPLES, seconds=30)
+    assert wait_until(lambda: third.num_open == NUM_SAMPLES // 2, seconds=30)
+    state, samples = read_back(tmp_path, runner, services.stream.prompts)
     num_whole = sum(sample.finish_reason != CUT for sample in samples.samples)
     assert num_whole == 2 * NUM_SAMPLES + NUM_SAMPLES // 2
     assert len(samples.samples) == NUM_WANTED * NUM_SAMPLES
 
     runner.close()
-    use(rollouter, ScriptedEngine(version=1), "another")
-    with closing(runner_of(rollouter, state)) as resumed:
+    use(services, ScriptedEngine(version=1), "another")
+    with closing(runner_of(services, state)) as resumed:
         resumed.restore(state.groups, samples)
         resumed.resume(1)
-        wait_for_requests(rollouter, NUM_WANTED * NUM_SAMPLES - num_whole)
+        wait_for_requests(services, NUM_WANTED * NUM_SAMPLES - num_whole)
         time.sleep(0.1)
-        assert len(rollouter.engine.asked) == NUM_WANTED * NUM_SAMPLES - num_whole
-        rollouter.engine.answers.set()
+        assert len(services.engine.asked) == NUM_WANTED * NUM_SAMPLES - num_whole
+        services.engine.answers.set()
         batch = resumed.finish(1, TIMER)
     made = batch.experience.samples
     assert batch.metrics["rollout/num_engines"] == 2  # that of the first run has answered, too

@@ -1,47 +1,53 @@
-"""The handling of a failed generation, in the calling thread or in a background one."""
+"""The handling of a failed generation, synchronous or made ahead."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from helpers.models import tiny_model
+from helpers.scripted_engines import scripted_services
+from megatron_grpo.agents.fork_pool import EnvironmentsLost
+from megatron_grpo.checkpoints.trainer_state import TrainerState
 from megatron_grpo.config.grpo import GRPOConfig
 from megatron_grpo.config.rollout import RolloutConfig
 from megatron_grpo.engines.http import NoServingEngine, RolloutAborted
-from megatron_grpo.environments import EnvironmentsLost
 from megatron_grpo.launch.process import Preempted
 from megatron_grpo.rewards.scoring import RewardError
-from megatron_grpo.rollout.generate import Rollout, RolloutRequest
-from megatron_grpo.rollout.rollouts import RolloutScheduler
-from megatron_grpo.rollout.runner import RolloutRunner
+from megatron_grpo.rollout.generation import RolloutRequest
+from megatron_grpo.rollout.runner import GenerationRunner
+from megatron_grpo.rollout.schedule import RolloutScheduler
+from megatron_grpo.rollout.services import RolloutServices
 from megatron_grpo.timing import PhaseTimer
 
 
+@pytest.fixture(params=[0, 1], ids=["synchronous", "beside the training"])
+def services(request, tmp_path: Path) -> Iterator[RolloutServices]:
+    """One push ahead, or none."""
+    model = tiny_model(tmp_path / "model", "qwen3")
+    options = "rollout.in_flight_updates=false", f"rollout.max_staleness={request.param}"
+    with scripted_services(model, tmp_path, *options) as services:
+        yield services
+
+
 @pytest.fixture
-def finish(thread, monkeypatch):
+def finish(services):
     """Begins generation 3, which raises an error, and waits for it."""
 
     def finish(error: Exception, is_preempted: bool = False) -> None:
-        def run(rollout: Rollout, timer: PhaseTimer) -> None:
-            raise error
-
-        monkeypatch.setattr(Rollout, "run", run)
-        stream = SimpleNamespace(batch=lambda generation: [])
-        cfg, nothing = SimpleNamespace(grpo=None), dict.fromkeys(("scorer", "in_flight"))
-        rollouter = SimpleNamespace(threads=thread, stream=stream, cfg=cfg, **nothing)
+        services.engine.version = 1
+        services.engine.answers.set()
+        services.score.error = error
         watchdog = SimpleNamespace(is_preempted=is_preempted)
         timeline = SimpleNamespace(add_rollout=lambda *args, **about: None)
-        runner = RolloutRunner(rollouter, watchdog, timeline)
-        runner.begin(RolloutRequest(generation=3, policy_version=1))
-        runner.finish(3, PhaseTimer(lambda phase: None))
+        state = TrainerState(step=1)
+        with closing(GenerationRunner(services, watchdog, timeline, state)) as runner:
+            runner.begin(RolloutRequest(generation=3, policy_version=1))
+            runner.finish(3, PhaseTimer(lambda phase: None))
 
     return finish
-
-
-@pytest.fixture(params=[False, True], ids=["synchronous", "beside the training"])
-def thread(request):
-    with ThreadPoolExecutor(1) as executor:
-        yield executor if request.param else None
 
 
 @pytest.mark.parametrize(

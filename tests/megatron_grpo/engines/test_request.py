@@ -8,8 +8,8 @@ import pytest
 
 from megatron_grpo.data.samples import seed_after
 from megatron_grpo.engines.choice import CUT, Choice, Logprobs, Token, WeightVersion, npy_of
-from megatron_grpo.engines.cuts import joined, num_until_stop, rest_of
 from megatron_grpo.engines.engine import ROUTES_START
+from megatron_grpo.engines.request import joined, num_until_stop, rest_of
 
 STOPS = ("##", "é#", "#\n\n")
 

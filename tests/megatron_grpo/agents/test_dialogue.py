@@ -34,9 +34,9 @@ from megatron_grpo.engines.choice import Choice, Logprobs, Token
 from megatron_grpo.engines.engine import PROBE_INTERVAL
 from megatron_grpo.engines.http import NoServingEngine, is_healthy
 from megatron_grpo.engines.in_flight import InFlight
-from megatron_grpo.environments import EnvironmentFailed
+from megatron_grpo.agents.fork_pool import EnvironmentFailed
 from megatron_grpo.environments.multi_turn import Dialogue, DialogueGeneration
-from megatron_grpo.environments.turns import Turns
+from megatron_grpo.agents.turns import Turns
 from megatron_grpo.launch.process import Preempted
 
 END_IDS = (EOS_ID, *range(20, 60))  # of 250: a turn is some six tokens long

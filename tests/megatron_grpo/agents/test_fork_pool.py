@@ -11,7 +11,7 @@ from helpers.engines import wait_until
 from helpers.environments import environment_pool, sleepers
 from helpers.stopped import stop_for
 from megatron_grpo.config.reward import EnvironmentConfig
-from megatron_grpo.environments import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
+from megatron_grpo.agents.fork_pool import EnvironmentFailed, EnvironmentPool, EnvironmentsLost
 
 SECONDS = 20
 SEED = 7

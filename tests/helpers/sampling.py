@@ -1,0 +1,156 @@
+"""Completions that a test asks engines for, as rank 0 does, from a thread of the test's."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from megatron_grpo.data.prompts import Prompt
+from megatron_grpo.data.samples import Sample
+from megatron_grpo.engines.client import RolloutClient
+from megatron_grpo.engines.group import CompletionGroup, Group, features_of, sample_alone
+from megatron_grpo.engines.router import RequestRouter
+from megatron_grpo.engines.sampling_params import SamplingParams
+from megatron_grpo.rollout.runner import PRIORITIES
+from megatron_grpo.workers.event_loop import EventLoop
+
+NewGroup = Callable[[Prompt, SamplingParams, int], Group]
+
+
+@cache
+def event_loop() -> EventLoop:
+    """The one loop of all tests in this process."""
+    return EventLoop()
+
+
+class Completions:
+    """The groups of some prompts, in a generation of this number, by `params`."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        number: int = 0,
+        new_group: NewGroup | None = None,
+    ) -> None:
+        self.prompts, self.params, self._number = prompts, params, number
+        self._new_group = new_group
+        self.groups: list[Any] = []
+        self.sampling: list[asyncio.Task[list[Sample]]] = []
+
+    async def begin(self, router: RequestRouter) -> None:
+        """Ask for all groups, if that was not done."""
+        if self.sampling:
+            return
+        features = await features_of(self.prompts)
+        for position, prompt in enumerate(self.prompts):
+            params = replace(self.params, position=self.params.position + position)
+            priority = self._number * PRIORITIES + position * params.num_generations
+            self.groups.append(
+                self._new_group(prompt, params, priority)
+                if self._new_group
+                else CompletionGroup(prompt, params, priority, features.get(prompt.images))
+            )
+        self.sampling = [asyncio.create_task(group.sample(router)) for group in self.groups]
+
+    @property
+    def num_open(self) -> int:
+        """Samples that are not complete."""
+        return sum(group.num_open for group in self.groups)
+
+    @property
+    def engines(self) -> set[str]:
+        """Addresses of the engines that have answered."""
+        return set().union(*(group.engines for group in self.groups))
+
+    def so_far(self) -> list[Sample]:
+        """All samples that are complete or begun."""
+        return [sample for group in self.groups for sample in group.so_far()]
+
+    def samples(self) -> list[Sample]:
+        """All samples, when all are complete."""
+        return [sample for task in self.sampling for sample in task.result()]
+
+
+class Router:
+    """A `RequestRouter`, whose methods are called by a thread of the test's."""
+
+    def __init__(self, client: RolloutClient, decode: Any, *, streams: bool = True) -> None:
+        self.client, self.loop = client, client.loop
+        self.router = RequestRouter(client, decode, streams=streams)
+        self._asked: list[Completions] = []
+
+    def submit(self, asked: Completions) -> Future[None]:
+        """Ask for completions; done when all are complete, or with what the router fails by."""
+        self.loop.call(asked.begin(self.router))
+        self._asked.append(asked)
+        return self.loop.start(self._until(asked))
+
+    def generate(self, asked: Completions) -> list[Sample]:
+        """All samples; the router must have been resumed."""
+        self.submit(asked).result()
+        return asked.samples()
+
+    def generate_alone(self, asked: Completions) -> list[Sample]:
+        """All samples, made while the engines do nothing else, as for an evaluation; may be called
+        again after NoServingEngine."""
+
+        async def sample() -> list[Sample]:
+            await asked.begin(self.router)
+            return await sample_alone(self.router, asked.sampling, asked.params.policy_version)
+
+        return self.loop.call(sample())
+
+    def resume(self, policy_version: int) -> None:
+        self.loop.call(self.router.resume(policy_version))
+
+    def pause(self, next_version: int) -> None:
+        self.loop.call(self.router.pause(next_version))
+
+    def abort(self) -> None:
+        self.loop.call(self.router.abort())
+
+    @contextmanager
+    def aborted(self) -> Iterator[None]:
+        """As for a checkpoint."""
+        was_running = self.router.is_running
+        self.abort()
+        yield
+        if was_running:
+            self.resume(self.router.policy_version)
+
+    def close(self) -> None:
+        async def close() -> None:
+            await self.router.close()
+            for task in [task for asked in self._asked for task in asked.sampling]:
+                task.cancel()
+
+        self.loop.call(close())
+
+    async def _until(self, asked: Completions) -> None:
+        for task in asked.sampling:
+            task.add_done_callback(lambda _: self.router.changed.give())
+        await self.router.until(lambda: all(task.done() for task in asked.sampling))
+
+
+@contextmanager
+def routing(client: RolloutClient, decode: Any = str, *, streams: bool = True) -> Iterator[Router]:
+    """A router of the client, which ends with the block."""
+    router = Router(client, decode, streams=streams)
+    try:
+        yield router
+    finally:
+        router.close()
+
+
+def generate(client: RolloutClient, asked: Completions) -> list[Sample]:
+    """`Router.generate_alone`, by the same router for all calls of a client."""
+    router = _ROUTERS.setdefault(client, Router(client, str, streams=False))
+    return router.generate_alone(asked)
+
+
+_ROUTERS: WeakKeyDictionary[RolloutClient, Router] = WeakKeyDictionary()
